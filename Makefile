@@ -1,0 +1,46 @@
+# One way to do each chore; CI calls the same targets.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+EXACT  := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint format demo bench stress clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Steelyard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: lint ## ruff, mypy, every test, doctest and README block, coverage
+	$(BIN)/python -m pytest --cov --cov-report=
+	$(BIN)/python -m coverage report
+	$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
+	  echo 'Coverage of penalties, spec, output, gradients and composition must be 100 %:'; \
+	  $(BIN)/python -m coverage report --include='$(EXACT)'; exit 1; }
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/mypy --no-error-summary
+
+format: $(READY) ## let ruff mend what it can
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+
+demo: $(READY) ## five terms on one beam, over a few steps
+	@$(BIN)/python examples/demo.py
+
+bench: $(READY) ## the speed figures, as ratios of one run
+	@$(BIN)/python -m benchmarks
+
+stress: $(READY) ## what takes too long for `make test`: a thousand faults
+	@$(BIN)/python -m benchmarks.stress
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage dist

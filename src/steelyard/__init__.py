@@ -1,0 +1,1 @@
+"""Structured regularizer composition: one base loss, named weighted terms, one beam."""
