@@ -1,1 +1,72 @@
-"""Structured regularizer composition: one base loss, named weighted terms, one beam."""
+"""Structured regularizer composition: one base loss, named weighted terms, one beam.
+
+    loss_total = base_loss + sum(weight_i * regularizer_i)
+
+Importing this package loads no torch, transformers, tinker, jax or ray; what needs one of
+them is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from steelyard import errors, schedules, telemetry
+from steelyard._version import __version__
+from steelyard.errors import SteelyardError
+from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
+from steelyard.spec import Regularizer, RegularizerSpec, register
+
+if TYPE_CHECKING:
+    from steelyard import penalties
+    from steelyard.composition import DetachedTermWarning, Pipeline, acompute, compute
+    from steelyard.execution import Workers
+
+__all__ = [
+    "BaseLossOutput",
+    "CustomLossOutput",
+    "DetachedTermWarning",
+    "Pipeline",
+    "Regularizer",
+    "RegularizerOutput",
+    "RegularizerSpec",
+    "SteelyardError",
+    "Workers",
+    "__version__",
+    "acompute",
+    "compute",
+    "errors",
+    "penalties",
+    "register",
+    "schedules",
+    "telemetry",
+]
+
+_LAZY = {
+    "DetachedTermWarning": "steelyard.composition",
+    "Pipeline": "steelyard.composition",
+    "Workers": "steelyard.execution",
+    "acompute": "steelyard.composition",
+    "compute": "steelyard.composition",
+    "penalties": "steelyard.penalties",
+}
+_EXTRAS = {"torch": "torch"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'steelyard' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(_LAZY[name])
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        raise errors.MissingExtraError(
+            f"steelyard.{name} needs {error.name}, which is not installed: "
+            f'pip install "steelyard[{_EXTRAS[error.name]}]".'
+        ) from error
+    return module if name == module.__name__.rpartition(".")[2] else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,117 @@
+"""`CustomLossOutput`: the composed loss and everything known about its parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from steelyard.output.terms import BaseLossOutput, RegularizerOutput
+
+
+@dataclass(frozen=True)
+class CustomLossOutput:
+    """What one call of a pipeline gives back.
+
+    Attributes:
+        loss_total: base loss + sum of all contributions.
+        base_loss: the base loss.
+        regularizers: the regularizers that ran, by name, in the order of their specs.
+        regularizer_total: sum of their contributions.
+        total_grad_norm: L2 norm of d loss_total / d logprobs; None unless tracked.
+        gradients: d loss_total / d logprobs, structured like the log-probs; not serialised.
+        cosines: cosine between the gradients of two terms, by pair of names in the order of
+            the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero.
+        skipped: reasons, by name, of terms that failed and were dropped (`on_error="skip"`).
+        not_run: names of terms that were disabled or not due at this step.
+
+    Example:
+        >>> base = BaseLossOutput(2.5, custom={"perplexity": 12.2})
+        >>> term = RegularizerOutput("l1", value=22.4, weight=0.01, contribution=0.224)
+        >>> output = CustomLossOutput(2.724, base, {"l1": term}, 0.224)
+        >>> output.metrics["regularizers/l1/contribution"], output.metrics["perplexity"]
+        (0.224, 12.2)
+        >>> CustomLossOutput.from_dict(output.to_dict()) == output
+        True
+    """
+
+    loss_total: float
+    base_loss: BaseLossOutput
+    regularizers: Mapping[str, RegularizerOutput] = field(default_factory=dict)
+    regularizer_total: float = 0.0
+    total_grad_norm: float | None = None
+    # A torch tensor or a list of them; comparing tensors has no single answer.
+    gradients: Any = field(default=None, compare=False, repr=False)
+    cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    not_run: tuple[str, ...] = ()
+
+    @property
+    def loss(self) -> float:
+        """The same as `loss_total`."""
+        return self.loss_total
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Every number under a flat, slash-separated key; the base loss's own keys stay bare."""
+        nested = self.to_dict()
+        custom = nested["base_loss"].pop("custom")
+        return {**custom, **dict(_flatten(nested))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping. What was not tracked, skipped or left out has no key."""
+        values: dict[str, Any] = {
+            "loss_total": self.loss_total,
+            "base_loss": self.base_loss.to_dict(),
+            "regularizers": {name: r.to_dict() for name, r in self.regularizers.items()},
+            "regularizer_total": self.regularizer_total,
+        }
+        if self.total_grad_norm is not None:
+            values["total_grad_norm"] = self.total_grad_norm
+        if self.cosines:
+            nested: dict[str, dict[str, float]] = {}
+            for (a, b), value in self.cosines.items():
+                nested.setdefault(a, {})[b] = value
+            values["cosines"] = nested
+        if self.skipped:
+            values["skipped"] = dict(self.skipped)
+        if self.not_run:
+            values["not_run"] = list(self.not_run)
+        return values
+
+    def to_json(self, **options: Any) -> str:
+        """`to_dict` as JSON text; `options` go to `json.dumps`."""
+        return json.dumps(self.to_dict(), **options)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CustomLossOutput:
+        """The inverse of `to_dict`: everything but the gradients."""
+        regularizers = {
+            name: RegularizerOutput.from_dict({"name": name, **r})
+            for name, r in values.get("regularizers", {}).items()
+        }
+        cosines = {
+            (a, b): value
+            for a, row in values.get("cosines", {}).items()
+            for b, value in row.items()
+        }
+        return cls(
+            loss_total=values["loss_total"],
+            base_loss=BaseLossOutput.from_dict(values["base_loss"]),
+            regularizers=regularizers,
+            regularizer_total=values.get("regularizer_total", 0.0),
+            total_grad_norm=values.get("total_grad_norm"),
+            cosines=cosines,
+            skipped=values.get("skipped", {}),
+            not_run=tuple(values.get("not_run", ())),
+        )
+
+
+def _flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in a nest of mappings, by path."""
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{key}", value

@@ -1,0 +1,43 @@
+"""What a regularizer may be, and the shapes of the functions around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+# A loss is a torch tensor, a NumPy value or a number; this stage loads none of those libraries.
+Metrics: TypeAlias = Mapping[str, float]
+TermFn: TypeAlias = Callable[..., Any]
+Schedule: TypeAlias = Callable[[int], float]
+
+
+@runtime_checkable
+class Regularizer(Protocol):
+    """An object with `compute(data, logprobs, **options) -> loss | (loss, metrics)`.
+
+    `compute` may be async. Three optional members are used when they are there: `name`, the
+    default name of its spec; and `state_dict()` / `load_state_dict(state)`, with which the
+    pipeline saves and restores what the regularizer remembers from batch to batch.
+
+    Example:
+        >>> class Brevity:
+        ...     name = "brevity"
+        ...     def compute(self, data, logprobs):
+        ...         return sum(len(lp) for lp in logprobs)
+        >>> isinstance(Brevity(), Regularizer)
+        True
+    """
+
+    def compute(self, data: Any, logprobs: Any, **options: Any) -> Any:
+        """The penalty of this batch, alone or with a mapping of metrics."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something that remembers: `state_dict()` and `load_state_dict(state)`."""
+
+    def state_dict(self) -> Any:
+        """What to save."""
+
+    def load_state_dict(self, state: Any) -> object:
+        """Take back what was saved."""

@@ -1,0 +1,126 @@
+"""The registry: regularizers that config files can name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from steelyard.errors import RegistryError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    thing: Any
+    factory: bool
+
+
+_lock = threading.Lock()
+_entries: dict[str, _Entry] = {}
+
+
+def register(name: str, *, factory: bool | None = None) -> Callable[[T], T]:
+    """Register a regularizer, or what makes one, under `name`.
+
+    Args:
+        name: what config files will say.
+        factory: whether the decorated thing is called with the options to *make* the
+            regularizer. By default a class is a factory, and anything else is a regularizer.
+
+    Raises:
+        RegistryError: the name is empty, holds a colon, or is taken by something else.
+
+    Example:
+        >>> import steelyard
+        >>> @steelyard.register("doc_length")
+        ... def length(data, logprobs):
+        ...     return sum(len(lp) for lp in logprobs)
+        >>> from steelyard.spec import lookup
+        >>> lookup("doc_length") is length
+        True
+    """
+    if not isinstance(name, str) or not name or ":" in name:
+        raise RegistryError(
+            f"a registered name must be a non-empty string without ':', got {name!r}."
+        )
+
+    def add(thing: T) -> T:
+        entry = _Entry(thing, inspect.isclass(thing) if factory is None else factory)
+        with _lock:
+            known = _entries.get(name)
+            if known is not None and not _same_definition(known.thing, thing):
+                raise RegistryError(
+                    f"the name {name!r} is taken by {known.thing!r}: choose another one."
+                )
+            _entries[name] = entry
+        return thing
+
+    return add
+
+
+def registered() -> tuple[str, ...]:
+    """Every registered name, sorted."""
+    return tuple(sorted(_entries))
+
+
+def lookup(name: str) -> Any:
+    """What stands behind a registered name or behind `"package.module:attr"`.
+
+    Raises:
+        RegistryError: nothing does; the message lists what is registered.
+    """
+    return _entry(name).thing
+
+
+def build(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The regularizer behind `name`, and the options left to pass to each call of it.
+
+    A factory takes the options itself; a plain regularizer gets them with every call.
+    """
+    entry = _entry(name)
+    if not entry.factory:
+        return entry.thing, dict(options)
+    try:
+        return entry.thing(**options), {}
+    except TypeError as error:
+        raise RegistryError(
+            f"{name!r} cannot be made with the options {dict(options)!r}: {error}."
+        ) from error
+
+
+def _entry(name: str) -> _Entry:
+    if name in _entries:
+        return _entries[name]
+    if ":" in name:
+        thing = _import(name)
+        return _Entry(thing, inspect.isclass(thing))
+    known = ", ".join(registered()) or "none yet"
+    raise RegistryError(
+        f"no regularizer is registered as {name!r} (registered: {known}); "
+        f"register it with @steelyard.register({name!r}) or write 'package.module:attr'."
+    )
+
+
+def _import(path: str) -> Any:
+    module, _, attributes = path.partition(":")
+    try:
+        thing: Any = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            thing = getattr(thing, attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RegistryError(f"{path!r} cannot be imported: {error}.") from error
+    return thing
+
+
+def _same_definition(a: Any, b: Any) -> bool:
+    """Whether `b` is `a` defined again, as when a notebook cell is run a second time."""
+    return a is b or (
+        hasattr(a, "__qualname__")
+        and getattr(a, "__module__", None) == getattr(b, "__module__", None)
+        and a.__qualname__ == getattr(b, "__qualname__", None)
+    )

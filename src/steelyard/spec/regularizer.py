@@ -1,0 +1,254 @@
+"""`RegularizerSpec`: what to run, with which weight and how. Validated once, when built."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, Literal, TypeAlias, cast
+
+from steelyard.errors import SpecError
+from steelyard.spec import callables, registry
+from steelyard.spec.protocol import Schedule, Stateful, TermFn
+
+RunIn: TypeAlias = Literal["auto", "inline", "thread", "process", "async"]
+Gradient: TypeAlias = Literal["auto", "autograd", "numerical", "score", "none"]
+OnError: TypeAlias = Literal["raise", "skip"]
+
+MAX_TIMEOUT = 300.0
+BASE = "base"
+
+_CHOICES = {
+    "run_in": ("auto", "inline", "thread", "process", "async"),
+    "gradient": ("auto", "autograd", "numerical", "score", "none"),
+    "on_error": ("raise", "skip"),
+}
+_NEEDS = ("logits", "hidden_states", "parameters")
+
+
+@dataclass(frozen=True)
+class RegularizerSpec:
+    """One named, weighted term of the loss.
+
+    Attributes:
+        fn: `(data, logprobs) -> loss` or `-> (loss, metrics)`, may be async; or an object
+            with `compute(data, logprobs, **options)`.
+        weight: a finite number >= 0, or a schedule `step -> float`.
+        name: unique in its list; may be left out if `fn` has a `name`.
+        run_in: where it runs; `"auto"` is a thread until the term has proved cheap, then
+            inline, and the event loop for an async term.
+        gradient: how it is differentiated with respect to the log-probs. `"auto"` is autograd,
+            with a warning if the loss has no path to them; `"score"` takes one penalty per
+            datum; `"none"` says that it is meant to have no gradient.
+        timeout: seconds from when it starts; None is the pipeline's.
+        on_error: `"raise"` fails the call, `"skip"` drops the term for that step.
+        enabled: whether it runs at all.
+        every: it runs on steps where `step % every == 0`.
+        options: keyword arguments for each call.
+        needs: what it reads beyond log-probs: `"logits"`, `"hidden_states"`, `"parameters"`.
+
+    Raises:
+        SpecError: a field breaks its rule.
+
+    Example:
+        >>> spec = RegularizerSpec(lambda data, logprobs: 0.0, weight=0.1, name="nothing")
+        >>> spec.weight_at(step=3), spec.is_async
+        (0.1, False)
+    """
+
+    fn: Any  # a callable or a Regularizer: the rule is checked below
+    weight: float | Schedule
+    name: str = ""
+    _: KW_ONLY
+    run_in: RunIn = "auto"
+    gradient: Gradient = "auto"
+    timeout: float | None = None
+    on_error: OnError = "raise"
+    enabled: bool = True
+    every: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    needs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._settle("name", _name_of(self.fn, self.name))
+        self._settle("needs", (self.needs,) if isinstance(self.needs, str) else tuple(self.needs))
+        self._check_fn()
+        if not callable(self.weight):
+            self._settle("weight", check_weight(self.weight, self.name))
+        for key, allowed in _CHOICES.items():
+            self._require(getattr(self, key) in allowed, key, f"one of {', '.join(allowed)}")
+        if self.timeout is not None:
+            check_timeout(self.timeout, f"regularizer {self.name!r}")
+        self._require(isinstance(self.enabled, bool), "enabled", "True or False")
+        whole = isinstance(self.every, int) and not isinstance(self.every, bool)
+        self._require(whole and self.every >= 1, "every", "a whole number >= 1")
+        for need in self.needs:
+            self._require(need in _NEEDS, "needs", f"among {', '.join(_NEEDS)}")
+        self._check_options()
+        self._check_run_in()
+
+    @property
+    def is_async(self) -> bool:
+        """Whether calling `fn` gives a coroutine; sees through callable objects and partials."""
+        return callables.is_async(self.fn)
+
+    @property
+    def call(self) -> TermFn:
+        """What to call: `fn` or its `compute` method, without the options."""
+        return callables.entry_point(self.fn)
+
+    @property
+    def stateful(self) -> Stateful | None:
+        """`fn`, if it remembers something from batch to batch."""
+        return self.fn if isinstance(self.fn, Stateful) else None
+
+    def weight_at(self, step: int) -> float:
+        """The weight at `step`.
+
+        Raises:
+            SpecError: a schedule yields a negative or non-finite weight there.
+        """
+        if not callable(self.weight):
+            return self.weight
+        return check_weight(self.weight(step), self.name, f" at step {step}")
+
+    def due(self, step: int) -> bool:
+        """Whether the term runs at `step`."""
+        return self.enabled and step % self.every == 0
+
+    @classmethod
+    def from_dict(cls, fields_: Mapping[str, Any]) -> RegularizerSpec:
+        """A spec from a mapping of its fields. `fn` may be a registered name or `"module:attr"`.
+
+        Raises:
+            SpecError: a field is unknown, missing, or breaks its rule.
+            RegistryError: `fn` names nothing.
+
+        Example:
+            >>> RegularizerSpec.from_dict({"fn": abs, "weight": 1, "name": "a", "speed": 9})
+            Traceback (most recent call last):
+            ...
+            steelyard.errors.SpecError: a regularizer has no field 'speed' ...
+        """
+        known = [f.name for f in fields(cls)]
+        where = f" (regularizer {fields_.get('name')!r})"
+        for key in fields_:
+            if key not in known:
+                raise SpecError(f"a regularizer has no field {key!r}; known: {known}{where}.")
+        for key in ("fn", "weight"):
+            if key not in fields_:
+                raise SpecError(
+                    f"a regularizer needs the field {key!r}, got {list(fields_)}{where}."
+                )
+        values = dict(fields_)
+        if isinstance(values["fn"], str):
+            name = values["fn"]
+            values["fn"], values["options"] = registry.build(name, values.get("options", {}))
+            values.setdefault("name", _name_of(values["fn"], "") or name)
+        return cls(**values)
+
+    @classmethod
+    def of(cls, spec: RegularizerSpec | Mapping[str, Any]) -> RegularizerSpec:
+        """`spec` itself, or the spec a mapping describes."""
+        if isinstance(spec, RegularizerSpec):
+            return spec
+        if isinstance(spec, Mapping):
+            return cls.from_dict(spec)
+        raise SpecError(f"a regularizer must be a RegularizerSpec or a mapping, got {spec!r}.")
+
+    def _check_fn(self) -> None:
+        if inspect.isclass(self.fn):
+            raise SpecError(
+                f"fn must be an instance, got the class {self.fn.__name__}: "
+                f"write {self.fn.__name__}(...) (regularizer {self.name!r})."
+            )
+        self._require(
+            callable(self.call), "fn", "callable as (data, logprobs), or have such a compute method"
+        )
+        self._require(isinstance(self.name, str) and bool(self.name), "name", "a non-empty string")
+        self._require(
+            self.name != BASE, "name", f"something else than {BASE!r}, which is the base loss"
+        )
+
+    def _check_options(self) -> None:
+        self._require(
+            isinstance(self.options, Mapping) and all(isinstance(key, str) for key in self.options),
+            "options",
+            "a mapping with string keys",
+        )
+        self._settle("options", dict(self.options))
+        why = callables.rejects(self.call, (*self.options, *self.needs))
+        if why is not None:
+            raise SpecError(
+                f"fn must accept (data, logprobs) and the keywords "
+                f"{[*self.options, *self.needs]}: {why} (regularizer {self.name!r})."
+            )
+
+    def _check_run_in(self) -> None:
+        where = f"(regularizer {self.name!r})."
+        if self.run_in == "inline" and self.timeout is not None:
+            raise SpecError(
+                f"timeout cannot go with run_in='inline': an inline call cannot be stopped; "
+                f"use run_in='thread' or 'process', got timeout={self.timeout} {where}"
+            )
+        if self.run_in == "inline" and self.is_async:
+            raise SpecError(
+                f"run_in='inline' cannot run an async fn: use 'auto' or 'async' {where}"
+            )
+        if self.run_in == "async" and not self.is_async:
+            raise SpecError(
+                f"run_in='async' needs an async fn, got {self.fn!r}: "
+                f"write it with 'async def', or use 'thread' {where}"
+            )
+        if self.run_in == "process" and self.stateful:
+            raise SpecError(
+                f"run_in='process' cannot run a stateful term: what it remembers would stay in "
+                f"the worker; use 'auto', 'inline' or 'thread' {where}"
+            )
+
+    def _require(self, kept: bool, key: str, rule: str) -> None:
+        if not kept:
+            raise SpecError(
+                f"{key} must be {rule}, got {getattr(self, key)!r} (regularizer {self.name!r})."
+            )
+
+    def _settle(self, key: str, value: object) -> None:
+        object.__setattr__(self, key, value)
+
+
+def check_weight(weight: object, name: str, where: str = "") -> float:
+    """`weight` as a float, if it is a finite number >= 0.
+
+    Raises:
+        SpecError: it is not.
+    """
+    real = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+    if not real or not math.isfinite(cast("float", weight)) or cast("float", weight) < 0:
+        raise SpecError(
+            f"weight must be a finite number >= 0, got {weight!r}{where} (regularizer {name!r})."
+        )
+    return float(cast("float", weight))
+
+
+def check_timeout(timeout: object, where: str) -> float:
+    """`timeout` as a float, if it is a number of seconds above 0 and up to 300.
+
+    Raises:
+        SpecError: it is not.
+    """
+    real = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+    if not real or not 0 < cast("float", timeout) <= MAX_TIMEOUT:
+        raise SpecError(
+            f"timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT:g}, "
+            f"got {timeout!r} ({where})."
+        )
+    return float(cast("float", timeout))
+
+
+def _name_of(fn: object, name: str | None) -> str:
+    if name:
+        return name
+    own: str | Callable[[], str] = getattr(fn, "name", "")
+    return own() if callable(own) else own

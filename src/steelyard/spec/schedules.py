@@ -1,0 +1,151 @@
+"""Weight schedules: `step -> float`, steps counted from 0.
+
+Each is a small frozen object, so it pickles, compares and prints. A schedule may yield any
+number; the pipeline refuses a negative or non-finite weight at the step where it occurs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from steelyard.errors import SpecError
+
+__all__ = ["constant", "cosine", "exponential", "linear", "piecewise", "warmup"]
+
+
+@dataclass(frozen=True)
+class _Constant:
+    v: float
+
+    def __call__(self, step: int) -> float:  # noqa: ARG002 - every schedule takes the step
+        return self.v
+
+
+@dataclass(frozen=True)
+class _Linear:
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        return self.start + (self.end - self.start) * _progress(step, self.steps)
+
+
+@dataclass(frozen=True)
+class _Exponential:
+    v: float
+    rate: float
+
+    def __call__(self, step: int) -> float:
+        try:
+            return self.v * self.rate**step
+        except OverflowError:
+            return math.copysign(math.inf, self.v)
+
+
+@dataclass(frozen=True)
+class _Cosine:
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        falling = (1 + math.cos(math.pi * _progress(step, self.steps))) / 2
+        return self.end + (self.start - self.end) * falling
+
+
+@dataclass(frozen=True)
+class _Piecewise:
+    pieces: tuple[tuple[int, float], ...]
+
+    def __call__(self, step: int) -> float:
+        return self.pieces[bisect_right(self.pieces, step, key=lambda piece: piece[0]) - 1][1]
+
+
+def constant(v: float) -> _Constant:
+    """Always `v`.
+
+    Example:
+        >>> constant(0.1)(7)
+        0.1
+    """
+    return _Constant(_number("v", v))
+
+
+def linear(start: float, end: float, steps: int) -> _Linear:
+    """From `start` to `end` in a straight line: start + (end - start) * min(step / steps, 1).
+
+    With `steps=0` the end value holds at once.
+
+    Example:
+        >>> [linear(0.0, 1.0, 4)(step) for step in (0, 1, 4, 9)]
+        [0.0, 0.25, 1.0, 1.0]
+    """
+    return _Linear(_number("start", start), _number("end", end), _steps(steps))
+
+
+def warmup(v: float, steps: int) -> _Linear:
+    """From 0 to `v` in a straight line: v * min(step / steps, 1).
+
+    Example:
+        >>> [warmup(0.5, 10)(step) for step in (0, 5, 20)]
+        [0.0, 0.25, 0.5]
+    """
+    return _Linear(0.0, _number("v", v), _steps(steps))
+
+
+def exponential(v: float, rate: float) -> _Exponential:
+    """Multiplied by `rate` at every step: v * rate ** step.
+
+    Example:
+        >>> [exponential(1.0, 0.5)(step) for step in (0, 1, 3)]
+        [1.0, 0.5, 0.125]
+    """
+    return _Exponential(_number("v", v), _number("rate", rate))
+
+
+def cosine(start: float, end: float, steps: int) -> _Cosine:
+    """From `start` to `end` along half a cosine.
+
+    end + (start - end) * (1 + cos(pi * min(step / steps, 1))) / 2; with `steps=0` the end
+    value holds at once.
+
+    Example:
+        >>> [round(cosine(1.0, 0.0, 4)(step), 3) for step in (0, 1, 2, 4, 8)]
+        [1.0, 0.854, 0.5, 0.0, 0.0]
+    """
+    return _Cosine(_number("start", start), _number("end", end), _steps(steps))
+
+
+def piecewise(pieces: Mapping[int, float]) -> _Piecewise:
+    """The value of the last piece that has begun.
+
+    Example:
+        >>> [piecewise({0: 0.1, 100: 0.5})(step) for step in (0, 99, 100)]
+        [0.1, 0.1, 0.5]
+    """
+    if not isinstance(pieces, Mapping) or 0 not in pieces:
+        raise SpecError(f"pieces must map steps to weights and begin at step 0, got {pieces!r}.")
+    for step in pieces:
+        _steps(step, name="a step of pieces")
+    values = {step: _number(f"pieces[{step}]", v) for step, v in pieces.items()}
+    return _Piecewise(tuple(sorted(values.items())))
+
+
+def _progress(step: int, steps: int) -> float:
+    return min(step / steps, 1.0) if steps else 1.0
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise SpecError(f"{name} must be a finite number, got {value!r}.")
+    return float(value)
+
+
+def _steps(value: int, name: str = "steps") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise SpecError(f"{name} must be a whole number >= 0, got {value!r}.")
+    return value
