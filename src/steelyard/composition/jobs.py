@@ -1,0 +1,117 @@
+"""From a term to tickets, and from what came of them to an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from steelyard.composition.term import Term
+from steelyard.execution import Lane, Ticket
+from steelyard.gradients import (
+    Evaluation,
+    Question,
+    aevaluate,
+    aslopes,
+    check_count,
+    check_gradient,
+    evaluate,
+    evaluate_coroutine,
+    slopes,
+    slopes_coroutine,
+)
+
+
+@dataclass(eq=False)
+class Job:
+    """A term that runs apart: one ticket as a rule, several for a numerical gradient."""
+
+    term: Term
+    question: Question
+    tickets: list[Ticket]
+
+    @property
+    def settled(self) -> bool:
+        """Whether every ticket is."""
+        return all(ticket.settled for ticket in self.tickets)
+
+    def result(self, last: Ticket) -> Evaluation:
+        """What came of a job when `last` was settled, or the error that one ended with."""
+        last.result()
+        evaluation: Evaluation = self.tickets[0].result()
+        if len(self.tickets) > 1:
+            pieces = torch.cat([ticket.result() for ticket in self.tickets[1:]])
+            evaluation = with_slopes(self.question, evaluation, pieces, self._seconds())
+        gradient = evaluation.gradient
+        if gradient is not None:
+            evaluation = replace(evaluation, gradient=gradient.to(self.question.flat.device))
+        return evaluation
+
+    def _seconds(self) -> float:
+        begun = [t.started for t in self.tickets if t.started is not None]
+        ended = [t.ended for t in self.tickets if t.ended is not None]
+        return max(ended) - min(begun)
+
+
+def job_for(term: Term, question: Question, lane: Lane, timeout: float, width: int) -> Job:
+    """The tickets that evaluate `term` in `lane`; a numerical gradient spreads over `width`.
+
+    Raises:
+        GradientError: a numerical gradient would take too many evaluations.
+    """
+    size = question.flat.numel()
+    sent = question
+    if lane == "process":
+        sent = replace(question, flat=question.flat.cpu())
+    first: Callable[..., Any]
+    rest: Callable[..., Any]
+    if lane == "async":
+        first, rest = aevaluate, aslopes
+    elif term.spec.is_async:
+        first, rest = evaluate_coroutine, slopes_coroutine
+    else:
+        first, rest = evaluate, slopes
+
+    def ticket(fn: Callable[..., Any], *args: int, reply_bytes: int) -> Ticket:
+        return Ticket(term.name, lane, fn, (sent, *args), timeout, reply_bytes=reply_bytes)
+
+    reply = size * question.flat.element_size()
+    tickets = [ticket(first, reply_bytes=reply)]
+    if term.spec.gradient == "numerical":
+        check_count(term.name, size)
+        pieces = 1 if lane == "async" else min(width, size)
+        edges = [round(i * size / pieces) for i in range(pieces + 1)]
+        tickets += [
+            ticket(rest, start, stop, reply_bytes=8 * (stop - start))
+            for start, stop in pairwise(edges)
+        ]
+    return Job(term, question, tickets)
+
+
+def with_slopes(
+    question: Question, evaluation: Evaluation, pieces: torch.Tensor, seconds: float
+) -> Evaluation:
+    """An evaluation with the numerical gradient that was computed beside it."""
+    if question.check_finite:
+        check_gradient(question.term, pieces)
+    return replace(
+        evaluation,
+        gradient=pieces.to(question.flat),
+        method="numerical",
+        duration=seconds,
+        gradient_duration=seconds,
+    )
+
+
+def slopes_inline(question: Question, evaluation: Evaluation) -> Evaluation:
+    """The numerical gradient of an inline term, here and now."""
+    check_count(question.term, question.flat.numel())
+    began = perf_counter()
+    pieces = slopes(question, 0, question.flat.numel())
+    seconds = perf_counter() - began
+    done = with_slopes(question, evaluation, pieces, seconds)
+    return replace(done, duration=evaluation.duration + seconds)

@@ -1,0 +1,97 @@
+"""A term of a pipeline: its spec, and what the pipeline has learned about it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from steelyard.errors import TermBusyError
+from steelyard.execution import Lane, Ticket
+from steelyard.spec import BASE, RegularizerSpec
+
+Place: TypeAlias = Literal["inline"] | Lane
+
+# Handing work to a thread and joining it again costs about a tenth of a millisecond, and
+# tensor terms gain nothing from threads, so a term has to be much longer than that.
+CHEAP = 5e-3
+
+
+class DetachedTermWarning(UserWarning):
+    """A term's loss has no path to the log-probs: it adds to the loss and pulls nothing."""
+
+
+@dataclass
+class Facts:
+    """What is known about a term from the calls so far."""
+
+    duration: float | None = None
+    has_path: bool = False
+    warned: bool = False
+    stuck: Ticket | None = None
+
+
+@dataclass(frozen=True)
+class Term:
+    """A spec and the facts about it; a changed spec keeps the facts."""
+
+    spec: RegularizerSpec
+    facts: Facts = field(default_factory=Facts)
+
+    @property
+    def name(self) -> str:
+        """The name in the spec."""
+        return self.spec.name
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is the base loss."""
+        return self.spec.name == BASE
+
+    def place(self) -> Place:
+        """Where it runs this time.
+
+        `"auto"` is the event loop for an async term. Any other runs in a thread, and inline
+        once its last call took less than 5 ms: then a thread would cost more than it gives.
+        A term with a timeout of its own stays in a thread, since an inline call cannot be
+        stopped, and so does a numerical gradient, which is many calls.
+        """
+        spec = self.spec
+        if spec.run_in != "auto":
+            return spec.run_in
+        if spec.is_async:
+            return "async"
+        cheap = self.facts.duration is not None and self.facts.duration < CHEAP
+        if cheap and spec.timeout is None and spec.gradient != "numerical":
+            return "inline"
+        return "thread"
+
+    def check_free(self) -> None:
+        """Nothing, if no call of it that timed out is still running.
+
+        Raises:
+            TermBusyError: one is.
+        """
+        stuck = self.facts.stuck
+        if stuck is not None and stuck.running:
+            raise TermBusyError(
+                f"regularizer {self.name!r} must have ended before it starts again, and its call "
+                f"that timed out is still running in its thread: use run_in='process', which can "
+                f"be killed, or make the term return.",
+                term=self.name,
+            )
+        self.facts.stuck = None
+
+    def warn_detached(self) -> None:
+        """Warn, once, that the term has no gradient."""
+        if not self.facts.warned:
+            self.facts.warned = True
+            what = "the base loss" if self.is_base else f"regularizer {self.name!r}"
+            warnings.warn(
+                f"{what} has no gradient: its loss does not depend on the log-probs through "
+                f"torch, so it adds to the loss and pulls nothing. Use gradient='score' (return "
+                f"one penalty per datum) or gradient='numerical'; gradient='none' says that it "
+                f"is meant so.",
+                DetachedTermWarning,
+                stacklevel=2,
+            )

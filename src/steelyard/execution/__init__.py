@@ -1,0 +1,23 @@
+"""How a term runs: in a thread, in a process, or on an event loop.
+
+A `Ticket` is one piece of work; a `Batch` runs the tickets of one call on the executors of
+some `Workers`, in lanes of limited width, and yields them as they are settled. All executors
+keep one contract: a ticket is settled exactly once, with a value or an error; a failure or a
+timeout concerns that ticket alone; what can be stopped is stopped when nobody waits for it.
+"""
+
+from steelyard.execution.batch import Batch, Executor
+from steelyard.execution.processes import check_picklable
+from steelyard.execution.ticket import Cancelled, Lane, Ticket
+from steelyard.execution.workers import Workers, default_workers
+
+__all__ = [
+    "Batch",
+    "Cancelled",
+    "Executor",
+    "Lane",
+    "Ticket",
+    "Workers",
+    "check_picklable",
+    "default_workers",
+]

@@ -1,0 +1,138 @@
+"""A batch: the tickets of one call, under way together."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from time import monotonic
+from types import TracebackType
+from typing import Protocol, Self
+
+from steelyard.execution.ticket import Cancelled, Ticket
+
+
+class Executor(Protocol):
+    """Something that runs tickets: each is started, ended and settled, in its own time."""
+
+    def submit(self, ticket: Ticket) -> None:
+        """Run the ticket, soon; never raise what the ticket's work raises."""
+
+
+class Batch:
+    """Starts tickets as their lanes allow, and yields them as they are settled.
+
+    Use it as a context manager: whatever is left when the block ends is cancelled.
+
+    Args:
+        tickets: what to run. They start in this order.
+        executors: the executor of each lane.
+        limits: how many tickets of a lane may run at once; no entry, no limit.
+        in_turn: run all of them one after the other, whatever their lanes.
+        on_start: told, in the waiting thread, of each ticket that has begun.
+        events: what the waiting thread listens to; None put in it by another thread makes
+            that thread stop with `Cancelled`.
+    """
+
+    def __init__(
+        self,
+        tickets: Sequence[Ticket],
+        executors: Mapping[str, Executor],
+        limits: Mapping[str, int],
+        *,
+        in_turn: bool = False,
+        on_start: Callable[[Ticket], object] = lambda _: None,
+        events: SimpleQueue[Ticket | None] | None = None,
+    ) -> None:
+        self._tickets = tickets
+        self._executors = executors
+        self._on_start = on_start
+        self._events = SimpleQueue() if events is None else events
+        self._lock = threading.Lock()
+        self._queues: dict[str, deque[Ticket]] = {}
+        self._places: dict[str, int] = {}
+        self._freed: set[Ticket] = set()
+        self._lane_of = (lambda _: "") if in_turn else (lambda ticket: ticket.lane)
+        for ticket in tickets:
+            ticket.on_change = self._changed
+            lane = self._lane_of(ticket)
+            self._queues.setdefault(lane, deque()).append(ticket)
+            self._places[lane] = 1 if in_turn else limits.get(lane, len(tickets))
+
+    def __enter__(self) -> Self:
+        for lane in self._queues:
+            self._admit(lane)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            self._queues.clear()
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    def settled(self) -> Iterator[Ticket]:
+        """The tickets, each once, in the order in which they are settled.
+
+        Raises:
+            Cancelled: another thread put None in `events`.
+        """
+        waiting = set(self._tickets)
+        begun: set[Ticket] = set()
+        while waiting:
+            for ticket in self._next(waiting):
+                if ticket.started is not None and ticket not in begun:
+                    begun.add(ticket)
+                    self._on_start(ticket)
+                if ticket.settled and ticket in waiting:
+                    waiting.remove(ticket)
+                    yield ticket
+
+    def _next(self, waiting: set[Ticket]) -> list[Ticket]:
+        """The ticket something happened to, or those that are overdue by now."""
+        deadlines = [d for ticket in waiting if (d := ticket.deadline) is not None]
+        try:
+            if not deadlines:
+                event = self._events.get()
+            else:
+                event = self._events.get(timeout=max(0.0, min(deadlines) - monotonic()))
+        except Empty:
+            now = monotonic()
+            overdue = [t for t in waiting if (d := t.deadline) is not None and d <= now]
+            for ticket in overdue:
+                ticket.expire()
+                ticket.stop()
+            return overdue
+        if event is None:
+            raise Cancelled
+        return [event]
+
+    def _changed(self, ticket: Ticket) -> None:
+        self._events.put(ticket)
+        if ticket.settled:
+            lane = self._lane_of(ticket)
+            with self._lock:
+                if ticket in self._freed or ticket.submitted is None:
+                    return
+                self._freed.add(ticket)
+                self._places[lane] += 1
+            self._admit(lane)
+
+    def _admit(self, lane: str) -> None:
+        while True:
+            with self._lock:
+                queue = self._queues.get(lane)
+                if not queue or not self._places[lane]:
+                    return
+                ticket = queue.popleft()
+                self._places[lane] -= 1
+                ticket.submitted = monotonic()
+            try:
+                self._executors[ticket.lane].submit(ticket)
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the ticket
+                ticket.settle(error=error)

@@ -1,0 +1,187 @@
+"""Running tickets in processes that can be killed."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import pickle
+import signal
+import sys
+import threading
+from concurrent.futures import CancelledError, Future
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import context, spawn
+from typing import Any
+
+import cloudpickle
+from pebble import ProcessExpired, ProcessPool
+
+from steelyard.errors import UnpicklableError, WorkerDiedError
+from steelyard.execution import worker
+from steelyard.execution.ticket import Cancelled, Ticket
+from steelyard.execution.transport import Message, Parcel
+
+
+class ProcessExecutor:
+    """A pool of worker processes with torch imported, one more than are used at once.
+
+    The spare one is there so that the call after a kill does not wait for an import of torch.
+    A timeout or a crash ends exactly one worker.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._lock = threading.Lock()
+        self._pool: ProcessPool | None = None
+
+    def warm(self) -> None:
+        """Start the workers, without waiting for them."""
+        self._running_pool()
+
+    def submit(self, ticket: Ticket) -> None:
+        """Send the ticket to a worker."""
+        try:
+            parcel = Parcel((ticket.fn, ticket.args), reply_bytes=ticket.reply_bytes)
+        except Exception as error:  # noqa: BLE001 - pickling runs anybody's code
+            ticket.end(error=cannot_travel(ticket.term, error))
+            return
+        if ticket.start():
+            self._send(ticket, parcel, retry=True)
+        else:
+            parcel.remove()
+
+    def close(self) -> None:
+        """Kill the workers and end the pool's threads."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            _end(pool)
+
+    def _running_pool(self) -> ProcessPool:
+        with self._lock:
+            if self._pool is not None and not self._pool.active:
+                # It broke. This may be one of its own threads, which cannot wait for itself.
+                threading.Thread(target=_end, args=(self._pool,), daemon=True).start()
+                self._pool = None
+            if self._pool is None:
+                threads = max(1, (os.cpu_count() or 1) // self._processes)
+                self._pool = ProcessPool(
+                    max_workers=self._processes + 1,
+                    initializer=worker.prepare,
+                    initargs=(os.getpid(), threads),
+                    context=_CleanSpawn(),
+                )
+                # Asking whether it is active starts it.
+                assert self._pool.active  # noqa: S101
+            return self._pool
+
+    def _send(self, ticket: Ticket, parcel: Parcel, *, retry: bool) -> None:
+        pool = self._running_pool()
+        future = pool.schedule(worker.work, args=(parcel.message, sys.path), timeout=ticket.timeout)
+        ticket.stop = future.cancel
+        future.add_done_callback(partial(self._settle, ticket, parcel, retry))
+
+    def _settle(
+        self, ticket: Ticket, parcel: Parcel, retry: bool, future: Future[tuple[bool, Message]]
+    ) -> None:
+        """Read what the worker answered, in the pool's thread."""
+        try:
+            succeeded, answer = future.result()
+            result = parcel.open_reply(answer)
+        except CancelledError:
+            ticket.end(error=Cancelled())
+        except TimeoutError:
+            ticket.expire()
+            ticket.end()
+        except ProcessExpired as error:
+            ticket.end(error=_died(ticket.term, error))
+        except BrokenProcessPool as error:
+            # A worker that dies while idle takes the whole pool with it: not this term's fault.
+            if retry and not ticket.settled:
+                self._send(ticket, parcel, retry=False)
+                return
+            ticket.end(error=error)
+        except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
+            ticket.end(error=cannot_travel(ticket.term, error, "its result"))
+        else:
+            if succeeded:
+                ticket.end(result)
+            elif isinstance(result, worker.CannotRebuild):
+                ticket.end(error=cannot_travel(ticket.term, result))
+            else:
+                ticket.end(error=result)
+        parcel.remove()
+
+
+def _end(pool: ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]  # pebble leaves it untyped
+    pool.join()
+
+
+def check_picklable(term: str, thing: object) -> None:
+    """Nothing, if `thing` can be sent to a process.
+
+    Raises:
+        UnpicklableError: it cannot.
+    """
+    try:
+        pickle.loads(cloudpickle.dumps(thing))  # noqa: S301 - just made
+    except Exception as error:
+        raise cannot_travel(term, error) from error
+
+
+def cannot_travel(
+    term: str, why: Exception, what: str = "the term or its data"
+) -> UnpicklableError:
+    """The error for something that does not pickle, or does not unpickle over there."""
+    return UnpicklableError(
+        f"with run_in='process' everything must pickle, and {what} does not: "
+        f"{type(why).__name__}: {why} (regularizer {term!r}); "
+        f"leave out what cannot travel, or use run_in='thread'.",
+        term=term,
+    )
+
+
+def _died(term: str, error: ProcessExpired) -> WorkerDiedError:
+    code = error.exitcode
+    how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+    return WorkerDiedError(
+        f"the process that ran regularizer {term!r} must live until it has answered, and died "
+        f"of {how}: look for what ends it, or drop the term for such steps with on_error='skip'.",
+        term=term,
+    )
+
+
+_without_main = contextvars.ContextVar("_without_main", default=False)
+_preparation_data = spawn.get_preparation_data
+
+
+def _get_preparation_data(name: str) -> dict[str, Any]:
+    """As multiprocessing has it, but a worker of ours does not import the main script again.
+
+    Terms travel by value, so nobody needs that import; and without it process terms work
+    from scripts that have no `__main__` guard. All other processes are prepared as before.
+    """
+    data = _preparation_data(name)
+    if _without_main.get():
+        data.pop("init_main_from_name", None)
+        data.pop("init_main_from_path", None)
+    return data
+
+
+spawn.get_preparation_data = _get_preparation_data
+
+
+class _CleanProcess(context.SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name
+        token = _without_main.set(True)
+        try:
+            return context.SpawnProcess._Popen(process_obj)  # noqa: SLF001 - what a context overrides
+        finally:
+            _without_main.reset(token)
+
+
+class _CleanSpawn(context.SpawnContext):
+    Process = _CleanProcess

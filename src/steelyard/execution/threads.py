@@ -1,0 +1,66 @@
+"""Running tickets in threads."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from queue import SimpleQueue
+
+from steelyard.execution.ticket import Ticket
+
+
+class ThreadExecutor:
+    """Daemon threads, started when needed and kept for the next ticket.
+
+    The standard pool would join a stuck thread when the interpreter exits, and hand it no
+    replacement; here a stuck thread is only one that does not come back for more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._keep = max(2, os.cpu_count() or 1)
+        self._closed = False
+
+    def submit(self, ticket: Ticket) -> None:
+        """Run the ticket in an idle thread, or in a new one."""
+        context = contextvars.copy_context()
+        with self._lock:
+            worker = self._idle.pop() if self._idle else None
+        if worker is None:
+            worker = _Worker(self)
+            worker.start()
+        worker.inbox.put((context, ticket))
+
+    def close(self) -> None:
+        """End the idle threads now, and busy ones when they are done."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.inbox.put(None)
+            worker.join()
+
+    def take_back(self, worker: _Worker) -> bool:
+        """Whether an idle worker is kept for later."""
+        with self._lock:
+            keep = not self._closed and len(self._idle) < self._keep
+            if keep:
+                self._idle.append(worker)
+        return keep
+
+
+class _Worker(threading.Thread):
+    def __init__(self, executor: ThreadExecutor) -> None:
+        super().__init__(name="steelyard-term", daemon=True)
+        self.inbox: SimpleQueue[tuple[contextvars.Context, Ticket] | None] = SimpleQueue()
+        self._executor = executor
+
+    def run(self) -> None:
+        while (job := self.inbox.get()) is not None:
+            context, ticket = job
+            context.run(ticket.run)
+            del job, context, ticket
+            if not self._executor.take_back(self):
+                return

@@ -1,0 +1,61 @@
+"""What runs inside a worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import cloudpickle
+import torch
+
+from steelyard.execution.transport import Message, receive, reply
+
+
+def prepare(parent: int, threads: int) -> None:
+    """Make a fresh process ready, torch already imported."""
+    # The pool's own handler runs only between bytecodes; a term stuck in C would outlive it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def work(message: Message, path: list[str]) -> tuple[bool, Message]:
+    """Run the call in `message`; whether it succeeded, and its result or its error."""
+    if path != sys.path:
+        sys.path[:] = path
+    try:
+        fn, args = receive(message)
+    except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
+        return False, reply(message, CannotRebuild(f"{type(error).__name__}: {error}"))
+    try:
+        return True, reply(message, fn(*args))
+    except BaseException as error:  # noqa: BLE001 - sys.exit() too must not end the worker
+        return False, reply(message, _travelling(error))
+
+
+class CannotRebuild(Exception):  # noqa: N818 - turned into an error of the tree by the parent
+    """What was sent cannot be unpickled here."""
+
+
+def _travelling(error: BaseException) -> BaseException:
+    """The error, with its traceback as a note; in a plainer form if it does not pickle."""
+    trace = "".join(traceback.format_exception(error))
+    with contextlib.suppress(Exception):
+        error.add_note(f"In the worker process:\n{trace}")
+        pickle.loads(cloudpickle.dumps(error))  # noqa: S301 - just made
+        return error
+    plain = RuntimeError(f"{type(error).__name__}: {error}")
+    plain.add_note(f"In the worker process:\n{trace}")
+    return plain
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

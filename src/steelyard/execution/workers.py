@@ -1,0 +1,101 @@
+"""`Workers`: the threads, processes and event loop that terms run on."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from types import TracebackType
+from typing import Self
+
+from steelyard.errors import ClosedError, SpecError
+from steelyard.execution.batch import Executor
+from steelyard.execution.coroutines import CoroutineExecutor
+from steelyard.execution.processes import ProcessExecutor
+from steelyard.execution.threads import ThreadExecutor
+
+
+class Workers:
+    """What pipelines run their terms on; started when first used, kept warm until closed.
+
+    Pipelines share one for the process unless they are given their own.
+
+    Args:
+        processes: how many worker processes may be busy at once; None is one per core.
+
+    Example:
+        >>> from steelyard import Pipeline, Workers
+        >>> import torch
+        >>> with Workers(processes=1) as workers:
+        ...     pipeline = Pipeline(lambda data, logprobs: logprobs.sum(), [], workers=workers)
+        ...     pipeline.compute([], torch.tensor([1.0, 2.0])).loss_total
+        3.0
+    """
+
+    def __init__(self, processes: int | None = None) -> None:
+        cores = os.cpu_count() or 1
+        count = cores if processes is None else processes
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise SpecError(f"processes must be a whole number >= 1, got {processes!r}.")
+        self.threads = ThreadExecutor()
+        self.processes = ProcessExecutor(count)
+        self.coroutines = CoroutineExecutor()
+        self._closed = False
+
+    @property
+    def executors(self) -> dict[str, Executor]:
+        """The executor of each lane.
+
+        Raises:
+            ClosedError: the workers are closed.
+        """
+        if self._closed:
+            raise ClosedError("these workers must be open to run terms, got closed ones.")
+        return {"thread": self.threads, "process": self.processes, "async": self.coroutines}
+
+    def close(self) -> None:
+        """End every thread, process and event loop. Threads that are stuck end when they can."""
+        self._closed = True
+        self.processes.close()
+        self.coroutines.close()
+        self.threads.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_lock = threading.Lock()
+_default: Workers | None = None
+
+
+def default_workers() -> Workers:
+    """The workers that pipelines share."""
+    global _default  # noqa: PLW0603 - one for the process
+    with _lock:
+        if _default is None:
+            _default = Workers()
+        return _default
+
+
+@atexit.register
+def _close_default() -> None:
+    if _default is not None:
+        _default.close()
+
+
+def _forget_default() -> None:
+    """In a forked child: the parent's threads and pipes are not there."""
+    global _default, _lock
+    _default, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_default)

@@ -1,0 +1,47 @@
+"""What each term pulls: its gradient with respect to the log-probs, norms and cosines.
+
+`layout` and `leaf` turn the log-probs into one flat vector; `evaluation` asks a term for its
+value and differentiates it once; `numerical` and `score` are the estimators for terms that
+autograd cannot see through; `gram` is the algebra over several terms.
+"""
+
+from steelyard.gradients.evaluation import (
+    Evaluation,
+    Method,
+    Question,
+    Trial,
+    aevaluate,
+    aslopes,
+    check_gradient,
+    evaluate,
+    evaluate_coroutine,
+    no_path,
+    slopes,
+    slopes_coroutine,
+)
+from steelyard.gradients.gram import norms_and_cosines, weighted_sum
+from steelyard.gradients.layout import Layout, LogProbs, flatten
+from steelyard.gradients.leaf import Leaf
+from steelyard.gradients.numerical import check_count
+
+__all__ = [
+    "Evaluation",
+    "Layout",
+    "Leaf",
+    "LogProbs",
+    "Method",
+    "Question",
+    "Trial",
+    "aevaluate",
+    "aslopes",
+    "check_count",
+    "check_gradient",
+    "evaluate",
+    "evaluate_coroutine",
+    "flatten",
+    "no_path",
+    "norms_and_cosines",
+    "slopes",
+    "slopes_coroutine",
+    "weighted_sum",
+]

@@ -1,0 +1,212 @@
+"""Evaluating a term once and differentiating it once, by whichever method its spec names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from steelyard.errors import GradientError
+from steelyard.gradients import numerical
+from steelyard.gradients.layout import Layout, LogProbs
+from steelyard.gradients.leaf import Leaf
+from steelyard.gradients.returned import as_scalar, check_finite, split_metrics
+from steelyard.gradients.score import read_costs, score_gradient
+from steelyard.spec import Gradient
+
+Method: TypeAlias = Literal["autograd", "numerical", "score"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to evaluate: a term, its data, and the log-probs as one flat vector. It pickles."""
+
+    term: str
+    fn: Callable[..., Any]
+    options: Mapping[str, Any]
+    gradient: Gradient
+    data: Any
+    layout: Layout
+    flat: Tensor
+    check_finite: bool = True
+
+    def call(self, logprobs: LogProbs) -> Any:
+        """What the term returns for `logprobs`: a result, or a coroutine that gives one."""
+        return self.fn(self.data, logprobs, **self.options)
+
+    def copied(self) -> LogProbs:
+        """The log-probs without a gradient, in memory of their own: a term may write to them."""
+        return self.layout.split(self.flat.clone())
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came of it.
+
+    Attributes:
+        value: the term's value.
+        custom: the metrics it returned.
+        gradient: flat; None if the term has none, or if it is left to a pass over `loss`.
+        method: how the gradient came or will come to be; None if there is none.
+        loss: the loss with its graph, when its gradient was left for later.
+        duration: seconds, the gradient included.
+        gradient_duration: seconds the gradient took.
+    """
+
+    value: float
+    custom: dict[str, float] = field(default_factory=dict)
+    gradient: Tensor | None = None
+    method: Method | None = None
+    loss: Tensor | None = None
+    duration: float = 0.0
+    gradient_duration: float = 0.0
+
+
+def evaluate(question: Question) -> Evaluation:
+    """The term's value and gradient, on a leaf of its own."""
+    trial = Trial(question)
+    return trial.finish(question.call(trial.logprobs))
+
+
+async def aevaluate(question: Question) -> Evaluation:
+    """As `evaluate`, for a term whose call gives a coroutine."""
+    trial = Trial(question)
+    return trial.finish(await question.call(trial.logprobs))
+
+
+def evaluate_coroutine(question: Question) -> Evaluation:
+    """As `aevaluate`, in an event loop that lasts for this one call."""
+    return asyncio.run(aevaluate(question))
+
+
+class Trial:
+    """One evaluation under way: the log-probs to call the term with, then `finish`.
+
+    Inline terms share one `leaf`; a term that runs apart has its own.
+    """
+
+    def __init__(self, question: Question, leaf: Leaf | None = None) -> None:
+        self._question = question
+        self._began = perf_counter()
+        if question.gradient in ("auto", "autograd"):
+            self._leaf = leaf or Leaf.of(question.layout, question.flat)
+            self.logprobs = self._leaf.views
+        else:
+            self.logprobs = question.copied()
+
+    def finish(self, returned: object, *, defer: bool = False) -> Evaluation:
+        """Read what the term returned and differentiate it.
+
+        With `defer` an autograd gradient is left to one later pass over several losses.
+
+        Raises:
+            TermError: it is no loss, not finite, or cannot be differentiated as asked.
+        """
+        question = self._question
+        result, custom = split_metrics(question.term, returned)
+        if question.gradient == "score":
+            evaluation = self._by_score(result)
+        else:
+            evaluation = self._by_autograd(result, defer)
+        return replace(evaluation, custom=custom, duration=perf_counter() - self._began)
+
+    def _by_score(self, result: object) -> Evaluation:
+        question = self._question
+        costs = read_costs(question.term, result, question.layout)
+        value = self._checked(costs.mean())
+        began = perf_counter()
+        pulls = score_gradient(question.term, costs, question.data, question.layout)
+        gradient = pulls.to(question.flat)
+        return Evaluation(
+            value, gradient=gradient, method="score", gradient_duration=perf_counter() - began
+        )
+
+    def _by_autograd(self, result: object, defer: bool) -> Evaluation:
+        question = self._question
+        loss = as_scalar(question.term, result)
+        value = self._checked(loss)
+        if question.gradient in ("none", "numerical"):
+            return Evaluation(value)
+        if defer and loss.requires_grad:
+            return Evaluation(value, loss=loss, method="autograd")
+        began = perf_counter()
+        gradient = self._leaf.gradient_of(loss)
+        if gradient is None:
+            if question.gradient == "autograd":
+                raise no_path(question.term)
+            return Evaluation(value)
+        if question.check_finite:
+            check_gradient(question.term, gradient)
+        return Evaluation(
+            value,
+            gradient=gradient,
+            method="autograd",
+            gradient_duration=perf_counter() - began,
+        )
+
+    def _checked(self, loss: Tensor) -> float:
+        value: float = loss.item()
+        if self._question.check_finite:
+            check_finite(self._question.term, value)
+        return value
+
+
+def slopes(question: Question, start: int, stop: int) -> Tensor:
+    """The numerical gradient of a term with respect to `flat[start:stop]`."""
+    return numerical.differences(
+        lambda point: _value(question, question.call(question.layout.split(point))),
+        question.flat,
+        start,
+        stop,
+    )
+
+
+async def aslopes(question: Question, start: int, stop: int) -> Tensor:
+    """As `slopes`, for a term whose call gives a coroutine."""
+
+    async def value(point: Tensor) -> float:
+        return _value(question, await question.call(question.layout.split(point)))
+
+    return await numerical.adifferences(value, question.flat, start, stop)
+
+
+def slopes_coroutine(question: Question, start: int, stop: int) -> Tensor:
+    """As `aslopes`, in an event loop that lasts for this one call."""
+    return asyncio.run(aslopes(question, start, stop))
+
+
+def check_gradient(term: str, gradient: Tensor) -> None:
+    """Nothing, if all of `gradient` is finite.
+
+    Raises:
+        NonFiniteError: it is not.
+    """
+    # One sum sees almost every NaN and infinity; it overflows on some finite gradients.
+    if not torch.isfinite(gradient.sum()):
+        bad = gradient[~torch.isfinite(gradient)]
+        if bad.numel():
+            worst = float("nan") if bool(bad.isnan().any()) else float(bad[0])
+            check_finite(term, worst, "gradient")
+
+
+def no_path(term: str) -> GradientError:
+    """The error for a term that must have an autograd gradient and has none."""
+    return GradientError(
+        f"gradient='autograd' needs a loss that depends on the log-probs through torch, got one "
+        f"with no path to them (regularizer {term!r}): use gradient='score' with one penalty per "
+        f"datum, gradient='numerical', or gradient='none' if it is meant so.",
+        term=term,
+    )
+
+
+def _value(question: Question, returned: object) -> float:
+    loss, _ = split_metrics(question.term, returned)
+    value: float = as_scalar(question.term, loss).item()
+    if question.check_finite:
+        check_finite(question.term, value)
+    return value

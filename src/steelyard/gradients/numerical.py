@@ -1,0 +1,67 @@
+"""Central differences: a gradient for a term that autograd cannot see through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import torch
+from torch import Tensor
+
+from steelyard.errors import GradientError
+
+MAX_EVALUATIONS = 10_000
+RELATIVE_STEP = 1e-5
+# A coroutine is usually a request to somebody's server.
+_REQUESTS_AT_ONCE = 64
+
+
+def check_count(term: str, size: int) -> None:
+    """Nothing, if a gradient of `size` numbers takes few enough evaluations.
+
+    Raises:
+        GradientError: it takes more than 10,000.
+    """
+    if 2 * size > MAX_EVALUATIONS:
+        raise GradientError(
+            f"gradient='numerical' may take at most {MAX_EVALUATIONS} evaluations, got "
+            f"{2 * size} for {size} log-probs (regularizer {term!r}): use smaller batches, "
+            f"gradient='score' with one penalty per datum, or write the term in torch.",
+            term=term,
+        )
+
+
+def differences(f: Callable[[Tensor], float], flat: Tensor, start: int, stop: int) -> Tensor:
+    """The slopes of `f` along `flat[start:stop]`, by central differences, in float64."""
+    slopes = []
+    for index in range(start, stop):
+        above, below = _neighbours(flat, index)
+        slopes.append((f(above) - f(below)) / float(above[index] - below[index]))
+    return torch.tensor(slopes, dtype=torch.float64)
+
+
+async def adifferences(
+    f: Callable[[Tensor], Awaitable[float]], flat: Tensor, start: int, stop: int
+) -> Tensor:
+    """As `differences`, for a coroutine: many evaluations are under way at once."""
+    places = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+
+    async def limited(point: Tensor) -> float:
+        async with places:
+            return await f(point)
+
+    async def slope(index: int) -> float:
+        above, below = _neighbours(flat, index)
+        high, low = await asyncio.gather(limited(above), limited(below))
+        return (high - low) / float(above[index] - below[index])
+
+    slopes = await asyncio.gather(*(slope(index) for index in range(start, stop)))
+    return torch.tensor(slopes, dtype=torch.float64)
+
+
+def _neighbours(flat: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    above, below = flat.double().clone(), flat.double().clone()
+    step = RELATIVE_STEP * max(1.0, abs(float(flat[index])))
+    above[index] += step
+    below[index] -= step
+    return above, below

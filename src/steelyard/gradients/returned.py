@@ -1,0 +1,111 @@
+"""Reading what a term returned: a loss, alone or with metrics."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steelyard.errors import NonFiniteError, TermResultError
+
+
+def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]]:
+    """`loss` or `(loss, metrics)` as the loss and the metrics as floats.
+
+    Raises:
+        TermResultError: it is neither.
+    """
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()
+        raise TermResultError(
+            f"{_of(term)} must return a loss, got an awaitable: define it with 'async def'.",
+            term=term,
+        )
+    if not isinstance(returned, tuple):
+        return returned, {}
+    if len(returned) != 2:  # noqa: PLR2004 - (loss, metrics)
+        raise TermResultError(
+            f"{_of(term)} must return a loss or (loss, metrics), "
+            f"got a tuple of {len(returned)} items.",
+            term=term,
+        )
+    loss, metrics = returned
+    if metrics is None:
+        return loss, {}
+    if not isinstance(metrics, Mapping):
+        raise TermResultError(
+            f"the metrics of {_of(term)} must be a mapping of names to numbers, got {metrics!r}.",
+            term=term,
+        )
+    return loss, {_key(term, key): _metric(term, key, value) for key, value in metrics.items()}
+
+
+def as_scalar(term: str, loss: object) -> Tensor:
+    """A loss as a tensor of no dimensions.
+
+    Raises:
+        TermResultError: it is no tensor, array or number, or holds more than one.
+    """
+    if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
+        return torch.tensor(float(loss), dtype=torch.float64)
+    if not isinstance(loss, Tensor | np.ndarray):
+        raise TermResultError(
+            f"{_of(term)} must return a scalar tensor or a number, got {type(loss).__name__}.",
+            term=term,
+        )
+    tensor = torch.as_tensor(loss)
+    if tensor.numel() != 1:
+        raise TermResultError(
+            f"{_of(term)} must return a scalar, got the shape {list(tensor.shape)}: reduce it "
+            f"with .sum() or .mean() (gradient='score' takes one value per datum).",
+            term=term,
+        )
+    if tensor.is_complex():
+        raise TermResultError(
+            f"{_of(term)} must return a real loss, got {tensor.dtype}.", term=term
+        )
+    return tensor.reshape(()) if tensor.dim() else tensor
+
+
+def check_finite(term: str, value: float, what: str = "value") -> None:
+    """Nothing, if `value` is finite.
+
+    Raises:
+        NonFiniteError: it is not.
+    """
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"the {what} of {_of(term)} must be finite, got {value}: mend the term, drop it for "
+            f"such steps with on_error='skip', or pass check_finite=False.",
+            term=term,
+            kind="nan" if math.isnan(value) else "inf",
+        )
+
+
+def _key(term: str, key: object) -> str:
+    if not isinstance(key, str):
+        raise TermResultError(
+            f"the metrics of {_of(term)} must have string names, got {key!r}.", term=term
+        )
+    return key
+
+
+def _metric(term: str, key: str, value: Any) -> float:
+    try:
+        # Torch warns of float() on a tensor that requires a gradient.
+        return float(value.item() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TermResultError(
+            f"the metric {key!r} of {_of(term)} must be a number, got {value!r}.", term=term
+        ) from None
+
+
+def _of(term: str) -> str:
+    return "the base loss" if term == "base" else f"regularizer {term!r}"
