@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,16 +15,17 @@ from torch import Tensor
 from steelyard.composition.events import TermEvents
 from steelyard.composition.jobs import Job, job_for, slopes_inline
 from steelyard.composition.term import Place, Term
-from steelyard.errors import TermError
+from steelyard.errors import NonFiniteError, TermError
 from steelyard.execution import Batch, Cancelled, Ticket, Workers
 from steelyard.gradients import (
     Evaluation,
     Layout,
     Leaf,
+    Pull,
     Question,
     Trial,
     check_gradient,
-    no_path,
+    combine,
 )
 
 
@@ -45,12 +46,12 @@ class Results:
 
     Attributes:
         evaluations: by name, those that succeeded.
-        joint: the weighted sum of the gradients that were taken in one backward pass.
+        pull: their gradients, combined.
         skipped: reasons, by name, of those that failed and may.
     """
 
     evaluations: Mapping[str, Evaluation]
-    joint: Tensor | None
+    pull: Pull
     skipped: Mapping[str, str]
 
 
@@ -75,6 +76,7 @@ class Call:
         layout: Layout,
         flat: Tensor,
     ) -> None:
+        self._terms = terms
         self._settings = settings
         self._weights = weights
         self._layout, self._flat = layout, flat
@@ -88,9 +90,7 @@ class Call:
         for term in terms:
             spec, place = term.spec, term.place()
             self._places[term.name] = place
-            self._events[term.name] = TermEvents(
-                term, weights[term.name], place, tracked=settings.track_grad_norms
-            )
+            self._events[term.name] = TermEvents(term, weights[term.name], place)
             self._questions[term.name] = Question(
                 term.name,
                 spec.call,
@@ -114,11 +114,16 @@ class Call:
             batch = None
             if jobs and self._settings.parallel:
                 batch = stack.enter_context(self._batch(jobs, workers, stop))
-            joint = self._run_inline()
+            if self._inline:
+                self._run_inline()
             if jobs:
                 batch = batch or stack.enter_context(self._batch(jobs, workers, stop))
                 self._gather(jobs, batch, workers)
-        return Results(self._evaluations, joint, self._skipped)
+        pull = self._combine()
+        for term in self._terms:
+            if term.name in self._evaluations:
+                self._report(term, self._evaluations[term.name], pull.norms.get(term.name))
+        return Results(self._evaluations, pull, self._skipped)
 
     def _jobs(self) -> list[Job]:
         jobs = []
@@ -178,94 +183,63 @@ class Call:
                     workers.coroutines.give_up()
             ticket.cancel()
 
-    def _run_inline(self) -> Tensor | None:
-        """Evaluate the inline terms on one shared leaf; their joint gradient if not tracked."""
-        leaf: Leaf | None = None
-        waiting: list[tuple[Term, Tensor]] = []
+    def _run_inline(self) -> None:
+        """Evaluate and differentiate the inline terms, one by one, on a leaf that they share.
+
+        One backward pass over all of them would not be faster: there the gradients of every
+        datum are added up one datum at a time, here as one vector.
+        """
         with torch.inference_mode(mode=False), torch.enable_grad():
+            leaf = Leaf.of(self._layout, self._flat)
             for term in self._inline:
-                question, events = self._questions[term.name], self._events[term.name]
-                events.start()
+                question = self._questions[term.name]
+                self._events[term.name].start()
                 try:
-                    if leaf is None:
-                        leaf = Leaf.of(self._layout, self._flat)
                     trial = Trial(question, leaf)
-                    evaluation = trial.finish(
-                        question.call(trial.logprobs), defer=not self._settings.track_grad_norms
-                    )
+                    evaluation = trial.finish(question.call(trial.logprobs))
                     if question.gradient == "numerical":
                         evaluation = slopes_inline(question, evaluation)
-                    if evaluation.loss is not None:
-                        evaluation = self._look_for_path(term, leaf, evaluation)
                 except Exception as error:  # noqa: BLE001 - whatever the term raised
                     self._failed(term, error)
-                    continue
-                loss = evaluation.loss
-                self._succeeded(term, replace(evaluation, loss=None))
-                if loss is not None:
-                    waiting.append((term, loss))
-            return None if leaf is None or not waiting else self._differentiate(leaf, waiting)
+                else:
+                    self._succeeded(term, evaluation)
 
-    def _look_for_path(self, term: Term, leaf: Leaf, evaluation: Evaluation) -> Evaluation:
-        """Whether a loss that waits for the joint pass depends on the log-probs at all.
+    def _combine(self) -> Pull:
+        """The gradients, combined; without those that are not finite, if these may fail."""
+        pull = self._pull()
+        # The total shows what no term may have, at the cost of one look for all of them.
+        if self._settings.check_finite and not math.isfinite(pull.total_norm):
+            for term in self._terms:
+                gradient = self._gradients().get(term.name)
+                try:
+                    if gradient is not None:
+                        check_gradient(term.name, gradient)
+                except NonFiniteError as error:
+                    del self._evaluations[term.name]
+                    self._failed(term, error)
+            pull = self._pull()
+        return pull
 
-        Walking the graph costs as much as a small term, so a term that has shown a path once
-        is believed from then on.
-        """
-        loss = evaluation.loss
-        if term.facts.has_path or (loss is not None and leaf.reached_by(loss)):
-            term.facts.has_path = True
-            return evaluation
-        if term.spec.gradient == "autograd":
-            raise no_path(term.name)
-        return replace(evaluation, loss=None, method=None)
+    def _pull(self) -> Pull:
+        tracked = self._settings.track_grad_norms
+        return combine(self._gradients(), self._weights, self._flat, tracked=tracked)
 
-    def _differentiate(self, leaf: Leaf, waiting: list[tuple[Term, Tensor]]) -> Tensor | None:
-        """The gradient of the weighted sum of several losses, in one backward pass."""
-        pulling = [(t, loss) for t, loss in waiting if self._weights[t.name] > 0]
-        if not pulling:
-            return None
-        began = perf_counter()
-        try:
-            joint = leaf.gradient_of_sum(
-                [loss for _, loss in pulling], [self._weights[t.name] for t, _ in pulling]
-            )
-            if joint is not None and self._settings.check_finite:
-                check_gradient("", joint)
-        except Exception:  # noqa: BLE001 - the culprit is looked for, and named, below
-            joint = self._one_by_one(leaf, pulling)
-        seconds = perf_counter() - began
-        for term, _ in waiting:
-            if term.name in self._evaluations:
-                self._events[term.name].gradient("autograd", seconds)
-        return joint
+    def _gradients(self) -> dict[str, Tensor]:
+        """By name, in the order of the specs."""
+        found = ((t.name, self._evaluations.get(t.name)) for t in self._terms)
+        return {n: e.gradient for n, e in found if e is not None and e.gradient is not None}
 
-    def _one_by_one(self, leaf: Leaf, pulling: list[tuple[Term, Tensor]]) -> Tensor | None:
-        """The same sum when the joint pass failed: the terms at fault are named and dropped."""
-        total: Tensor | None = None
-        for term, loss in pulling:
-            try:
-                gradient = leaf.gradient_of(loss)
-                if gradient is not None and self._settings.check_finite:
-                    check_gradient(term.name, gradient)
-            except Exception as error:  # noqa: BLE001 - whatever the term's backward raised
-                del self._evaluations[term.name]
-                self._failed(term, error)
-                continue
-            if gradient is not None:
-                pull = gradient * self._weights[term.name]
-                total = pull if total is None else total + pull
-        return total
+    def _report(self, term: Term, evaluation: Evaluation, norm: float | None) -> None:
+        events = self._events[term.name]
+        if evaluation.method is not None:
+            events.gradient(evaluation.method, evaluation.gradient_duration)
+        events.stop(evaluation, norm)
+        if evaluation.method is None and term.spec.gradient == "auto":
+            term.warn_detached()
 
     def _succeeded(self, term: Term, evaluation: Evaluation) -> None:
         self._evaluations[term.name] = evaluation
         term.facts.duration = evaluation.duration
-        events = self._events[term.name]
-        if evaluation.gradient is not None and evaluation.method is not None:
-            events.gradient(evaluation.method, evaluation.gradient_duration)
-        events.stop(evaluation)
-        if evaluation.method is None and term.spec.gradient == "auto":
-            term.warn_detached()
 
     def _failed(self, term: Term, error: BaseException) -> None:
         """Raise what a failure means for the call, or note that the term is skipped."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torch import Tensor
-
 from steelyard import telemetry
 from steelyard.composition.term import Place, Term
 from steelyard.gradients import Evaluation
@@ -54,10 +52,9 @@ class CallEvents:
 class TermEvents:
     """The events of one regularizer in one call; the base loss has none of its own."""
 
-    def __init__(self, term: Term, weight: float, place: Place, *, tracked: bool) -> None:
+    def __init__(self, term: Term, weight: float, place: Place) -> None:
         self._silent = term.is_base
         self._weight = weight
-        self._tracked = tracked
         self._began = time.perf_counter()
         self._metadata = {
             "regularizer_name": term.name,
@@ -72,21 +69,20 @@ class TermEvents:
         if not self._silent:
             telemetry.execute(events.TERM_START, {"system_time": time.time()}, self._metadata)
 
-    def stop(self, evaluation: Evaluation) -> None:
-        """The term gave `evaluation`."""
-        if self._silent or not telemetry.listening(events.TERM_STOP):
+    def stop(self, evaluation: Evaluation, grad_norm: float | None) -> None:
+        """The term gave `evaluation`. Told when the gradients of all terms are combined."""
+        if self._silent:
             return
-        gradient = evaluation.gradient if self._tracked else None
         measurements = {
             "duration": evaluation.duration,
             "value": evaluation.value,
             "contribution": self._weight * evaluation.value,
-            "grad_norm": None if gradient is None else _norm(gradient),
+            "grad_norm": grad_norm,
         }
         telemetry.execute(events.TERM_STOP, measurements, self._metadata)
 
     def gradient(self, method: str, duration: float) -> None:
-        """The term was differentiated; terms that share a backward pass share its duration."""
+        """The term was differentiated."""
         metadata = {"regularizer_name": self._metadata["regularizer_name"], "method": method}
         telemetry.execute(events.GRADIENT, {"duration": duration}, metadata)
 
@@ -98,7 +94,3 @@ class TermEvents:
                 {"duration": time.perf_counter() - self._began},
                 {**self._metadata, "reason": error},
             )
-
-
-def _norm(gradient: Tensor) -> float:
-    return float(gradient.double().norm())

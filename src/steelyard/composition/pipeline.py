@@ -252,7 +252,6 @@ class Pipeline:
             weights,
             [term.name for term in due],
             layout,
-            flat,
             [term.name for term in terms if term.name not in weights],
             tracked=self._settings.track_grad_norms,
         )

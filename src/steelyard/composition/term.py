@@ -26,12 +26,11 @@ class Facts:
     """What is known about a term from the calls so far."""
 
     duration: float | None = None
-    has_path: bool = False
     warned: bool = False
     stuck: Ticket | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Term:
     """A spec and the facts about it; a changed spec keeps the facts."""
 

@@ -15,11 +15,10 @@ from steelyard.gradients.evaluation import (
     check_gradient,
     evaluate,
     evaluate_coroutine,
-    no_path,
     slopes,
     slopes_coroutine,
 )
-from steelyard.gradients.gram import norms_and_cosines, weighted_sum
+from steelyard.gradients.gram import Pull, combine
 from steelyard.gradients.layout import Layout, LogProbs, flatten
 from steelyard.gradients.leaf import Leaf
 from steelyard.gradients.numerical import check_count
@@ -30,18 +29,17 @@ __all__ = [
     "Leaf",
     "LogProbs",
     "Method",
+    "Pull",
     "Question",
     "Trial",
     "aevaluate",
     "aslopes",
     "check_count",
     "check_gradient",
+    "combine",
     "evaluate",
     "evaluate_coroutine",
     "flatten",
-    "no_path",
-    "norms_and_cosines",
     "slopes",
     "slopes_coroutine",
-    "weighted_sum",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
@@ -51,20 +52,18 @@ class Evaluation:
     Attributes:
         value: the term's value.
         custom: the metrics it returned.
-        gradient: flat; None if the term has none, or if it is left to a pass over `loss`.
-        method: how the gradient came or will come to be; None if there is none.
-        loss: the loss with its graph, when its gradient was left for later.
+        gradient: flat; None if the term has none.
+        method: how the gradient came to be; None if there is none.
         duration: seconds, the gradient included.
         gradient_duration: seconds the gradient took.
     """
 
     value: float
-    custom: dict[str, float] = field(default_factory=dict)
-    gradient: Tensor | None = None
-    method: Method | None = None
-    loss: Tensor | None = None
-    duration: float = 0.0
-    gradient_duration: float = 0.0
+    custom: dict[str, float]
+    gradient: Tensor | None
+    method: Method | None
+    duration: float
+    gradient_duration: float
 
 
 def evaluate(question: Question) -> Evaluation:
@@ -93,63 +92,52 @@ class Trial:
     def __init__(self, question: Question, leaf: Leaf | None = None) -> None:
         self._question = question
         self._began = perf_counter()
+        self._leaf: Leaf | None = None
         if question.gradient in ("auto", "autograd"):
             self._leaf = leaf or Leaf.of(question.layout, question.flat)
             self.logprobs = self._leaf.views
         else:
             self.logprobs = question.copied()
 
-    def finish(self, returned: object, *, defer: bool = False) -> Evaluation:
+    def finish(self, returned: object) -> Evaluation:
         """Read what the term returned and differentiate it.
-
-        With `defer` an autograd gradient is left to one later pass over several losses.
 
         Raises:
             TermError: it is no loss, not finite, or cannot be differentiated as asked.
         """
         question = self._question
         result, custom = split_metrics(question.term, returned)
+        gradient: Tensor | None
+        method: Method | None
         if question.gradient == "score":
-            evaluation = self._by_score(result)
+            costs = read_costs(question.term, result, question.layout)
+            value = self._value(costs.mean())
+            began = perf_counter()
+            pulls = score_gradient(question.term, costs, question.data, question.layout)
+            gradient, method = pulls.to(question.flat), "score"
         else:
-            evaluation = self._by_autograd(result, defer)
-        return replace(evaluation, custom=custom, duration=perf_counter() - self._began)
+            loss = as_scalar(question.term, result)
+            value = self._value(loss)
+            began = perf_counter()
+            gradient = self._autograd(loss)
+            method = None if gradient is None else "autograd"
+        now = perf_counter()
+        return Evaluation(value, custom, gradient, method, now - self._began, now - began)
 
-    def _by_score(self, result: object) -> Evaluation:
+    def _autograd(self, loss: Tensor) -> Tensor | None:
         question = self._question
-        costs = read_costs(question.term, result, question.layout)
-        value = self._checked(costs.mean())
-        began = perf_counter()
-        pulls = score_gradient(question.term, costs, question.data, question.layout)
-        gradient = pulls.to(question.flat)
-        return Evaluation(
-            value, gradient=gradient, method="score", gradient_duration=perf_counter() - began
-        )
+        gradient = None if self._leaf is None else self._leaf.gradient_of(loss)
+        if gradient is None and question.gradient == "autograd":
+            raise GradientError(
+                f"gradient='autograd' needs a loss that depends on the log-probs through torch, "
+                f"got one with no path to them (regularizer {question.term!r}): use "
+                f"gradient='score' with one penalty per datum, gradient='numerical', or "
+                f"gradient='none' if it is meant so.",
+                term=question.term,
+            )
+        return gradient
 
-    def _by_autograd(self, result: object, defer: bool) -> Evaluation:
-        question = self._question
-        loss = as_scalar(question.term, result)
-        value = self._checked(loss)
-        if question.gradient in ("none", "numerical"):
-            return Evaluation(value)
-        if defer and loss.requires_grad:
-            return Evaluation(value, loss=loss, method="autograd")
-        began = perf_counter()
-        gradient = self._leaf.gradient_of(loss)
-        if gradient is None:
-            if question.gradient == "autograd":
-                raise no_path(question.term)
-            return Evaluation(value)
-        if question.check_finite:
-            check_gradient(question.term, gradient)
-        return Evaluation(
-            value,
-            gradient=gradient,
-            method="autograd",
-            gradient_duration=perf_counter() - began,
-        )
-
-    def _checked(self, loss: Tensor) -> float:
+    def _value(self, loss: Tensor) -> float:
         value: float = loss.item()
         if self._question.check_finite:
             check_finite(self._question.term, value)
@@ -186,22 +174,10 @@ def check_gradient(term: str, gradient: Tensor) -> None:
     Raises:
         NonFiniteError: it is not.
     """
-    # One sum sees almost every NaN and infinity; it overflows on some finite gradients.
-    if not torch.isfinite(gradient.sum()):
-        bad = gradient[~torch.isfinite(gradient)]
-        if bad.numel():
-            worst = float("nan") if bool(bad.isnan().any()) else float(bad[0])
-            check_finite(term, worst, "gradient")
-
-
-def no_path(term: str) -> GradientError:
-    """The error for a term that must have an autograd gradient and has none."""
-    return GradientError(
-        f"gradient='autograd' needs a loss that depends on the log-probs through torch, got one "
-        f"with no path to them (regularizer {term!r}): use gradient='score' with one penalty per "
-        f"datum, gradient='numerical', or gradient='none' if it is meant so.",
-        term=term,
-    )
+    bad = gradient[~torch.isfinite(gradient)]
+    if bad.numel():
+        worst = math.nan if bool(bad.isnan().any()) else bad[0].item()
+        check_finite(term, worst, "gradient")
 
 
 def _value(question: Question, returned: object) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
@@ -17,28 +16,26 @@ LogProbs: TypeAlias = Tensor | Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a flat vector divides into the log-probs of each datum, in the caller's structure."""
+    """How a flat vector divides into the log-probs of each datum, in the caller's structure.
+
+    Attributes:
+        kind: what the caller gave: one tensor, or a list or tuple of them.
+        sizes: number of elements of each datum.
+        shapes: the shape of each datum; None if all are rows, `[T]`.
+    """
 
     kind: Literal["tensor", "list", "tuple"]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Number of elements of each datum."""
-        return [torch.Size(shape).numel() for shape in self.shapes]
-
-    @cached_property
-    def _reshaped(self) -> bool:
-        return any(len(shape) != 1 for shape in self.shapes)
+    sizes: list[int]
+    shapes: list[torch.Size] | None = None
 
     def split(self, flat: Tensor) -> LogProbs:
         """Views of `flat` in the caller's structure.
 
-        `torch.split` makes all views with one autograd node, so that the gradient of any term
-        with respect to all log-probs comes back as one vector.
+        The split makes all views with one autograd node, so that the gradient of any term with
+        respect to all log-probs comes back as one vector.
         """
-        views: Sequence[Tensor] = torch.split(flat, self.sizes)
-        if self._reshaped:
+        views: Sequence[Tensor] = torch.split_with_sizes(flat, self.sizes)
+        if self.shapes is not None:
             views = [view.view(shape) for view, shape in zip(views, self.shapes, strict=True)]
         if self.kind == "tensor":
             return views[0]
@@ -48,31 +45,44 @@ class Layout:
 def flatten(logprobs: LogProbs) -> tuple[Layout, Tensor]:
     """The layout of `logprobs`, and one detached vector of all their elements.
 
+    The vector is a copy, so nobody who holds the log-probs can change them under a term.
+
     Raises:
         InputError: they are not floating-point tensors of one dtype and device, or there are none.
     """
     if isinstance(logprobs, Tensor):
-        _check(logprobs, logprobs, "logprobs")
-        return Layout("tensor", (tuple(logprobs.shape),)), logprobs.detach().reshape(-1)
-    if not isinstance(logprobs, list | tuple) or not logprobs:
-        got = f"an empty {type(logprobs).__name__}" if logprobs in ([], ()) else repr(logprobs)
+        kind: Literal["tensor", "list", "tuple"] = "tensor"
+        tensors: Sequence[Tensor] = [logprobs]
+    elif isinstance(logprobs, list | tuple) and logprobs:
+        kind = "list" if isinstance(logprobs, list) else "tuple"
+        tensors = logprobs
+    else:
         raise InputError(
-            f"logprobs must be a torch tensor or a list of them, one per datum, got {got}."
+            f"logprobs must be a torch tensor or a list of them, one per datum, "
+            f"got {type(logprobs).__name__} {logprobs!r}."
         )
-    for index, tensor in enumerate(logprobs):
-        _check(tensor, logprobs[0], f"logprobs[{index}]")
-    layout = Layout(
-        "list" if isinstance(logprobs, list) else "tuple", tuple(tuple(t.shape) for t in logprobs)
-    )
-    return layout, torch.cat([tensor.detach().reshape(-1) for tensor in logprobs])
+    # This runs at every step for every datum: look closely only when something is wrong.
+    try:
+        dtypes = {tensor.dtype for tensor in tensors}
+        shapes = None
+        if not all(tensor.dim() == 1 for tensor in tensors):
+            shapes = [tensor.shape for tensor in tensors]
+            tensors = [tensor.reshape(-1) for tensor in tensors]
+        with torch.no_grad():
+            flat = torch.cat(list(tensors))
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise _complaint(tensors) from error
+    if len(dtypes) > 1 or not flat.is_floating_point():
+        raise _complaint(tensors)
+    return Layout(kind, [tensor.numel() for tensor in tensors], shapes), flat
 
 
-def _check(tensor: Tensor, first: Tensor, where: str) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise InputError(f"{where} must be a floating-point torch tensor, got {got}.")
-    if tensor.dtype != first.dtype or tensor.device != first.device:
-        raise InputError(
-            f"all logprobs must have one dtype and device, got {tensor.dtype} on {tensor.device} "
-            f"at {where} beside {first.dtype} on {first.device}."
-        )
+def _complaint(tensors: Sequence[object]) -> InputError:
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            return InputError(
+                f"logprobs[{index}] must be a floating-point torch tensor, got {got}."
+            )
+    kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors if isinstance(t, Tensor)})
+    return InputError(f"all logprobs must have one dtype and device, got {' and '.join(kinds)}.")

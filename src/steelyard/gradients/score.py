@@ -19,7 +19,7 @@ def read_costs(term: str, costs: object, layout: Layout) -> Tensor:
         TermResultError: they are not numbers, or not as many as there are data.
         GradientError: the log-probs have classes, so there is no one log-prob per token.
     """
-    if any(len(shape) != 1 for shape in layout.shapes):
+    if layout.shapes is not None:
         shape = next(shape for shape in layout.shapes if len(shape) != 1)
         raise GradientError(
             f"gradient='score' needs one log-prob per token, [T] for each datum, got the shape "
@@ -30,7 +30,7 @@ def read_costs(term: str, costs: object, layout: Layout) -> Tensor:
         tensor = torch.as_tensor(costs, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
         tensor = torch.empty(0, 0)
-    count = len(layout.shapes)
+    count = len(layout.sizes)
     if tensor.dim() == 0 and count == 1:
         tensor = tensor.reshape(1)
     if tensor.shape != (count,):
@@ -62,10 +62,10 @@ def score_gradient(term: str, costs: Tensor, data: Any, layout: Layout) -> Tenso
 
 def _masks(term: str, data: Any, layout: Layout) -> list[Tensor]:
     data = data if isinstance(data, Sequence) else ()
-    if data and len(data) != len(layout.shapes):
+    if data and len(data) != len(layout.sizes):
         raise GradientError(
             f"gradient='score' needs as many data as log-probs, got {len(data)} and "
-            f"{len(layout.shapes)} (regularizer {term!r}).",
+            f"{len(layout.sizes)} (regularizer {term!r}).",
             term=term,
         )
     masks = []

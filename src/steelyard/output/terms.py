@@ -44,8 +44,7 @@ class RegularizerOutput:
             without a gradient.
         grad_norm_weighted: weight * grad_norm.
         custom: the metrics the regularizer returned.
-        duration: seconds it took, its own gradient included; the one backward pass that
-            inline terms share when norms are not tracked belongs to none of them.
+        duration: seconds it took, its gradient included.
         grad_space: what its gradient is with respect to.
     """
 
