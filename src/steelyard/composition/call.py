@@ -1,9 +1,9 @@
-"""One call of a pipeline: run the terms, decide what failures mean, join the rest."""
+"""One call of a pipeline: run the terms, decide what failures mean, combine the gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from steelyard.composition.events import TermEvents
 from steelyard.composition.jobs import Job, job_for, slopes_inline
-from steelyard.composition.term import Place, Term
+from steelyard.composition.part import Part
+from steelyard.composition.term import Term
 from steelyard.errors import NonFiniteError, TermError
 from steelyard.execution import Batch, Cancelled, Ticket, Workers
 from steelyard.gradients import (
-    Evaluation,
     Layout,
     Leaf,
     Pull,
@@ -40,58 +40,36 @@ class Settings:
     check_finite: bool
 
 
-@dataclass(frozen=True)
-class Results:
-    """What came of the terms.
-
-    Attributes:
-        evaluations: by name, those that succeeded.
-        pull: their gradients, combined.
-        skipped: reasons, by name, of those that failed and may.
-    """
-
-    evaluations: Mapping[str, Evaluation]
-    pull: Pull
-    skipped: Mapping[str, str]
-
-
 class Call:
     """The terms that are due, on one batch.
 
     Args:
         terms: the base loss and the regularizers that run, in order.
-        weights: by name, at this step.
+        step: the number of this step.
         settings: how to run them.
         data: what the terms receive first.
         layout: the structure of the log-probs.
         flat: the log-probs.
+
+    Raises:
+        SpecError: a schedule yields a bad weight at this step.
     """
 
     def __init__(
         self,
         terms: Sequence[Term],
-        weights: Mapping[str, float],
+        step: int,
         settings: Settings,
         data: Any,
         layout: Layout,
         flat: Tensor,
     ) -> None:
-        self._terms = terms
         self._settings = settings
-        self._weights = weights
         self._layout, self._flat = layout, flat
-        self._places: dict[str, Place] = {}
-        self._events: dict[str, TermEvents] = {}
-        self._questions: dict[str, Question] = {}
-        self._inline: list[Term] = []
-        self._apart: list[Term] = []
-        self._evaluations: dict[str, Evaluation] = {}
-        self._skipped: dict[str, str] = {}
+        self.parts: list[Part] = []
         for term in terms:
-            spec, place = term.spec, term.place()
-            self._places[term.name] = place
-            self._events[term.name] = TermEvents(term, weights[term.name], place)
-            self._questions[term.name] = Question(
+            spec, place, weight = term.spec, term.place(), term.spec.weight_at(step)
+            question = Question(
                 term.name,
                 spec.call,
                 spec.options,
@@ -101,9 +79,10 @@ class Call:
                 flat,
                 settings.check_finite,
             )
-            (self._inline if place == "inline" else self._apart).append(term)
+            events = TermEvents(term, weight, place)
+            self.parts.append(Part(term, weight, place, question, events))
 
-    def run(self, workers: Workers, stop: SimpleQueue[Ticket | None]) -> Results:
+    def run(self, workers: Workers, stop: SimpleQueue[Ticket | None]) -> Pull:
         """Evaluate all terms: those that run apart first set going, then the inline ones.
 
         Raises:
@@ -114,42 +93,33 @@ class Call:
             batch = None
             if jobs and self._settings.parallel:
                 batch = stack.enter_context(self._batch(jobs, workers, stop))
-            if self._inline:
-                self._run_inline()
+            self._run_inline([part for part in self.parts if part.place == "inline"])
             if jobs:
                 batch = batch or stack.enter_context(self._batch(jobs, workers, stop))
                 self._gather(jobs, batch, workers)
         pull = self._combine()
-        for term in self._terms:
-            if term.name in self._evaluations:
-                self._report(term, self._evaluations[term.name], pull.norms.get(term.name))
-        return Results(self._evaluations, pull, self._skipped)
+        for part in self.parts:
+            part.report(pull.norms.get(part.term.name))
+        return pull
 
     def _jobs(self) -> list[Job]:
         jobs = []
-        for term in self._apart:
-            try:
-                term.check_free()
-                jobs.append(
-                    job_for(
-                        term,
-                        self._questions[term.name],
-                        self._places[term.name],  # type: ignore[arg-type]  # not inline, so a lane
-                        term.spec.timeout or self._settings.timeout,
-                        self._settings.width,
-                    )
-                )
-            except TermError as error:
-                self._failed(term, error)
+        for part in self.parts:
+            if part.place != "inline":
+                timeout = part.term.spec.timeout or self._settings.timeout
+                try:
+                    part.term.check_free()
+                    jobs.append(job_for(part, part.place, timeout, self._settings.width))
+                except TermError as error:
+                    part.fail(error)
         return jobs
 
     def _batch(self, jobs: list[Job], workers: Workers, stop: SimpleQueue[Ticket | None]) -> Batch:
-        begun: set[str] = set()
+        silent = {job.part.term.name: job.part.events for job in jobs}
 
         def on_start(ticket: Ticket) -> None:
-            if ticket.term not in begun:
-                begun.add(ticket.term)
-                self._events[ticket.term].start()
+            if ticket.term in silent:
+                silent.pop(ticket.term).start()
 
         width = self._settings.width
         return Batch(
@@ -162,95 +132,71 @@ class Call:
         )
 
     def _gather(self, jobs: list[Job], batch: Batch, workers: Workers) -> None:
-        left = {job.term.name: job for job in jobs}
+        left = {job.part.term.name: job for job in jobs}
         for ticket in batch.settled():
             job = left.get(ticket.term)
             if job is None or not (job.settled or ticket.error is not None):
                 continue
             del left[ticket.term]
             try:
-                self._succeeded(job.term, job.result(ticket))
-            except Exception as error:  # noqa: BLE001 - whatever the term raised
+                job.part.succeed(job.result(ticket))
+            except Cancelled:
+                raise
+            except BaseException as error:  # noqa: BLE001 - also a sys.exit() in a thread
                 self._call_off(job, workers)
-                self._failed(job.term, error)
+                job.part.fail(error)
 
     def _call_off(self, job: Job, workers: Workers) -> None:
         """A ticket of the job failed: the others need not go on."""
         for ticket in job.tickets:
             if ticket.running and ticket.settled:
-                job.term.facts.stuck = ticket
+                job.part.term.facts.stuck = ticket
                 if ticket.lane == "async":
                     workers.coroutines.give_up()
             ticket.cancel()
 
-    def _run_inline(self) -> None:
+    def _run_inline(self, parts: Sequence[Part]) -> None:
         """Evaluate and differentiate the inline terms, one by one, on a leaf that they share.
 
-        One backward pass over all of them would not be faster: there the gradients of every
-        datum are added up one datum at a time, here as one vector.
+        One backward pass over all of them would not be faster: there the gradients are added
+        up one datum at a time, here as whole vectors.
         """
+        if not parts:
+            return
         with torch.inference_mode(mode=False), torch.enable_grad():
             leaf = Leaf.of(self._layout, self._flat)
-            for term in self._inline:
-                question = self._questions[term.name]
-                self._events[term.name].start()
+            for part in parts:
+                question = part.question
+                part.events.start()
                 try:
                     trial = Trial(question, leaf)
                     evaluation = trial.finish(question.call(trial.logprobs))
                     if question.gradient == "numerical":
                         evaluation = slopes_inline(question, evaluation)
                 except Exception as error:  # noqa: BLE001 - whatever the term raised
-                    self._failed(term, error)
+                    part.fail(error)
                 else:
-                    self._succeeded(term, evaluation)
+                    part.succeed(evaluation)
 
     def _combine(self) -> Pull:
         """The gradients, combined; without those that are not finite, if these may fail."""
         pull = self._pull()
         # The total shows what no term may have, at the cost of one look for all of them.
         if self._settings.check_finite and not math.isfinite(pull.total_norm):
-            for term in self._terms:
-                gradient = self._gradients().get(term.name)
-                try:
-                    if gradient is not None:
-                        check_gradient(term.name, gradient)
-                except NonFiniteError as error:
-                    del self._evaluations[term.name]
-                    self._failed(term, error)
+            for part in self.parts:
+                if part.evaluation is not None and part.evaluation.gradient is not None:
+                    try:
+                        check_gradient(part.term.name, part.evaluation.gradient)
+                    except NonFiniteError as error:
+                        part.fail(error)
             pull = self._pull()
         return pull
 
     def _pull(self) -> Pull:
+        weights, gradients = {}, {}
+        for part in self.parts:
+            if part.evaluation is not None and part.evaluation.gradient is not None:
+                weights[part.term.name] = part.weight
+                gradients[part.term.name] = part.evaluation.gradient
         tracked = self._settings.track_grad_norms
-        return combine(self._gradients(), self._weights, self._flat, tracked=tracked)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """By name, in the order of the specs."""
-        found = ((t.name, self._evaluations.get(t.name)) for t in self._terms)
-        return {n: e.gradient for n, e in found if e is not None and e.gradient is not None}
-
-    def _report(self, term: Term, evaluation: Evaluation, norm: float | None) -> None:
-        events = self._events[term.name]
-        if evaluation.method is not None:
-            events.gradient(evaluation.method, evaluation.gradient_duration)
-        events.stop(evaluation, norm)
-        if evaluation.method is None and term.spec.gradient == "auto":
-            term.warn_detached()
-
-    def _succeeded(self, term: Term, evaluation: Evaluation) -> None:
-        self._evaluations[term.name] = evaluation
-        term.facts.duration = evaluation.duration
-
-    def _failed(self, term: Term, error: BaseException) -> None:
-        """Raise what a failure means for the call, or note that the term is skipped."""
-        if isinstance(error, Cancelled):
-            raise error
-        failure = error
-        if not isinstance(error, TermError):
-            what = "the base loss" if term.is_base else f"regularizer {term.name!r}"
-            failure = TermError(f"{what} failed: {type(error).__name__}: {error}", term=term.name)
-            failure.__cause__ = error
-        self._events[term.name].exception(failure)
-        if term.is_base or term.spec.on_error == "raise":
-            raise failure
-        self._skipped[term.name] = f"{type(failure).__name__}: {failure}"
+        return combine(gradients, weights, self._flat, tracked=tracked)

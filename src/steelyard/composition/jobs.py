@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from steelyard.composition.term import Term
+from steelyard.composition.part import Part
 from steelyard.execution import Lane, Ticket
 from steelyard.gradients import (
     Evaluation,
@@ -29,8 +29,7 @@ from steelyard.gradients import (
 class Job:
     """A term that runs apart: one ticket as a rule, several for a numerical gradient."""
 
-    term: Term
-    question: Question
+    part: Part
     tickets: list[Ticket]
 
     @property
@@ -44,10 +43,10 @@ class Job:
         evaluation: Evaluation = self.tickets[0].result()
         if len(self.tickets) > 1:
             pieces = torch.cat([ticket.result() for ticket in self.tickets[1:]])
-            evaluation = with_slopes(self.question, evaluation, pieces, self._seconds())
+            evaluation = with_slopes(self.part.question, evaluation, pieces, self._seconds())
         gradient = evaluation.gradient
         if gradient is not None:
-            evaluation = replace(evaluation, gradient=gradient.to(self.question.flat.device))
+            evaluation = replace(evaluation, gradient=gradient.to(self.part.question.flat.device))
         return evaluation
 
     def _seconds(self) -> float:
@@ -56,12 +55,13 @@ class Job:
         return max(ended) - min(begun)
 
 
-def job_for(term: Term, question: Question, lane: Lane, timeout: float, width: int) -> Job:
-    """The tickets that evaluate `term` in `lane`; a numerical gradient spreads over `width`.
+def job_for(part: Part, lane: Lane, timeout: float, width: int) -> Job:
+    """The tickets that evaluate a term in `lane`; a numerical gradient spreads over `width`.
 
     Raises:
         GradientError: a numerical gradient would take too many evaluations.
     """
+    term, question = part.term, part.question
     size = question.flat.numel()
     sent = question
     if lane == "process":
@@ -88,7 +88,7 @@ def job_for(term: Term, question: Question, lane: Lane, timeout: float, width: i
             ticket(rest, start, stop, reply_bytes=8 * (stop - start))
             for start, stop in pairwise(edges)
         ]
-    return Job(term, question, tickets)
+    return Job(part, tickets)
 
 
 def with_slopes(

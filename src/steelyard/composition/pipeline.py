@@ -243,18 +243,12 @@ class Pipeline:
         with torch.inference_mode(mode=False):
             layout, flat = flatten(logprobs)
         due = [self._base, *(term for term in terms if term.spec.due(step))]
-        weights = {term.name: term.spec.weight_at(step) for term in due}
-        call = Call(due, weights, self._settings, data, layout, flat)
-        results = call.run(self._workers(), stop)
+        call = Call(due, step, self._settings, data, layout, flat)
+        pull = call.run(self._workers(), stop)
         began = perf_counter()
-        output = join(
-            results,
-            weights,
-            [term.name for term in due],
-            layout,
-            [term.name for term in terms if term.name not in weights],
-            tracked=self._settings.track_grad_norms,
-        )
+        not_run = [term.name for term in terms if not term.spec.due(step)]
+        tracked = self._settings.track_grad_norms
+        output = join(call.parts, pull, layout, not_run, tracked=tracked)
         events.composed(began, output)
         return output
 

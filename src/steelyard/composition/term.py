@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from steelyard.errors import TermBusyError
@@ -37,12 +38,12 @@ class Term:
     spec: RegularizerSpec
     facts: Facts = field(default_factory=Facts)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name in the spec."""
         return self.spec.name
 
-    @property
+    @cached_property
     def is_base(self) -> bool:
         """Whether it is the base loss."""
         return self.spec.name == BASE

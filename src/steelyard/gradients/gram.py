@@ -67,7 +67,10 @@ def _weighted_sum(weights: Sequence[float], gradients: Sequence[Tensor]) -> Tens
 
 
 def _norm(vector: Tensor) -> float:
-    return math.sqrt(_gram(vector.unsqueeze(0))[0][0])
+    square: float = torch.dot(vector, vector).item()
+    if not _SAFE_SQUARES[0] < square < _SAFE_SQUARES[1]:
+        square = vector.double().square().sum().item()
+    return math.sqrt(square)
 
 
 def _gram(rows: Tensor) -> list[list[float]]:

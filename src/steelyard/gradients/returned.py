@@ -21,6 +21,8 @@ def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]
     Raises:
         TermResultError: it is neither.
     """
+    if isinstance(returned, Tensor):
+        return returned, {}
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()
@@ -53,25 +55,28 @@ def as_scalar(term: str, loss: object) -> Tensor:
     Raises:
         TermResultError: it is no tensor, array or number, or holds more than one.
     """
+    if not isinstance(loss, Tensor):
+        loss = _tensor(term, loss)
+    if loss.numel() != 1:
+        raise TermResultError(
+            f"{_of(term)} must return a scalar, got the shape {list(loss.shape)}: reduce it "
+            f"with .sum() or .mean() (gradient='score' takes one value per datum).",
+            term=term,
+        )
+    if loss.is_complex():
+        raise TermResultError(f"{_of(term)} must return a real loss, got {loss.dtype}.", term=term)
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _tensor(term: str, loss: object) -> Tensor:
     if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
         return torch.tensor(float(loss), dtype=torch.float64)
-    if not isinstance(loss, Tensor | np.ndarray):
+    if not isinstance(loss, np.ndarray):
         raise TermResultError(
             f"{_of(term)} must return a scalar tensor or a number, got {type(loss).__name__}.",
             term=term,
         )
-    tensor = torch.as_tensor(loss)
-    if tensor.numel() != 1:
-        raise TermResultError(
-            f"{_of(term)} must return a scalar, got the shape {list(tensor.shape)}: reduce it "
-            f"with .sum() or .mean() (gradient='score' takes one value per datum).",
-            term=term,
-        )
-    if tensor.is_complex():
-        raise TermResultError(
-            f"{_of(term)} must return a real loss, got {tensor.dtype}.", term=term
-        )
-    return tensor.reshape(()) if tensor.dim() else tensor
+    return torch.as_tensor(loss)
 
 
 def check_finite(term: str, value: float, what: str = "value") -> None:

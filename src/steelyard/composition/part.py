@@ -1,0 +1,66 @@
+"""A term's part in one call: what it is asked, what came of it, and what is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from steelyard.composition.events import TermEvents
+from steelyard.composition.term import Place, Term
+from steelyard.errors import TermError
+from steelyard.gradients import Evaluation, Question
+
+
+@dataclass(eq=False)
+class Part:
+    """One term in one call.
+
+    Attributes:
+        term: the base loss or a regularizer.
+        weight: its weight at this step.
+        place: where it runs.
+        question: what it is asked.
+        events: what telemetry hears of it.
+        evaluation: what came of it, once it has succeeded.
+        skipped: why it was dropped, if it failed and may.
+    """
+
+    term: Term
+    weight: float
+    place: Place
+    question: Question
+    events: TermEvents
+    evaluation: Evaluation | None = None
+    skipped: str | None = None
+
+    def succeed(self, evaluation: Evaluation) -> None:
+        """Keep what came of it."""
+        self.evaluation = evaluation
+        self.term.facts.duration = evaluation.duration
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the term is dropped, if it may be.
+
+        Raises:
+            TermError: it is the base loss, or its `on_error` is `"raise"`.
+        """
+        term, failure = self.term, error
+        if not isinstance(error, TermError) or error.term != term.name:
+            what = "the base loss" if term.is_base else f"regularizer {term.name!r}"
+            failure = TermError(f"{what} failed: {type(error).__name__}: {error}", term=term.name)
+            failure.__cause__ = error
+        self.evaluation = None
+        self.events.exception(failure)
+        if term.is_base or term.spec.on_error == "raise":
+            raise failure
+        self.skipped = f"{type(failure).__name__}: {failure}"
+
+    def report(self, grad_norm: float | None) -> None:
+        """Tell of a success, and warn of a term that unexpectedly pulls nothing."""
+        evaluation = self.evaluation
+        if evaluation is None:
+            return
+        if evaluation.method is not None:
+            self.events.gradient(evaluation.method, evaluation.gradient_duration)
+        self.events.stop(evaluation, grad_norm)
+        if evaluation.method is None and self.term.spec.gradient == "auto":
+            self.term.warn_detached()
