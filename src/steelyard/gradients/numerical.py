@@ -35,8 +35,8 @@ def differences(f: Callable[[Tensor], float], flat: Tensor, start: int, stop: in
     """The slopes of `f` along `flat[start:stop]`, by central differences, in float64."""
     slopes = []
     for index in range(start, stop):
-        above, below = _neighbours(flat, index)
-        slopes.append((f(above) - f(below)) / float(above[index] - below[index]))
+        above, below, distance = _neighbours(flat, index)
+        slopes.append((f(above) - f(below)) / distance)
     return torch.tensor(slopes, dtype=torch.float64)
 
 
@@ -51,17 +51,18 @@ async def adifferences(
             return await f(point)
 
     async def slope(index: int) -> float:
-        above, below = _neighbours(flat, index)
+        above, below, distance = _neighbours(flat, index)
         high, low = await asyncio.gather(limited(above), limited(below))
-        return (high - low) / float(above[index] - below[index])
+        return (high - low) / distance
 
     slopes = await asyncio.gather(*(slope(index) for index in range(start, stop)))
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def _neighbours(flat: Tensor, index: int) -> tuple[Tensor, Tensor]:
+def _neighbours(flat: Tensor, index: int) -> tuple[Tensor, Tensor, float]:
+    """The points above and below along one axis, and the distance that rounding leaves."""
     above, below = flat.double().clone(), flat.double().clone()
     step = RELATIVE_STEP * max(1.0, abs(float(flat[index])))
     above[index] += step
     below[index] -= step
-    return above, below
+    return above, below, (above[index] - below[index]).item()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from torch import Tensor
+
+from steelyard.errors import GradientError
+from steelyard.gradients import check_count
+from steelyard.gradients.numerical import adifferences, differences
+
+
+def f(x: Tensor) -> float:
+    return float((x.sin() * x.exp()).sum() + x.prod())
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 10.0])
+def test_central_differences_agree_with_autograd(scale: float) -> None:
+    x = (torch.tensor([0.3, -1.2, 0.7]) * scale).float()
+    leaf = x.double().requires_grad_()
+    (expected,) = torch.autograd.grad((leaf.sin() * leaf.exp()).sum() + leaf.prod(), leaf)
+    torch.testing.assert_close(differences(f, x, 0, 3), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_range_gives_the_slopes_of_that_range() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    whole = differences(f, x, 0, 4)
+    assert torch.equal(torch.cat([differences(f, x, 0, 1), differences(f, x, 1, 4)]), whole)
+
+
+def test_the_input_is_left_alone_and_seen_in_float64() -> None:
+    x = torch.tensor([1.0, 2.0])
+    seen: list[torch.dtype] = []
+
+    def spy(point: Tensor) -> float:
+        seen.append(point.dtype)
+        point.zero_()
+        return 0.0
+
+    differences(spy, x, 0, 2)
+    assert x.tolist() == [1.0, 2.0]
+    assert seen == [torch.float64] * 4
+
+
+def test_the_async_way_gives_the_same_numbers_and_overlaps() -> None:
+    x = torch.tensor([0.5, -0.5, 2.0])
+    under_way, most = 0, 0
+
+    async def slow(point: Tensor) -> float:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return f(point)
+
+    found = asyncio.run(adifferences(slow, x, 0, 3))
+    assert torch.equal(found, differences(f, x, 0, 3))
+    assert most == 6
+
+
+def test_too_many_evaluations() -> None:
+    check_count("t", 5_000)
+    with pytest.raises(GradientError) as caught:
+        check_count("t", 5_001)
+    assert str(caught.value) == (
+        "gradient='numerical' may take at most 10000 evaluations, got 10002 for 5001 log-probs "
+        "(regularizer 't'): use smaller batches, gradient='score' with one penalty per datum, or "
+        "write the term in torch."
+    )
