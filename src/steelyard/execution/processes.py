@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import os
 import pickle
 import signal
@@ -11,7 +10,6 @@ import threading
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from multiprocessing import context, spawn
 from typing import Any
 
 import cloudpickle
@@ -19,6 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from steelyard.errors import UnpicklableError, WorkerDiedError
 from steelyard.execution import worker
+from steelyard.execution.spawning import worker_context
 from steelyard.execution.ticket import Cancelled, Ticket
 from steelyard.execution.transport import Message, Parcel
 
@@ -37,7 +36,7 @@ class ProcessExecutor:
 
     def warm(self) -> None:
         """Start the workers, without waiting for them."""
-        self._running_pool()
+        threading.Thread(target=self._running_pool, name="steelyard-warm", daemon=True).start()
 
     def submit(self, ticket: Ticket) -> None:
         """Send the ticket to a worker."""
@@ -69,8 +68,8 @@ class ProcessExecutor:
                 self._pool = ProcessPool(
                     max_workers=self._processes + 1,
                     initializer=worker.prepare,
-                    initargs=(os.getpid(), threads),
-                    context=_CleanSpawn(),
+                    initargs=(threads,),
+                    context=worker_context(preload=worker.__name__),
                 )
                 # Asking whether it is active starts it.
                 assert self._pool.active  # noqa: S101
@@ -87,31 +86,39 @@ class ProcessExecutor:
     ) -> None:
         """Read what the worker answered, in the pool's thread."""
         try:
-            succeeded, answer = future.result()
-            result = parcel.open_reply(answer)
-        except CancelledError:
-            ticket.end(error=Cancelled())
+            value, error = _answer(ticket.term, parcel, future)
         except TimeoutError:
             ticket.expire()
-            ticket.end()
-        except ProcessExpired as error:
-            ticket.end(error=_died(ticket.term, error))
-        except BrokenProcessPool as error:
+            value = error = None
+        except BrokenProcessPool as broken:
             # A worker that dies while idle takes the whole pool with it: not this term's fault.
             if retry and not ticket.settled:
                 self._send(ticket, parcel, retry=False)
                 return
-            ticket.end(error=error)
-        except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
-            ticket.end(error=cannot_travel(ticket.term, error, "its result"))
-        else:
-            if succeeded:
-                ticket.end(result)
-            elif isinstance(result, worker.CannotRebuild):
-                ticket.end(error=cannot_travel(ticket.term, result))
-            else:
-                ticket.end(error=result)
+            value, error = None, broken
+        ticket.end(value, error)
         parcel.remove()
+
+
+def _answer(
+    term: str, parcel: Parcel, future: Future[tuple[bool, Message]]
+) -> tuple[Any, BaseException | None]:
+    """The value or the error that came back; the pool's own trouble is raised."""
+    try:
+        succeeded, message = future.result()
+    except CancelledError:
+        return None, Cancelled()
+    except ProcessExpired as error:
+        return None, _died(term, error)
+    try:
+        answer = parcel.open_reply(message)
+    except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
+        return None, cannot_travel(term, error, "its result")
+    if succeeded:
+        return answer, None
+    if isinstance(answer, worker.CannotTravel):
+        return None, cannot_travel(term, answer.why, answer.what)
+    return None, answer
 
 
 def _end(pool: ProcessPool) -> None:
@@ -132,12 +139,13 @@ def check_picklable(term: str, thing: object) -> None:
 
 
 def cannot_travel(
-    term: str, why: Exception, what: str = "the term or its data"
+    term: str, why: Exception | str, what: str = "the term or its data"
 ) -> UnpicklableError:
     """The error for something that does not pickle, or does not unpickle over there."""
+    why = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
     return UnpicklableError(
         f"with run_in='process' everything must pickle, and {what} does not: "
-        f"{type(why).__name__}: {why} (regularizer {term!r}); "
+        f"{why} (regularizer {term!r}); "
         f"leave out what cannot travel, or use run_in='thread'.",
         term=term,
     )
@@ -151,37 +159,3 @@ def _died(term: str, error: ProcessExpired) -> WorkerDiedError:
         f"of {how}: look for what ends it, or drop the term for such steps with on_error='skip'.",
         term=term,
     )
-
-
-_without_main = contextvars.ContextVar("_without_main", default=False)
-_preparation_data = spawn.get_preparation_data
-
-
-def _get_preparation_data(name: str) -> dict[str, Any]:
-    """As multiprocessing has it, but a worker of ours does not import the main script again.
-
-    Terms travel by value, so nobody needs that import; and without it process terms work
-    from scripts that have no `__main__` guard. All other processes are prepared as before.
-    """
-    data = _preparation_data(name)
-    if _without_main.get():
-        data.pop("init_main_from_name", None)
-        data.pop("init_main_from_path", None)
-    return data
-
-
-spawn.get_preparation_data = _get_preparation_data
-
-
-class _CleanProcess(context.SpawnProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name
-        token = _without_main.set(True)
-        try:
-            return context.SpawnProcess._Popen(process_obj)  # noqa: SLF001 - what a context overrides
-        finally:
-            _without_main.reset(token)
-
-
-class _CleanSpawn(context.SpawnContext):
-    Process = _CleanProcess

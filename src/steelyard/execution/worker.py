@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import threading
-import time
 import traceback
 
 import cloudpickle
@@ -17,12 +17,12 @@ import torch
 from steelyard.execution.transport import Message, receive, reply
 
 
-def prepare(parent: int, threads: int) -> None:
+def prepare(threads: int) -> None:
     """Make a fresh process ready, torch already imported."""
     # The pool's own handler runs only between bytecodes; a term stuck in C would outlive it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(threads)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def work(message: Message, path: list[str]) -> tuple[bool, Message]:
@@ -32,15 +32,24 @@ def work(message: Message, path: list[str]) -> tuple[bool, Message]:
     try:
         fn, args = receive(message)
     except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
-        return False, reply(message, CannotRebuild(f"{type(error).__name__}: {error}"))
+        return False, reply(message, CannotTravel("the term or its data", error))
     try:
-        return True, reply(message, fn(*args))
+        result = fn(*args)
     except BaseException as error:  # noqa: BLE001 - sys.exit() too must not end the worker
         return False, reply(message, _travelling(error))
+    try:
+        return True, reply(message, result)
+    except Exception as error:  # noqa: BLE001 - pickling runs anybody's code
+        return False, reply(message, CannotTravel("its result", error))
 
 
-class CannotRebuild(Exception):  # noqa: N818 - turned into an error of the tree by the parent
-    """What was sent cannot be unpickled here."""
+class CannotTravel(Exception):  # noqa: N818 - turned into an error of the tree by the parent
+    """Something cannot be unpickled, or pickled, here."""
+
+    def __init__(self, what: str, why: Exception | str) -> None:
+        self.what = what
+        self.why = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+        super().__init__(what, self.why)
 
 
 def _travelling(error: BaseException) -> BaseException:
@@ -55,7 +64,8 @@ def _travelling(error: BaseException) -> BaseException:
     return plain
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

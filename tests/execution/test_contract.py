@@ -1,0 +1,211 @@
+"""What every lane must do, whatever it runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from steelyard.errors import TermTimeoutError
+from steelyard.execution import Batch, Cancelled, Lane, Ticket, Workers
+
+LANES: tuple[Lane, ...] = ("thread", "process", "async")
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(processes=2) as workers:
+        yield workers
+
+
+@pytest.fixture(params=LANES)
+def lane(request: pytest.FixtureRequest) -> Lane:
+    found: Lane = request.param
+    return found
+
+
+def for_lane(lane: Lane, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as the lane takes it; a sleep in it becomes one that yields."""
+    if lane != "async":
+        return fn
+
+    async def afn(*args: Any) -> Any:
+        return fn(*args)
+
+    return afn
+
+
+def ticket(lane: Lane, fn: Callable[..., Any], *args: Any, timeout: float | None = 20.0) -> Ticket:
+    return Ticket(fn.__name__, lane, for_lane(lane, fn), args, timeout)
+
+
+def run(workers: Workers, tickets: list[Ticket], width: int = 2, **options: Any) -> list[Ticket]:
+    limits = {"thread": width, "process": width}
+    with Batch(tickets, workers.executors, limits, **options) as batch:
+        return list(batch.settled())
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def fail(x: int) -> int:
+    raise KeyError(x)
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+def test_every_ticket_is_settled_once_with_its_own_result(workers: Workers, lane: Lane) -> None:
+    tickets = [ticket(lane, double, i) for i in range(12)]
+    settled = run(workers, tickets)
+    assert sorted(map(id, settled)) == sorted(map(id, tickets))
+    assert [t.result() for t in tickets] == [2 * i for i in range(12)]
+    assert all(t.started is not None and t.ended is not None for t in tickets)
+    assert not any(t.running for t in tickets)
+
+
+def test_a_failure_concerns_one_ticket(workers: Workers, lane: Lane) -> None:
+    good, bad, also_good = (ticket(lane, fn, 7) for fn in (double, fail, double))
+    run(workers, [good, bad, also_good])
+    assert (good.result(), also_good.result()) == (14, 14)
+    with pytest.raises(KeyError, match="7"):
+        bad.result()
+
+
+def test_an_exit_is_a_failure_too(workers: Workers, lane: Lane) -> None:
+    bad, good = ticket(lane, leave), ticket(lane, double, 1)
+    run(workers, [bad, good])
+    assert good.result() == 2
+    with pytest.raises(SystemExit):
+        bad.result()
+
+
+def hang(lane: Lane) -> Callable[[], Any]:
+    if lane != "async":
+        return lambda: time.sleep(3.0)
+
+    async def nap() -> None:
+        await asyncio.sleep(3.0)
+
+    return nap
+
+
+def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, lane: Lane) -> None:
+    run(workers, [ticket(lane, double, 0)])  # warm
+    slow = Ticket("slow", lane, hang(lane), (), 0.2)
+    good = ticket(lane, double, 4)
+    began = time.monotonic()
+    run(workers, [slow, good])
+    assert time.monotonic() - began < 2.0
+    assert good.result() == 8
+    with pytest.raises(TermTimeoutError, match=r"'slow' must end within 0.2 s") as caught:
+        slow.result()
+    assert caught.value.term == "slow"
+    # A thread cannot be stopped; a coroutine and a process can.
+    assert slow.running == (lane == "thread")
+
+
+def test_the_timeout_counts_from_the_start_not_from_the_queue(workers: Workers) -> None:
+    tickets = [Ticket(f"t{i}", "thread", time.sleep, (0.15,), 0.3) for i in range(4)]
+    run(workers, tickets, width=1)
+    for t in tickets:
+        assert t.result() is None
+
+
+def test_a_lane_is_no_wider_than_it_may_be(workers: Workers) -> None:
+    lock = threading.Lock()
+    now, most = 0, 0
+
+    def work() -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.02)
+        with lock:
+            now -= 1
+
+    run(workers, [ticket("thread", work) for _ in range(8)], width=3)
+    assert most == 3
+
+
+def test_coroutines_are_not_limited(workers: Workers) -> None:
+    gathered = 0
+    all_here = asyncio.Event()
+
+    async def meet() -> None:
+        nonlocal gathered
+        gathered += 1
+        if gathered == 20:
+            all_here.set()
+        await all_here.wait()
+
+    tickets = [Ticket(f"t{i}", "async", meet, (), 10.0) for i in range(20)]
+    run(workers, tickets, width=1)
+    for t in tickets:
+        t.result()
+
+
+def test_in_turn_is_one_at_a_time_in_order(workers: Workers) -> None:
+    lanes: list[Lane] = ["thread", "async", "thread"]
+    tickets = [ticket(lane, double, i) for i, lane in enumerate(lanes)]
+    assert run(workers, tickets, in_turn=True) == tickets
+    for before, after in itertools.pairwise(tickets):
+        assert before.ended is not None
+        assert after.started is not None
+        assert before.ended <= after.started
+
+
+def test_leaving_the_block_calls_off_the_rest(workers: Workers, lane: Lane) -> None:
+    running, queued = (Ticket(name, lane, hang(lane), (), 20.0) for name in ("r", "q"))
+    quick = ticket(lane, double, 1)
+    with Batch([quick, running, queued], workers.executors, {"thread": 2, "process": 2}) as batch:
+        next(iter(batch.settled()))
+    for t in (running, queued):
+        assert t.settled
+        with pytest.raises(Cancelled):
+            t.result()
+
+
+def test_another_thread_can_interrupt_the_wait(workers: Workers) -> None:
+    events: SimpleQueue[Ticket | None] = SimpleQueue()
+    slow = Ticket("slow", "async", hang("async"), (), 20.0)
+    with Batch([slow], workers.executors, {}, events=events) as batch:
+        events.put(None)
+        with pytest.raises(Cancelled):
+            list(batch.settled())
+
+
+def test_starts_are_told_in_the_waiting_thread(workers: Workers, lane: Lane) -> None:
+    told: list[tuple[str, threading.Thread]] = []
+    tickets = [ticket(lane, double, i) for i in range(3)]
+    run(workers, tickets, on_start=lambda t: told.append((t.term, threading.current_thread())))
+    assert told == [("double", threading.current_thread())] * 3
+
+
+def test_what_cannot_be_submitted_fails_its_ticket(workers: Workers) -> None:
+    class Broken:
+        def submit(self, _: Ticket) -> None:
+            raise OSError("no more threads")
+
+    t = ticket("thread", double, 1)
+    with Batch([t], {"thread": Broken()}, {}) as batch:
+        list(batch.settled())
+    with pytest.raises(OSError, match="no more threads"):
+        t.result()
+
+
+def test_a_settled_ticket_lets_go_of_its_arguments() -> None:
+    t = ticket("thread", double, 3)
+    t.run()
+    t.run()
+    assert t.result() == 6
+    assert t.args == ()

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from steelyard.execution import transport
+from steelyard.execution.transport import Parcel, receive, reply
+
+
+def blocks() -> set[str]:
+    return {path.name for path in transport._MEMORY.glob("steelyard-*")}
+
+
+@pytest.fixture(autouse=True)
+def no_block_is_left() -> Iterator[None]:
+    before = blocks()
+    yield
+    assert blocks() == before
+
+
+def there_and_back(thing: Any, reply_bytes: int = 0) -> Any:
+    parcel = Parcel(thing, reply_bytes=reply_bytes)
+    try:
+        arrived = receive(parcel.message)
+        return parcel.open_reply(reply(parcel.message, arrived))
+    finally:
+        parcel.remove()
+
+
+@pytest.mark.parametrize("count", [1, 100, 100_000])
+@pytest.mark.parametrize("room", [0, 800_000])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+)
+def test_tensors_of_any_size_and_kind(count: int, room: int, dtype: torch.dtype) -> None:
+    tensor = torch.arange(count).remainder(7).to(dtype)
+    back = there_and_back({"x": [tensor]}, room)["x"][0]
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+    back.zero_()  # what arrives may be written to
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(300, 200).T,
+        torch.randn(3, 4, 5)[:, ::2],
+        torch.empty(0, 3),
+        torch.tensor(1.5),
+        torch.randn(4, requires_grad=True),
+        torch.randn(4).to_sparse(),
+        torch.randn(4, dtype=torch.complex64).conj(),
+    ],
+    ids=["transposed", "strided", "empty", "scalar", "leaf", "sparse", "conjugate"],
+)
+def test_tensors_of_any_shape(tensor: torch.Tensor) -> None:
+    back = there_and_back(tensor)
+    assert back.shape == tensor.shape
+    assert back.requires_grad == tensor.requires_grad
+    assert torch.equal(back.to_dense().resolve_conj(), tensor.to_dense().resolve_conj())
+
+
+def test_large_arrays_go_through_the_block_small_ones_do_not() -> None:
+    large = Parcel(np.zeros(100_000))
+    small = Parcel(np.zeros(10))
+    try:
+        assert len(large.message.pickled) < 1_000
+        assert large.message.block is not None
+        assert small.message.block is None
+    finally:
+        large.remove()
+        small.remove()
+
+
+def test_a_reply_that_does_not_fit_goes_through_the_pipe() -> None:
+    parcel = Parcel("please", reply_bytes=40_000)
+    try:
+        answer = reply(parcel.message, torch.ones(100_000))
+        assert answer.buffers
+        assert torch.equal(parcel.open_reply(answer), torch.ones(100_000))
+    finally:
+        parcel.remove()
+
+
+def test_lambdas_and_closures_travel() -> None:
+    factor = 3
+    fn = there_and_back(lambda x: factor * x)
+    assert fn(2) == 6
+
+
+def test_no_room_in_memory_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert torch.equal(there_and_back(torch.ones(100_000)), torch.ones(100_000))
+
+
+def test_without_posix_fallocate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr(transport, "_MEMORY", tmp_path / "not there")
+    assert torch.equal(there_and_back(torch.ones(100_000)), torch.ones(100_000))
+
+
+def test_a_block_that_cannot_be_mapped_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: str) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(transport, "_map", refuse)
+    with pytest.raises(OSError, match="too many"):
+        Parcel(torch.ones(100_000))

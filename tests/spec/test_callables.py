@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from steelyard import RegularizerSpec
+from steelyard.spec.callables import entry_point, is_async, rejects
+
+
+def function(data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0) -> float:
+    return scale + shift
+
+
+async def afunction(data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0) -> float:
+    return scale + shift
+
+
+class Computing:
+    def compute(self, data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0) -> float:
+        return scale + shift
+
+
+class AsyncComputing:
+    async def compute(
+        self, data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0
+    ) -> float:
+        return scale + shift
+
+
+class Callable_:
+    def __call__(self, data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0) -> float:
+        return scale + shift
+
+
+class AsyncCallable:
+    async def __call__(
+        self, data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0
+    ) -> float:
+        return scale + shift
+
+
+class PartialComputing:
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.compute = functools.partial(fn, scale=2.0)
+
+
+def plain(fn: Any) -> Any:
+    return fn
+
+
+def partial(fn: Any) -> Any:
+    return functools.partial(fn, scale=2.0)
+
+
+def nested(fn: Any) -> Any:
+    return functools.partial(partial(fn), shift=3.0)
+
+
+SYNC = {
+    "function": function,
+    "lambda": lambda data, logprobs, scale=1.0, shift=0.0: scale + shift,
+    "callable object": Callable_(),
+    "bound method": Computing().compute,
+}
+ASYNC = {
+    "function": afunction,
+    "callable object": AsyncCallable(),
+    "bound method": AsyncComputing().compute,
+}
+OBJECTS = [
+    (Computing(), False),
+    (AsyncComputing(), True),
+    (PartialComputing(function), False),
+    (PartialComputing(afunction), True),
+    (PartialComputing(AsyncCallable()), True),
+]
+
+
+@pytest.mark.parametrize("wrap", [plain, partial, nested])
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [*((fn, False) for fn in SYNC.values()), *((fn, True) for fn in ASYNC.values())],
+    ids=[*(f"sync {name}" for name in SYNC), *(f"async {name}" for name in ASYNC)],
+)
+def test_async_is_seen_through_objects_and_partials(
+    wrap: Callable[[Any], Any], fn: Any, expected: bool
+) -> None:
+    wrapped = wrap(fn)
+    assert is_async(wrapped) is expected
+    assert RegularizerSpec(wrapped, 1.0, "term").is_async is expected
+    assert gives_a_coroutine(wrapped) is expected
+
+
+@pytest.mark.parametrize(("thing", "expected"), OBJECTS)
+def test_async_is_seen_in_a_compute_method(thing: Any, expected: bool) -> None:
+    assert is_async(thing) is expected
+    assert RegularizerSpec(thing, 1.0, "term").is_async is expected
+    assert gives_a_coroutine(thing.compute) is expected
+
+
+def gives_a_coroutine(fn: Any) -> bool:
+    result = fn(None, None)
+    if inspect.iscoroutine(result):
+        result.close()
+        return True
+    return False
+
+
+def test_the_entry_point_is_compute_where_there_is_one() -> None:
+    thing, both = Computing(), partial(function)
+    both.compute = function  # a partial is called, whatever hangs on it
+    assert entry_point(thing) == thing.compute
+    assert entry_point(function) is function
+    assert entry_point(both) is both
+
+
+def exact(data: Any, logprobs: Any) -> None: ...
+
+
+def keyword_only(data: Any, logprobs: Any, *, alpha: float) -> None: ...
+
+
+def open_ended(*args: Any, **options: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("fn", "keywords", "reason"),
+    [
+        (exact, [], None),
+        (exact, ["alpha"], "got an unexpected keyword argument 'alpha'"),
+        (exact, ["data"], "multiple values for argument 'data'"),
+        (keyword_only, ["alpha"], None),
+        (keyword_only, [], "missing a required argument: 'alpha'"),
+        (open_ended, ["alpha", "beta"], None),
+        (lambda data: None, [], "too many positional arguments"),
+        (lambda data, logprobs, more: None, [], "missing a required argument: 'more'"),
+        (functools.partial(keyword_only, alpha=1.0), [], None),
+        (Computing().compute, ["scale"], None),
+        (Computing().compute, ["gamma"], "got an unexpected keyword argument 'gamma'"),
+    ],
+)
+def test_a_signature_decides_what_may_be_passed(
+    fn: Callable[..., Any], keywords: list[str], reason: str | None
+) -> None:
+    assert rejects(fn, keywords) == reason
+
+
+class Unreadable:
+    __signature__ = 5
+
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize("fn", [max, Unreadable()], ids=["no signature", "a broken one"])
+def test_what_shows_no_signature_is_trusted(fn: Callable[..., Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        inspect.signature(fn)
+    assert rejects(fn, ["anything"]) is None

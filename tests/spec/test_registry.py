@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import steelyard
+from steelyard import RegularizerSpec, register
+from steelyard.errors import RegistryError
+from steelyard.spec import lookup, registered, registry
+
+MODULE = """
+class Brevity:
+    def __init__(self, limit=5):
+        self.limit = limit
+    def compute(self, data, logprobs):
+        return self.limit
+
+class Named(Brevity):
+    name = "named"
+
+def length(data, logprobs, scale=1.0):
+    return scale
+
+class Box:
+    inner = staticmethod(length)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", {})
+
+
+@pytest.fixture
+def terms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "their_package").mkdir()
+    (tmp_path / "their_package" / "terms.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in ("their_package", "their_package.terms"):
+        sys.modules.pop(name, None)
+
+
+def length(data: Any, logprobs: Any, scale: float = 1.0) -> float:
+    return scale
+
+
+class Brevity:
+    def __init__(self, limit: int = 5) -> None:
+        self.limit = limit
+
+    def compute(self, data: Any, logprobs: Any) -> int:
+        return self.limit
+
+
+def make_brevity(*, limit: int) -> Brevity:
+    return Brevity(limit)
+
+
+def test_the_decorator_gives_back_what_it_decorates() -> None:
+    assert register("length")(length) is length
+    assert lookup("length") is length
+
+
+def test_names_are_listed_in_order() -> None:
+    assert registered() == ()
+    for name in ("b", "c", "a"):
+        register(name)(length)
+    assert registered() == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("name", ["", "package:attr", ":", 3, None])
+def test_a_name_that_config_files_cannot_say_is_refused(name: Any) -> None:
+    with pytest.raises(RegistryError) as caught:
+        register(name)
+    assert str(caught.value) == (
+        f"a registered name must be a non-empty string without ':', got {name!r}."
+    )
+
+
+def test_a_name_is_not_taken_twice() -> None:
+    register("length")(length)
+    with pytest.raises(RegistryError) as caught:
+        register("length")(make_brevity)
+    assert str(caught.value) == f"the name 'length' is taken by {length!r}: choose another one."
+    assert lookup("length") is length
+
+
+def test_an_instance_does_not_make_way_for_another() -> None:
+    first = register("brevity")(Brevity(1))
+    with pytest.raises(RegistryError, match="taken"):
+        register("brevity")(Brevity(2))
+    assert lookup("brevity") is first
+    assert register("brevity")(first) is first
+
+
+def test_the_same_definition_run_again_takes_its_own_place() -> None:
+    def define(value: float) -> Any:
+        @register("cell")
+        def cell(data: Any, logprobs: Any) -> float:
+            return value
+
+        return cell
+
+    first, second = define(1.0), define(2.0)
+    assert lookup("cell") is second is not first
+
+
+def test_threads_register_side_by_side() -> None:
+    barrier = threading.Barrier(8)
+
+    def add(number: int) -> bool:
+        barrier.wait()
+        register(f"term-{number}")(length)
+        try:
+            register("contested")(Brevity(number))
+        except RegistryError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(add, range(8)))
+    assert won.count(True) == 1
+    assert lookup("contested").limit == won.index(True)
+    assert registered() == ("contested", *(f"term-{number}" for number in range(8)))
+
+
+@pytest.mark.parametrize(("names", "known"), [([], "none yet"), (["b", "a"], "a, b")])
+def test_an_unknown_name_lists_what_exists(names: list[str], known: str) -> None:
+    for name in names:
+        register(name)(length)
+    with pytest.raises(RegistryError) as caught:
+        lookup("lenght")
+    assert str(caught.value) == (
+        f"no regularizer is registered as 'lenght' (registered: {known}); "
+        "register it with @steelyard.register('lenght') or write 'package.module:attr'."
+    )
+
+
+@pytest.mark.usefixtures("terms")
+@pytest.mark.parametrize(
+    ("path", "qualname"),
+    [
+        ("their_package.terms:length", "length"),
+        ("their_package.terms:Brevity", "Brevity"),
+        ("their_package.terms:Box.inner", "length"),
+    ],
+)
+def test_a_path_is_imported(path: str, qualname: str) -> None:
+    assert lookup(path).__qualname__ == qualname
+    assert lookup(path).__module__ == "their_package.terms"
+
+
+@pytest.mark.usefixtures("terms")
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("no_such_package.terms:length", "No module named 'no_such_package'"),
+        ("their_package.terms:lenght", "module 'their_package.terms' has no attribute 'lenght'"),
+        ("their_package.terms:Box.outer", "type object 'Box' has no attribute 'outer'"),
+        ("their_package.terms:", "module 'their_package.terms' has no attribute ''"),
+        (":length", "Empty module name"),
+    ],
+)
+def test_a_path_that_leads_nowhere_says_why(path: str, why: str) -> None:
+    with pytest.raises(RegistryError) as caught:
+        lookup(path)
+    assert str(caught.value) == f"{path!r} cannot be imported: {why}."
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("thing", "factory", "options", "call", "left"),
+    [
+        (length, None, {"scale": 2.0}, 2.0, {"scale": 2.0}),
+        (Brevity, None, {"limit": 7}, 7, {}),
+        (Brevity, None, {}, 5, {}),
+        (make_brevity, True, {"limit": 8}, 8, {}),
+    ],
+    ids=["function", "class", "class without options", "factory"],
+)
+def test_a_config_names_what_was_registered(
+    thing: Any, factory: bool | None, options: dict[str, Any], call: float, left: dict[str, Any]
+) -> None:
+    register("term", factory=factory)(thing)
+    fields = {"fn": "term", "weight": 0.5, "options": options}
+    given = {**fields, "options": dict(options)}
+    spec = RegularizerSpec.from_dict(fields)
+    assert spec.call(None, None, **spec.options) == call
+    assert (spec.name, spec.options) == ("term", left)
+    assert fields == given
+
+
+def test_a_factory_makes_a_new_one_each_time() -> None:
+    register("term")(Brevity)
+    first, second = (RegularizerSpec.from_dict({"fn": "term", "weight": 1}) for _ in range(2))
+    assert first.fn is not second.fn
+
+
+def test_a_class_may_be_registered_as_the_regularizer_itself() -> None:
+    class Static:
+        @staticmethod
+        def compute(data: Any, logprobs: Any) -> float:
+            return 0.0
+
+    register("static", factory=False)(Static)
+    assert registry.build("static", {"a": 1}) == (Static, {"a": 1})
+
+
+@pytest.mark.usefixtures("terms")
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"fn": "their_package.terms:Named"}, "named"),
+        ({"fn": "their_package.terms:Named", "name": "given"}, "given"),
+        ({"fn": "their_package.terms:Brevity"}, "their_package.terms:Brevity"),
+        ({"fn": "their_package.terms:length"}, "their_package.terms:length"),
+    ],
+)
+def test_the_name_is_given_else_its_own_else_what_the_config_says(
+    fields: dict[str, Any], name: str
+) -> None:
+    assert RegularizerSpec.from_dict({"weight": 1.0, **fields}).name == name
+
+
+def test_options_a_factory_does_not_take_are_refused() -> None:
+    register("brevity")(Brevity)
+    expected = "'brevity' cannot be made with the options {'limits': 3}: "
+    with pytest.raises(RegistryError, match=re.escape(expected)) as caught:
+        RegularizerSpec.from_dict({"fn": "brevity", "weight": 1.0, "options": {"limits": 3}})
+    assert "unexpected keyword argument 'limits'" in str(caught.value)
+
+
+def test_the_decorator_is_at_the_top_level() -> None:
+    assert steelyard.register is registry.register
