@@ -57,15 +57,15 @@ def test_it_stands_under_its_parent_and_its_builtin(name: str) -> None:
 
 
 @every_error
-def test_the_drawing_shows_it_with_its_builtin(name: str) -> None:
-    drawing = errors.__doc__ or ""
-    (line,) = [line for line in drawing.splitlines() if line.strip("│├└─ ").split(" ")[0] == name]
-    builtin = TREE[name][-1]
-    if len(TREE[name]) == 2:
-        assert f"({builtin.__name__})" in line
-    assert line.startswith("    │   " if TermError in TREE[name] else "    ") or (
-        TermError in TREE[name] and line.startswith("        ")
-    )
+def test_the_drawing_shows_its_place_and_its_builtin(name: str) -> None:
+    cls, drawing = getattr(errors, name), (errors.__doc__ or "").splitlines()
+    (line,) = [line for line in drawing if line.strip("│├└─ ").partition(" ")[0] == name]
+    depth = sum(issubclass(base, SteelyardError) for base in cls.__mro__)
+    assert line.index(name) == 4 * depth
+    builtins = [base for base in TREE[name] if not issubclass(base, SteelyardError)]
+    if name != "SteelyardError":
+        assert [f"({base.__name__})" in line for base in builtins] == [True] * len(builtins)
+        assert ("(" in line) == bool(builtins)
 
 
 @every_error

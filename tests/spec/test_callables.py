@@ -31,7 +31,7 @@ class AsyncComputing:
         return scale + shift
 
 
-class Callable_:
+class SyncCallable:
     def __call__(self, data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0) -> float:
         return scale + shift
 
@@ -63,7 +63,7 @@ def nested(fn: Any) -> Any:
 SYNC = {
     "function": function,
     "lambda": lambda data, logprobs, scale=1.0, shift=0.0: scale + shift,
-    "callable object": Callable_(),
+    "callable object": SyncCallable(),
     "bound method": Computing().compute,
 }
 ASYNC = {

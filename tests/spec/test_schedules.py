@@ -169,7 +169,8 @@ def test_schedules_compare_hash_and_pickle_by_value(
 
 
 def test_kinds_do_not_equal_each_other() -> None:
-    assert linear(1.0, 0.0, 10) != cosine(1.0, 0.0, 10)
+    line: object = linear(1.0, 0.0, 10)
+    assert line != cosine(1.0, 0.0, 10)
 
 
 def test_the_order_of_the_pieces_does_not_matter() -> None:

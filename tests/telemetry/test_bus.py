@@ -44,9 +44,7 @@ def ids(prefix: str = "") -> list[str]:
     return [handler.handler_id for handler in list_handlers(prefix)]
 
 
-def test_a_handler_gets_event_measurements_metadata_and_config(
-    heard: Heard, listener: Any
-) -> None:
+def test_a_handler_gets_event_measurements_metadata_and_config(heard: Heard, listener: Any) -> None:
     measurements, metadata, config = {"duration": 1.5}, {"name": "a"}, object()
     attach("h", "test.event", listener, config)
     execute("test.event", measurements, metadata)
@@ -157,8 +155,10 @@ def test_listening_says_whether_anybody_would_hear(listener: Any) -> None:
         ((None, "test.event", print), "handler_id must be a non-empty string, got None."),
         (
             ("h", "test.event", 3),
-            "a handler must be callable as fn(event, measurements, metadata, config), "
-            "got 3 (handler 'h').",
+            (
+                "a handler must be callable as fn(event, measurements, metadata, config), "
+                "got 3 (handler 'h')."
+            ),
         ),
         (("h", "", print), "an event must be a non-empty string, got '' (handler 'h')."),
         (("h", None, print), "an event must be a non-empty string, got None (handler 'h')."),
@@ -246,7 +246,7 @@ def test_threads_attach_execute_and_detach_at_once(heard: Heard, listener: Any) 
     attach("always", "test.shared", listener)
 
     def work(number: int) -> int:
-        mine: Heard = []
+        mine: list[str] = []
         for n in range(rounds):
             attach_many(
                 f"h{number}",

@@ -40,8 +40,7 @@ def test_an_event_is_a_line(everything: pytest.LogCaptureFixture) -> None:
         (
             "steelyard",
             logging.INFO,
-            f"{STOP} regularizer_name=l1 is_async=False "
-            "duration=0.123457 value=2 grad_norm=None",
+            f"{STOP} regularizer_name=l1 is_async=False duration=0.123457 value=2 grad_norm=None",
         )
     ]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from steelyard.composition.events import TermEvents
-from steelyard.composition.jobs import Job, job_for, slopes_inline
+from steelyard.composition.jobs import Job, evaluate_inline, job_for
 from steelyard.composition.part import Part
 from steelyard.composition.term import Term
 from steelyard.errors import NonFiniteError, TermError
@@ -23,7 +23,6 @@ from steelyard.gradients import (
     Leaf,
     Pull,
     Question,
-    Trial,
     check_gradient,
     combine,
 )
@@ -166,13 +165,9 @@ class Call:
         with torch.inference_mode(mode=False), torch.enable_grad():
             leaf = Leaf.of(self._layout, self._flat)
             for part in parts:
-                question = part.question
                 part.events.start()
                 try:
-                    trial = Trial(question, leaf)
-                    evaluation = trial.finish(question.call(trial.logprobs))
-                    if question.gradient == "numerical":
-                        evaluation = slopes_inline(question, evaluation)
+                    evaluation = evaluate_inline(part.question, leaf)
                 except Exception as error:  # noqa: BLE001 - whatever the term raised
                     part.fail(error)
                 else:

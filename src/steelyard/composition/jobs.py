@@ -14,7 +14,9 @@ from steelyard.composition.part import Part
 from steelyard.execution import Lane, Ticket
 from steelyard.gradients import (
     Evaluation,
+    Leaf,
     Question,
+    Trial,
     aevaluate,
     aslopes,
     check_count,
@@ -104,11 +106,17 @@ def with_slopes(
     )
 
 
-def slopes_inline(question: Question, evaluation: Evaluation) -> Evaluation:
-    """The numerical gradient of an inline term, here and now."""
+def evaluate_inline(question: Question, leaf: Leaf) -> Evaluation:
+    """The term's value and gradient, here and now, on a leaf that inline terms share."""
+    if question.gradient != "numerical":
+        return _evaluate_on(question, leaf)
     check_count(question.term, question.flat.numel())
     began = perf_counter()
+    evaluation = _evaluate_on(question, leaf)
     pieces = slopes(question, 0, question.flat.numel())
-    seconds = perf_counter() - began
-    done = with_slopes(question, evaluation, pieces, seconds)
-    return replace(done, duration=evaluation.duration + seconds)
+    return with_slopes(question, evaluation, pieces, perf_counter() - began)
+
+
+def _evaluate_on(question: Question, leaf: Leaf) -> Evaluation:
+    trial = Trial(question, leaf)
+    return trial.finish(question.call(trial.logprobs))

@@ -1,0 +1,38 @@
+"""Terms that the tests of this folder share."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOGPROBS = [torch.tensor([-0.5, -1.5, -2.0]), torch.tensor([-1.0]), torch.tensor([-0.1, -3.0])]
+
+
+def nll(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    flat = torch.cat(logprobs)
+    return -flat.mean(), {"tokens": float(len(flat))}
+
+
+def l2(_: Any, logprobs: list[Tensor]) -> Tensor:
+    return torch.cat(logprobs).square().sum()
+
+
+def surprise(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    flat = torch.cat(logprobs)
+    return (flat.exp() * flat).sum(), {"largest": flat.max().item()}
+
+
+async def patient(data: Any, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    await asyncio.sleep(0.001)
+    return surprise(data, logprobs)
+
+
+def constant(_: Any, logprobs: list[Tensor]) -> float:
+    return 2.0
+
+
+def broken(_: Any, logprobs: list[Tensor]) -> Tensor:
+    raise KeyError("nothing here")

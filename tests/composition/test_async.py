@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from steelyard import Pipeline, RegularizerSpec, acompute, compute
+from steelyard.errors import TermError
+
+from .terms import LOGPROBS, broken, l2, nll, patient
+
+SPECS = [
+    RegularizerSpec(l2, 0.1, "l2"),
+    RegularizerSpec(patient, 0.2, "patient"),
+    RegularizerSpec(l2, 0.3, "apart", run_in="process"),
+]
+
+
+def test_acompute_gives_what_compute_gives() -> None:
+    pipeline = Pipeline(nll, SPECS, track_grad_norms=True)
+    expected = pipeline.compute([], LOGPROBS)
+    for output in (
+        asyncio.run(pipeline.acompute([], LOGPROBS)),
+        asyncio.run(acompute([], LOGPROBS, nll, regularizers=SPECS, track_grad_norms=True)),
+    ):
+        assert output.loss_total == expected.loss_total
+        assert output.cosines == expected.cosines
+        torch.testing.assert_close(output.gradients, expected.gradients)
+
+
+def test_compute_works_inside_a_running_loop() -> None:
+    async def main() -> float:
+        return compute([], LOGPROBS, nll, regularizers=SPECS).loss_total
+
+    assert asyncio.run(main()) == compute([], LOGPROBS, nll, regularizers=SPECS).loss_total
+
+
+def blocking(_: Any, logprobs: list[Tensor]) -> Tensor:
+    time.sleep(0.3)
+    return logprobs[0].sum()
+
+
+async def rude(_: Any, logprobs: list[Tensor]) -> Tensor:
+    time.sleep(0.3)  # noqa: ASYNC251 - the point of it
+    return logprobs[0].sum()
+
+
+@pytest.mark.parametrize("spec", [(blocking, "inline"), (blocking, "thread"), (rude, "async")])
+def test_acompute_never_blocks_the_callers_loop(spec: tuple[Any, Any]) -> None:
+    fn, run_in = spec
+    pipeline = Pipeline(nll, [RegularizerSpec(fn, 1.0, "t", run_in=run_in)])
+
+    async def main() -> int:
+        turns = 0
+        task = asyncio.create_task(pipeline.acompute([], LOGPROBS))
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0.005)
+        await task
+        return turns
+
+    assert asyncio.run(main()) > 10
+
+
+def test_a_failure_reaches_the_awaiting_caller() -> None:
+    with pytest.raises(TermError, match="'broken'"):
+        asyncio.run(
+            acompute([], LOGPROBS, nll, regularizers=[RegularizerSpec(broken, 1, "broken")])
+        )
+
+
+def test_cancelling_the_caller_calls_off_the_work() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def wait(_: Any, logprobs: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+
+    pipeline = Pipeline(nll, [RegularizerSpec(wait, 1.0, "wait")])
+
+    async def main() -> None:
+        task = asyncio.create_task(pipeline.acompute([], LOGPROBS))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert ended.wait(5)
+
+
+def test_many_at_once_in_one_loop() -> None:
+    pipeline = Pipeline(nll, SPECS)
+
+    async def main() -> list[float]:
+        outputs = await asyncio.gather(*(pipeline.acompute([], LOGPROBS) for _ in range(16)))
+        return [output.loss_total for output in outputs]
+
+    assert len(set(asyncio.run(main()))) == 1
+
+
+def test_async_terms_stay_on_one_loop_from_call_to_call() -> None:
+    loops = set()
+
+    async def note(_: Any, logprobs: list[Tensor]) -> Tensor:
+        loops.add(asyncio.get_running_loop())
+        return logprobs[0].sum()
+
+    pipeline = Pipeline(nll, [RegularizerSpec(note, 1.0, "note")])
+    pipeline.compute([], LOGPROBS)
+    asyncio.run(pipeline.acompute([], LOGPROBS))
+    assert len(loops) == 1

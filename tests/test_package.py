@@ -1,0 +1,385 @@
+"""The package as a whole: its surface, its imports and its packaging."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import GenericAlias, ModuleType
+from typing import Any
+
+import pytest
+
+import steelyard
+
+SOURCE = Path(steelyard.__file__).parent
+ROOT = Path(__file__).parents[1]
+HEAVY = ("jax", "ray", "tinker", "torch", "transformers")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+PACKAGES = [name for name, path in FILES.items() if path.name == "__init__.py"]
+# `steelyard.penalties` and whatever comes later are covered as soon as they are there.
+ABSENT = {"penalties"} - {name.rpartition(".")[2] for name in PACKAGES}
+SURFACES = [
+    name
+    for name, path in FILES.items()
+    if name in PACKAGES or "\n__all__ = " in path.read_text(encoding="utf-8")
+]
+
+
+def python(code: str) -> str:
+    """What `code` prints in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# The public surface.
+
+
+def bound_by(module: str) -> set[str]:
+    """The public names a module defines or takes from elsewhere in the library."""
+    names: set[str] = set()
+    for node in top_level(ast.parse(FILES[module].read_text(encoding="utf-8")).body):
+        match node:
+            case ast.ImportFrom(module=str(origin)) if origin.partition(".")[0] == "steelyard":
+                names |= {alias.asname or alias.name for alias in node.names}
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+    return {name for name in names if not name.startswith("_") or name == "__version__"}
+
+
+def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        if isinstance(node, ast.If):
+            yield from top_level(node.body)
+        else:
+            yield node
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_all_is_sorted_and_every_name_in_it_exists(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__all__ == sorted(module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+    missing = [public for public in set(module.__all__) - ABSENT if not hasattr(module, public)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_public_name_of_a_package_is_in_all(name: str) -> None:
+    assert bound_by(name) == set(importlib.import_module(name).__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in SURFACES if name not in PACKAGES])
+def test_every_public_name_a_module_defines_is_in_all(name: str) -> None:
+    module = importlib.import_module(name)
+    taken = {
+        public
+        for public in bound_by(name)
+        if getattr(getattr(module, public), "__module__", name) != name
+    }
+    assert bound_by(name) - taken <= set(module.__all__)
+
+
+def test_dir_shows_what_is_loaded_on_demand() -> None:
+    assert set(steelyard.__all__) <= set(dir(steelyard))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'steelyard' has no attribute 'pipline'"):
+        _ = steelyard.pipline
+    with pytest.raises(ImportError, match="cannot import name 'pipline'"):
+        exec("from steelyard import pipline", {})
+
+
+# Documentation.
+
+
+def public_things() -> Iterator[tuple[str, Any]]:
+    for name in SURFACES:
+        module = importlib.import_module(name)
+        yield name, module
+        for public in module.__all__:
+            if public not in ABSENT:
+                yield f"{name}.{public}", getattr(module, public)
+
+
+def documented(thing: Any) -> bool:
+    """Whether a thing that can hold a docstring has one of its own, not the generated one."""
+    text = thing.__doc__ or ""
+    generated = inspect.isclass(thing) and text.startswith(f"{thing.__name__}(")
+    return bool(text.strip()) and not generated
+
+
+def undocumented(name: str, thing: Any) -> list[str]:
+    if isinstance(thing, GenericAlias):  # an alias for a type has no place for a docstring
+        return []
+    if inspect.ismodule(thing) or inspect.isroutine(thing):
+        return [] if documented(thing) else [name]
+    if not inspect.isclass(thing):
+        return []
+    members = {
+        f"{name}.{key}": member
+        for key, member in vars(thing).items()
+        if not key.startswith("_") and (inspect.isroutine(member) or hasattr(member, "__get__"))
+    }
+    return [key for key, each in {name: thing, **members}.items() if not documented(each)]
+
+
+def test_everything_public_has_a_docstring() -> None:
+    bare = {found for name, thing in public_things() for found in undocumented(name, thing)}
+    assert bare == set()
+
+
+def test_a_missing_docstring_would_be_found() -> None:
+    class Bare:
+        def method(self) -> None: ...
+
+        @property
+        def value(self) -> None: ...
+
+        @classmethod
+        def make(cls) -> None: ...
+
+        @staticmethod
+        def help() -> None: ...
+
+        def _private(self) -> None: ...
+
+    assert undocumented("Bare", Bare) == [
+        "Bare",
+        "Bare.method",
+        "Bare.value",
+        "Bare.make",
+        "Bare.help",
+    ]
+    assert undocumented("module", ModuleType("module")) == ["module"]
+    assert undocumented("f", lambda: None) == ["f"]
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [
+        name
+        for name, path in FILES.items()
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert silent == []
+
+
+# Imports: light, and in one direction.
+
+LIGHT = [
+    name
+    for name in (
+        "steelyard",
+        *(f"steelyard.{s}" for s in ("output", "penalties", "spec", "telemetry")),
+    )
+    if name in FILES
+]
+LOADED = f"import sys; print(*sorted({set(HEAVY)} & set(sys.modules)))"
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_the_import_is_light(name: str) -> None:
+    assert python(f"import {name}; {LOADED}") == ""
+
+
+def test_a_heavy_import_would_be_noticed() -> None:
+    assert python(f"import steelyard.gradients; {LOADED}") == "torch"
+
+
+BELOW = frozenset({"penalties", "spec", "output", "telemetry"})
+CORE = BELOW | {"execution", "gradients", "composition"}
+ON_TOP = frozenset({"clients", "engine", "regularizers", "integrations", "experiment", "cli"})
+ALLOWED: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "_version": frozenset(),
+    "penalties": frozenset({"telemetry"}),  # the pipeline tells it
+    "spec": frozenset(),
+    "output": frozenset(),
+    "telemetry": frozenset(),
+    "execution": BELOW,
+    "gradients": BELOW,
+    "composition": CORE,
+    **dict.fromkeys(ON_TOP, CORE | ON_TOP),
+}
+FOR_ALL = frozenset({"errors", "_version"})
+EXEMPT = ("steelyard", "steelyard.schedules")
+
+
+def imports_of(source: str, package: str) -> Iterator[str]:
+    """The dotted names a module of `package` imports from the library, wherever in the file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            origin = ".".join([*(parents if node.level else ()), *filter(None, [node.module])])
+            found = [f"{origin}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in found if name.partition(".")[0] == "steelyard")
+
+
+def stage_of(imported: str) -> str:
+    """The stage an imported name belongs to; names at the top level lead to where they live."""
+    _, _, rest = imported.partition(".")
+    first = rest.partition(".")[0]
+    if f"steelyard.{first}" in FILES or first in ALLOWED:
+        return first
+    return TOP_LEVEL.get(first, "steelyard")
+
+
+TOP_LEVEL = {
+    alias.asname or alias.name: (node.module or "").split(".")[1]
+    for node in ast.walk(ast.parse(FILES["steelyard"].read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("steelyard.")
+    for alias in node.names
+}
+
+
+def breaches(source: str, module: str, package: str) -> list[str]:
+    stage = module.split(".")[1]
+    wrong = []
+    for imported in imports_of(source, package):
+        target = stage_of(imported)
+        sideways = target in ON_TOP - {stage} and any(
+            part.startswith("_") for part in imported.split(".")
+        )
+        if sideways or target not in ALLOWED[stage] | FOR_ALL | {stage}:
+            wrong.append(imported)
+    return wrong
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if name not in EXEMPT])
+def test_imports_point_one_way(module: str) -> None:
+    assert module.split(".")[1] in ALLOWED, "a stage that DESIGN.md does not know: place it above"
+    package = module if module in PACKAGES else module.rpartition(".")[0]
+    assert breaches(FILES[module].read_text(encoding="utf-8"), module, package) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "wrong"),
+    [
+        ("spec.x", "import steelyard.telemetry.bus", ["steelyard.telemetry.bus"]),
+        ("spec.x", "from steelyard import telemetry", ["steelyard.telemetry"]),
+        ("spec.x", "from steelyard import Pipeline", ["steelyard.Pipeline"]),
+        ("spec.x", "import steelyard", ["steelyard"]),
+        ("spec.x", "def f():\n from steelyard.output import terms", ["steelyard.output.terms"]),
+        ("spec.x", "from ..output import terms", ["steelyard.output.terms"]),
+        ("spec.x", "from .. import output", ["steelyard.output"]),
+        ("spec.x", "from . import registry\nfrom .registry import build", []),
+        ("spec.x", "from steelyard.errors import SpecError\nimport torch", []),
+        ("penalties.x", "from steelyard.telemetry import execute", []),
+        ("penalties.x", "from steelyard.spec import BASE", ["steelyard.spec.BASE"]),
+        ("execution.x", "import steelyard.gradients", ["steelyard.gradients"]),
+        ("gradients.x", "from steelyard import Workers", ["steelyard.Workers"]),
+        ("gradients.x", "from steelyard import RegularizerSpec", []),
+        ("composition.x", "import steelyard.clients", ["steelyard.clients"]),
+        ("composition.x", "from steelyard.execution.batch import Batch", []),
+        ("engine.x", "from steelyard.clients import regularize", []),
+        ("engine.x", "from steelyard.clients._wire import send", ["steelyard.clients._wire.send"]),
+        ("engine.x", "from steelyard.engine._model import load", []),
+        ("errors", "from steelyard import spec", ["steelyard.spec"]),
+    ],
+)
+def test_an_import_against_the_direction_would_be_found(
+    module: str, line: str, wrong: list[str]
+) -> None:
+    package = f"steelyard.{module}".rpartition(".")[0]
+    assert breaches(line, f"steelyard.{module}", package) == wrong
+
+
+# Without the extras.
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; "
+NEEDS_TORCH = ("DetachedTermWarning", "Pipeline", "Workers", "acompute", "compute")
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_the_core_works_without_torch(name: str) -> None:
+    # The last line proves that torch was out of reach all along.
+    code = f"{WITHOUT_TORCH}import {name}\ntry:\n import torch\nexcept ImportError:\n print('ok')"
+    assert python(code) == "ok"
+
+
+def test_a_missing_extra_names_its_cure_every_time() -> None:
+    code = f"""{WITHOUT_TORCH}
+import steelyard
+from steelyard.errors import MissingExtraError
+for _ in range(2):
+    for name in {NEEDS_TORCH}:
+        try:
+            exec("from steelyard import " + name)
+        except MissingExtraError as error:
+            print(error)
+"""
+    assert python(code).splitlines() == 2 * [
+        f"steelyard.{name} needs torch, which is not installed: "
+        'pip install "steelyard[torch]".'
+        for name in NEEDS_TORCH
+    ]  # fmt: skip
+
+
+def test_another_missing_module_is_not_blamed_on_an_extra() -> None:
+    code = """
+import sys; sys.modules["pebble"] = None
+try:
+    from steelyard import Pipeline
+except ImportError as error:
+    print(type(error).__name__, error.name)
+"""
+    assert python(code) == "ModuleNotFoundError pebble"
+
+
+# Packaging.
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert steelyard.__version__ == importlib.metadata.version("steelyard")
+
+
+def test_types_are_shipped() -> None:
+    assert (SOURCE / "py.typed").is_file()
+
+
+def test_every_cure_names_an_extra_that_exists() -> None:
+    extras = importlib.metadata.metadata("steelyard").get_all("Provides-Extra") or []
+    assert set(steelyard._EXTRAS.values()) <= set(extras)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ci_calls_make_test_and_fails_with_it(code: int, tmp_path: Path) -> None:
+    # A stand-in for make: the real one would run this very test.
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "$PWD: make $*"\nexit {code}\n', encoding="utf-8")
+    make.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / ".ci" / "run"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+    )
+    assert done.stdout == f"{ROOT}: make test\n"
+    assert done.returncode == code
