@@ -88,8 +88,7 @@ def test_cancelling_the_caller_calls_off_the_work() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(pipeline.acompute([], LOGPROBS))
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(begun.wait)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

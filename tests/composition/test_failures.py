@@ -90,6 +90,18 @@ def test_a_term_that_may_fail_is_dropped_for_the_step(
     torch.testing.assert_close(output.gradients, expected.gradients)
 
 
+def test_the_term_at_fault_is_found_among_others() -> None:
+    specs = [
+        RegularizerSpec(l2, 1.0, "value only", gradient="none"),
+        RegularizerSpec(nan_gradient, 0.0, "culprit", run_in="inline", on_error="skip"),
+        RegularizerSpec(l2, 1.0, "fine"),
+    ]
+    output = Pipeline(nll, specs, track_grad_norms=True).compute([], LOGPROBS)
+    assert list(output.skipped) == ["culprit"]
+    assert list(output.regularizers) == ["value only", "fine"]
+    assert list(output.cosines) == [("base", "fine")]
+
+
 def test_the_cause_is_chained() -> None:
     with pytest.raises(TermError) as caught:
         pipeline(broken).compute([], LOGPROBS)
@@ -137,10 +149,11 @@ def die(_: Any, logprobs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "kind"), [(loop_for_ever, TermTimeoutError), (die, WorkerDiedError)]
+    ("fn", "timeout", "kind"),
+    [(loop_for_ever, 0.2, TermTimeoutError), (die, 20.0, WorkerDiedError)],
 )
-def test_a_process_that_loops_or_dies(fn: Any, kind: type[TermError]) -> None:
-    faulty = pipeline(fn, run_in="process", timeout=0.2)
+def test_a_process_that_loops_or_dies(fn: Any, timeout: float, kind: type[TermError]) -> None:
+    faulty = pipeline(fn, run_in="process", timeout=timeout)
     for _ in range(3):
         began = time.monotonic()
         with pytest.raises(kind, match="'t'"):

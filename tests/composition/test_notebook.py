@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import nbclient
 import nbformat
 
@@ -23,7 +25,8 @@ print((await acompute(*args, regularizers=specs)).gradients[0].tolist())
 
 
 def test_a_notebook_cell() -> None:
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    v4: Any = nbformat.v4  # it has no types
+    notebook = v4.new_notebook(cells=[v4.new_code_cell(CELL)])
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     (cell,) = notebook.cells
     assert [out["text"] for out in cell["outputs"]] == ["21.0\n[7.0, 7.0, 7.0]\n"]

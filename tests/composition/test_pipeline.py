@@ -237,7 +237,7 @@ def test_a_schedule_that_goes_wrong_is_named() -> None:
     counter = Counter()
     bad = spec(l2, schedules.linear(1.0, -1.0, 8), "falling")
     pipeline = Pipeline(counter, [bad])
-    pipeline.compute([], LOGPROBS, step=5)
+    pipeline.compute([], LOGPROBS, step=4)
     with pytest.raises(SpecError, match=r"got -0.5 at step 6 \(regularizer 'falling'\)"):
         pipeline.compute([], LOGPROBS, step=6)
     assert counter.calls == 1

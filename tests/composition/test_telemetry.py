@@ -50,9 +50,7 @@ def test_a_call_from_start_to_stop(heard: Heard) -> None:
         "regularizer_total": output.regularizer_total,
         "total_grad_norm": output.total_grad_norm,
     }
-    starts = {
-        meta["regularizer_name"]: meta for _, meta in named(heard, "regularizer.compute.start")
-    }
+    starts = {m["regularizer_name"]: m for _, m in named(heard, "regularizer.compute.start")}
     assert starts == {
         "l2": {"regularizer_name": "l2", "weight": 0.1, "is_async": False, "run_in": "inline"},
         "p": {"regularizer_name": "p", "weight": 0.2, "is_async": True, "run_in": "async"},

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from steelyard.errors import TermTimeoutError, UnpicklableError, WorkerDiedError
+from steelyard.errors import ClosedError, TermTimeoutError, UnpicklableError, WorkerDiedError
 from steelyard.execution import Batch, Ticket, Workers, check_picklable
 
 
@@ -141,6 +141,8 @@ def test_closing_kills_busy_and_idle_workers(tmp_path: Path) -> None:
         wait_until((tmp_path / "pid").exists, within=30)
         workers.close()
         workers.close()
+        with pytest.raises(ClosedError, match="closed while a term ran"):
+            busy.result()
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
     # What is left is multiprocessing's own bookkeeper, if this was its first use.
     assert int((tmp_path / "pid").read_text()) not in left

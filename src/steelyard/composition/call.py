@@ -17,7 +17,7 @@ from steelyard.composition.jobs import Job, evaluate_inline, job_for
 from steelyard.composition.part import Part
 from steelyard.composition.term import Term
 from steelyard.errors import NonFiniteError, TermError
-from steelyard.execution import Batch, Cancelled, Ticket, Workers
+from steelyard.execution import Batch, Ticket, Workers
 from steelyard.gradients import (
     Layout,
     Leaf,
@@ -139,8 +139,6 @@ class Call:
             del left[ticket.term]
             try:
                 job.part.succeed(job.result(ticket))
-            except Cancelled:
-                raise
             except BaseException as error:  # noqa: BLE001 - also a sys.exit() in a thread
                 self._call_off(job, workers)
                 job.part.fail(error)

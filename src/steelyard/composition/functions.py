@@ -8,13 +8,13 @@ from typing import Any
 from steelyard.composition.pipeline import Pipeline
 from steelyard.gradients import LogProbs
 from steelyard.output import CustomLossOutput
-from steelyard.spec import RegularizerSpec, TermFn
+from steelyard.spec import Regularizer, RegularizerSpec, TermFn
 
 
 def compute(
     data: Any,
     logprobs: LogProbs,
-    loss_fn: TermFn,
+    loss_fn: TermFn | Regularizer,
     *,
     regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
     track_grad_norms: bool = False,
@@ -47,7 +47,7 @@ def compute(
 async def acompute(
     data: Any,
     logprobs: LogProbs,
-    loss_fn: TermFn,
+    loss_fn: TermFn | Regularizer,
     *,
     regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
     track_grad_norms: bool = False,

@@ -23,7 +23,14 @@ from steelyard.errors import ClosedError, SpecError, StateError
 from steelyard.execution import Ticket, Workers, check_picklable, default_workers
 from steelyard.gradients import LogProbs, flatten
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, RegularizerSpec, Schedule, TermFn, check_timeout
+from steelyard.spec import (
+    BASE,
+    Regularizer,
+    RegularizerSpec,
+    Schedule,
+    TermFn,
+    check_timeout,
+)
 from steelyard.spec.callables import is_async
 
 MAX_REGULARIZERS = 100
@@ -64,7 +71,7 @@ class Pipeline:
 
     def __init__(
         self,
-        loss_fn: TermFn,
+        loss_fn: TermFn | Regularizer,
         regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
         track_grad_norms: bool = False,
         parallel: bool = True,

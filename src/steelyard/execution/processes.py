@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
-from steelyard.errors import UnpicklableError, WorkerDiedError
+from steelyard.errors import ClosedError, UnpicklableError, WorkerDiedError
 from steelyard.execution import worker
 from steelyard.execution.spawning import worker_context
 from steelyard.execution.ticket import Cancelled, Ticket
@@ -33,6 +33,7 @@ class ProcessExecutor:
         self._processes = processes
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
+        self._waiting: set[Ticket] = set()
 
     def warm(self) -> None:
         """Start the workers, without waiting for them."""
@@ -51,11 +52,14 @@ class ProcessExecutor:
             parcel.remove()
 
     def close(self) -> None:
-        """Kill the workers and end the pool's threads."""
+        """Kill the workers, end the pool's threads, and fail what still waits for them."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
             _end(pool)
+        # A pool that is stopped forgets its tasks.
+        for ticket in tuple(self._waiting):
+            ticket.end(error=ClosedError("the workers were closed while a term ran on them."))
 
     def _running_pool(self) -> ProcessPool:
         with self._lock:
@@ -79,6 +83,7 @@ class ProcessExecutor:
         pool = self._running_pool()
         future = pool.schedule(worker.work, args=(parcel.message, sys.path), timeout=ticket.timeout)
         ticket.stop = future.cancel
+        self._waiting.add(ticket)
         future.add_done_callback(partial(self._settle, ticket, parcel, retry))
 
     def _settle(
@@ -96,6 +101,7 @@ class ProcessExecutor:
                 self._send(ticket, parcel, retry=False)
                 return
             value, error = None, broken
+        self._waiting.discard(ticket)
         ticket.end(value, error)
         parcel.remove()
 

@@ -28,8 +28,9 @@ class Regularizer(Protocol):
         True
     """
 
-    def compute(self, data: Any, logprobs: Any, **options: Any) -> Any:
-        """The penalty of this batch, alone or with a mapping of metrics."""
+    @property
+    def compute(self) -> TermFn:
+        """A method that gives the penalty of a batch, alone or with a mapping of metrics."""
 
 
 @runtime_checkable
