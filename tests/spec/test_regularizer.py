@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import cloudpickle
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 
 from steelyard import RegularizerSpec, schedules
 from steelyard.errors import SpecError
-from steelyard.spec import check_timeout, check_weight
+from steelyard.spec import BASE, Gradient, OnError, RunIn, check_timeout, check_weight
 
 
 def nothing(data: Any, logprobs: Any) -> float:
@@ -253,6 +253,13 @@ def test_every_listed_choice_is_accepted(key: str, values: tuple[object, ...]) -
 )
 def test_a_place_that_suits_the_function_is_accepted(fields: dict[str, Any]) -> None:
     assert spec_of(**fields).run_in == fields["run_in"]
+
+
+def test_the_types_list_the_choices_of_the_design() -> None:
+    assert get_args(RunIn) == ("auto", "inline", "thread", "process", "async")
+    assert get_args(Gradient) == ("auto", "autograd", "numerical", "score", "none")
+    assert get_args(OnError) == ("raise", "skip")
+    assert BASE == "base"
 
 
 def test_the_defaults() -> None:

@@ -152,7 +152,7 @@ def test_listening_says_whether_anybody_would_hear(listener: Any) -> None:
     ("arguments", "message"),
     [
         (("", "test.event", print), "handler_id must be a non-empty string, got ''."),
-        ((None, "test.event", print), "handler_id must be a non-empty string, got None."),
+        ((3, "test.event", print), "handler_id must be a non-empty string, got 3."),
         (
             ("h", "test.event", 3),
             (
@@ -161,7 +161,7 @@ def test_listening_says_whether_anybody_would_hear(listener: Any) -> None:
             ),
         ),
         (("h", "", print), "an event must be a non-empty string, got '' (handler 'h')."),
-        (("h", None, print), "an event must be a non-empty string, got None (handler 'h')."),
+        (("h", 3, print), "an event must be a non-empty string, got 3 (handler 'h')."),
     ],
 )
 def test_what_cannot_be_attached_is_refused(arguments: Any, message: str) -> None:

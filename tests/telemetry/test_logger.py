@@ -110,6 +110,7 @@ def test_every_event_of_the_library_is_heard_and_no_other() -> None:
 def test_ids_are_made_up_and_differ() -> None:
     first, second = attach_logger(), attach_logger()
     assert first != second
+    assert first.startswith("steelyard-logger-")
     assert {h.handler_id for h in list_handlers()} == {first, second}
 
 

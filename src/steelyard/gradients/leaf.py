@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from steelyard.gradients.layout import Layout, LogProbs
 
@@ -30,5 +31,15 @@ class Leaf:
         """The flat gradient of `loss`, or None if it has no path to the leaf."""
         if not loss.requires_grad:
             return None
-        # The graph is kept: a term may share a part of it, a cached tensor, with another one.
-        return torch.autograd.grad(loss, self.flat, retain_graph=True, allow_unused=True)[0]
+        # What torch.autograd.grad does after checks that here take longer than a small term.
+        found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(  # noqa: SLF001 - see above
+            (loss,),
+            (torch.ones_like(loss),),
+            # A term may share a part of its graph, a cached tensor, with another one.
+            keep_graph=True,
+            create_graph=False,
+            inputs=(self.flat,),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+        return found[0]
