@@ -60,7 +60,8 @@ def three_times(data: list[Tensor], logprobs: list[Tensor]) -> dict[str, float]:
         return list(torch.autograd.grad(fn(data, leaves), leaves))
 
     def norm(gradients: list[Tensor]) -> float:
-        return torch.cat(gradients).norm().item()
+        length: float = torch.cat(gradients).norm().item()
+        return length
 
     def total(data_: list[Tensor], leaves: list[Tensor]) -> Tensor:
         return base(data_, leaves) + sum(WEIGHTS[n] * fn(data_, leaves) for n, fn in TERMS.items())
@@ -106,9 +107,7 @@ def main() -> None:
     def row(name: str, label: str, target: float | None) -> tuple[str, str, str, bool | None]:
         timing = timings[name]
         low, high = timing.spread
-        measured = (
-            f"{timing.ratio:.2f} x ({low:.2f} to {high:.2f}), {timing.median * 1e3:.2f} ms"
-        )
+        measured = f"{timing.ratio:.2f} x ({low:.2f} to {high:.2f}), {timing.median * 1e3:.2f} ms"
         if target is None:
             return label, measured, "", None
         return label, measured, f"<= {target:.2f} x", timing.ratio <= target

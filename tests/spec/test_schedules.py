@@ -130,7 +130,7 @@ PIECES = "pieces must map steps to weights and begin at step 0, got {}."
         (cosine, (1.0, 0.0, -3), STEPS.format("steps", "-3")),
         (piecewise, ({},), PIECES.format("{}")),
         (piecewise, ({1: 0.5},), PIECES.format("{1: 0.5}")),
-        (piecewise, ([0.5],), PIECES.format("[0.5]")),
+        (piecewise, ([0, 1],), PIECES.format("[0, 1]")),
         (piecewise, ({0: 1.0, -5: 2.0},), STEPS.format("a step of pieces", "-5")),
         (piecewise, ({0: 1.0, 1.5: 2.0},), STEPS.format("a step of pieces", "1.5")),
         (piecewise, ({0: 1.0, 9: "x"},), NUMBER.format("pieces[9]", "'x'")),

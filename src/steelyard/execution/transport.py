@@ -62,17 +62,17 @@ class Parcel:
         return _load(reply, self._block)
 
     def remove(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, as soon as nothing that was read from it is in use."""
         if self._block is not None:
-            self._block.close()
+            self._block = None
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.message.block or "")  # noqa: PTH108 - a Path made per call costs more
 
 
 def receive(message: Message) -> Any:
-    """In the worker: the object that was sent."""
-    with _opened(message) as block:
-        return _load(message, block)
+    """In the worker: the object that was sent; what it writes to its arrays stays here."""
+    block = None if message.block is None else _map(message.block, mmap.ACCESS_COPY)
+    return _load(message, block)
 
 
 def reply(message: Message, thing: object) -> Message:
@@ -80,10 +80,9 @@ def reply(message: Message, thing: object) -> Message:
     pickled, buffers = _dump(thing)
     if not buffers:
         return Message(pickled)
-    with _opened(message) as block:
-        fits = block is not None and message.reply_at + sum(b.nbytes for b in buffers) <= len(block)
-        if block is not None and fits:
-            return Message(pickled, _write(block, message.reply_at, buffers))
+    block = None if message.block is None else _map(message.block)
+    if block is not None and message.reply_at + sum(b.nbytes for b in buffers) <= len(block):
+        return Message(pickled, _write(block, message.reply_at, buffers))
     return Message(pickled, buffers=tuple(bytes(b) for b in buffers))
 
 
@@ -131,11 +130,11 @@ def _dump(thing: object) -> tuple[bytes, list[memoryview]]:
 
 
 def _load(message: Message, block: mmap.mmap | None) -> Any:
-    buffers = [bytearray(b) for b in message.buffers]
+    buffers: list[bytearray | memoryview] = [bytearray(b) for b in message.buffers]
     if block is not None:
+        # Not copied: the arrays made from them keep the mapping alive.
         view = memoryview(block)
-        buffers += [bytearray(view[at : at + size]) for at, size in message.spans]
-        view.release()
+        buffers += [view[at : at + size] for at, size in message.spans]
     return pickle.loads(message.pickled, buffers=buffers)  # noqa: S301 - our own worker's
 
 
@@ -167,16 +166,6 @@ def _make_file(size: int) -> str | None:
     return path
 
 
-def _map(path: str) -> mmap.mmap:
+def _map(path: str, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
     with open(path, "r+b") as file:  # noqa: PTH123 - a Path made per call costs more
-        return mmap.mmap(file.fileno(), 0)
-
-
-@contextlib.contextmanager
-def _opened(message: Message) -> Any:
-    block = None if message.block is None else _map(message.block)
-    try:
-        yield block
-    finally:
-        if block is not None:
-            block.close()
+        return mmap.mmap(file.fileno(), 0, access=access)
