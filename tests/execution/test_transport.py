@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,14 +78,32 @@ def test_large_arrays_go_through_the_block_small_ones_do_not() -> None:
         small.remove()
 
 
-def test_a_reply_that_does_not_fit_goes_through_the_pipe() -> None:
-    parcel = Parcel("please", reply_bytes=40_000)
+def test_a_large_reply_to_a_small_question() -> None:
+    for reply_bytes, through_the_block in ((0, False), (400_000, True)):
+        parcel = Parcel("please", reply_bytes=reply_bytes)
+        try:
+            answer = reply(parcel.message, torch.ones(100_000))
+            assert bool(answer.spans) == through_the_block
+            assert torch.equal(parcel.open_reply(answer), torch.ones(100_000))
+        finally:
+            parcel.remove()
+
+
+def test_a_worker_writes_to_its_own_copy() -> None:
+    parcel = Parcel(torch.ones(100_000))
     try:
-        answer = reply(parcel.message, torch.ones(100_000))
-        assert answer.buffers
-        assert torch.equal(parcel.open_reply(answer), torch.ones(100_000))
+        receive(parcel.message).zero_()
+        assert torch.equal(receive(parcel.message), torch.ones(100_000))
     finally:
         parcel.remove()
+
+
+def test_what_was_read_outlives_the_block() -> None:
+    parcel = Parcel("please", reply_bytes=400_000)
+    answer = parcel.open_reply(reply(parcel.message, torch.ones(100_000)))
+    parcel.remove()
+    parcel.remove()
+    assert answer.sum() == 100_000
 
 
 def test_lambdas_and_closures_travel() -> None:
@@ -99,20 +116,12 @@ def test_no_room_in_memory_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert torch.equal(there_and_back(torch.ones(100_000)), torch.ones(100_000))
+    monkeypatch.setattr(transport, "_write", full)
+    assert torch.equal(there_and_back(torch.ones(100_000), 400_000), torch.ones(100_000))
 
 
-def test_without_posix_fallocate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delattr(os, "posix_fallocate")
+def test_where_there_is_no_file_system_in_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(transport, "_MEMORY", tmp_path / "not there")
     assert torch.equal(there_and_back(torch.ones(100_000)), torch.ones(100_000))
-
-
-def test_a_block_that_cannot_be_mapped_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: str) -> None:
-        raise OSError("too many open files")
-
-    monkeypatch.setattr(transport, "_map", refuse)
-    with pytest.raises(OSError, match="too many"):
-        Parcel(torch.ones(100_000))

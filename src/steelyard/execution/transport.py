@@ -1,8 +1,8 @@
-"""Carrying objects to a worker process and back, large tensors through shared memory.
+"""Carrying objects to a worker process and back, large arrays through shared memory.
 
 Objects are pickled with cloudpickle, so lambdas, closures and what a notebook defines travel
-by value. Large buffers go into one memory-mapped file that the parent makes, with room for
-the reply, and removes: a worker that dies leaves nothing behind.
+by value. Large buffers go into a file in memory that the parent makes and removes, and that
+both sides map where they read it: a worker that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,51 +38,48 @@ class Message:
 
 
 class Parcel:
-    """A message and the block of shared memory that goes with it; the sender's to remove."""
+    """A message and the file in memory that goes with it; the sender's to remove."""
 
     def __init__(self, thing: object, *, reply_bytes: int = 0) -> None:
         pickled, buffers = _dump(thing)
-        sizes = [buffer.nbytes for buffer in buffers]
-        room = reply_bytes if reply_bytes >= _LARGE else 0
-        self._block: mmap.mmap | None = None
-        path = _make_file(sum(sizes) + room) if sum(sizes) + room else None
-        if path is None:
-            self.message = Message(pickled, buffers=tuple(bytes(b) for b in buffers))
+        if not buffers and reply_bytes < _LARGE:
+            self.message = Message(pickled)
             return
+        descriptor, path = tempfile.mkstemp(
+            prefix="steelyard-", dir=_MEMORY if _MEMORY.is_dir() else None
+        )
+        os.close(descriptor)
         try:
-            self._block = _map(path)
-            spans = _write(self._block, 0, buffers)
-        except BaseException:
-            Path(path).unlink()
-            raise
-        self.message = Message(pickled, spans, (), path, sum(sizes))
+            spans = _write(path, 0, buffers)
+        except OSError:  # no room: take the pipe
+            os.unlink(path)  # noqa: PTH108 - a Path made per call costs more
+            self.message = Message(pickled, buffers=tuple(bytes(b) for b in buffers))
+        else:
+            reply_at = sum(size for _, size in spans)
+            self.message = Message(pickled, spans, block=path, reply_at=reply_at)
 
     def open_reply(self, reply: Message) -> Any:
         """What the worker sent back."""
-        return _load(reply, self._block)
+        return _load(reply, self.message.block)
 
     def remove(self) -> None:
         """Give the memory back, as soon as nothing that was read from it is in use."""
-        if self._block is not None:
-            self._block = None
+        if self.message.block is not None:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.message.block or "")  # noqa: PTH108 - a Path made per call costs more
+                os.unlink(self.message.block)  # noqa: PTH108 - a Path made per call costs more
 
 
 def receive(message: Message) -> Any:
     """In the worker: the object that was sent; what it writes to its arrays stays here."""
-    block = None if message.block is None else _map(message.block, mmap.ACCESS_COPY)
-    return _load(message, block)
+    return _load(message, message.block)
 
 
 def reply(message: Message, thing: object) -> Message:
-    """In the worker: the answer to `message`, its large buffers in the room left for them."""
+    """In the worker: the answer to `message`, its large buffers behind those of the question."""
     pickled, buffers = _dump(thing)
-    if not buffers:
-        return Message(pickled)
-    block = None if message.block is None else _map(message.block)
-    if block is not None and message.reply_at + sum(b.nbytes for b in buffers) <= len(block):
-        return Message(pickled, _write(block, message.reply_at, buffers))
+    if message.block is not None:
+        with contextlib.suppress(OSError):  # no room: take the pipe
+            return Message(pickled, _write(message.block, message.reply_at, buffers))
     return Message(pickled, buffers=tuple(bytes(b) for b in buffers))
 
 
@@ -129,43 +126,24 @@ def _dump(thing: object) -> tuple[bytes, list[memoryview]]:
     return file.getvalue(), buffers
 
 
-def _load(message: Message, block: mmap.mmap | None) -> Any:
+def _load(message: Message, block: str | None) -> Any:
     buffers: list[bytearray | memoryview] = [bytearray(b) for b in message.buffers]
-    if block is not None:
+    if block is not None and message.spans:
+        with open(block, "rb") as file:  # noqa: PTH123 - a Path made per call costs more
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         # Not copied: the arrays made from them keep the mapping alive.
-        view = memoryview(block)
-        buffers += [view[at : at + size] for at, size in message.spans]
+        buffers += [memoryview(mapped)[at : at + size] for at, size in message.spans]
     return pickle.loads(message.pickled, buffers=buffers)  # noqa: S301 - our own worker's
 
 
-def _write(block: mmap.mmap, at: int, buffers: list[memoryview]) -> tuple[tuple[int, int], ...]:
+def _write(path: str, at: int, buffers: list[memoryview]) -> tuple[tuple[int, int], ...]:
     spans = []
-    for buffer in buffers:
-        block[at : at + buffer.nbytes] = buffer
-        spans.append((at, buffer.nbytes))
-        at += buffer.nbytes
+    # Written, not mapped: where memory is short that is an error, not the end of the process.
+    with open(path, "r+b", buffering=0) as file:  # noqa: PTH123 - a Path made per call costs more
+        file.seek(at)
+        for buffer in buffers:
+            spans.append((at, buffer.nbytes))
+            at += buffer.nbytes
+            while buffer:
+                buffer = buffer[file.write(buffer) :]  # noqa: PLW2901 - what is left of it
     return tuple(spans)
-
-
-def _make_file(size: int) -> str | None:
-    """A file of `size` bytes in memory, or None if there is no room."""
-    descriptor, path = tempfile.mkstemp(
-        prefix="steelyard-", dir=_MEMORY if _MEMORY.is_dir() else None
-    )
-    try:
-        # Reserved, not only sized: writing past what the memory holds would kill the process.
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)
-        else:
-            os.truncate(descriptor, size)
-    except OSError:
-        Path(path).unlink()
-        return None
-    finally:
-        os.close(descriptor)
-    return path
-
-
-def _map(path: str, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
-    with open(path, "r+b") as file:  # noqa: PTH123 - a Path made per call costs more
-        return mmap.mmap(file.fileno(), 0, access=access)
