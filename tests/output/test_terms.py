@@ -92,3 +92,8 @@ def test_outputs_differ_by_value() -> None:
     assert BASE != TRACKED_BASE
     assert TERM != TRACKED_TERM
     assert BaseLossOutput(2.5, custom={"perplexity": 12.3}) != BASE
+
+
+def test_another_gradient_space_survives_also_untracked() -> None:
+    output = RegularizerOutput("a", 1.0, 1.0, 1.0, grad_space="logits")
+    assert RegularizerOutput.from_dict(output.to_dict()) == output

@@ -160,3 +160,15 @@ def test_what_shows_no_signature_is_trusted(fn: Callable[..., Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
         inspect.signature(fn)
     assert rejects(fn, ["anything"]) is None
+
+
+def test_a_partial_of_an_object_calls_the_object_not_its_compute() -> None:
+    class Both:
+        async def compute(self, data: Any, logprobs: Any) -> float:
+            return 0.0
+
+        def __call__(self, data: Any, logprobs: Any) -> float:
+            return 1.0
+
+    assert is_async(Both())
+    assert not is_async(functools.partial(Both()))

@@ -243,9 +243,36 @@ def test_options_a_factory_does_not_take_are_refused() -> None:
         RegularizerSpec.from_dict({"fn": "brevity", "weight": 1.0, "options": {"limits": 3}})
     assert str(caught.value) == (
         "'brevity' cannot be made with the options {'limits': 3}: "
-        "Brevity.__init__() got an unexpected keyword argument 'limits'."
+        "got an unexpected keyword argument 'limits'."
     )
 
 
 def test_the_decorator_is_at_the_top_level() -> None:
     assert steelyard.register is registry.register
+
+
+def test_a_fault_inside_a_factory_is_not_taken_for_wrong_options() -> None:
+    def make(limit: int) -> object:
+        raise TypeError("inside")
+
+    register("faulty", factory=True)(make)
+    with pytest.raises(TypeError, match="inside"):
+        RegularizerSpec.from_dict({"fn": "faulty", "weight": 1.0, "options": {"limit": 3}})
+
+
+def test_two_lambdas_are_two_things() -> None:
+    register("lambda")(lambda data, logprobs: 0.0)
+    with pytest.raises(RegistryError, match="the name 'lambda' is taken"):
+        register("lambda")(lambda data, logprobs: 1.0)
+
+
+@pytest.mark.parametrize("name", [5, None, ["a"]])
+def test_a_name_that_is_no_string(name: Any) -> None:
+    with pytest.raises(RegistryError, match="a regularizer's name must be a string, got"):
+        lookup(name)
+
+
+@pytest.mark.parametrize("path", [".math:x", "no_such_module:x", "math:nothing"])
+def test_a_path_that_leads_nowhere(path: str) -> None:
+    with pytest.raises(RegistryError, match="cannot be imported"):
+        lookup(path)

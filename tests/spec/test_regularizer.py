@@ -92,7 +92,7 @@ GRADIENT = (
         ({"fn": NotComputing()}, FN.format("NotComputing()")),
         (
             {"fn": Named},
-            "fn must be an instance, got the class Named: write Named(...) (regularizer 'term').",
+            "fn must be an instance, got the class Named: write Named(...).",
         ),
         ({"run_in": "gpu"}, RUN_IN.format("'gpu'")),
         ({"run_in": None}, RUN_IN.format("None")),
@@ -183,14 +183,53 @@ def test_a_broken_rule_names_term_rule_value_and_cure(fields: dict[str, Any], me
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("fn", "name", "got"),
-    [(nothing, "", "''"), (nothing, None, "''"), (nothing, 5, "5"), (Named(""), "", "''")],
-)
-def test_a_name_is_required(fn: Any, name: Any, got: str) -> None:
+@pytest.mark.parametrize(("fn", "name"), [(nothing, ""), (nothing, None), (Named(""), "")])
+def test_a_name_is_required(fn: Any, name: Any) -> None:
     with pytest.raises(SpecError) as caught:
         RegularizerSpec(fn, 0.1, name)
-    assert str(caught.value) == (f"name must be a non-empty string, got {got} (regularizer {got}).")
+    assert str(caught.value) == (
+        f"name must be a non-empty string, got '' (fn {fn!r}): give one, or give fn a name "
+        f"attribute."
+    )
+
+
+def test_a_name_is_a_string() -> None:
+    with pytest.raises(
+        SpecError, match=r"name must be a non-empty string, got 5 \(regularizer 5\)"
+    ):
+        RegularizerSpec(nothing, 0.1, 5)  # type: ignore[arg-type]  # the point of it
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weight": 10**400}, "weight must be a finite number >= 0, got 1000"),
+        ({"needs": 5}, "needs must be among logits, hidden_states, parameters, got 5"),
+        ({"needs": None}, "needs must be among logits, hidden_states, parameters, got None"),
+        ({"run_in": ["thread"]}, "run_in must be one of"),
+    ],
+)
+def test_odd_values_are_errors_of_the_tree(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        spec_of(**fields)
+
+
+def test_a_mapping_is_needed() -> None:
+    with pytest.raises(SpecError, match="must be described by a mapping, got 5"):
+        RegularizerSpec.from_dict(5)  # type: ignore[arg-type]  # the point of it
+
+
+def test_a_schedule_that_raises_is_named() -> None:
+    spec = spec_of(weight=lambda step: 1 / (step - 3))
+    assert spec.weight_at(4) == 1.0
+    with pytest.raises(SpecError, match=r"raised ZeroDivisionError.*at step 3 \(regularizer"):
+        spec.weight_at(3)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    spec = spec_of(weight=np.float32(0.5), every=np.int64(2), timeout=np.float64(3.0))
+    assert (spec.weight, spec.due(4), spec.due(3)) == (0.5, True, False)
+    assert type(spec.timeout) is float
 
 
 class NamedByMethod:

@@ -182,3 +182,9 @@ def test_users_find_every_schedule_at_the_top_level() -> None:
         assert getattr(steelyard.schedules, name) is getattr(schedules, name)
     assert steelyard.schedules.__all__ == schedules.__all__
     assert {make.__name__ for make, _, _ in EACH} == set(schedules.__all__)
+
+
+def test_a_zero_stays_zero_and_a_sign_is_kept_where_floats_overflow() -> None:
+    assert schedules.exponential(0.0, 2.0)(5000) == 0.0
+    assert schedules.exponential(1.0, -2.0)(5001) == -math.inf
+    assert schedules.exponential(1.0, -2.0)(5000) == math.inf

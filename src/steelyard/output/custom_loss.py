@@ -103,7 +103,7 @@ class CustomLossOutput:
             regularizer_total=values.get("regularizer_total", 0.0),
             total_grad_norm=values.get("total_grad_norm"),
             cosines=cosines,
-            skipped=values.get("skipped", {}),
+            skipped=dict(values.get("skipped", {})),
             not_run=tuple(values.get("not_run", ())),
         )
 

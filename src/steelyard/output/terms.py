@@ -61,7 +61,7 @@ class RegularizerOutput:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; gradient fields are there only when tracked."""
         values = _without_none(self)
-        if self.grad_norm is None:
+        if self.grad_norm is None and self.grad_space == "logprobs":
             del values["grad_space"]
         return values
 

@@ -21,7 +21,7 @@ def is_async(fn: Any) -> bool:
     """Whether calling `fn` gives a coroutine: also for async `__call__` and for partials."""
     fn = entry_point(fn)
     while isinstance(fn, functools.partial):
-        fn = entry_point(fn.func)
+        fn = fn.func
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
         getattr(type(fn), "__call__", None)  # noqa: B004 - asks for the method, not whether callable
     )

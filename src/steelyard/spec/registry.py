@@ -86,14 +86,17 @@ def build(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     if not entry.factory:
         return entry.thing, dict(options)
     try:
-        return entry.thing(**options), {}
+        inspect.signature(entry.thing).bind(**options)
     except TypeError as error:
         raise RegistryError(
             f"{name!r} cannot be made with the options {dict(options)!r}: {error}."
         ) from error
+    return entry.thing(**options), {}
 
 
 def _entry(name: str) -> _Entry:
+    if not isinstance(name, str):
+        raise RegistryError(f"a regularizer's name must be a string, got {name!r}.")
     if name in _entries:
         return _entries[name]
     if ":" in name:
@@ -112,7 +115,7 @@ def _import(path: str) -> Any:
         thing: Any = importlib.import_module(module)
         for attribute in attributes.split("."):
             thing = getattr(thing, attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise RegistryError(f"{path!r} cannot be imported: {error}.") from error
     return thing
 
@@ -120,7 +123,7 @@ def _import(path: str) -> Any:
 def _same_definition(a: Any, b: Any) -> bool:
     """Whether `b` is `a` defined again, as when a notebook cell is run a second time."""
     return a is b or (
-        hasattr(a, "__qualname__")
+        "<lambda>" not in getattr(a, "__qualname__", "<lambda>")
         and getattr(a, "__module__", None) == getattr(b, "__module__", None)
         and a.__qualname__ == getattr(b, "__qualname__", None)
     )

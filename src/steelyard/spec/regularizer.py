@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
@@ -12,6 +10,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 from steelyard.errors import SpecError
 from steelyard.spec import callables, registry
+from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Schedule, Stateful, TermFn
 
 RunIn: TypeAlias = Literal["auto", "inline", "thread", "process", "async"]
@@ -73,20 +72,18 @@ class RegularizerSpec:
     needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._settle("name", _name_of(self.fn, self.name))
-        self._settle("needs", (self.needs,) if isinstance(self.needs, str) else tuple(self.needs))
         self._check_fn()
+        self._check_needs()
         if not callable(self.weight):
             self._settle("weight", check_weight(self.weight, self.name))
         for key, allowed in _CHOICES.items():
-            self._require(getattr(self, key) in allowed, key, f"one of {', '.join(allowed)}")
+            value = getattr(self, key)
+            known = isinstance(value, str) and value in allowed
+            self._require(known, key, f"one of {', '.join(allowed)}")
         if self.timeout is not None:
-            check_timeout(self.timeout, f"regularizer {self.name!r}")
+            self._settle("timeout", check_timeout(self.timeout, f"regularizer {self.name!r}"))
         self._require(isinstance(self.enabled, bool), "enabled", "True or False")
-        whole = isinstance(self.every, int) and not isinstance(self.every, bool)
-        self._require(whole and self.every >= 1, "every", "a whole number >= 1")
-        for need in self.needs:
-            self._require(need in _NEEDS, "needs", f"among {', '.join(_NEEDS)}")
+        self._require(is_whole(self.every, at_least=1), "every", "a whole number >= 1")
         self._check_options()
         self._check_run_in()
 
@@ -113,7 +110,14 @@ class RegularizerSpec:
         """
         if not callable(self.weight):
             return self.weight
-        return check_weight(self.weight(step), self.name, f" at step {step}")
+        try:
+            weight = self.weight(step)
+        except Exception as error:
+            raise SpecError(
+                f"weight must be a schedule that gives a number for every step, and it raised "
+                f"{type(error).__name__}: {error} at step {step} (regularizer {self.name!r})."
+            ) from error
+        return check_weight(weight, self.name, f" at step {step}")
 
     def due(self, step: int) -> bool:
         """Whether the term runs at `step`."""
@@ -132,6 +136,8 @@ class RegularizerSpec:
             >>> RegularizerSpec.from_dict(fields).name
             'topology'
         """
+        if not isinstance(fields_, Mapping):
+            raise SpecError(f"a regularizer must be described by a mapping, got {fields_!r}.")
         known = [f.name for f in fields(cls)]
         where = f" (regularizer {fields_.get('name')!r})"
         for key in fields_:
@@ -145,8 +151,9 @@ class RegularizerSpec:
         values = dict(fields_)
         if isinstance(values["fn"], str):
             name = values["fn"]
-            values["fn"], values["options"] = registry.build(name, values.get("options", {}))
-            values.setdefault("name", _name_of(values["fn"], "") or name)
+            options = values.get("options") or {}
+            values["fn"], values["options"] = registry.build(name, options)
+            values["name"] = values.get("name") or _name_of(values["fn"], "") or name
         return cls(**values)
 
     @classmethod
@@ -162,12 +169,24 @@ class RegularizerSpec:
         if inspect.isclass(self.fn):
             raise SpecError(
                 f"fn must be an instance, got the class {self.fn.__name__}: "
-                f"write {self.fn.__name__}(...) (regularizer {self.name!r})."
+                f"write {self.fn.__name__}(...)."
+            )
+        self._settle("name", _name_of(self.fn, self.name))
+        if self.name == "":
+            raise SpecError(
+                f"name must be a non-empty string, got '' (fn {self.fn!r}): "
+                f"give one, or give fn a name attribute."
             )
         self._require(
             callable(self.call), "fn", "callable as (data, logprobs), or have such a compute method"
         )
         self._require(isinstance(self.name, str) and bool(self.name), "name", "a non-empty string")
+
+    def _check_needs(self) -> None:
+        listed = [self.needs] if isinstance(self.needs, str) else self.needs
+        kept = isinstance(listed, list | tuple) and all(need in _NEEDS for need in listed)
+        self._require(kept, "needs", f"among {', '.join(_NEEDS)}")
+        self._settle("needs", tuple(listed))
 
     def _check_options(self) -> None:
         self._require(
@@ -221,8 +240,7 @@ def check_weight(weight: object, name: str, where: str = "") -> float:
     Raises:
         SpecError: it is not.
     """
-    real = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-    if not real or not math.isfinite(cast("float", weight)) or cast("float", weight) < 0:
+    if not is_finite(weight) or cast("float", weight) < 0:
         raise SpecError(
             f"weight must be a finite number >= 0, got {weight!r}{where} (regularizer {name!r})."
         )
@@ -235,8 +253,7 @@ def check_timeout(timeout: object, where: str) -> float:
     Raises:
         SpecError: it is not.
     """
-    real = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
-    if not real or not 0 < cast("float", timeout) <= MAX_TIMEOUT:
+    if not is_finite(timeout) or not 0 < cast("float", timeout) <= MAX_TIMEOUT:
         raise SpecError(
             f"timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT:g}, "
             f"got {timeout!r} ({where})."

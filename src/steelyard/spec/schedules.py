@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from steelyard.errors import SpecError
+from steelyard.spec.numbers import is_finite, is_whole
 
 __all__ = ["constant", "cosine", "exponential", "linear", "piecewise", "warmup"]
 
@@ -43,7 +44,10 @@ class _Exponential:
         try:
             return self.v * self.rate**step
         except OverflowError:
-            return math.copysign(math.inf, self.v)
+            if self.v == 0:
+                return 0.0
+            sign = -1.0 if self.rate < 0 and step % 2 else 1.0
+            return math.copysign(math.inf, self.v * sign)
 
 
 @dataclass(frozen=True)
@@ -140,12 +144,12 @@ def _progress(step: int, steps: int) -> float:
 
 
 def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite(value):
         raise SpecError(f"{name} must be a finite number, got {value!r}.")
     return float(value)
 
 
 def _steps(value: int, name: str = "steps") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole(value, at_least=0):
         raise SpecError(f"{name} must be a whole number >= 0, got {value!r}.")
-    return value
+    return int(value)

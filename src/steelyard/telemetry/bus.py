@@ -58,7 +58,7 @@ def attach_many(handler_id: str, events: Iterable[str], fn: HandlerFn, config: A
             be called.
     """
     global _handlers  # noqa: PLW0603 - see the note beside it
-    events = [events] if isinstance(events, str) else list(events)
+    events = [events] if isinstance(events, str) or not isinstance(events, Iterable) else [*events]
     if not isinstance(handler_id, str) or not handler_id:
         raise TelemetryError(f"handler_id must be a non-empty string, got {handler_id!r}.")
     if not callable(fn):
