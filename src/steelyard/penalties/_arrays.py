@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from array_api_compat import array_namespace, is_jax_array, is_numpy_array
+import numpy as np
+from array_api_compat import array_namespace, is_jax_array
 
 from steelyard.errors import InputError
 
@@ -19,17 +21,18 @@ _NARROW = ("float16", "bfloat16")
 def is_torch(x: object) -> bool:
     """Tell torch tensors apart without importing torch.
 
-    array-api-compat's own test sits behind `lru_cache`, which Dynamo warns about.
+    array-api-compat's own test sits behind `lru_cache`, which Dynamo warns about: it is
+    asked only about what has a dtype and is no tensor.
     """
     return hasattr(type(x), "__torch_function__")
 
 
 def is_jax(x: object) -> bool:
-    return bool(is_jax_array(x))
+    return hasattr(x, "dtype") and not is_torch(x) and bool(is_jax_array(x))
 
 
 def is_numpy(x: object) -> bool:
-    return bool(is_numpy_array(x))
+    return isinstance(x, np.ndarray | np.generic)
 
 
 def is_traced(x: object) -> bool:
@@ -76,8 +79,15 @@ def accept(**arrays: Array) -> tuple[Namespace, list[Array], Any]:
         raise InputError(
             f"{_and(arrays)} must have the same shape, got {shapes}; broadcast them first."
         )
-    dtype = given[0].dtype if len(given) == 1 else xp.result_type(*given)
-    return xp, [widen(xp, x) for x in given], dtype
+    return xp, [widen(xp, x) for x in given], common_dtype(xp, given)
+
+
+def common_dtype(xp: Namespace, arrays: Sequence[Array]) -> Any:  # each backend's own class
+    """The dtype that holds them all; Dynamo cannot trace `torch.result_type`."""
+    names = {dtype_name(x) for x in arrays}
+    if len(names) == 1:
+        return arrays[0].dtype
+    return xp.float64 if "float64" in names else xp.float32
 
 
 def dtype_name(x: Array) -> str:

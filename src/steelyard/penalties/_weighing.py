@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from steelyard.penalties._arrays import (
     Array,
     cast,
+    common_dtype,
     constant,
     is_array,
     is_floating,
@@ -62,8 +63,7 @@ def weighted_sum(
     for term in terms:
         value = named[term.name]
         total = total + term.weight * (widen(xp, value) if term.name in arrays else value)
-    given = list(arrays.values())
-    return cast(xp, total, given[0].dtype if len(given) == 1 else xp.result_type(*given))
+    return cast(xp, total, common_dtype(xp, list(arrays.values())))
 
 
 def metrics_of(
