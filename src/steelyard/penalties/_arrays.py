@@ -143,6 +143,13 @@ def log_softmax(xp: Namespace, x: Array, axis: int) -> Array:
     return shifted - xp.log(xp.sum(xp.exp(shifted), axis=axis, keepdims=True))
 
 
+def logaddexp(xp: Namespace, x: Array, y: Array) -> Array:
+    if is_numpy(x):
+        with np.errstate(invalid="ignore"):  # it warns of a NaN that only passes through
+            return np.logaddexp(x, y)
+    return xp.logaddexp(x, y)
+
+
 def gram(xp: Namespace, rows: Array) -> Array:
     """All inner products of the rows, in their own precision.
 

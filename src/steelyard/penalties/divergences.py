@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from steelyard.penalties._arrays import Array, Namespace, accept, cast, clamp, constant, log_softmax
+from steelyard.penalties._arrays import (
+    Array,
+    Namespace,
+    accept,
+    cast,
+    clamp,
+    constant,
+    log_softmax,
+    logaddexp,
+)
 from steelyard.penalties._options import class_axis, flag, one_of, positive
 from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
 from steelyard.penalties.primitives import Reduction
@@ -117,7 +126,7 @@ def js_divergence(
     mask = accept_mask(xp, mask, p, axis)
     p = clamp(xp, keep(xp, p, mask, axis), LOG_ZERO, None)
     q = clamp(xp, keep(xp, q, mask, axis), LOG_ZERO, None)
-    middle = xp.logaddexp(p, q) - math.log(2)
+    middle = logaddexp(xp, p, q) - math.log(2)
     classes = xp.exp(p) * (p - middle) + xp.exp(q) * (q - middle)
     rows = 0.5 * xp.sum(classes, axis=axis)
     # Rounding may leave p = q a little below 0: mended in the value, not in the gradient.
