@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-jax.config.update("jax_enable_x64", val=True)
+jax.config.update("jax_enable_x64", val=True)  # type: ignore[no-untyped-call]  # JAX types no configuration
 
 Floats = npt.NDArray[np.float64]
 # Arrays are of three libraries, hence `Any`.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from .backends import DIFFERENTIABLE, EVERY, Backend
 with warnings.catch_warnings():
     # Inductor uses what torch itself has deprecated; it is loaded by the first compilation.
     warnings.simplefilter("ignore", DeprecationWarning)
-    import torch._inductor.compile_fx
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 @pytest.fixture(params=EVERY, ids=lambda backend: backend.name, scope="session")

@@ -43,5 +43,5 @@ def test_nan_is_found_before_inf(
 
 
 def test_traced_arrays_have_no_values() -> None:
-    with pytest.raises(InputError, match="traced array; call validate outside jax.jit"):
+    with pytest.raises(InputError, match=r"traced array; call validate outside jax.jit"):
         jax.jit(validate)(JAX.array([1.0]))

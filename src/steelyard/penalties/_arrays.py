@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ Namespace: TypeAlias = Any
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NARROW = ("float16", "bfloat16")
+_NUMPY = (np.ndarray, np.generic)  # a tuple: Dynamo does not know `|` of types
 
 
 def is_torch(x: object) -> bool:
@@ -32,7 +34,7 @@ def is_jax(x: object) -> bool:
 
 
 def is_numpy(x: object) -> bool:
-    return isinstance(x, np.ndarray | np.generic)
+    return isinstance(x, _NUMPY)
 
 
 def is_traced(x: object) -> bool:
@@ -49,14 +51,15 @@ def namespace(**arrays: Array) -> Namespace:
         import array_api_compat.torch as xp  # noqa: PLC0415  # needs torch, which a tensor proves
 
         return xp
-    try:
-        return array_namespace(*arrays.values())
-    except TypeError:
-        kinds = ", ".join(f"{name}: {type(x).__qualname__}" for name, x in arrays.items())
-        raise InputError(
-            f"{_and(arrays)} must be NumPy, torch or JAX arrays, all of one kind, got {kinds}; "
-            "convert them first, for example with numpy.asarray or torch.as_tensor."
-        ) from None
+    # Python numbers are looked for here, since array_namespace passes over them.
+    if all(hasattr(x, "dtype") for x in arrays.values()):
+        with contextlib.suppress(TypeError):
+            return array_namespace(*arrays.values())
+    kinds = ", ".join(f"{name}: {type(x).__qualname__}" for name, x in arrays.items())
+    raise InputError(
+        f"{_and(arrays)} must be NumPy, torch or JAX arrays, all of one kind, got {kinds}; "
+        "convert them first, for example with numpy.asarray or torch.as_tensor."
+    )
 
 
 def accept(**arrays: Array) -> tuple[Namespace, list[Array], Any]:
@@ -169,7 +172,9 @@ def gram(xp: Namespace, rows: Array) -> Array:
 def identity(xp: Namespace, like: Array) -> Array:
     """The identity matrix of the size, dtype and device of a square one."""
     if is_torch(like):
-        return xp.eye(like.shape[0], dtype=like.dtype, device=like.device)
+        import torch  # noqa: PLC0415  # a tensor proves that it is there
+
+        return torch.eye(like.shape[0], dtype=like.dtype, device=like.device)
     return xp.eye(like.shape[0], dtype=like.dtype)  # a traced JAX array has no device
 
 

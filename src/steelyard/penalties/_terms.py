@@ -115,7 +115,7 @@ def term(
     if isinstance(fn, str):
         if fn not in BUILT_IN:
             raise InputError(
-                f"unknown penalty {fn!r}; there are {listed(BUILT_IN)}, or any callable."
+                f"penalty must be one of {listed(BUILT_IN)}, or any callable, got {fn!r}."
             )
         fn = BUILT_IN[fn]
     elif not callable(fn):
