@@ -119,18 +119,15 @@ def absolute(xp: Namespace, x: Array) -> Array:
     return xp.where(x == 0, 0.0, xp.abs(x)) if is_jax(x) else xp.abs(x)
 
 
-def clamp(xp: Namespace, x: Array, low: float | None, high: float | None) -> Array:
+def clamp(xp: Namespace, x: Array, low: float, high: float | None = None) -> Array:
     """Limit `x`, with gradient 1 on the limits and 0 outside; NaN stays.
 
     `jnp.clip` halves the gradient on a limit; torch has one kernel for all of it.
     """
     if is_torch(x):
         return x.clamp(low, high)
-    if low is not None:
-        x = xp.where(x < low, low, x)
-    if high is not None:
-        x = xp.where(x > high, high, x)
-    return x
+    x = xp.where(x < low, low, x)
+    return x if high is None else xp.where(x > high, high, x)
 
 
 def root(xp: Namespace, x: Array) -> Array:

@@ -15,6 +15,7 @@ from steelyard.penalties._arrays import (
     gram,
     identity,
 )
+from steelyard.penalties._blocks import by_rows
 from steelyard.penalties._options import class_axis, flag, one_of
 from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
 from steelyard.penalties.divergences import kl_rows
@@ -132,10 +133,10 @@ def consistency(
     if row_axis is None:
         values = xp.square(a - b) if metric == "mse" else absolute(xp, a - b)
     elif metric == "cosine":
-        cosines = xp.sum(_unit(xp, a, row_axis) * _unit(xp, b, row_axis), axis=row_axis)
-        values = 1.0 - cosines
+        along = row_axis - a.ndim
+        values = by_rows(lambda a, b: 1.0 - _cosines(xp, a, b, along), [a, b], along)
     else:
-        values = kl_rows(xp, a, b, "symmetric", row_axis, _MAX_LOG_RATIO)
+        values = kl_rows(xp, a, b, "symmetric", row_axis - a.ndim, _MAX_LOG_RATIO)
     return cast(xp, reduce(xp, values, reduction, mask), dtype)
 
 
@@ -159,6 +160,10 @@ def _matrix(xp: Namespace, x: Array, axis: str) -> Array:
 
 def _flat_rows(xp: Namespace, x: Array, axis: str) -> Array:
     return xp.reshape(x, (-1, x.shape[-1]) if axis == "rows" else (x.shape[0], -1))
+
+
+def _cosines(xp: Namespace, a: Array, b: Array, axis: int) -> Array:
+    return xp.sum(_unit(xp, a, axis) * _unit(xp, b, axis), axis=axis)
 
 
 def _unit(xp: Namespace, x: Array, axis: int) -> Array:

@@ -15,6 +15,7 @@ from steelyard.penalties._arrays import (
     log_softmax,
     logaddexp,
 )
+from steelyard.penalties._blocks import by_rows
 from steelyard.penalties._options import class_axis, flag, one_of, positive
 from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
 from steelyard.penalties.primitives import Reduction
@@ -80,7 +81,8 @@ def kl_divergence(
     xp, [p, q], dtype = accept(p=p, q=q)
     axis = class_axis(axis, p.ndim)
     mask = accept_mask(xp, mask, p, axis)
-    rows = kl_rows(xp, keep(xp, p, mask, axis), keep(xp, q, mask, axis), direction, axis, limit)
+    p, q = keep(xp, p, mask, axis), keep(xp, q, mask, axis)
+    rows = kl_rows(xp, p, q, direction, axis - p.ndim, limit)
     return cast(xp, reduce(xp, rows, reduction, mask), dtype)
 
 
@@ -124,13 +126,8 @@ def js_divergence(
     xp, [p, q], dtype = accept(p=p, q=q)
     axis = class_axis(axis, p.ndim)
     mask = accept_mask(xp, mask, p, axis)
-    p = clamp(xp, keep(xp, p, mask, axis), LOG_ZERO, None)
-    q = clamp(xp, keep(xp, q, mask, axis), LOG_ZERO, None)
-    middle = logaddexp(xp, p, q) - math.log(2)
-    classes = xp.exp(p) * (p - middle) + xp.exp(q) * (q - middle)
-    rows = 0.5 * xp.sum(classes, axis=axis)
-    # Rounding may leave p = q a little below 0: mended in the value, not in the gradient.
-    rows = rows + constant(clamp(xp, rows, 0.0, None) - rows)
+    p, q, axis = keep(xp, p, mask, axis), keep(xp, q, mask, axis), axis - p.ndim
+    rows = by_rows(lambda p, q: _js(xp, p, q, axis), [p, q], axis)
     return cast(xp, reduce(xp, rows, reduction, mask), dtype)
 
 
@@ -185,11 +182,8 @@ def entropy(
     xp, [logprobs], dtype = accept(logprobs=logprobs)
     axis = class_axis(axis, logprobs.ndim)
     mask = accept_mask(xp, mask, logprobs, axis)
-    logprobs = keep(xp, logprobs, mask, axis)
-    if temperature != 1:
-        logprobs = _tempered(xp, logprobs, temperature, axis)
-    logprobs = clamp(xp, logprobs, LOG_ZERO, None)
-    rows = xp.sum(xp.exp(logprobs) * logprobs, axis=axis)
+    logprobs, axis = keep(xp, logprobs, mask, axis), axis - logprobs.ndim
+    rows = by_rows(lambda x: _negative_entropy(xp, x, temperature, axis), [logprobs], axis)
     sign = -1.0 if mode == "penalty" else 1.0
     classes = logprobs.shape[axis]
     if normalize:
@@ -200,24 +194,44 @@ def entropy(
 def kl_rows(
     xp: Namespace, p: Array, q: Array, direction: str, axis: int, limit: float | None
 ) -> Array:
-    """One divergence per row; shared with `consistency`."""
-    if direction == "forward":
-        return _kl(xp, p, q, axis, limit)
-    if direction == "reverse":
-        return _kl(xp, q, p, axis, limit)
-    return 0.5 * (_kl(xp, p, q, axis, limit) + _kl(xp, q, p, axis, limit))
+    """One divergence per row, `axis` counted from the end; shared with `consistency`."""
+
+    def formula(p: Array, q: Array) -> Array:
+        if direction == "forward":
+            return _kl(xp, p, q, axis, limit)
+        if direction == "reverse":
+            return _kl(xp, q, p, axis, limit)
+        return 0.5 * (_kl(xp, p, q, axis, limit) + _kl(xp, q, p, axis, limit))
+
+    return by_rows(formula, [p, q], axis)
 
 
 def _kl(xp: Namespace, p: Array, q: Array, axis: int, limit: float | None) -> Array:
     weight = xp.exp(p)
     if limit is None:
         # Zero weight drops out whatever the ratio is, unless q is NaN, which has to be seen.
-        ratio = clamp(xp, p, LOG_ZERO, None) - q
+        ratio = clamp(xp, p, LOG_ZERO) - q
         ratio = xp.where((weight == 0) & ~xp.isnan(q), 0.0, ratio)
     else:
         # One finite side is enough to keep (-inf) - (-inf) away from the clamp.
-        ratio = clamp(xp, p - clamp(xp, q, LOG_ZERO, None), -limit, limit)
+        ratio = clamp(xp, p - clamp(xp, q, LOG_ZERO), -limit, limit)
     return xp.sum(weight * ratio, axis=axis)
+
+
+def _js(xp: Namespace, p: Array, q: Array, axis: int) -> Array:
+    p, q = clamp(xp, p, LOG_ZERO), clamp(xp, q, LOG_ZERO)
+    middle = logaddexp(xp, p, q) - math.log(2)
+    classes = xp.exp(p) * (p - middle) + xp.exp(q) * (q - middle)
+    rows = 0.5 * xp.sum(classes, axis=axis)
+    # Rounding may leave p = q a little below 0: mended in the value, not in the gradient.
+    return rows + constant(clamp(xp, rows, 0.0) - rows)
+
+
+def _negative_entropy(xp: Namespace, logprobs: Array, temperature: float, axis: int) -> Array:
+    if temperature != 1:
+        logprobs = _tempered(xp, logprobs, temperature, axis)
+    logprobs = clamp(xp, logprobs, LOG_ZERO)
+    return xp.sum(xp.exp(logprobs) * logprobs, axis=axis)
 
 
 def _tempered(xp: Namespace, logprobs: Array, temperature: float, axis: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -173,10 +174,16 @@ def _gradient(f: Callable[[Array], Array], x: Array) -> Array:
 def _torch_gradient(summed: Callable[[Array], Array], x: Array) -> Array:
     import torch  # noqa: PLC0415  # a tensor proves that it is there
 
-    if torch.compiler.is_compiling():
-        # Dynamo does not trace torch.autograd.grad; torch.func.grad, which it does, refuses
-        # custom autograd functions of the old style, so eager code keeps to the other.
-        return torch.func.grad(summed)(x)
+    # Dynamo does not trace torch.autograd.grad; torch.func.grad, which it does, refuses custom
+    # autograd functions of the old style, so eager code keeps to the other.
+    eager = functools.partial(_eager_gradient, summed)
+    engine = torch.func.grad(summed) if torch.compiler.is_compiling() else eager
+    return engine(x)
+
+
+def _eager_gradient(summed: Callable[[Array], Array], x: Array) -> Array:
+    import torch  # noqa: PLC0415  # a tensor proves that it is there
+
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
         point = x if x.requires_grad else x.detach().requires_grad_()
