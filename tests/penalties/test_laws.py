@@ -29,7 +29,7 @@ from .backends import Backend, Floats
 
 Penalty = Callable[..., Any]
 few = settings(
-    max_examples=15,
+    max_examples=10,
     deadline=None,
     database=None,
     derandomize=True,
