@@ -136,6 +136,18 @@ def root(xp: Namespace, x: Array) -> Array:
     return xp.where(positive, xp.sqrt(xp.where(positive, x, 1.0)), 0.0)
 
 
+def floored_norm(xp: Namespace, x: Array, axis: int, floor: Array) -> Array:
+    """L2 norm along `axis`, at least `floor`, with a finite gradient at 0.
+
+    torch has that gradient in its fused norm; `jnp.linalg.norm` has NaN.
+    """
+    if is_torch(x):
+        norm = xp.linalg.vector_norm(x, axis=axis, keepdims=True)
+        return xp.where(norm < floor, floor, norm)
+    square, least = xp.sum(xp.square(x), axis=axis, keepdims=True), xp.square(floor)
+    return xp.sqrt(xp.where(square < least, least, square))
+
+
 def log_softmax(xp: Namespace, x: Array, axis: int) -> Array:
     if is_torch(x):
         return x.log_softmax(axis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from steelyard.errors import InputError
@@ -12,6 +13,7 @@ from steelyard.penalties._arrays import (
     accept,
     cast,
     constant,
+    floored_norm,
     gram,
     identity,
 )
@@ -171,9 +173,7 @@ def _unit(xp: Namespace, x: Array, axis: int) -> Array:
 
     Scaled by the largest element first, so that squares neither overflow nor vanish.
     """
-    largest = xp.max(xp.abs(constant(x)), axis=axis, keepdims=True)
+    largest = xp.linalg.vector_norm(constant(x), axis=axis, keepdims=True, ord=math.inf)
     size = xp.where(largest < _NORM_FLOOR, _NORM_FLOOR, largest)
     scaled = x / size
-    square = xp.sum(xp.square(scaled), axis=axis, keepdims=True)
-    floor = xp.square(_NORM_FLOOR / size)
-    return scaled / xp.sqrt(xp.where(square < floor, floor, square))
+    return scaled / floored_norm(xp, scaled, axis, _NORM_FLOOR / size)
