@@ -1,0 +1,183 @@
+"""Each penalty, forward and backward, against the same formula by hand in plain torch.
+
+    python -m benchmarks.penalties [--rows 4096] [--classes 32000] [--rounds 7] [--no-compile]
+
+`plain` is what one writes without thinking of zero probabilities; `guarded` gives the same
+numbers as ours at the hard points too. What is compared runs in turn within a round, and
+the figures are medians (and quartiles) of the ratios of a round: below 1 ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from steelyard import penalties
+
+Formula = Callable[..., Tensor]
+LOG_2 = 0.6931471805599453
+
+
+@dataclass(frozen=True)
+class Case:
+    """A penalty and the same by hand."""
+
+    ours: Formula
+    plain: Formula
+    guarded: Formula | None = None
+    inputs: int = 1
+    largest_rows: int | None = None  # orthogonality costs rows² · classes
+
+
+def _plain_kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1).mean()
+
+
+def _guarded_kl(p: Tensor, q: Tensor) -> Tensor:
+    weight = p.exp()
+    ratio = torch.where(weight == 0, 0.0, p - q).clamp(-100.0, 100.0)
+    return torch.where(weight == 0, 0.0, weight * ratio).sum(-1).mean()
+
+
+def _plain_js(p: Tensor, q: Tensor) -> Tensor:
+    middle = torch.logaddexp(p, q) - LOG_2
+    return 0.5 * (p.exp() * (p - middle) + q.exp() * (q - middle)).sum(-1).mean()
+
+
+def _guarded_js(p: Tensor, q: Tensor) -> Tensor:
+    p_dead, q_dead = p == -torch.inf, q == -torch.inf
+    p, q = torch.where(p_dead, -1e30, p), torch.where(q_dead, -1e30, q)
+    return _plain_js(p, q)
+
+
+def _plain_entropy(x: Tensor) -> Tensor:
+    return -(x.exp() * x).sum(-1).mean()
+
+
+def _guarded_entropy(x: Tensor) -> Tensor:
+    dead = x == -torch.inf
+    safe = torch.where(dead, 0.0, x)
+    return -torch.where(dead, 0.0, safe.exp() * safe).sum(-1).mean()
+
+
+def _plain_orthogonality(x: Tensor) -> Tensor:
+    rows = normalize(x, dim=-1, eps=1e-8)
+    products = rows @ rows.mT
+    return (products - torch.diag(products.diagonal())).square().sum()
+
+
+def _plain_slope(x: Tensor) -> Tensor:
+    [gradient] = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+    norm: Tensor = torch.linalg.vector_norm(gradient)
+    return (norm - 1.0).square()
+
+
+CASES = {
+    "l1": Case(penalties.l1, lambda x: x.abs().sum()),
+    "l2": Case(penalties.l2, lambda x: x.square().sum()),
+    "elastic_net": Case(
+        penalties.elastic_net, lambda x: 0.5 * x.abs().sum() + 0.5 * x.square().sum()
+    ),
+    "kl_divergence": Case(penalties.kl_divergence, _plain_kl, _guarded_kl, inputs=2),
+    "js_divergence": Case(penalties.js_divergence, _plain_js, _guarded_js, inputs=2),
+    "entropy": Case(penalties.entropy, _plain_entropy, _guarded_entropy),
+    "orthogonality": Case(penalties.orthogonality, _plain_orthogonality, largest_rows=256),
+    "consistency, mse": Case(penalties.consistency, lambda a, b: (a - b).square().mean(), inputs=2),
+    "consistency, cosine": Case(
+        functools.partial(penalties.consistency, metric="cosine"),
+        lambda a, b: (1 - cosine_similarity(a, b, dim=-1, eps=1e-8)).mean(),
+        inputs=2,
+    ),
+    "output_magnitude": Case(
+        penalties.output_magnitude_penalty, lambda x: (x.square().mean().sqrt() - 1.0).square()
+    ),
+    "gradient_penalty": Case(
+        lambda x: penalties.gradient_penalty(lambda z: z.square().sum(), x), _plain_slope
+    ),
+}
+
+
+def _seconds(fn: Formula, inputs: list[Tensor]) -> float:
+    for x in inputs:
+        x.grad = None
+    start = time.perf_counter()
+    fn(*inputs).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return time.perf_counter() - start
+
+
+def _spread(ratios: list[float]) -> str:
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def measure(case: Case, rows: int, classes: int, rounds: int, compiled: bool) -> dict[str, str]:
+    """Run every way once a round, in turn; the first round only warms up."""
+    rows = min(rows, case.largest_rows or rows)
+    inputs = [
+        torch.randn(rows, classes).log_softmax(-1).requires_grad_() for _ in range(case.inputs)
+    ]
+    ways: dict[str, Formula] = {"ours": case.ours, "plain": case.plain}
+    if case.guarded is not None:
+        ways["guarded"] = case.guarded
+    if compiled and case.plain is not _plain_slope:  # Dynamo refuses torch.autograd.grad
+        ways["plain compiled"] = torch.compile(case.plain, fullgraph=True)
+        ways["ours compiled"] = torch.compile(case.ours, fullgraph=True)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways)
+    for turn in range(rounds + 1):
+        for name in order:
+            seconds = _seconds(ways[name], inputs)
+            if turn:
+                times[name].append(seconds)
+        order = [*order[1:], order[0]]  # what runs after what matters to the allocator
+
+    def against(ours: str, other: str) -> str:
+        if other not in times:
+            return "-"
+        return _spread([a / b for a, b in zip(times[ours], times[other], strict=True)])
+
+    return {
+        "ours": f"{1e3 * statistics.median(times['ours']):.0f} ms",
+        "ours / plain": against("ours", "plain"),
+        "ours / guarded": against("ours", "guarded"),
+        "ours / plain compiled": against("ours", "plain compiled"),
+        "compiled / compiled": (
+            against("ours compiled", "plain compiled") if "ours compiled" in times else "-"
+        ),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Penalties against plain torch, on the CPU.")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--classes", type=int, default=32000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=CASES, help="one penalty instead of all")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    given = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    print(f"{given.rows} x {given.classes} float32, {given.rounds} rounds, median [quartiles]")
+    header: list[str] = []
+    for name, case in CASES.items():
+        if given.only not in (None, name):
+            continue
+        row = measure(case, given.rows, given.classes, given.rounds, not given.no_compile)
+        if not header:
+            header = list(row)
+            print(f"{'':20} {header[0]:>9} " + " ".join(f"{key:>22}" for key in header[1:]))
+        cells = list(row.values())
+        note = f"  ({case.largest_rows} rows)" if case.largest_rows else ""
+        line = f"{name:20} {cells[0]:>9} " + " ".join(f"{cell:>22}" for cell in cells[1:]) + note
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

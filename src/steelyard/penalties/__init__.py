@@ -1,0 +1,37 @@
+"""Penalties as pure array maths, for NumPy, torch and JAX alike.
+
+* `primitives`: `l1`, `l2`, `elastic_net`: the size of numbers
+* `divergences`: `kl_divergence`, `js_divergence`, `entropy`: log-probabilities
+* `constraints`: `orthogonality`, `consistency`: how rows stand to each other
+* `gradient_penalties`: `gradient_penalty`, `interpolated_gradient_penalty`,
+  `output_magnitude_penalty`: how steep, how large
+* `validation`: `validate`: stops NaN and infinity
+* `pipeline`: `PenaltyPipeline`: a weighted sum of them, with metrics
+"""
+
+from steelyard.penalties.constraints import consistency, orthogonality
+from steelyard.penalties.divergences import entropy, js_divergence, kl_divergence
+from steelyard.penalties.gradient_penalties import (
+    gradient_penalty,
+    interpolated_gradient_penalty,
+    output_magnitude_penalty,
+)
+from steelyard.penalties.pipeline import PenaltyPipeline
+from steelyard.penalties.primitives import elastic_net, l1, l2
+from steelyard.penalties.validation import validate
+
+__all__ = [
+    "PenaltyPipeline",
+    "consistency",
+    "elastic_net",
+    "entropy",
+    "gradient_penalty",
+    "interpolated_gradient_penalty",
+    "js_divergence",
+    "kl_divergence",
+    "l1",
+    "l2",
+    "orthogonality",
+    "output_magnitude_penalty",
+    "validate",
+]

@@ -1,0 +1,179 @@
+"""Penalties on how rows of numbers stand to each other."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from steelyard.errors import InputError
+from steelyard.penalties._arrays import (
+    Array,
+    Namespace,
+    absolute,
+    accept,
+    cast,
+    constant,
+    floored_norm,
+    gram,
+    identity,
+)
+from steelyard.penalties._blocks import by_rows
+from steelyard.penalties._options import class_axis, flag, one_of
+from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
+from steelyard.penalties.divergences import kl_rows
+from steelyard.penalties.primitives import Reduction
+
+__all__ = ["consistency", "orthogonality"]
+
+_NORM_FLOOR = 1e-8
+_MAX_LOG_RATIO = 100.0
+
+
+def orthogonality(
+    x: Array,
+    *,
+    mode: Literal["soft", "hard", "spectral"] = "soft",
+    normalize: bool = True,
+    axis: Literal["rows", "sequence", "vocabulary"] = "rows",
+) -> Array:
+    """How far the rows of a matrix are from being orthogonal; 0 when they are.
+
+    With the Gram matrix `G = M Mᵀ` of the rows: `"soft"` is `Σ_{i≠j} G²ᵢⱼ`, `"hard"` is
+    `Σ (G - I)²`, `"spectral"` is the largest absolute eigenvalue of `G - I`.
+
+    Args:
+        x: Rank 2 or more for `axis="rows"`; `[n, m]` or `[batch, sequence, vocabulary]` else.
+        mode: `"soft"` leaves the lengths of rows alone, `"hard"` wants unit length too,
+            `"spectral"` is the hard one in the spectral norm.
+        normalize: Divide rows by their L2 norm (at least 1e-8) first. Zero rows stay zero
+            with a finite gradient.
+        axis: What a row of M is. `"rows"`: the last axis, leading axes flattened.
+            `"sequence"`: `[b, s, v]` becomes `[s, b·v]`, a matrix stays. `"vocabulary"`:
+            `[b, s, v]` becomes `[v, b·s]`, a matrix is transposed.
+
+    Returns:
+        A scalar; dtype and device of `x`.
+
+    Raises:
+        InputError: `x` is not floating-point, has the wrong rank or no row; an option is not
+            allowed.
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.array([[1.0, 0.0], [1.0, 1.0]])
+        >>> print(f"{orthogonality(x):.6f} {orthogonality(x, normalize=False):.6f}")
+        1.000000 2.000000
+
+    References:
+        Bansal, Chen & Wang (2018), "Can we gain more from orthogonality regularizations in
+        training deep networks?".
+    """
+    one_of("mode", mode, ("soft", "hard", "spectral"))
+    flag("normalize", normalize)
+    one_of("axis", axis, ("rows", "sequence", "vocabulary"))
+    xp, [x], dtype = accept(x=x)
+    rows = _matrix(xp, x, axis)
+    products = gram(xp, _unit(xp, rows, 1) if normalize else rows)
+    unit = identity(xp, products)
+    if mode == "soft":
+        result = xp.sum(xp.square(xp.where(unit == 1, 0.0, products)))
+    elif mode == "hard":
+        result = xp.sum(xp.square(products - unit))
+    else:
+        # Ascending: the largest absolute value is at one of the ends.
+        eigenvalues = xp.linalg.eigvalsh(products - unit)
+        result = xp.maximum(eigenvalues[-1], -eigenvalues[0])
+    return cast(xp, result, dtype)
+
+
+def consistency(
+    a: Array,
+    b: Array,
+    *,
+    metric: Literal["mse", "l1", "cosine", "kl"] = "mse",
+    reduction: Reduction = "mean",
+    axis: int = -1,
+    mask: Array | None = None,
+) -> Array:
+    """How much two views of the same thing disagree; 0 when they are the same.
+
+    `"mse"` is `(a - b)²` and `"l1"` is `|a - b|`, element by element. `"cosine"` is
+    `1 - a·b / (‖a‖ ‖b‖)` and `"kl"` the symmetric `kl_divergence` (log ratio limited to
+    ±100), both row by row along `axis`.
+
+    Args:
+        a: Any shape; log-probabilities for `"kl"`.
+        b: The same shape as `a`.
+        metric: `"mse"`, `"l1"`, `"cosine"` or `"kl"`.
+        reduction: `"sum"`, `"mean"`, or `"none"` for one value per element or row.
+        axis: The axis a row lies on; `"mse"` and `"l1"` do not use it.
+        mask: Booleans over elements (`"mse"`, `"l1"`) or rows (`"cosine"`, `"kl"`); where
+            false, the element or row counts in neither value, mean nor gradient.
+
+    Returns:
+        A scalar, or one value per element or row for `"none"`; dtype and device of the inputs.
+
+    Raises:
+        InputError: The arrays are not floating-point or differ in shape; an option is not
+            allowed; the mask is not boolean or does not broadcast.
+
+    Example:
+        >>> import numpy as np
+        >>> a, b = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
+        >>> print(consistency(a, b), f"{consistency(a, b, metric='cosine'):.6f}")
+        0.5 0.292893
+
+    References:
+        Xie et al. (2020), "Unsupervised data augmentation for consistency training".
+    """
+    one_of("metric", metric, ("mse", "l1", "cosine", "kl"))
+    accept_reduction(reduction)
+    xp, [a, b], dtype = accept(a=a, b=b)
+    row_axis = class_axis(axis, a.ndim) if metric in ("cosine", "kl") else None
+    mask = accept_mask(xp, mask, a, row_axis)
+    a, b = keep(xp, a, mask, row_axis), keep(xp, b, mask, row_axis)
+    if row_axis is None:
+        values = xp.square(a - b) if metric == "mse" else absolute(xp, a - b)
+    elif metric == "cosine":
+        along = row_axis - a.ndim
+        values = by_rows(lambda a, b: 1.0 - _cosines(xp, a, b, along), [a, b], along)
+    else:
+        values = kl_rows(xp, a, b, "symmetric", row_axis - a.ndim, _MAX_LOG_RATIO)
+    return cast(xp, reduce(xp, values, reduction, mask), dtype)
+
+
+def _matrix(xp: Namespace, x: Array, axis: str) -> Array:
+    wanted = "at least 2" if axis == "rows" else "2 or 3"
+    if x.ndim < 2 or (axis != "rows" and x.ndim > 3):  # noqa: PLR2004
+        raise InputError(
+            f"x must have rank {wanted} for axis={axis!r}, got shape {tuple(x.shape)}; "
+            "reshape it first."
+        )
+    if x.ndim == 2:  # noqa: PLR2004
+        rows = xp.permute_dims(x, (1, 0)) if axis == "vocabulary" else x
+    elif axis == "rows":
+        rows = x
+    else:
+        rows = xp.permute_dims(x, (1, 0, 2) if axis == "sequence" else (2, 0, 1))
+    if 0 in rows.shape:
+        raise InputError(f"x must not be empty, got shape {tuple(x.shape)}.")
+    return _flat_rows(xp, rows, axis)
+
+
+def _flat_rows(xp: Namespace, x: Array, axis: str) -> Array:
+    return xp.reshape(x, (-1, x.shape[-1]) if axis == "rows" else (x.shape[0], -1))
+
+
+def _cosines(xp: Namespace, a: Array, b: Array, axis: int) -> Array:
+    return xp.sum(_unit(xp, a, axis) * _unit(xp, b, axis), axis=axis)
+
+
+def _unit(xp: Namespace, x: Array, axis: int) -> Array:
+    """Divide by the L2 norm along `axis`, at least 1e-8.
+
+    Scaled by the largest element first, so that squares neither overflow nor vanish.
+    """
+    largest = xp.linalg.vector_norm(constant(x), axis=axis, keepdims=True, ord=math.inf)
+    size = xp.where(largest < _NORM_FLOOR, _NORM_FLOOR, largest)
+    scaled = x / size
+    return scaled / floored_norm(xp, scaled, axis, _NORM_FLOOR / size)

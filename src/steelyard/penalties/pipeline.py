@@ -1,0 +1,242 @@
+"""Named, weighted penalties computed together, with what each of them adds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from steelyard import telemetry
+from steelyard.errors import InputError
+from steelyard.penalties._arrays import Array, is_traced
+from steelyard.penalties._options import flag
+from steelyard.penalties._terms import Penalty, Term, TermLike, listed, term, term_from
+from steelyard.penalties._weighing import metrics_of, values_and_norms, values_of, weighted_sum
+
+__all__ = ["PenaltyPipeline"]
+
+
+class PenaltyPipeline:
+    """A weighted sum of penalties: `total = Σ weightᵢ · penaltyᵢ(inputs)`.
+
+    A pipeline does not change: each update returns another one. Names stand for the built-in
+    penalties `l1`, `l2`, `elastic_net`, `kl`, `js`, `entropy`, `orthogonality`, `consistency`
+    and `output_magnitude`; any callable that gives a scalar works too.
+
+    Args:
+        penalties: Each a name, a callable, or a pair of either with its options: `weight`
+            (1.0), `inputs` (names of the arrays it reads, in order), `differentiable` (True),
+            `enabled` (True), `name` (to have one penalty twice), and the penalty's own.
+
+    Raises:
+        InputError: A name is unknown or there twice; a weight is not a finite number; the
+            penalty does not take such options or that many inputs.
+
+    Example:
+        >>> import numpy as np
+        >>> pipeline = PenaltyPipeline([("l1", {"weight": 0.5}), "l2"])
+        >>> total, metrics = pipeline.compute(np.array([1.0, -2.0]))
+        >>> print(total)
+        6.5
+        >>> metrics
+        {'l1': 3.0, 'l1_weighted': 1.5, 'l2': 5.0, 'l2_weighted': 5.0, 'total': 6.5}
+
+    References:
+        Kendall, Gal & Cipolla (2018), "Multi-task learning using uncertainty to weigh losses",
+        section 3, on weighted sums of losses.
+    """
+
+    __slots__ = ("_terms",)
+
+    def __init__(self, penalties: Iterable[TermLike] = ()) -> None:
+        self._terms: tuple[Term, ...] = ()
+        for like in penalties:
+            self._terms = self._joined(term_from(like))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all penalties, in order."""
+        return tuple(each.name for each in self._terms)
+
+    def compute(
+        self, inputs: Array | Mapping[str, Array], *, track_grad_norms: bool = False
+    ) -> tuple[Array, dict[str, float]]:
+        """Compute the total and the metrics.
+
+        Args:
+            inputs: One array for every penalty, or a dict of arrays for penalties with `inputs`.
+            track_grad_norms: Add the norm of each penalty's gradient with respect to all its
+                inputs together. Each penalty is evaluated once and differentiated once; the
+                total's norm is that of the weighted sum of the gradients.
+
+        Returns:
+            The total, which is differentiable, and the metrics as floats: `name` (raw),
+            `name_weighted` and `total`; tracked, also `name_grad_norm` (unweighted) and
+            `total_grad_norm`. Without an enabled penalty 0 and `{"total": 0.0}`.
+
+        Raises:
+            InputError: An input is missing; a penalty does not give a scalar; gradient norms
+                of NumPy arrays; inside a JAX transformation (use `compute_total`).
+            GradientError: A tracked penalty has no gradient and is not `differentiable=False`.
+
+        Example:
+            >>> import torch
+            >>> x = torch.tensor([3.0, 4.0])
+            >>> pipeline = PenaltyPipeline([("l2", {"weight": 0.5})])
+            >>> pipeline.compute(x, track_grad_norms=True)[1]
+            {'l2': 25.0, 'l2_weighted': 12.5, 'l2_grad_norm': 10.0, 'total': 12.5, \
+'total_grad_norm': 5.0}
+        """
+        flag("track_grad_norms", track_grad_norms)
+        active = self._active()
+        started = time.perf_counter()
+        telemetry.execute(
+            "steelyard.penalties.compute.start",
+            {"system_time": time.time()},
+            {"size": len(active)},
+        )
+        norms: dict[str, float] = {}
+        if track_grad_norms:
+            values, norms = values_and_norms(active, inputs)
+        else:
+            values = values_of(active, inputs)
+        total = weighted_sum(active, values, inputs)
+        if is_traced(total):
+            raise InputError(
+                "compute gives metrics as floats, got traced arrays, which have no values yet; "
+                "call compute_total inside jax.jit, jax.grad and jax.vmap."
+            )
+        metrics = metrics_of(active, values, norms, total)
+        telemetry.execute(
+            "steelyard.penalties.compute.stop",
+            {"duration": time.perf_counter() - started, "total": metrics["total"]},
+            {"metrics": metrics},
+        )
+        return total, metrics
+
+    def compute_total(self, inputs: Array | Mapping[str, Array]) -> Array:
+        """Compute the total alone, inside `torch.compile`, `jax.jit` or `jax.grad` if need be.
+
+        No metrics, no telemetry. A penalty with `differentiable=False` counts as a constant.
+
+        Args:
+            inputs: As in `compute`.
+
+        Returns:
+            The total.
+
+        Raises:
+            InputError: As for `compute`.
+
+        Example:
+            >>> import numpy as np
+            >>> print(PenaltyPipeline(["l1", "l2"]).compute_total(np.array([1.0, -2.0])))
+            8.0
+        """
+        active = self._active()
+        return weighted_sum(active, values_of(active, inputs), inputs)
+
+    def add(
+        self,
+        name: str,
+        fn: str | Penalty,
+        *,
+        weight: float = 1.0,
+        inputs: str | tuple[str, ...] | None = None,
+        differentiable: bool = True,
+        **options: Any,  # whatever `fn` takes
+    ) -> PenaltyPipeline:
+        """Return a pipeline with one more penalty at its end.
+
+        Args:
+            name: Its name in the metrics.
+            fn: A built-in penalty's name or a callable that gives a scalar.
+            weight: Any finite number.
+            inputs: Names of the arrays it reads, in order; `None` if there is one unnamed.
+            differentiable: If not, it counts as a constant, without a gradient norm.
+            **options: Passed to `fn`.
+
+        Returns:
+            A new pipeline.
+
+        Raises:
+            InputError: As for the class.
+
+        Example:
+            >>> PenaltyPipeline(["l1"]).add("spread", "l2", center="mean").names
+            ('l1', 'spread')
+        """
+        added = term(
+            name, fn, weight=weight, inputs=inputs, differentiable=differentiable, **options
+        )
+        return _of(self._joined(added))
+
+    def remove(self, name: str) -> PenaltyPipeline:
+        """Return a pipeline without a penalty.
+
+        Raises:
+            InputError: There is none of that name.
+        """
+        gone = self._find(name)
+        return _of(tuple(each for each in self._terms if each is not gone))
+
+    def update_weight(self, name: str, weight: float) -> PenaltyPipeline:
+        """Return a pipeline in which a penalty has another weight.
+
+        Raises:
+            InputError: There is none of that name, or the weight is not a finite number.
+        """
+        return self._replaced(name, weight=weight)
+
+    def set_enabled(self, name: str, enabled: bool) -> PenaltyPipeline:
+        """Return a pipeline in which a penalty is switched on or off.
+
+        Raises:
+            InputError: There is none of that name, or `enabled` is not a boolean.
+        """
+        return self._replaced(name, enabled=enabled)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{each.weight:g} * {each.name}{'' if each.enabled else ' (off)'}"
+            for each in self._terms
+        ]
+        return f"PenaltyPipeline({' + '.join(parts)})"
+
+    def _active(self) -> list[Term]:
+        return [each for each in self._terms if each.enabled]
+
+    def _find(self, name: str) -> Term:
+        for each in self._terms:
+            if each.name == name:
+                return each
+        raise InputError(f"no penalty is called {name!r}; there are: {listed(self.names)}.")
+
+    def _replaced(self, name: str, **changes: Any) -> PenaltyPipeline:  # fields of Term
+        old = self._find(name)
+        return _of(tuple(replace(each, **changes) if each is old else each for each in self._terms))
+
+    def _joined(self, added: Term) -> tuple[Term, ...]:
+        taken = {"total", "total_grad_norm"}.union(*(_keys(each) for each in self._terms))
+        clash = sorted(taken & _keys(added))
+        if clash:
+            raise InputError(
+                "penalty names, and the metrics named after them, must be unique, got "
+                f"{added.name!r}, whose metric {clash[0]!r} is taken; there are: "
+                f"{listed(self.names)}. Set the option 'name' to have a penalty twice."
+            )
+        return (*self._terms, added)
+
+
+def _of(terms: tuple[Term, ...]) -> PenaltyPipeline:
+    pipeline = PenaltyPipeline()
+    pipeline._terms = terms  # noqa: SLF001
+    return pipeline
+
+
+def _keys(each: Term) -> set[str]:
+    return {each.name, f"{each.name}_weighted", f"{each.name}_grad_norm"}

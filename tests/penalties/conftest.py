@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+
+from .backends import DIFFERENTIABLE, EVERY, Backend
+
+with warnings.catch_warnings():
+    # Inductor uses what torch itself has deprecated; it is loaded by the first compilation.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    importlib.import_module("torch._inductor.compile_fx")
+
+
+@pytest.fixture(params=EVERY, ids=lambda backend: backend.name, scope="session")
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Every kind of array."""
+    chosen: Backend = request.param
+    return chosen
+
+
+@pytest.fixture(params=DIFFERENTIABLE, ids=lambda backend: backend.name, scope="session")
+def autodiff(request: pytest.FixtureRequest) -> Backend:
+    """The kinds of arrays that have gradients."""
+    chosen: Backend = request.param
+    return chosen

@@ -1,0 +1,421 @@
+"""PenaltyPipeline: totals, metrics, updates, gradient norms, telemetry and refusals."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from steelyard import telemetry
+from steelyard.errors import GradientError, InputError
+from steelyard.penalties import PenaltyPipeline, entropy, kl_divergence, l1
+
+from .backends import JAX, NUMPY, TORCH, Backend
+
+X = [3.0, -4.0]
+STUDENT = np.log([[0.5, 0.5], [0.2, 0.8]])
+TEACHER = np.log([[0.25, 0.75], [0.6, 0.4]])
+
+
+def cube(x: Any) -> Any:
+    return (x * x * x).sum()
+
+
+def views(backend: Backend, dtype: str = "float64") -> dict[str, Any]:
+    return {
+        "student": backend.array(STUDENT, dtype),
+        "teacher": backend.array(TEACHER, dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_total_and_metrics_of_one_input(backend: Backend, dtype: str) -> None:
+    pipeline = PenaltyPipeline(
+        [("l1", {"weight": 0.5}), "l2", (cube, {"weight": -1}), ("l2", {"name": "b", "clip": 1})]
+    )
+    x = backend.array(X, dtype)
+    total, metrics = pipeline.compute(x)
+    assert metrics == {
+        "l1": 7.0,
+        "l1_weighted": 3.5,
+        "l2": 25.0,
+        "l2_weighted": 25.0,
+        "cube": -37.0,
+        "cube_weighted": 37.0,
+        "b": 2.0,
+        "b_weighted": 2.0,
+        "total": 67.5,
+    }
+    assert all(type(value) is float for value in metrics.values())
+    assert backend.is_mine(total)
+    assert backend.dtype(total) == dtype
+    assert backend.numpy(total) == backend.numpy(pipeline.compute_total(x)) == 67.5
+
+
+def test_every_built_in_name(backend: Backend) -> None:
+    pair = {"inputs": ("student", "teacher")}
+    one = {"inputs": "student"}
+    pipeline = PenaltyPipeline(
+        [
+            *((name, one) for name in ("l1", "l2", "elastic_net", "entropy", "orthogonality")),
+            ("output_magnitude", one),
+            *((name, pair) for name in ("kl", "js", "consistency")),
+        ]
+    )
+    total, metrics = pipeline.compute(views(backend))
+    assert len(metrics) == 2 * 9 + 1
+    raw = sum(metrics[name] for name in pipeline.names)
+    np.testing.assert_allclose(backend.numpy(total), raw, rtol=1e-12)
+    expected = kl_divergence(STUDENT, TEACHER)
+    np.testing.assert_allclose(metrics["kl"], expected, rtol=1e-12)
+
+
+def test_inputs_come_in_the_order_of_their_names(backend: Backend) -> None:
+    pipeline = PenaltyPipeline([("kl", {"inputs": ["teacher", "student"]})])
+    _, metrics = pipeline.compute(views(backend))
+    np.testing.assert_allclose(metrics["kl"], kl_divergence(TEACHER, STUDENT), rtol=1e-12)
+
+
+def test_options_reach_the_penalty(backend: Backend) -> None:
+    pipeline = PenaltyPipeline([("entropy", {"weight": 0.1, "mode": "bonus"})])
+    total, metrics = pipeline.compute(backend.array(STUDENT))
+    expected = -float(entropy(STUDENT))
+    np.testing.assert_allclose(metrics["entropy"], expected, rtol=1e-12)
+    np.testing.assert_allclose(backend.numpy(total), 0.1 * expected, rtol=1e-12)
+
+
+def test_updates_leave_the_old_pipeline_alone() -> None:
+    x = np.array(X)
+    first = PenaltyPipeline(["l1"])
+    second = first.add("cubes", cube, weight=2.0)
+    third = second.update_weight("l1", -3)
+    fourth = third.set_enabled("cubes", False)
+    fifth = third.remove("l1")
+    sixth = fourth.add("mean_l2", "l2", reduction="mean")
+    assert [float(each.compute_total(x)) for each in (first, second, third, fourth, fifth)] == [
+        7.0,
+        7.0 - 74.0,
+        -21.0 - 74.0,
+        -21.0,
+        -74.0,
+    ]
+    assert float(sixth.compute_total(x)) == -21.0 + 12.5
+    assert first.names == ("l1",)
+    assert fifth.names == ("cubes",)
+    assert len(sixth) == 3
+    assert repr(sixth) == "PenaltyPipeline(-3 * l1 + 2 * cubes (off) + 1 * mean_l2)"
+    assert float(fourth.set_enabled("cubes", True).compute_total(x)) == -95.0
+
+
+def test_the_caller_cannot_change_it_from_outside() -> None:
+    options: dict[str, Any] = {"weight": 1.0, "scale": 2.0}
+    pipeline = PenaltyPipeline([("l1", options)])
+    options["scale"] = 100.0
+    assert float(pipeline.compute_total(np.array(X))) == 14.0
+
+
+def test_it_pickles() -> None:
+    pipeline = pickle.loads(pickle.dumps(PenaltyPipeline([("l1", {"weight": 0.5}), cube])))
+    assert pipeline.names == ("l1", "cube")
+    assert float(pipeline.compute_total(np.array(X))) == 3.5 - 37
+
+
+@pytest.mark.parametrize("track", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_enabled_term(backend: Backend, track: bool, dtype: str) -> None:
+    x = backend.array(X, dtype)
+    for pipeline in (PenaltyPipeline(), PenaltyPipeline(["l1"]).set_enabled("l1", False)):
+        for inputs in (x, {"n": 3, "x": x}):
+            total, metrics = pipeline.compute(inputs, track_grad_norms=track)
+            assert metrics == {"total": 0.0}
+            assert backend.is_mine(total)
+            assert backend.dtype(total) == dtype
+            assert backend.numpy(total) == 0.0
+    assert PenaltyPipeline().compute({}) == (0.0, {"total": 0.0})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_gradient_norms_of_one_input(autodiff: Backend, dtype: str) -> None:
+    pipeline = PenaltyPipeline([("l1", {"weight": 0.5}), ("l2", {"weight": 2.0})])
+    _, metrics = pipeline.compute(autodiff.array(X, dtype), track_grad_norms=True)
+    # l1: (1, -1), l2: (6, -8); the weighted total: (12.5, -16.5)
+    expected = {
+        "l1_grad_norm": math.sqrt(2),
+        "l2_grad_norm": 10.0,
+        "total_grad_norm": math.hypot(12.5, 16.5),
+    }
+    for name, value in expected.items():
+        assert type(metrics[name]) is float
+        assert metrics[name] == pytest.approx(value, rel=1e-6)
+
+
+def test_gradient_norms_are_of_all_inputs_together(autodiff: Backend) -> None:
+    pipeline = PenaltyPipeline(
+        [
+            ("kl", {"weight": 3.0, "inputs": ("student", "teacher")}),
+            ("l2", {"weight": -0.5, "inputs": "teacher"}),
+        ]
+    )
+    inputs = views(autodiff)
+    _, metrics = pipeline.compute(inputs, track_grad_norms=True)
+    of_student, of_teacher = autodiff.gradients(kl_divergence, *inputs.values())
+    of_l2 = 2 * TEACHER
+    assert metrics["kl_grad_norm"] == pytest.approx(
+        math.hypot(np.linalg.norm(of_student), np.linalg.norm(of_teacher))
+    )
+    assert metrics["l2_grad_norm"] == pytest.approx(np.linalg.norm(of_l2))
+    assert metrics["total_grad_norm"] == pytest.approx(
+        math.hypot(np.linalg.norm(3 * of_student), np.linalg.norm(3 * of_teacher - 0.5 * of_l2))
+    )
+
+
+def test_one_array_under_two_names_has_two_gradients(autodiff: Backend) -> None:
+    """d(Σab)/d(a, b) = (b, a), of norm √2 · 5; through one array it would be 2a."""
+    x = autodiff.array(X)
+    if autodiff == TORCH:
+        x.requires_grad_()
+    product = PenaltyPipeline([(lambda a, b: (a * b).sum(), {"name": "ab", "inputs": ("a", "b")})])
+    _, metrics = product.compute({"a": x, "b": x}, track_grad_norms=True)
+    assert metrics["ab_grad_norm"] == pytest.approx(5 * math.sqrt(2))
+    square = PenaltyPipeline([(lambda a, b: (a * b).sum(), {"name": "aa", "inputs": ("a", "a")})])
+    _, metrics = square.compute({"a": x}, track_grad_norms=True)
+    assert metrics["aa_grad_norm"] == pytest.approx(10)
+
+
+def test_each_term_is_evaluated_once_and_differentiated_once() -> None:
+    counts = {"forward": 0, "backward": 0}
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            counts["forward"] += 1
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            counts["backward"] += 1
+            return gradients[0].expand(2)
+
+    pipeline = PenaltyPipeline([(Counted.apply, {"name": "counted"}), "l2"])
+    x = torch.tensor(X, requires_grad=True)
+    total, metrics = pipeline.compute(x, track_grad_norms=True)
+    assert counts == {"forward": 1, "backward": 1}
+    assert metrics["counted_grad_norm"] == pytest.approx(math.sqrt(2))
+    total.backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.tensor([7.0, -7.0]))
+
+
+def test_jax_evaluates_each_term_once() -> None:
+    calls = []
+
+    def watched(x: Any) -> Any:
+        calls.append(x)
+        return (x**2).sum()
+
+    PenaltyPipeline([watched]).compute(JAX.array(X), track_grad_norms=True)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("track", [False, True])
+def test_total_is_differentiable(track: bool) -> None:
+    x = torch.tensor(X, requires_grad=True)
+    weight = torch.tensor(2.0, requires_grad=True)
+    pipeline = PenaltyPipeline(["l2", (lambda x: weight * x.sum(), {"name": "w", "weight": 3.0})])
+    total, _ = pipeline.compute(2 * x, track_grad_norms=track)
+    total.backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    torch.testing.assert_close(x.grad, torch.tensor([8 * 3.0 + 12.0, 8 * -4.0 + 12.0]))
+    torch.testing.assert_close(weight.grad, torch.tensor(3.0 * -2.0))
+
+
+def test_tracking_works_without_gradients_around_it() -> None:
+    for x in (torch.tensor(X), torch.tensor(X, requires_grad=True)):
+        with torch.no_grad():
+            total, metrics = PenaltyPipeline(["l2"]).compute(x, track_grad_norms=True)
+        assert metrics["total_grad_norm"] == 10.0
+        assert not total.requires_grad
+
+
+def test_terms_that_are_not_differentiable(autodiff: Backend) -> None:
+    def outside(x: Any) -> float:
+        return float(np.abs(np.asarray(x)).max())  # fails on a tensor that requires gradients
+
+    x = autodiff.array(X)
+    if autodiff == TORCH:
+        x.requires_grad_()
+    pipeline = PenaltyPipeline(["l1"]).add("peak", outside, weight=10.0, differentiable=False)
+    total, metrics = pipeline.compute(x, track_grad_norms=True)
+    assert metrics["peak"] == 4.0
+    assert "peak_grad_norm" not in metrics
+    assert metrics["total_grad_norm"] == pytest.approx(math.sqrt(2))
+    assert autodiff.numpy(total) == 47.0
+    alone = pipeline.remove("l1")
+    total, metrics = alone.compute(x, track_grad_norms=True)
+    assert metrics == {"peak": 4.0, "peak_weighted": 40.0, "total": 40.0, "total_grad_norm": 0.0}
+    assert autodiff.is_mine(total)
+
+
+def test_constants_do_not_pull(autodiff: Backend) -> None:
+    pipeline = PenaltyPipeline(["l1", ("l2", {"differentiable": False})])
+    [gradient] = autodiff.gradients(pipeline.compute_total, autodiff.array(X))
+    np.testing.assert_array_equal(gradient, [1, -1])
+
+
+def test_inputs_that_are_not_floating_are_passed_on(autodiff: Backend) -> None:
+    def picked(x: Any, index: Any, scale: float) -> Any:
+        return scale * x[index]
+
+    pipeline = PenaltyPipeline([(picked, {"inputs": ("x", "index", "scale")})])
+    inputs = {"x": autodiff.array(X), "index": autodiff.array(1, "int32"), "scale": 2.0}
+    total, metrics = pipeline.compute(inputs, track_grad_norms=True)
+    assert autodiff.numpy(total) == -8.0
+    assert metrics["picked_grad_norm"] == 2.0
+
+
+def test_terms_without_a_gradient_are_not_reported_as_zero() -> None:
+    for fn in (lambda x: x.detach().sum(), lambda x: 1.0):
+        pipeline = PenaltyPipeline([(fn, {"name": "cut"})])
+        with pytest.raises(GradientError, match=r"'cut' must depend .* differentiable=False") as no:
+            pipeline.compute(TORCH.array(X), track_grad_norms=True)
+        assert no.value.term == "cut"
+
+
+def test_inputs_a_term_does_not_use_have_no_gradient() -> None:
+    pipeline = PenaltyPipeline([(lambda a, b: a.sum(), {"name": "a", "inputs": ("a", "b")})])
+    inputs = {"a": TORCH.array(X), "b": TORCH.array(X)}
+    _, metrics = pipeline.compute(inputs, track_grad_norms=True)
+    assert metrics["a_grad_norm"] == pytest.approx(math.sqrt(2))
+
+
+def test_numpy_has_no_gradient_norms() -> None:
+    with pytest.raises(InputError, match=r"track_grad_norms needs .* got 'x: ndarray' for penalty"):
+        PenaltyPipeline(["l1"]).compute(NUMPY.array(X), track_grad_norms=True)
+
+
+def test_nan_shows_in_the_metrics(backend: Backend) -> None:
+    total, metrics = PenaltyPipeline(["l1"]).compute(backend.array([np.nan]))
+    assert math.isnan(metrics["l1"])
+    assert math.isnan(metrics["total"])
+    assert np.isnan(backend.numpy(total))
+
+
+def test_jax_transformations() -> None:
+    pipeline = PenaltyPipeline([("l1", {"weight": 0.5}), ("l2", {"weight": 2.0})])
+    x = JAX.array(X)
+    assert jax.jit(pipeline.compute_total)(x) == 53.5
+    np.testing.assert_array_equal(jax.grad(pipeline.compute_total)(x), [12.5, -16.5])
+    np.testing.assert_array_equal(jax.vmap(pipeline.compute_total)(x[:, None]), [19.5, 34.0])
+    for transformed in (jax.jit(pipeline.compute), jax.grad(lambda x: pipeline.compute(x)[0])):
+        with pytest.raises(InputError, match=r"call compute_total inside jax.jit"):
+            transformed(x)
+
+
+@pytest.fixture
+def heard() -> Iterator[list[tuple[Any, ...]]]:
+    events: list[tuple[Any, ...]] = []
+    names = ["steelyard.penalties.compute.start", "steelyard.penalties.compute.stop"]
+    telemetry.attach_many(
+        "test-penalties", names, lambda event, *rest: events.append((event, *rest[:2]))
+    )
+    yield events
+    telemetry.detach("test-penalties")
+
+
+def test_telemetry(heard: list[tuple[Any, ...]]) -> None:
+    pipeline = PenaltyPipeline(["l1", "l2", cube]).set_enabled("l2", False)
+    pipeline.compute_total(np.array(X))
+    assert heard == []
+    _, metrics = pipeline.compute(np.array(X))
+    [start, stop] = heard
+    assert start[0] == "steelyard.penalties.compute.start"
+    assert start[1].keys() == {"system_time"}
+    assert start[2] == {"size": 2}
+    assert stop[0] == "steelyard.penalties.compute.stop"
+    assert stop[1].keys() == {"duration", "total"}
+    assert stop[1]["duration"] >= 0
+    assert stop[1]["total"] == metrics["total"]
+    assert stop[2] == {"metrics": metrics}
+
+
+KNOWN = "'l1', 'l2', 'elastic_net', 'kl', 'js', 'entropy', 'orthogonality', 'consistency', 'out"
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        (["l3"], f"penalty must be one of {KNOWN}"),
+        (["l1", "l1"], "got 'l1', whose metric 'l1' is taken; there are: 'l1'. Set the option 'na"),
+        ([("l1", {"name": "total"})], "got 'total', whose metric 'total' is taken; there are: no"),
+        (["l1", ("l2", {"name": "l1_weighted"})], "whose metric 'l1_weighted' is taken"),
+        ([("l1", {"weight": math.nan})], "weight of penalty 'l1' must be a finite number, got nan"),
+        ([("l1", {"weight": "1"})], "weight of penalty 'l1' must be a finite number, got '1'"),
+        ([("l1", {"wieght": 1.0})], "the options 'wieght': got an unexpected keyword argument"),
+        ([("l1", {"fn": 1.0})], "the options 'fn': got an unexpected keyword argument 'fn'"),
+        (["kl"], "'kl' cannot be called with the inputs 'x' and the options none: missing a requi"),
+        ([("kl", {"inputs": ("a",)})], "with the inputs 'a' and the options none: missing a requi"),
+        ([("l1", {"inputs": ()})], "inputs of penalty 'l1' must be one or more names, got ()"),
+        ([("l1", {"inputs": (1,)})], "inputs of penalty 'l1' must be one or more names, got (1,)"),
+        ([("l1", {"name": ""})], "name must be a non-empty string, got ''"),
+        ([("l1", {"differentiable": 1})], "differentiable must be True or False, got 1"),
+        ([("l1", {"enabled": None})], "enabled must be True or False, got None"),
+        ([lambda x: x], "a penalty needs a name, got <function <lambda>"),
+        ([functools.partial(l1, scale=2.0)], "a penalty needs a name, got functools.partial"),
+        ([("l1", 0.5)], "a penalty must be a name, a callable, or a pair"),
+        ([("l1",)], "a penalty must be a name, a callable, or a pair"),
+        ([3], "a penalty must be a name, a callable, or a pair (name or callable, {options}), got"),
+    ],
+)
+def test_pipelines_that_cannot_be_built(terms: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        PenaltyPipeline(terms)
+    assert message in str(caught.value)
+
+
+def test_updates_that_cannot_be_made() -> None:
+    pipeline = PenaltyPipeline(["l1", "l2"])
+    updates: list[Callable[[], object]] = [
+        lambda: pipeline.remove("l3"),
+        lambda: pipeline.update_weight("l3", 1.0),
+        lambda: pipeline.set_enabled("l3", True),
+    ]
+    for update in updates:
+        with pytest.raises(InputError, match=r"no penalty is called 'l3'; there are: 'l1', 'l2'"):
+            update()
+    with pytest.raises(
+        InputError, match=r"weight of penalty 'l1' must be a finite number, got inf"
+    ):
+        pipeline.update_weight("l1", math.inf)
+    with pytest.raises(InputError, match=r"enabled must be True or False, got 0"):
+        pipeline.set_enabled("l1", 0)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"fn of penalty 'x' must be a name or a callable, got 3"):
+        pipeline.add("x", 3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"whose metric 'l2' is taken; there are: 'l1', 'l2'"):
+        pipeline.add("l2", cube)
+
+
+def test_calls_that_cannot_be_made(backend: Backend) -> None:
+    x = backend.array(X)
+    named = PenaltyPipeline([("kl", {"inputs": ("student", "teacher")})])
+    with pytest.raises(InputError, match=r"needs the input 'teacher', got 'student', 'reference'"):
+        named.compute({"student": x, "reference": x})
+    with pytest.raises(InputError, match=r"reads the inputs 'student', 'teacher', got one array"):
+        named.compute(x)
+    with pytest.raises(InputError, match=r"'l1' must say which inputs it reads.* the call has 'a'"):
+        PenaltyPipeline(["l1"]).compute({"a": x})
+    with pytest.raises(InputError, match=r"'l1' must give a scalar, got shape \(2,\); reduce it"):
+        PenaltyPipeline([("l1", {"reduction": "none"})]).compute(x)
+    with pytest.raises(InputError, match=r"track_grad_norms must be True or False, got 'yes'"):
+        PenaltyPipeline(["l1"]).compute(x, track_grad_norms="yes")  # type: ignore[arg-type]
+
+
+def test_functions_that_hide_their_signature_are_taken_on_trust() -> None:
+    assert PenaltyPipeline([("l1", {}), (max, {"name": "max"})]).compute(np.array(X))[1]["max"] == 3
