@@ -11,17 +11,18 @@ import torch
 
 from benchmarks.measure import CONSOLE
 
-NAMES = ("composition", "execution", "telemetry", "memory")
+NAMES = ("composition", "execution", "telemetry", "memory", "penalties")
 
 
 def main() -> None:
-    names = sys.argv[1:] or NAMES
+    names = tuple(sys.argv[1:]) or NAMES
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         sys.exit(f"unknown benchmark {unknown[0]!r}: choose among {', '.join(NAMES)}")
     CONSOLE.print(
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
+    sys.argv = sys.argv[:1]
     for name in names:
         import_module(f"benchmarks.{name}").main()
 
