@@ -88,6 +88,7 @@ def test_a_term_without_a_path_warns_once(run_in: Any, tracked: bool) -> None:
     with pytest.warns(DetachedTermWarning) as caught:
         output = pipeline.compute([], LOGPROBS)
     (warning,) = caught
+    assert warning.filename == __file__
     for part in ("regularizer 't' has no gradient", "gradient='score'", "gradient='numerical'"):
         assert part in str(warning.message)
     assert output.regularizers["t"].contribution == 1.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, Workers, compute, schedules
-from steelyard.errors import ClosedError, SpecError, StateError, UnpicklableError
+from steelyard.errors import ClosedError, InputError, SpecError, StateError, UnpicklableError
 
 from .terms import LOGPROBS, l2, nll, patient, surprise
 
@@ -311,7 +311,7 @@ def test_a_term_that_cannot_travel_is_refused_when_it_is_added() -> None:
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, None])
 def test_a_bad_step(step: Any) -> None:
-    with pytest.raises(SpecError, match="step must be a whole number >= 0"):
+    with pytest.raises(InputError, match="step must be a whole number >= 0"):
         Pipeline(nll).compute([], LOGPROBS, step)
 
 

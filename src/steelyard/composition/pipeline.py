@@ -19,7 +19,7 @@ from steelyard.composition.call import Call, Settings
 from steelyard.composition.events import CallEvents
 from steelyard.composition.join import join
 from steelyard.composition.term import Term
-from steelyard.errors import ClosedError, SpecError, StateError
+from steelyard.errors import ClosedError, InputError, SpecError, StateError
 from steelyard.execution import Ticket, Workers, check_picklable, default_workers
 from steelyard.gradients import LogProbs, flatten
 from steelyard.output import CustomLossOutput
@@ -32,6 +32,7 @@ from steelyard.spec import (
     check_timeout,
 )
 from steelyard.spec.callables import is_async
+from steelyard.spec.numbers import is_whole
 
 MAX_REGULARIZERS = 100
 
@@ -81,7 +82,7 @@ class Pipeline:
         workers: Workers | None = None,
     ) -> None:
         width = (os.cpu_count() or 1) if max_concurrency is None else max_concurrency
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        if not is_whole(width, at_least=1):
             raise SpecError(
                 f"max_concurrency must be a whole number >= 1 or None, got {max_concurrency!r}."
             )
@@ -245,8 +246,8 @@ class Pipeline:
     ) -> CustomLossOutput:
         if self._closed:
             raise ClosedError("a pipeline must be open to compute, got a closed one.")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise SpecError(f"step must be a whole number >= 0, got {step!r}.")
+        if not is_whole(step, at_least=0):
+            raise InputError(f"step must be a whole number >= 0, got {step!r}.")
         with torch.inference_mode(mode=False):
             layout, flat = flatten(logprobs)
         due = [self._base, *(term for term in terms if term.spec.due(step))]

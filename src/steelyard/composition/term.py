@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,5 +94,13 @@ class Term:
                 f"one penalty per datum) or gradient='numerical'; gradient='none' says that it "
                 f"is meant so.",
                 DetachedTermWarning,
-                stacklevel=2,
+                stacklevel=_levels_to_the_caller(),
             )
+
+
+def _levels_to_the_caller() -> int:
+    """How far up the stack the library was called: a warning should show that line."""
+    levels, frame = 1, sys._getframe(1)  # noqa: SLF001 - the documented way to see the stack
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("steelyard."):
+        levels, frame = levels + 1, frame.f_back
+    return levels

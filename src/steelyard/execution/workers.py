@@ -13,6 +13,7 @@ from steelyard.execution.batch import Executor
 from steelyard.execution.coroutines import CoroutineExecutor
 from steelyard.execution.processes import ProcessExecutor
 from steelyard.execution.threads import ThreadExecutor
+from steelyard.spec.numbers import is_whole
 
 
 class Workers:
@@ -35,7 +36,7 @@ class Workers:
     def __init__(self, processes: int | None = None) -> None:
         cores = os.cpu_count() or 1
         count = cores if processes is None else processes
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_whole(count, at_least=1):
             raise SpecError(f"processes must be a whole number >= 1, got {processes!r}.")
         self.threads = ThreadExecutor()
         self.processes = ProcessExecutor(count)

@@ -12,8 +12,6 @@ from steelyard.penalties._arrays import Array, accept, cast, is_jax, is_torch, r
 from steelyard.penalties._options import flag, number
 from steelyard.penalties._reduction import accept_reduction, reduce
 
-__all__ = ["gradient_penalty", "interpolated_gradient_penalty", "output_magnitude_penalty"]
-
 
 def gradient_penalty(
     f: Callable[[Array], Array], x: Array, *, target_norm: float = 1.0, per_sample: bool = False

@@ -14,8 +14,6 @@ from steelyard.penalties._options import flag
 from steelyard.penalties._terms import Penalty, Term, TermLike, listed, term, term_from
 from steelyard.penalties._weighing import metrics_of, values_and_norms, values_of, weighted_sum
 
-__all__ = ["PenaltyPipeline"]
-
 
 class PenaltyPipeline:
     """A weighted sum of penalties: `total = Σ weightᵢ · penaltyᵢ(inputs)`.
@@ -92,7 +90,7 @@ class PenaltyPipeline:
         active = self._active()
         started = time.perf_counter()
         telemetry.execute(
-            "steelyard.penalties.compute.start",
+            telemetry.events.PENALTIES_START,
             {"system_time": time.time()},
             {"size": len(active)},
         )
@@ -109,7 +107,7 @@ class PenaltyPipeline:
             )
         metrics = metrics_of(active, values, norms, total)
         telemetry.execute(
-            "steelyard.penalties.compute.stop",
+            telemetry.events.PENALTIES_STOP,
             {"duration": time.perf_counter() - started, "total": metrics["total"]},
             {"metrics": metrics},
         )

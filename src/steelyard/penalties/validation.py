@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from steelyard.penalties._arrays import Array, Namespace
 
-__all__ = ["validate"]
 
 ArrayT = TypeVar("ArrayT")
 
