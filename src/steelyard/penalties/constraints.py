@@ -23,7 +23,6 @@ from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, 
 from steelyard.penalties.divergences import kl_rows
 from steelyard.penalties.primitives import Reduction
 
-
 _NORM_FLOOR = 1e-8
 _MAX_LOG_RATIO = 100.0
 

@@ -20,7 +20,6 @@ from steelyard.penalties._options import class_axis, flag, one_of, positive
 from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
 from steelyard.penalties.primitives import Reduction
 
-
 # Stands for log 0: exp gives 0, and 0 · LOG_ZERO is 0 where 0 · (-inf) is NaN. A clamp to it
 # has gradient 0 below, so that a class of probability 0 drops out of value and gradient.
 LOG_ZERO = -1e30

@@ -8,7 +8,6 @@ from steelyard.penalties._arrays import Array, Namespace, absolute, accept, cast
 from steelyard.penalties._options import fraction, number, one_of, positive
 from steelyard.penalties._reduction import accept_mask, accept_reduction, count, keep, reduce
 
-
 Reduction = Literal["sum", "mean", "none"]
 
 
