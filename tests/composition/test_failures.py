@@ -158,7 +158,7 @@ def test_a_process_that_loops_or_dies(fn: Any, timeout: float, kind: type[TermEr
         began = time.monotonic()
         with pytest.raises(kind, match="'t'"):
             faulty.compute([], LOGPROBS)
-        assert time.monotonic() - began < 5.0  # cold or busy machines; warm it is under 1.2
+        assert time.monotonic() - began < 15.0  # warm and idle it is 0.4
         healthy = pipeline(l2, run_in="process").compute([], LOGPROBS)
         assert healthy.regularizers["t"].value == pytest.approx(16.51)
 

@@ -90,10 +90,10 @@ def test_an_exit_is_a_failure_too(workers: Workers, lane: Lane) -> None:
 
 def hang(lane: Lane) -> Callable[[], Any]:
     if lane != "async":
-        return lambda: time.sleep(3.0)
+        return lambda: time.sleep(10.0)
 
     async def nap() -> None:
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(10.0)
 
     return nap
 
@@ -104,7 +104,7 @@ def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, lane
     good = ticket(lane, double, 4)
     began = time.monotonic()
     run(workers, [slow, good])
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 8.0
     assert good.result() == 8
     with pytest.raises(TermTimeoutError, match=r"'slow' must end within 0.2 s") as caught:
         slow.result()

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -207,12 +206,7 @@ class Pipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _compute(

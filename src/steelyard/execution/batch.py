@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic
-from types import TracebackType
 from typing import Protocol, Self
 
 from steelyard.execution.ticket import Cancelled, Ticket
@@ -65,12 +64,7 @@ class Batch:
             self._admit(lane)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._queues.clear()
         for ticket in self._tickets:

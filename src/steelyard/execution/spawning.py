@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from multiprocessing import context, spawn
+from multiprocessing import spawn
 from multiprocessing.context import BaseContext
 from typing import Any
+
+if sys.platform == "linux":
+    from multiprocessing.context import ForkServerContext as StartContext
+    from multiprocessing.context import ForkServerProcess as StartedProcess
+else:
+    from multiprocessing.context import SpawnContext as StartContext
+    from multiprocessing.context import SpawnProcess as StartedProcess
 
 _ours = contextvars.ContextVar("_ours", default=False)
 _preparation_data = spawn.get_preparation_data
@@ -28,43 +35,28 @@ def _get_preparation_data(name: str) -> dict[str, Any]:
 spawn.get_preparation_data = _get_preparation_data
 
 
-if sys.platform == "linux":
+class _Process(StartedProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name
+        token = _ours.set(True)
+        try:
+            return StartedProcess._Popen(process_obj)  # noqa: SLF001 - as every context does
+        finally:
+            _ours.reset(token)
 
-    class _Process(context.ForkServerProcess):
-        @staticmethod
-        def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name
-            token = _ours.set(True)
-            try:
-                return context.ForkServerProcess._Popen(process_obj)  # noqa: SLF001 - as contexts do
-            finally:
-                _ours.reset(token)
 
-    class _Context(context.ForkServerContext):
-        Process = _Process
+class _Context(StartContext):
+    Process = _Process
 
-    def worker_context(preload: str) -> BaseContext:
-        """Workers are forked, in milliseconds, from a server that has imported `preload`.
 
-        The server imports and does nothing else: it has no threads that a fork would lose.
-        """
-        made = _Context()
+def worker_context(preload: str) -> BaseContext:
+    """How to start workers that need the module `preload`.
+
+    On Linux they are forked, in milliseconds, from a server that has imported it and done
+    nothing else, so that it has no threads which a fork would lose. Elsewhere forking is not
+    safe, and each worker is a fresh process that imports it itself.
+    """
+    made = _Context()
+    if sys.platform == "linux":
         made.set_forkserver_preload([preload])
-        return made
-
-else:
-
-    class _Process(context.SpawnProcess):
-        @staticmethod
-        def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name
-            token = _ours.set(True)
-            try:
-                return context.SpawnProcess._Popen(process_obj)  # noqa: SLF001 - as contexts do
-            finally:
-                _ours.reset(token)
-
-    class _Context(context.SpawnContext):
-        Process = _Process
-
-    def worker_context(preload: str) -> BaseContext:  # noqa: ARG001 - a fresh process cannot
-        """Workers are fresh processes: forking is not safe on this platform."""
-        return _Context()
+    return made

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from types import TracebackType
 from typing import Self
 
 from steelyard.errors import ClosedError, SpecError
@@ -64,12 +63,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
