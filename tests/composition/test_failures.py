@@ -240,15 +240,20 @@ def test_a_coroutine_that_blocks_does_not_stop_the_others_for_good() -> None:
 
 
 def test_a_failure_calls_off_the_terms_that_still_run() -> None:
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     async def wait(_: Any, logprobs: Any) -> None:
+        begun.set()
         try:
             await asyncio.sleep(30)
         finally:
             ended.set()
 
-    specs = [RegularizerSpec(wait, 1.0, "waiting"), RegularizerSpec(broken, 1.0, "broken")]
+    def fail(_: Any, logprobs: Any) -> None:
+        begun.wait(5)
+        raise ValueError("too bad")
+
+    specs = [RegularizerSpec(wait, 1.0, "waiting"), RegularizerSpec(fail, 1.0, "broken")]
     began = time.monotonic()
     with pytest.raises(TermError, match="'broken'"):
         Pipeline(nll, specs).compute([], LOGPROBS)
