@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 test: lint ## ruff, mypy, every test, doctest and README block, coverage
 	$(BIN)/python -m pytest --cov --cov-report=
 	$(BIN)/python -m coverage report
-	$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
+	@$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
 	  echo 'Coverage of penalties, spec, output, gradients and composition must be 100 %:'; \
 	  $(BIN)/python -m coverage report --include='$(EXACT)'; exit 1; }
 
