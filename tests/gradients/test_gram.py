@@ -87,3 +87,17 @@ def test_cosines_are_cosines(x: list[float], y: list[float]) -> None:
     expected = torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0, eps=0.0)
     if a.norm() > 1e-3 and b.norm() > 1e-3:
         assert pull.cosines["a", "b"] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_many_vectors_are_as_few() -> None:
+    torch.manual_seed(0)
+    vectors = {str(i): torch.randn(50) for i in range(20)}
+    weights = {str(i): float(i) for i in range(20)}
+    pull = combine(vectors, weights, LIKE, tracked=True)
+    for a, b in (("0", "1"), ("3", "19")):
+        pair = {name: vectors[name] for name in (a, b)}
+        few = combine(pair, weights, LIKE, tracked=True)
+        assert pull.cosines[a, b] == pytest.approx(few.cosines[a, b], abs=1e-6)
+        assert pull.norms[b] == pytest.approx(few.norms[b], rel=1e-6)
+    expected = sum(i * vectors[str(i)] for i in range(20))
+    torch.testing.assert_close(pull.total, expected)

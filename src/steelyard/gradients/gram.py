@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 
+import numpy as np
 import torch
 from torch import Tensor
 
 # Squares outside this range have lost digits in float32.
 _SAFE_SQUARES = (1e-30, 1e30)
+# Up to so many vectors, products one by one are quicker than a matrix of all.
+_FEW = 16
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Pull:
 def combine(
     gradients: Mapping[str, Tensor], weights: Mapping[str, float], like: Tensor, *, tracked: bool
 ) -> Pull:
-    """The weighted sum of flat gradients; if tracked, from one matrix with norms and cosines.
+    """The weighted sum of flat gradients; if tracked, also their norms and cosines.
 
     Args:
         gradients: by name.
@@ -42,46 +45,69 @@ def combine(
         like: what the total looks like if there are no gradients.
         tracked: whether norms and cosines are wanted.
     """
-    factors = [weights[name] for name in gradients]
     if not gradients:
         return Pull(torch.zeros_like(like), 0.0, {}, {})
+    vectors = list(gradients.values())
+    total = _weighted_sum([weights[name] for name in gradients], vectors)
+    total_norm = math.sqrt(_gram([total])[0][0])
     if not tracked:
-        total = _weighted_sum(factors, list(gradients.values()))
-        return Pull(total, _norm(total), {}, {})
-    rows = torch.stack(list(gradients.values()))
-    gram = _gram(rows)
+        return Pull(total, total_norm, {}, {})
+    gram = _gram(vectors)
     norms = [math.sqrt(row[i]) for i, row in enumerate(gram)]
     cosines = {
         (a, b): _cosine(gram[i][j], norms[i] * norms[j])
         for (i, a), (j, b) in combinations(enumerate(gradients), 2)
     }
-    total = rows.new_tensor(factors) @ rows
-    return Pull(total, _norm(total), dict(zip(gradients, norms, strict=True)), cosines)
+    return Pull(total, total_norm, dict(zip(gradients, norms, strict=True)), cosines)
 
 
-def _weighted_sum(weights: Sequence[float], gradients: Sequence[Tensor]) -> Tensor:
-    total = gradients[0] * weights[0]
-    for weight, gradient in zip(weights[1:], gradients[1:], strict=True):
-        total.add_(gradient, alpha=weight)
-    return total
+# NaN and infinity are the caller's to judge, as torch leaves them: NumPy need not warn.
+_quietly = np.errstate(over="ignore", invalid="ignore", under="ignore")
 
 
-def _norm(vector: Tensor) -> float:
-    square: float = torch.dot(vector, vector).item()
-    if not _SAFE_SQUARES[0] < square < _SAFE_SQUARES[1]:
-        square = vector.double().square().sum().item()
-    return math.sqrt(square)
+@_quietly
+def _weighted_sum(weights: Sequence[float], vectors: Sequence[Tensor]) -> Tensor:
+    if not _suits_numpy(vectors[0]):
+        total = vectors[0] * weights[0]
+        for weight, vector in zip(weights[1:], vectors[1:], strict=True):
+            total.add_(vector, alpha=weight)
+        return total
+    arrays = [vector.numpy() for vector in vectors]
+    summed = arrays[0] * weights[0]
+    scaled = np.empty_like(summed)
+    for weight, array in zip(weights[1:], arrays[1:], strict=True):
+        np.multiply(array, weight, out=scaled)
+        summed += scaled
+    return torch.from_numpy(summed)
 
 
-def _gram(rows: Tensor) -> list[list[float]]:
-    """The inner products of all pairs of rows, in float64 where float32 would lose digits."""
-    rows = rows if rows.dtype == torch.float64 else rows.float()
-    gram: list[list[float]] = (rows @ rows.T).tolist()
+def _gram(vectors: Sequence[Tensor]) -> list[list[float]]:
+    """The inner products of all pairs, in float64 where float32 would lose digits."""
+    gram = _inner_products(vectors)
     low, high = _SAFE_SQUARES
-    if not all(low < row[i] < high for i, row in enumerate(gram)):
-        rows = rows.double()
-        gram = (rows @ rows.T).tolist()
-    return gram
+    if all(low < row[i] < high for i, row in enumerate(gram)):
+        return gram
+    return _inner_products([vector.double() for vector in vectors])
+
+
+@_quietly
+def _inner_products(vectors: Sequence[Tensor]) -> list[list[float]]:
+    count = len(vectors)
+    if count > _FEW or not _suits_numpy(vectors[0]):
+        rows = torch.stack(list(vectors))
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        products: list[list[float]] = (rows @ rows.T).tolist()
+        return products
+    products = [[0.0] * count for _ in vectors]
+    arrays = enumerate(vector.numpy() for vector in vectors)
+    for (i, a), (j, b) in combinations_with_replacement(arrays, 2):
+        products[i][j] = products[j][i] = float(np.dot(a, b))
+    return products
+
+
+def _suits_numpy(vector: Tensor) -> bool:
+    """On a CPU NumPy is quicker: torch spreads such a vector over threads, to no gain."""
+    return vector.device.type == "cpu" and vector.dtype in (torch.float32, torch.float64)
 
 
 def _cosine(dot: float, scale: float) -> float:
