@@ -320,3 +320,11 @@ def test_a_numerical_gradient_fails_as_one_term() -> None:
 
     with pytest.raises(TermError, match="regularizer 't' failed: ValueError: fourth"):
         pipeline(brittle, gradient="numerical", run_in="thread").compute([], LOGPROBS)
+
+
+def test_an_async_base_loss_that_is_late_is_called_so() -> None:
+    async def wait(_: Any, logprobs: Any) -> None:
+        await asyncio.sleep(30)
+
+    with pytest.raises(TermTimeoutError, match=r"^the base loss must end within 0.1 s"):
+        Pipeline(wait, timeout=0.1).compute([], LOGPROBS)

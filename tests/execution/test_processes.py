@@ -20,6 +20,7 @@ import torch
 
 from steelyard.errors import ClosedError, TermTimeoutError, UnpicklableError, WorkerDiedError
 from steelyard.execution import Batch, Ticket, Workers, check_picklable
+from steelyard.execution.transport import _MEMORY
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def wait_until(true: Callable[[], bool], within: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def announce_and_loop(path: Path) -> None:
+def announce_and_loop(path: Path, _: object = None) -> None:
     path.with_suffix(".new").write_text(str(os.getpid()))
     path.with_suffix(".new").rename(path)
     loop_for_ever()
@@ -141,10 +142,12 @@ def announce_and_loop(path: Path) -> None:
 def test_closing_kills_busy_and_idle_workers(tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     workers = Workers(processes=2)
-    busy = job(announce_and_loop, tmp_path / "pid")
+    blocks = set(_MEMORY.glob("steelyard-*"))
+    busy = job(announce_and_loop, tmp_path / "pid", torch.ones(100_000))
     with Batch([busy], workers.executors, {}):
         wait_until((tmp_path / "pid").exists, within=30)
         workers.close()
+        assert set(_MEMORY.glob("steelyard-*")) <= blocks
         workers.close()
         with pytest.raises(ClosedError, match="closed while a term ran"):
             busy.result()
@@ -302,3 +305,16 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 def test_other_processes_are_prepared_as_before() -> None:
     data = multiprocessing.spawn.get_preparation_data("other")
     assert "init_main_from_name" in data or "init_main_from_path" in data
+
+
+def test_a_pool_that_cannot_start_fails_the_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no more processes")
+
+    with Workers(processes=1) as workers:
+        monkeypatch.setattr(workers.processes, "_running_pool", refuse)
+        failing = job(me)
+        run(workers, failing)
+        with pytest.raises(OSError, match="no more processes"):
+            failing.result()
+        assert not failing.running

@@ -8,6 +8,7 @@ from steelyard.composition.events import TermEvents
 from steelyard.composition.term import Place, Term
 from steelyard.errors import TermError
 from steelyard.gradients import Evaluation, Question
+from steelyard.spec import title
 
 
 @dataclass(eq=False)
@@ -45,8 +46,8 @@ class Part:
         """
         term, failure = self.term, error
         if not isinstance(error, TermError) or error.term != term.name:
-            what = "the base loss" if term.is_base else f"regularizer {term.name!r}"
-            failure = TermError(f"{what} failed: {type(error).__name__}: {error}", term=term.name)
+            message = f"{title(term.name)} failed: {type(error).__name__}: {error}"
+            failure = TermError(message, term=term.name)
             failure.__cause__ = error
         self.evaluation = None
         self.events.exception(failure)

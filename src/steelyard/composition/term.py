@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from steelyard.errors import TermBusyError
 from steelyard.execution import Lane, Ticket
-from steelyard.spec import BASE, RegularizerSpec
+from steelyard.spec import BASE, RegularizerSpec, title
 
 Place: TypeAlias = Literal["inline"] | Lane
 
@@ -87,12 +87,11 @@ class Term:
         """Warn, once, that the term has no gradient."""
         if not self.facts.warned:
             self.facts.warned = True
-            what = "the base loss" if self.is_base else f"regularizer {self.name!r}"
             warnings.warn(
-                f"{what} has no gradient: its loss does not depend on the log-probs through "
-                f"torch, so it adds to the loss and pulls nothing. Use gradient='score' (return "
-                f"one penalty per datum) or gradient='numerical'; gradient='none' says that it "
-                f"is meant so.",
+                f"{title(self.name)} has no gradient: its loss does not depend on the log-probs "
+                f"through torch, so it adds to the loss and pulls nothing. Use gradient='score' "
+                f"(return one penalty per datum) or gradient='numerical'; gradient='none' says "
+                f"that it is meant so.",
                 DetachedTermWarning,
                 stacklevel=_levels_to_the_caller(),
             )

@@ -87,7 +87,8 @@ class _LoopThread(threading.Thread):
                 value = await ticket.fn(*ticket.args)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
             if limit.expired():
-                ticket.expire()
-            ticket.end(error=error)
+                ticket.overrun()
+            else:
+                ticket.end(error=error)
         else:
             ticket.end(value)

@@ -33,7 +33,7 @@ class ProcessExecutor:
         self._processes = processes
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
-        self._waiting: set[Ticket] = set()
+        self._waiting: dict[Ticket, Parcel] = {}
 
     def warm(self) -> None:
         """Start the workers, without waiting for them."""
@@ -58,8 +58,9 @@ class ProcessExecutor:
         if pool is not None:
             _end(pool)
         # A pool that is stopped forgets its tasks.
-        for ticket in tuple(self._waiting):
-            ticket.end(error=ClosedError("the workers were closed while a term ran on them."))
+        for ticket, parcel in list(self._waiting.items()):
+            error = ClosedError("the workers were closed while a term ran on them.")
+            self._finish(ticket, parcel, error=error)
 
     def _running_pool(self) -> ProcessPool:
         with self._lock:
@@ -80,10 +81,15 @@ class ProcessExecutor:
             return self._pool
 
     def _send(self, ticket: Ticket, parcel: Parcel, *, retry: bool) -> None:
-        pool = self._running_pool()
-        future = pool.schedule(worker.work, args=(parcel.message, sys.path), timeout=ticket.timeout)
+        self._waiting[ticket] = parcel
+        try:
+            future = self._running_pool().schedule(
+                worker.work, args=(parcel.message, sys.path), timeout=ticket.timeout
+            )
+        except Exception as error:  # noqa: BLE001 - whoever waits for the ticket must hear of it
+            self._finish(ticket, parcel, error=error)
+            return
         ticket.stop = future.cancel
-        self._waiting.add(ticket)
         future.add_done_callback(partial(self._settle, ticket, parcel, retry))
 
     def _settle(
@@ -93,15 +99,20 @@ class ProcessExecutor:
         try:
             value, error = _answer(ticket.term, parcel, future)
         except TimeoutError:
-            ticket.expire()
+            ticket.overrun()
             value = error = None
-        except BrokenProcessPool as broken:
+        except Exception as trouble:  # noqa: BLE001 - whoever waits for the ticket must hear of it
             # A worker that dies while idle takes the whole pool with it: not this term's fault.
-            if retry and not ticket.settled:
+            if isinstance(trouble, BrokenProcessPool) and retry and not ticket.settled:
                 self._send(ticket, parcel, retry=False)
                 return
-            value, error = None, broken
-        self._waiting.discard(ticket)
+            value, error = None, trouble
+        self._finish(ticket, parcel, value, error)
+
+    def _finish(
+        self, ticket: Ticket, parcel: Parcel, value: Any = None, error: BaseException | None = None
+    ) -> None:
+        self._waiting.pop(ticket, None)
         ticket.end(value, error)
         parcel.remove()
 

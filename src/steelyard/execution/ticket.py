@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any, Literal, TypeAlias
 
 from steelyard.errors import TermTimeoutError
+from steelyard.spec import title
 
 Lane: TypeAlias = Literal["thread", "process", "async"]
 
@@ -115,11 +116,16 @@ class Ticket:
             self.fn, self.args = _nothing, ()
         self.on_change(self)
 
+    def overrun(self) -> None:
+        """Note that the work was ended because it took too long."""
+        self.ended = monotonic()
+        self.expire()
+
     def expire(self) -> None:
-        """Decide that it took too long."""
+        """Decide that it took too long, though it may still be running."""
         self.settle(
             error=TermTimeoutError(
-                f"regularizer {self.term!r} must end within {self.timeout:g} s and did not: "
+                f"{title(self.term)} must end within {self.timeout:g} s and did not: "
                 f"raise its timeout, make it faster, or drop it for such steps with "
                 f"on_error='skip'.",
                 term=self.term,

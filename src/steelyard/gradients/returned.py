@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import NonFiniteError, TermResultError
+from steelyard.spec import title
 
 
 def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]]:
@@ -27,14 +28,14 @@ def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]
         if inspect.iscoroutine(returned):
             returned.close()
         raise TermResultError(
-            f"{_of(term)} must return a loss, got an awaitable: define it with 'async def'.",
+            f"{title(term)} must return a loss, got an awaitable: define it with 'async def'.",
             term=term,
         )
     if not isinstance(returned, tuple):
         return returned, {}
     if len(returned) != 2:  # noqa: PLR2004 - (loss, metrics)
         raise TermResultError(
-            f"{_of(term)} must return a loss or (loss, metrics), "
+            f"{title(term)} must return a loss or (loss, metrics), "
             f"got a tuple of {len(returned)} items.",
             term=term,
         )
@@ -43,7 +44,7 @@ def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]
         return loss, {}
     if not isinstance(metrics, Mapping):
         raise TermResultError(
-            f"the metrics of {_of(term)} must be a mapping of names to numbers, got {metrics!r}.",
+            f"the metrics of {title(term)} must be a mapping of names to numbers, got {metrics!r}.",
             term=term,
         )
     return loss, {_key(term, key): _metric(term, key, value) for key, value in metrics.items()}
@@ -59,12 +60,14 @@ def as_scalar(term: str, loss: object) -> Tensor:
         loss = _tensor(term, loss)
     if loss.numel() != 1:
         raise TermResultError(
-            f"{_of(term)} must return a scalar, got the shape {list(loss.shape)}: reduce it "
+            f"{title(term)} must return a scalar, got the shape {list(loss.shape)}: reduce it "
             f"with .sum() or .mean() (gradient='score' takes one value per datum).",
             term=term,
         )
     if loss.is_complex():
-        raise TermResultError(f"{_of(term)} must return a real loss, got {loss.dtype}.", term=term)
+        raise TermResultError(
+            f"{title(term)} must return a real loss, got {loss.dtype}.", term=term
+        )
     return loss.reshape(()) if loss.dim() else loss
 
 
@@ -73,7 +76,7 @@ def _tensor(term: str, loss: object) -> Tensor:
         return torch.tensor(float(loss), dtype=torch.float64)
     if not isinstance(loss, np.ndarray):
         raise TermResultError(
-            f"{_of(term)} must return a scalar tensor or a number, got {type(loss).__name__}.",
+            f"{title(term)} must return a scalar tensor or a number, got {type(loss).__name__}.",
             term=term,
         )
     return torch.as_tensor(loss)
@@ -87,7 +90,7 @@ def check_finite(term: str, value: float, what: str = "value") -> None:
     """
     if not math.isfinite(value):
         raise NonFiniteError(
-            f"the {what} of {_of(term)} must be finite, got {value}: mend the term, drop it for "
+            f"the {what} of {title(term)} must be finite, got {value}: mend the term, drop it for "
             f"such steps with on_error='skip', or pass check_finite=False.",
             term=term,
             kind="nan" if math.isnan(value) else "inf",
@@ -97,7 +100,7 @@ def check_finite(term: str, value: float, what: str = "value") -> None:
 def _key(term: str, key: object) -> str:
     if not isinstance(key, str):
         raise TermResultError(
-            f"the metrics of {_of(term)} must have string names, got {key!r}.", term=term
+            f"the metrics of {title(term)} must have string names, got {key!r}.", term=term
         )
     return key
 
@@ -108,9 +111,5 @@ def _metric(term: str, key: str, value: Any) -> float:
         return float(value.item() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise TermResultError(
-            f"the metric {key!r} of {_of(term)} must be a number, got {value!r}.", term=term
+            f"the metric {key!r} of {title(term)} must be a number, got {value!r}.", term=term
         ) from None
-
-
-def _of(term: str) -> str:
-    return "the base loss" if term == "base" else f"regularizer {term!r}"

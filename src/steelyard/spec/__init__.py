@@ -11,6 +11,7 @@ from steelyard.spec.regularizer import (
     RunIn,
     check_timeout,
     check_weight,
+    title,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "register",
     "registered",
     "schedules",
+    "title",
 ]

@@ -234,6 +234,11 @@ class RegularizerSpec:
         object.__setattr__(self, key, value)
 
 
+def title(name: str) -> str:
+    """What messages call the term of that name."""
+    return "the base loss" if name == BASE else f"regularizer {name!r}"
+
+
 def check_weight(weight: object, name: str, where: str = "") -> float:
     """`weight` as a float, if it is a finite number >= 0.
 
