@@ -2,9 +2,18 @@
 
 `layout` and `leaf` turn the log-probs into one flat vector; `evaluation` asks a term for its
 value and differentiates it once; `numerical` and `score` are the estimators for terms that
-autograd cannot see through; `gram` is the algebra over several terms.
+autograd cannot see through; `gram` is the algebra over several terms, and `beyond` the same
+for what a term may have asked for beyond log-probs.
 """
 
+from steelyard.gradients.beyond import (
+    Gradients,
+    Nest,
+    PullBeyond,
+    combine_beyond,
+    mapped,
+    tensors_in,
+)
 from steelyard.gradients.evaluation import (
     Evaluation,
     Method,
@@ -25,11 +34,14 @@ from steelyard.gradients.numerical import check_count
 
 __all__ = [
     "Evaluation",
+    "Gradients",
     "Layout",
     "Leaf",
     "LogProbs",
     "Method",
+    "Nest",
     "Pull",
+    "PullBeyond",
     "Question",
     "Trial",
     "aevaluate",
@@ -37,9 +49,12 @@ __all__ = [
     "check_count",
     "check_gradient",
     "combine",
+    "combine_beyond",
     "evaluate",
     "evaluate_coroutine",
     "flatten",
+    "mapped",
     "slopes",
     "slopes_coroutine",
+    "tensors_in",
 ]
