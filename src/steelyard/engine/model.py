@@ -120,10 +120,14 @@ class Model:
     def __call__(self, adapter: Adapter | None, **inputs: Any) -> Any:
         """What transformers gives for `inputs`, with an adapter or as the base model."""
         if adapter is not None:
-            self._activate(adapter.name)
+            self.activate(adapter)
             return self._net(**inputs)
         with self._without_adapter():
             return self._net(**inputs)
+
+    def activate(self, adapter: Adapter) -> None:
+        """Put an adapter to use; peft switches off the gradients of the others."""
+        self._activate(adapter.name)
 
     def own_memory(self) -> set[int]:
         """The addresses of all weights: what is not made anew in a forward pass."""
