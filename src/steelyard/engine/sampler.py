@@ -203,8 +203,9 @@ def check_sampling(params: types.SamplingParams, count: int) -> None:
             params.top_k == -1 or is_whole(params.top_k, at_least=1),
             params.top_k,
         ),
-        "seed must be a whole number or None": (
-            params.seed is None or is_whole(params.seed, at_least=-(2**63)),
+        "seed must be a whole number from -2**63 to 2**64 - 1, or None": (
+            params.seed is None
+            or (is_whole(params.seed, at_least=-(2**63)) and params.seed < 2**64),
             params.seed,
         ),
     }
