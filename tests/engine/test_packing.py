@@ -53,7 +53,7 @@ def test_padding_is_less_than_the_tokens_and_one_row(lengths: list[int], limit: 
     # First fit leaves at most one row half empty or more.
     packings = pack(lengths, limit)
     size = sum(packing.rows * packing.length for packing in packings)
-    assert size <= 2 * sum(lengths) + max(ROW, max(lengths))
+    assert size <= 2 * sum(lengths) + max(ROW, *lengths)
 
 
 def test_short_sequences_share_rows() -> None:
