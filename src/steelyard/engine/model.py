@@ -72,6 +72,8 @@ class Model:
         with torch.random.fork_rng(), warnings.catch_warnings():
             # Its weights are added to the output of a tied layer, so nothing comes untied.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # peft finds out for each layer which way round its weights are.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             torch.manual_seed(settings.seed or 0)
             if isinstance(self._net, peft.PeftModel):
                 self._net.add_adapter(name, config)
