@@ -134,8 +134,7 @@ class LocalServiceClient:
             InputError: another argument breaks a rule.
         """
         settings = LoraSettings(rank, seed, train_mlp, train_attn, train_unembed)
-        if optimizer is not None and optimizer.type != "adamw":
-            raise InputError(f"optimizer must be AdamOptimizerConfig, got {optimizer!r}.")
+        _check_optimizer(optimizer)
         host = self._host(base_model)
         adapter = host.later(host.model.add, settings).result()
         with self._lock:
@@ -180,7 +179,9 @@ class LocalServiceClient:
 
         Raises:
             CheckpointError: there is no such checkpoint, or it is of another model.
+            InputError: the optimizer is not AdamW.
         """
+        _check_optimizer(optimizer)
         return self._resume(
             path, base_model, user_metadata, weights_access_token, with_optimizer=False
         )
@@ -338,6 +339,11 @@ class LocalServiceClient:
         load = client.load_state_with_optimizer if with_optimizer else client.load_state
         load(path).result()
         return client
+
+
+def _check_optimizer(optimizer: types.OptimizerConfig | None) -> None:
+    if optimizer is not None and optimizer.type != "adamw":
+        raise InputError(f"optimizer must be AdamOptimizerConfig, got {optimizer!r}.")
 
 
 def _base_of(info: Mapping[str, Any], base_model: str | None, path: str) -> str:
