@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +13,7 @@ from steelyard.engine.adapter import Adapter
 from steelyard.engine.examples import Limits, read_prompt
 from steelyard.engine.host import Host
 from steelyard.engine.sampler import Sampler, Wanted, check_sampling
-from steelyard.errors import ClosedError, InputError
+from steelyard.errors import InputError
 from steelyard.spec.numbers import is_whole
 
 
@@ -36,7 +35,8 @@ class LocalSamplingClient:
         self._host = host
         self._sampler = Sampler(host.model, adapter)
         if adapter is not None:
-            weakref.finalize(self, _remove, host, adapter)
+            # Not after this client: a call that was made outlives it.
+            host.give_back(adapter, after=self._sampler)
 
     def sample(
         self,
@@ -148,13 +148,6 @@ class LocalSamplingClient:
     async def get_base_model_async(self) -> str:
         """As `get_base_model`."""
         return self.get_base_model()
-
-
-def _remove(host: Host, adapter: Adapter) -> None:
-    try:
-        host.later(host.model.remove, adapter)
-    except (ClosedError, RuntimeError):  # nothing is left to give back, or Python is ending
-        return
 
 
 def _check_targets(targets: Tensor, length: int, limits: Limits) -> None:
