@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def base_weights(client: Any) -> dict[str, int]:
 
 def adapters(client: Any) -> int:
     """How many adapters hold memory in one of the layers."""
-    held = [name for name, _ in net(client).named_parameters() if "layers.0.self_attn.q_proj" in name]
+    held = [
+        name for name, _ in net(client).named_parameters() if "layers.0.self_attn.q_proj" in name
+    ]
     return sum("lora_A" in name for name in held)
 
 
@@ -195,6 +198,41 @@ def test_adapters_of_dropped_sampling_clients_are_given_back(alone: LocalService
     assert not same(client.weights(), expected)
 
 
+def test_adapters_of_dropped_training_clients_are_given_back(alone: LocalServiceClient) -> None:
+    kept = create(alone)
+    dropped = create(alone, seed=1)
+    train(dropped)
+    opened = dropped.open_pass(DATA)
+    del dropped
+    gc.collect()
+    kept.weights()
+    assert adapters(kept) == 2  # a pass that is open holds on to its adapter
+    opened.backward([torch.ones(6), torch.ones(11)]).result()
+    del opened
+    gc.collect()
+    kept.weights()
+    assert adapters(kept) == 1
+    train(kept)
+
+
+def test_a_client_may_be_dropped_at_any_moment(alone: LocalServiceClient) -> None:
+    client = create(alone)
+    held = [client.save_weights_and_get_sampling_client()]
+
+    def drop() -> None:
+        # As the garbage collector may, in the midst of handing over a call.
+        with client._host._thread._shutdown_lock:
+            held.clear()
+            gc.collect()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    client.weights()
+    assert adapters(client) == 1
+
+
 def test_a_sample_that_was_asked_for_outlives_its_client(alone: LocalServiceClient) -> None:
     client = create(alone)
     train(client)
@@ -228,7 +266,13 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Layers that are no nn.Linear, and an output layer tied to the embeddings."""
     folder = tmp_path_factory.mktemp("gpt2")
     config = transformers.GPT2Config(
-        vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2, eos_token_id=0, bos_token_id=0
+        vocab_size=64,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        eos_token_id=0,
+        bos_token_id=0,
     )
     torch.manual_seed(0)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
@@ -316,7 +360,9 @@ def test_a_group_that_the_model_has_not_is_an_error(
 ) -> None:
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
-    with pytest.raises(InputError, match=r"train_attn needs layers of that kind, .*train_attn=False"):
+    with pytest.raises(
+        InputError, match=r"train_attn needs layers of that kind, .*train_attn=False"
+    ):
         create(alone, str(tmp_path / "mamba"))
 
 

@@ -310,7 +310,9 @@ def test_a_custom_loss_may_call_the_client(precise: LocalTrainingClient) -> None
 
     def loss(data: Any, rows: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         output = precise.forward(data, "cross_entropy").result(timeout=60)
-        torch.testing.assert_close(logprobs(output)[0].to(rows[0]), rows[0].detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            logprobs(output)[0].to(rows[0]), rows[0].detach(), rtol=0, atol=1e-5
+        )
         return squares(data, rows)
 
     async def run() -> types.ForwardBackwardOutput:
@@ -361,7 +363,9 @@ def test_a_custom_loss_that_fails_leaves_nothing(client: LocalTrainingClient) ->
 
 @pytest.mark.parametrize("kind", ["logits", "", 3])
 def test_a_loss_reads_logprobs_alone(client: LocalTrainingClient, kind: Any) -> None:
-    with pytest.raises(InputError, match=f"loss_type_input must be 'logprobs' or None, got {kind!r}"):
+    with pytest.raises(
+        InputError, match=f"loss_type_input must be 'logprobs' or None, got {kind!r}"
+    ):
         client.forward_backward_custom(ragged(0, [5]), squares, loss_type_input=kind)
 
 
@@ -444,7 +448,8 @@ def pulled(client: LocalTrainingClient, data: list[types.Datum]) -> None:
             for states in opened.given["hidden_states"]
         ],
         "parameters": {
-            key: weight.clone().requires_grad_() for key, weight in opened.given["parameters"].items()
+            key: weight.clone().requires_grad_()
+            for key, weight in opened.given["parameters"].items()
         },
     }
     (squares(data, rows)[0] + beyond(given)).backward()  # type: ignore[no-untyped-call]
