@@ -316,8 +316,9 @@ class LocalServiceClient:
         with self._lock:
             if self._closed:
                 raise ClosedError("the service must be open, got a closed one: make a new one.")
+            source = sources.find(base_model)
             if base_model not in self._hosts:
-                model = Model(sources.find(base_model), self._device, self._dtype)
+                model = Model(source, self._device, self._dtype)
                 self._hosts[base_model] = Host(model, self._max_tokens)
             return self._hosts[base_model]
 
@@ -376,6 +377,6 @@ def _dtype(dtype: str | None, device: torch.device) -> torch.dtype:
     if dtype is None:
         half = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if half else torch.float32
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise InputError(f"dtype must be one of {', '.join(_DTYPES)} or None, got {dtype!r}.")
     return _DTYPES[dtype]
