@@ -154,8 +154,9 @@ def test_sparse_data_are_read_as_the_dense_ones() -> None:
 
 
 def test_a_model_input_of_several_chunks_is_read_in_order() -> None:
-    chunks = [types.EncodedTextChunk(tokens=[3, 1]), types.EncodedTextChunk(tokens=[2])]
-    assert read_prompt(types.ModelInput(chunks=chunks), LIMITS).tolist() == [3, 1, 2]
+    first, second = (types.EncodedTextChunk(tokens=tokens) for tokens in ([3, 1], [2]))
+    prompt = types.ModelInput(chunks=[first, second])
+    assert read_prompt(prompt, LIMITS).tolist() == [3, 1, 2]
 
 
 def test_the_whole_context_may_be_used() -> None:

@@ -114,7 +114,7 @@ def test_an_open_pass_outlives_a_client_that_comes_and_one_that_goes(
 
 
 def test_layers_are_chosen_by_group(alone: LocalServiceClient) -> None:
-    chosen = {
+    chosen: dict[str, dict[str, Any]] = {
         "attn": {"train_mlp": False, "train_unembed": False},
         "mlp": {"train_attn": False, "train_unembed": False},
         "lm_head": {"train_attn": False, "train_mlp": False},
@@ -275,7 +275,8 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
         bos_token_id=0,
     )
     torch.manual_seed(0)
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    model: Any = transformers.GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -348,7 +349,8 @@ def test_layers_with_other_names_are_known(alone: LocalServiceClient, tmp_path: 
         max_position_embeddings=32,
         word_embed_proj_dim=16,
     )
-    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    model: Any = transformers.OPTForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(tmp_path / "opt")
     keys = create(alone, str(tmp_path / "opt")).weights().keys()
     assert {"fc1", "fc2", "q_proj", "k_proj", "v_proj", "out_proj", "lm_head"} == {
         key.split(".lora_")[0].rsplit(".", 1)[1] for key in keys
@@ -359,7 +361,8 @@ def test_a_group_that_the_model_has_not_is_an_error(
     alone: LocalServiceClient, tmp_path: Path
 ) -> None:
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)
-    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    model: Any = transformers.MambaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(tmp_path / "mamba")
     with pytest.raises(
         InputError, match=r"train_attn needs layers of that kind, .*train_attn=False"
     ):

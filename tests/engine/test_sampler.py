@@ -134,7 +134,7 @@ def test_the_logprobs_are_the_models_own(
     for found in sample(sampling, count=3, stop=[], **params).sequences:
         rows = distributions(training, PROMPT + found.tokens)[len(PROMPT) - 1 : -1]
         expected = rows.gather(-1, torch.tensor(found.tokens)[:, None])[:, 0]
-        np.testing.assert_allclose(found.logprobs_np, expected.numpy(), atol=1e-5)
+        np.testing.assert_allclose(found.logprobs or [], expected.numpy(), atol=1e-5)
 
 
 def test_the_logprobs_are_those_of_the_forward_pass(
@@ -144,7 +144,7 @@ def test_the_logprobs_are_those_of_the_forward_pass(
     whole = PROMPT + found.tokens
     output = training.forward([datum(whole[:-1], whole[1:])], "cross_entropy").result()
     (row,) = logprobs(output)
-    np.testing.assert_allclose(found.logprobs_np, row[-6:].numpy(), atol=1e-5)
+    np.testing.assert_allclose(found.logprobs or [], row[-6:].numpy(), atol=1e-5)
 
 
 def test_samples_of_the_base_model_are_the_base_models(exact: LocalServiceClient) -> None:
@@ -189,7 +189,7 @@ def test_samples_that_end_do_not_disturb_the_others(sampling: LocalSamplingClien
         length = ends[0] + 1 if ends else 12
         assert part.tokens == whole.tokens[:length]
         assert part.stop_reason == ("stop" if ends else "length")
-        np.testing.assert_allclose(part.logprobs_np, whole.logprobs_np[:length], atol=1e-5)
+        np.testing.assert_allclose(part.logprobs or [], (whole.logprobs or [])[:length], atol=1e-5)
     assert {found.stop_reason for found in ended} == {"stop", "length"}
 
 
@@ -364,7 +364,7 @@ def test_alternatives_for_each_token_of_the_prompt(
     torch.testing.assert_close(
         found.logprobs.to_torch().double(), rows[:-1].gather(-1, tokens), rtol=0, atol=1e-5
     )
-    assert len(tokens.unique()) > 10
+    assert len(set(tokens.flatten().tolist())) > 10
     again = sample(sampling, options={"prompt_alt_tokens_k": 40}).prompt_alt_tokens
     assert again is not None
     assert torch.equal(again.tokens.to_torch(), tokens)

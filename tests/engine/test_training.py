@@ -90,8 +90,9 @@ def test_a_step_made_right_after_a_custom_loss_comes_after_it(service: LocalServ
     client = create(service)
     start = client.weights()
     client.forward_backward_custom(ragged(0, [6]), squares)
-    norm = client.optim_step(SMALL).result().metrics["unclipped_grad_l2:mean"]
-    assert norm > 0
+    metrics = client.optim_step(SMALL).result().metrics
+    assert metrics is not None
+    assert metrics["unclipped_grad_l2:mean"] > 0
     assert not same(client.weights(), start)
 
 
@@ -316,7 +317,8 @@ def test_a_custom_loss_may_call_the_client(precise: LocalTrainingClient) -> None
         return squares(data, rows)
 
     async def run() -> types.ForwardBackwardOutput:
-        return await (await precise.forward_backward_custom_async(data, loss))
+        future = await precise.forward_backward_custom_async(data, loss)
+        return await future.result_async()
 
     assert precise.forward_backward_custom(data, loss).result(timeout=60).metrics["tokens"] == 5.0
     assert asyncio.run(run()).metrics["tokens"] == 5.0
@@ -337,7 +339,7 @@ def test_a_custom_loss_of_the_twin_does_not_hold_the_event_loop(
         task = asyncio.create_task(client.forward_backward_custom_async(ragged(0, [4]), loss))
         await called.wait()  # only a loop that goes on gets here
         go.set()
-        return await (await task)
+        return await (await task).result_async()
 
     assert asyncio.run(run()).metrics["tokens"] == 4.0
 
@@ -400,7 +402,7 @@ def test_a_traced_loss_needs_its_fields(
     handle = exact.create_custom_loss(traced, {"logprobs": 1, "weights": 1}).result()
     with pytest.raises(ValueError, match=r"datum\[0\] has no loss_fn_inputs\['weights'\]"):
         precise.forward_backward_custom([datum([1, 2])], handle)
-    with pytest.raises(ValueError, match="cannot be traced|must take logprobs"):
+    with pytest.raises(ValueError, match=r"must take logprobs as its first parameter"):
         exact.create_custom_loss(lambda x: x, {"x": 1})
 
 
@@ -441,7 +443,7 @@ def pulled(client: LocalTrainingClient, data: list[types.Datum]) -> None:
     """The same through `open_pass`."""
     opened = client.open_pass(data, NEEDS)
     rows = [row.clone().requires_grad_() for row in opened.logprobs]
-    given = {
+    given: dict[str, Any] = {
         "logits": [row.clone().requires_grad_() for row in opened.given["logits"]],
         "hidden_states": [
             {layer: row.clone().requires_grad_() for layer, row in states.items()}
@@ -577,7 +579,7 @@ def test_a_closed_service_finishes_what_was_begun_and_refuses_the_rest(tmp_path:
         lambda: client.optim_step(SMALL),
         lambda: client.forward_backward_custom(ragged(0, [4]), squares),
         lambda: client.save_state("a"),
-        lambda: client.weights(),
+        client.weights,
         lambda: create(service),
         lambda: service.create_sampling_client(base_model="tiny-random"),
     ):

@@ -45,18 +45,19 @@ class Host:
         """
         if self._closed:
             raise ClosedError("the service must be open, got a closed one: make a new one.")
-        return self._thread.submit(self._run, fn, *args, **kwargs)
+
+        def work() -> T:
+            while self._dropped:
+                self.model.remove(self._dropped.popleft())
+            return fn(*args, **kwargs)
+
+        return self._thread.submit(work)
 
     def submit(
         self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> AwaitableConcurrentFuture[T]:
         """As `later`, for callers who may want to await it."""
         return AwaitableConcurrentFuture(self.later(fn, *args, **kwargs))
-
-    def _run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        while self._dropped:
-            self.model.remove(self._dropped.popleft())
-        return fn(*args, **kwargs)
 
     def close(self) -> None:
         """Finish what was begun, refuse the rest."""
