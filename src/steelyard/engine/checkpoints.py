@@ -61,7 +61,8 @@ class Checkpoints:
         """Write a checkpoint; its path as the SDK writes paths.
 
         Raises:
-            CheckpointError: the name is taken, or the disk refuses.
+            CheckpointError: the name is taken, something in it cannot be saved, or the disk
+                refuses.
         """
         link = self._link(run, kind, name)
         if not overwrite and os.path.lexists(link):
@@ -69,11 +70,12 @@ class Checkpoints:
                 f"name must be free, and {run} has a checkpoint {name!r} already: choose another, "
                 f"or pass overwrite=True."
             )
+        files = _files(name, checkpoint)
         folder = link.with_name(f".{name}.{uuid.uuid4().hex}")
         fresh = link.with_name(f"{folder.name}.link")
         try:
             folder.mkdir(parents=True)
-            _write_files(folder, checkpoint)
+            _write_files(folder, files)
             fresh.symlink_to(folder.name)
             old = _target(link)
             fresh.replace(link)
@@ -142,14 +144,24 @@ def _target(link: Path) -> Path | None:
         return None
 
 
-def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    files = {
-        "adapter_model.safetensors": safetensors.torch.save(dict(checkpoint.weights)),
-        "adapter_config.json": _json(checkpoint.config),
-        "checkpoint.json": _json(checkpoint.info),
-    }
+def _files(name: str, checkpoint: Checkpoint) -> dict[str, bytes]:
+    try:
+        described = {
+            "adapter_config.json": _json(checkpoint.config),
+            "checkpoint.json": _json(checkpoint.info),
+        }
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"what is saved with the checkpoint {name!r} must be ready for JSON, and it is not: "
+            f"{error}"
+        ) from error
+    tensors = {"adapter_model.safetensors": checkpoint.weights}
     if checkpoint.moments is not None:
-        files["optimizer.safetensors"] = safetensors.torch.save(dict(checkpoint.moments))
+        tensors["optimizer.safetensors"] = checkpoint.moments
+    return {file: safetensors.torch.save(dict(held)) for file, held in tensors.items()} | described
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         with (folder / name).open("wb") as file:
             file.write(content)
