@@ -182,6 +182,18 @@ def test_a_step_goes_on_from_loaded_moments_bit_for_bit() -> None:
     assert same(mine.moments(), other.moments())
 
 
+def test_what_was_loaded_is_the_callers_to_keep() -> None:
+    mine, other = adapter(), adapter(1)
+    mine.gather(some(1))
+    mine.step(SMALL)
+    weights, moments = mine.weights(), mine.moments()
+    other.load(weights, moments)
+    other.gather(some(2))
+    other.step(SMALL)
+    assert same(weights, mine.weights())
+    assert same(moments, mine.moments())
+
+
 def test_without_moments_the_optimizer_starts_anew() -> None:
     mine, fresh = adapter(), adapter()
     start = mine.weights()

@@ -294,6 +294,17 @@ def test_a_companion_is_saved_and_loaded_with_the_client(
     assert third.count == 7
 
 
+def test_a_companion_whose_state_is_not_ready_for_json_is_an_error(
+    service: LocalServiceClient, trained: Any
+) -> None:
+    path = saved(trained)
+    trained.attach("odd", Counter(torch.ones(2)))  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(CheckpointError, match=r"the checkpoint 'b' must be ready for JSON, and"):
+        saved(trained, "b")
+    assert len(list(folder_of(service, path).parent.iterdir())) == 2  # nothing of b
+    trained.load_state(path).result()
+
+
 def test_a_companion_is_saved_as_it_is_when_the_call_is_made(trained: Any) -> None:
     counter = Counter(3)
     trained.attach("counter", counter)

@@ -55,9 +55,28 @@ BAD: dict[str, tuple[Any, str]] = {
         [datum([1, -1], [1, 2])],
         r"data\[0\]\.model_input must hold tokens from 0 to 511.*got -1",
     ),
+    "a token beyond all numbers": (
+        [datum([1, 2**70], [1, 2])],
+        r"data\[0\]\.model_input must hold tokens from 0 to 511.*got 1180591620717411303424",
+    ),
     "an image": (
         [with_image()],
         r"data\[0\]\.model_input must hold text tokens alone, got image_asset_pointer",
+    ),
+    "sparse targets that do not add up": (
+        [
+            datum(
+                [1, 2],
+                types.TensorData(
+                    data=[3],
+                    dtype="int64",
+                    shape=[2, 2],
+                    sparse_crow_indices=[0, 1, 5],
+                    sparse_col_indices=[0],
+                ),
+            )
+        ],
+        r"data\[0\]\.loss_fn_inputs\['target_tokens'\] must be a whole tensor, and it is not",
     ),
     "no targets": (
         [without_targets()],

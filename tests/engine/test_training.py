@@ -516,6 +516,16 @@ def test_a_pass_in_parts_gives_what_the_whole_gives(
     torch.testing.assert_close(opened[1].logprobs, opened[0].logprobs, rtol=0, atol=1e-10)
 
 
+def test_a_pass_may_go_back_twice(precise: LocalTrainingClient) -> None:
+    data = ragged(4, [5, 3])
+    opened = precise.open_pass(data)
+    pulls = [torch.ones(5), torch.arange(3.0)]
+    opened.backward(pulls).result()
+    once = precise.gradients()
+    opened.backward(pulls).result()
+    close(precise.gradients(), {key: 2 * value for key, value in once.items()}, 1e-12)
+
+
 def test_what_does_not_pull_may_be_none(precise: LocalTrainingClient) -> None:
     data = ragged(4, [5, 3])
     still = [torch.zeros(5, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
@@ -569,11 +579,14 @@ def test_a_closed_service_finishes_what_was_begun_and_refuses_the_rest(tmp_path:
 
     first = client._host.later(work)
     began.wait()
+    second = client.optim_step(SMALL)
     closing = threading.Thread(target=lambda: service.close("success").result())
     closing.start()
     gate.set()
     closing.join()
     assert first.result() == "done"
+    with pytest.raises(concurrent.futures.CancelledError):
+        second.result()
     for call in (
         lambda: client.forward(ragged(0, [4]), "cross_entropy"),
         lambda: client.optim_step(SMALL),
