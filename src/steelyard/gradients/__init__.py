@@ -1,6 +1,7 @@
 """What each term pulls: its gradient with respect to the log-probs, norms and cosines.
 
-`layout` and `leaf` turn the log-probs into one flat vector; `evaluation` asks a term for its
+`layout` and `leaf` turn the log-probs into one flat vector; `inputs` reads the fields of a
+datum; `evaluation` asks a term for its
 value and differentiates it once; `numerical` and `score` are the estimators for terms that
 autograd cannot see through; `gram` is the algebra over several terms.
 """
@@ -19,6 +20,7 @@ from steelyard.gradients.evaluation import (
     slopes_coroutine,
 )
 from steelyard.gradients.gram import Pull, combine
+from steelyard.gradients.inputs import as_tensor, loss_fn_input
 from steelyard.gradients.layout import Layout, LogProbs, flatten
 from steelyard.gradients.leaf import Leaf
 from steelyard.gradients.numerical import check_count
@@ -33,6 +35,7 @@ __all__ = [
     "Question",
     "Trial",
     "aevaluate",
+    "as_tensor",
     "aslopes",
     "check_count",
     "check_gradient",
@@ -40,6 +43,7 @@ __all__ = [
     "evaluate",
     "evaluate_coroutine",
     "flatten",
+    "loss_fn_input",
     "slopes",
     "slopes_coroutine",
 ]
