@@ -10,7 +10,7 @@ import torch
 
 from steelyard.gradients import as_tensor, loss_fn_input
 
-FIELDS = {"group": np.array([2])}
+FIELDS: Any = {"group": np.array([2])}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_datum_without_fields(datum: Any) -> None:
 
 
 def test_tinker_keeps_classes_sparse_and_they_come_back_whole() -> None:
-    weights = torch.zeros(9, 4)
+    weights: Any = torch.zeros(9, 4)
     weights[0, 1] = 1.0
     datum = tinker.types.Datum(
         model_input=tinker.types.ModelInput.from_ints([1]), loss_fn_inputs={"weights": weights}

@@ -45,7 +45,6 @@ class Session:
 
     def __init__(self, client: httpx.AsyncClient, concurrency: int) -> None:
         self.client = client
-        self.loop = asyncio.get_running_loop()
         self.places = asyncio.Semaphore(concurrency)
         self._keeper = _closing(client)
 

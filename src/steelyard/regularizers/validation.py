@@ -103,7 +103,7 @@ class ExternalValidation:
         self._endpoint = Endpoint(
             url, _checked_headers(headers), limits, follow_redirects=follow_redirects
         )
-        self._session: Session | None = None
+        self._sessions: dict[asyncio.AbstractEventLoop, Session] = {}
 
     def __repr__(self) -> str:
         return f"ExternalValidation(url={self._endpoint.where!r})"
@@ -130,21 +130,26 @@ class ExternalValidation:
 
     def close(self) -> None:
         """Close the connections. A later call opens new ones."""
-        session, self._session = self._session, None
-        if session is None or not session.loop.is_running():
-            return
-        closed = asyncio.run_coroutine_threadsafe(session.close(), session.loop)
         try:
             here = asyncio.get_running_loop()
         except RuntimeError:
             here = None
-        if here is not session.loop:
-            closed.result(timeout=5.0)
+        while self._sessions:
+            loop, session = self._sessions.popitem()
+            if loop.is_running():
+                closed = asyncio.run_coroutine_threadsafe(session.close(), loop)
+                if loop is not here:  # there it has to wait for us
+                    closed.result(timeout=5.0)
 
     async def _open(self) -> Session:
-        session = self._session
-        if session is None or session.loop is not asyncio.get_running_loop():
-            session = self._session = await self._endpoint.session()
+        """The connections of the running loop: the library's own as a rule."""
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None:
+            for other in list(self._sessions):
+                if other.is_closed():  # and has closed its connections
+                    self._sessions.pop(other, None)
+            session = self._sessions[loop] = await self._endpoint.session()
         return session
 
     async def _ask(self, session: Session, question: str, index: int) -> tuple[float | None, int]:
