@@ -1,0 +1,364 @@
+"""Each regularizer moves what it is about, by a clear margin, everything else equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import z3
+
+from steelyard import RegularizerSpec
+from steelyard.regularizers import (
+    DPO,
+    L1,
+    L2,
+    Adaptive,
+    ChosenNLL,
+    ConfidencePenalty,
+    Consistency,
+    DemographicParity,
+    ElasticNet,
+    EMADrift,
+    Entropy,
+    EqualizedOdds,
+    ExternalValidation,
+    JSToReference,
+    KLToReference,
+    LogicalConsistency,
+    SquaredLogRatio,
+    TopologicalConsistency,
+)
+
+from .server import Server
+from .training import (
+    VOCABULARY,
+    Trained,
+    entropy,
+    held,
+    kl,
+    next_token,
+    nll,
+    nothing,
+    policy_gradient,
+    sequence,
+    train,
+)
+
+SEQUENCES = [
+    [1, 2, 3, 4, 5, 6],
+    [7, 8, 9, 10, 11, 12],
+    [13, 14, 15, 16, 17, 18],
+    [19, 20, 21, 22, 23, 24],
+]
+PLACES = [
+    [-1.0, -2.0, -3.0, -4.0, -5.0],
+    [-5.0, -4.0, -1.0, -2.0, -3.0],
+    [-3.0] * 5,
+    [-2.0, -6.0, -2.0, -6.0, -2.0],
+]
+HELD = [sequence(s, held=torch.tensor(p)) for s, p in zip(SEQUENCES, PLACES, strict=True)]
+
+
+def flat(trained: Trained, data: Any) -> torch.Tensor:
+    return torch.cat([row.reshape(-1) for row in trained.logprobs(data)])
+
+
+def means(trained: Trained, data: Any) -> torch.Tensor:
+    return torch.stack([row.mean() for row in trained.logprobs(data)])
+
+
+def term(regularizer: Any, weight: float, **fields: Any) -> RegularizerSpec:
+    return RegularizerSpec(regularizer, weight, "term", **fields)
+
+
+# Sparsity: what is measured falls, while the base loss holds the log-probs where they are.
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "weight", "size"),
+    [
+        (L1(), 2.0, lambda lp: lp.abs()),
+        (L2(), 0.5, lambda lp: lp**2),
+        (ElasticNet(), 1.0, lambda lp: 0.5 * lp.abs() + 0.5 * lp**2),
+        (L1(of="probs"), 10.0, lambda lp: lp.exp()),
+        (L2(of="probs"), 10.0, lambda lp: lp.exp() ** 2),
+        (L2(center="mean"), 2.0, lambda lp: (lp - lp.mean()) ** 2),
+    ],
+    ids=["l1", "l2", "elastic_net", "l1 of probs", "l2 of probs", "l2 around the mean"],
+)
+def test_sparsity(regularizer: Any, weight: float, size: Any) -> None:
+    without = size(flat(train(HELD, held), HELD)).mean()
+    with_it = size(flat(train(HELD, held, [term(regularizer, weight)]), HELD)).mean()
+    assert with_it < 0.8 * without
+
+
+# Entropy: a policy gradient that rewards one token, on tokens sampled from the model.
+
+
+def on_policy(trained: Trained, generator: torch.Generator) -> list[Any]:
+    probabilities = next_token(trained, prompt=3).exp()
+    tokens = torch.multinomial(probabilities, 64, replacement=True, generator=generator)
+    gains = (tokens == 5).float()
+    gains -= gains.mean()
+    return [
+        sequence([3, int(token)], advantages=gain[None])
+        for token, gain in zip(tokens, gains, strict=True)
+    ]
+
+
+def entropy_with(*specs: RegularizerSpec) -> float:
+    return entropy(next_token(train(on_policy, policy_gradient, specs, steps=40), prompt=3))
+
+
+def test_entropy_rises_under_a_bonus_and_falls_under_a_penalty() -> None:
+    without = entropy_with()
+    bonus = entropy_with(term(Entropy(mode="bonus"), 1.0))
+    penalty = entropy_with(term(Entropy(mode="penalty"), 1.0))
+    assert bonus > without + 0.5
+    assert penalty < without - 0.5
+
+
+def test_confidence_is_kept_below_its_threshold() -> None:
+    without = entropy_with()
+    assert without < 2.0
+    assert entropy_with(term(ConfidencePenalty(threshold=2.8), 1.0)) > without + 0.5
+
+
+def classes(trained: Trained, generator: torch.Generator) -> list[Any]:
+    """The ten likeliest tokens after a prompt."""
+    listed = next_token(trained, prompt=3).topk(10).indices
+    return [sequence([3, 0], target_tokens=listed[None].numpy())]
+
+
+@pytest.mark.parametrize(("mode", "sign"), [("bonus", 1), ("penalty", -1)])
+def test_entropy_of_classes(mode: Any, sign: int) -> None:
+    without = entropy(next_token(train(classes, nothing), prompt=3))
+    trained = train(classes, nothing, [term(Entropy(mode=mode), 1.0)], steps=20)
+    assert sign * (entropy(next_token(trained, prompt=3)) - without) > 0.15
+
+
+# Reference: likelihood draws the model away from where it began.
+
+
+def referenced(fields: Any = dict) -> list[Any]:
+    data = [sequence(s) for s in SEQUENCES]
+    began = Trained().logprobs(data)
+    return [
+        sequence(s, reference_logprobs=row, **fields())
+        for s, row in zip(SEQUENCES, began, strict=True)
+    ]
+
+
+def distance(trained: Trained) -> float:
+    """KL divergence from where the model began, over all prompts of the data."""
+    prompts = [token for s in SEQUENCES for token in s[:-1]]
+    began = Trained()
+    return sum(kl(next_token(trained, p), next_token(began, p)) for p in prompts) / len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "weight"),
+    [
+        (KLToReference(), 1.0),
+        (KLToReference(estimator="k3"), 1.0),
+        (JSToReference(), 6.0),
+        (SquaredLogRatio(), 0.5),
+    ],
+    ids=["k2", "k3", "js", "squared log-ratio"],
+)
+def test_the_reference_is_nearer(regularizer: Any, weight: float) -> None:
+    data = referenced()
+    without = distance(train(data, nll, steps=30))
+    assert distance(train(data, nll, [term(regularizer, weight)], steps=30)) < 0.5 * without
+
+
+@pytest.mark.parametrize("regularizer", [KLToReference(), JSToReference()])
+def test_the_reference_is_nearer_by_classes(regularizer: Any) -> None:
+    listed = [[[token, token + 1, token + 2] for token in s[1:]] for s in SEQUENCES]
+    bare = [sequence(s, target_tokens=k) for s, k in zip(SEQUENCES, listed, strict=True)]
+    data = [
+        sequence(s, target_tokens=k, reference_logprobs=row)
+        for s, k, row in zip(SEQUENCES, listed, Trained().logprobs(bare), strict=True)
+    ]
+
+    def first_class(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+        return -torch.cat(logprobs)[:, 0].mean()
+
+    without = distance(train(data, first_class, steps=30))
+    with_it = train(data, first_class, [term(regularizer, 8.0)], steps=30)
+    assert distance(with_it) < 0.5 * without
+
+
+@pytest.mark.parametrize("metric", ["mse", "l1"])
+def test_pairs_agree(metric: Any) -> None:
+    def gap(trained: Trained) -> float:
+        a, b, c, d = trained.logprobs(HELD)
+        return float(torch.cat([a - b, c - d]).abs().mean())
+
+    with_it = train(HELD, held, [term(Consistency(metric=metric), 2.0)])
+    assert gap(with_it) < 0.6 * gap(train(HELD, held))
+
+
+# Topology.
+
+
+def windows(datum: Any, logprobs: torch.Tensor) -> torch.Tensor:
+    """Each log-prob and the next, as points of a plane."""
+    return logprobs.unfold(0, 2, 1)
+
+
+def test_the_points_of_the_log_probs_lose_their_shape() -> None:
+    shape = TopologicalConsistency(points=windows, dimensions=0)
+
+    def persistence(trained: Trained) -> float:
+        return float(shape.compute(HELD, trained.logprobs(HELD))[0])
+
+    with_it = train(HELD, held, [term(shape, 1.0)], steps=40)
+    assert persistence(with_it) < 0.6 * persistence(train(HELD, held, steps=40))
+
+
+def its_points(datum: Any, logprobs: Any) -> Any:
+    return datum.loss_fn_inputs["points"].to_torch()
+
+
+def test_data_with_much_shape_become_less_likely() -> None:
+    spread = [torch.eye(4) * size for size in (0.1, 0.1, 3.0, 3.0)]
+    data = [sequence(s, points=p) for s, p in zip(SEQUENCES, spread, strict=True)]
+    shape = TopologicalConsistency(points=its_points, dimensions=0, differentiable=False)
+    assert_less_likely(data, [2, 3], shape, 0.1)
+
+
+def assert_less_likely(data: Any, worse: list[int], regularizer: Any, weight: float) -> None:
+    """Some of the data fall behind the rest, which without the term they do not."""
+    better = [index for index in range(len(data)) if index not in worse]
+
+    def lead(trained: Trained) -> float:
+        found = means(trained, data)
+        return float(found[better].mean() - found[worse].mean())
+
+    without = lead(train(data, nll, steps=30))
+    with_it = lead(train(data, nll, [term(regularizer, weight)], steps=30))
+    assert abs(without) < 1.0
+    assert with_it > without + 1.0
+
+
+# Fairness.
+
+GROUPED = [
+    sequence(s, held=torch.tensor([place] * 5), group=[group], label=[label])
+    for s, place, group, label in zip(
+        SEQUENCES, (-1.0, -4.0, -2.0, -6.0), (0, 1, 0, 1), (0, 0, 1, 1), strict=True
+    )
+]
+
+
+@pytest.mark.parametrize("outcome", ["logprob", "prob"])
+@pytest.mark.parametrize("cls", [DemographicParity, EqualizedOdds])
+def test_the_gap_between_groups_is_smaller(cls: Any, outcome: Any) -> None:
+    fair = cls(outcome=outcome)
+
+    def gap(trained: Trained) -> float:
+        found = trained.logprobs(GROUPED)
+        return float(fair.compute(GROUPED, found)[1]["gap"])
+
+    weight = 2.0 if outcome == "logprob" else 100.0
+    with_it = train(GROUPED, held, [term(fair, weight)])
+    assert gap(with_it) < 0.6 * gap(train(GROUPED, held))
+
+
+def test_the_difference_is_no_longer_significant() -> None:
+    many = [
+        sequence([a, b], held=torch.tensor([-1.0 if a % 2 else -4.0]), group=[a % 2])
+        for a, b in zip(range(24), range(1, 25), strict=True)
+    ]
+    fair = DemographicParity()
+
+    def p_value(trained: Trained) -> float:
+        return fair.compute(many, trained.logprobs(many))[1]["p_value"]
+
+    assert p_value(train(many, held)) < 0.001
+    assert p_value(train(many, held, [term(fair, 20.0)])) > 0.05
+
+
+# Verdicts.
+
+
+def ascending(datum: Any, index: int) -> list[Any]:
+    """The tokens are numbers that somebody claims to be in order."""
+    numbers = [z3.Int(f"n{place}") for place in range(5)]
+    given = datum.loss_fn_inputs["target_tokens"].to_torch().tolist()
+    return [n == value for n, value in zip(numbers, given, strict=True)] + [
+        a < b for a, b in zip(numbers, numbers[1:], strict=False)
+    ]
+
+
+def test_data_that_contradict_themselves_become_less_likely() -> None:
+    tokens = [SEQUENCES[0], SEQUENCES[1], [13, 17, 15, 16, 14, 18], [19, 24, 21, 22, 23, 20]]
+    logic = LogicalConsistency(constraints=ascending)
+    assert_less_likely([sequence(s) for s in tokens], [2, 3], logic, 0.5)
+
+
+def test_what_the_validator_rejects_becomes_less_likely() -> None:
+    def question(datum: Any, index: int) -> Any:
+        return {"penalty": float(datum.model_input.to_ints()[0] > 10)}
+
+    data = [sequence(s) for s in SEQUENCES]
+    with Server() as server:
+        judge = ExternalValidation(url=server.url("check"), payload=question)
+        assert_less_likely(data, [2, 3], judge, 0.5)
+        judge.close()
+        assert server.connections <= 4
+
+
+# What remembers.
+
+
+def test_the_mean_log_prob_drifts_more_slowly() -> None:
+    data = [sequence(s) for s in SEQUENCES]
+    began = flat(Trained(), data).mean()
+    without = flat(train(data, nll, steps=20), data).mean() - began
+    slow = [term(EMADrift(decay=0.99), 10.0)]
+    assert flat(train(data, nll, slow, steps=20), data).mean() - began < 0.5 * without
+
+
+def test_the_target_is_held() -> None:
+    data, target = referenced(), 0.2
+
+    def value(*specs: RegularizerSpec) -> float:
+        trained = train(data, nll, specs, steps=150)
+        return float(KLToReference().compute(data, trained.logprobs(data))[0])
+
+    fixed = value(term(KLToReference(), 0.1))
+    controller = Adaptive(regularizer=KLToReference(), target=target, rate=1.0, initial=0.1)
+    held_value = value(term(controller, 1.0))
+    assert fixed > 3 * target
+    assert 0.6 * target < held_value < 1.5 * target
+
+
+# Preference.
+
+
+def test_dpo_and_the_terms_that_steady_it() -> None:
+    data = referenced()
+
+    def run(*specs: RegularizerSpec) -> tuple[float, float, float]:
+        """The margin, how likely the chosen are, and how far all have moved."""
+        trained = train(data, DPO(beta=0.1), specs, steps=30)
+        _, metrics = DPO(beta=0.1).compute(data, trained.logprobs(data))
+        moved = flat(trained, data) - flat(Trained(), data)
+        return metrics["margin"], float(means(trained, data)[::2].mean()), float(moved.abs().mean())
+
+    margin, chosen, moved = run()
+    assert margin > 1.0
+    nll_margin, nll_chosen, _ = run(term(ChosenNLL(), 1.0))
+    assert nll_chosen > chosen + 0.3
+    assert nll_margin > 0.5
+    near_margin, _, near_moved = run(term(SquaredLogRatio(), 0.2))
+    assert near_moved < 0.7 * moved
+    assert near_margin > 0.2
+
+
+def test_the_vocabulary_is_the_models() -> None:
+    assert next_token(Trained(), 0).exp().sum().item() == pytest.approx(1.0)
+    assert len(next_token(Trained(), 0)) == VOCABULARY
