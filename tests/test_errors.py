@@ -16,6 +16,8 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "InputError": (SteelyardError, ValueError),
     "RegistryError": (SteelyardError, LookupError),
     "StateError": (SteelyardError, ValueError),
+    "ModelError": (SteelyardError, LookupError),
+    "CheckpointError": (SteelyardError, OSError),
     "TelemetryError": (SteelyardError, ValueError),
     "ClosedError": (SteelyardError, RuntimeError),
     "MissingExtraError": (SteelyardError, ImportError),

@@ -12,13 +12,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from steelyard import errors, schedules, telemetry
+from steelyard._extras import cure as _cure
 from steelyard._version import __version__
 from steelyard.errors import SteelyardError
 from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from steelyard.spec import Regularizer, RegularizerSpec, register
 
 if TYPE_CHECKING:
-    from steelyard import penalties
+    from steelyard import engine, penalties
+    from steelyard.clients import regularize
     from steelyard.composition import DetachedTermWarning, Pipeline, acompute, compute
     from steelyard.execution import Workers
 
@@ -35,9 +37,11 @@ __all__ = [
     "__version__",
     "acompute",
     "compute",
+    "engine",
     "errors",
     "penalties",
     "register",
+    "regularize",
     "schedules",
     "telemetry",
 ]
@@ -48,9 +52,10 @@ _LAZY = {
     "Workers": "steelyard.execution",
     "acompute": "steelyard.composition",
     "compute": "steelyard.composition",
+    "engine": "steelyard.engine",
     "penalties": "steelyard.penalties",
+    "regularize": "steelyard.clients",
 }
-_EXTRAS = {"torch": "torch"}
 
 
 def __getattr__(name: str) -> Any:
@@ -59,12 +64,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(_LAZY[name])
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
-            raise
-        raise errors.MissingExtraError(
-            f"steelyard.{name} needs {error.name}, which is not installed: "
-            f'pip install "steelyard[{_EXTRAS[error.name]}]".'
-        ) from error
+        raise _cure(f"steelyard.{name}", error) from error
     return module if name == module.__name__.rpartition(".")[2] else getattr(module, name)
 
 

@@ -5,6 +5,8 @@
     ├── InputError          (ValueError)    an argument of a call is wrong
     ├── RegistryError       (LookupError)   a name is not registered, or taken
     ├── StateError          (ValueError)    a state_dict does not fit
+    ├── ModelError          (LookupError)   a base model is unknown, or cannot be had
+    ├── CheckpointError     (OSError)       a checkpoint cannot be written, found or used
     ├── TelemetryError      (ValueError)    a handler cannot be attached
     ├── ClosedError         (RuntimeError)  the pipeline or its workers are closed
     ├── MissingExtraError   (ImportError)   an optional dependency is not installed
@@ -26,10 +28,12 @@ from __future__ import annotations
 from typing import Literal
 
 __all__ = [
+    "CheckpointError",
     "ClosedError",
     "GradientError",
     "InputError",
     "MissingExtraError",
+    "ModelError",
     "NonFiniteError",
     "RegistryError",
     "SpecError",
@@ -63,6 +67,14 @@ class RegistryError(SteelyardError, LookupError):
 
 class StateError(SteelyardError, ValueError):
     """A saved state does not fit what it is loaded into."""
+
+
+class ModelError(SteelyardError, LookupError):
+    """A base model is unknown, cannot be fetched, or is not what it should be."""
+
+
+class CheckpointError(SteelyardError, OSError):
+    """A checkpoint cannot be written, is not there, or belongs to another model."""
 
 
 class TelemetryError(SteelyardError, ValueError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -21,10 +21,13 @@ from steelyard.execution import Batch, Ticket, Workers
 from steelyard.gradients import (
     Layout,
     Leaf,
+    Nest,
     Pull,
+    PullBeyond,
     Question,
     check_gradient,
     combine,
+    combine_beyond,
 )
 
 
@@ -49,6 +52,12 @@ class Call:
         data: what the terms receive first.
         layout: the structure of the log-probs.
         flat: the log-probs.
+        given: what there is beyond them, by need.
+
+    Attributes:
+        parts: the terms in this call.
+        pull: their gradients, combined, once it has run.
+        beyond: their gradients beyond log-probs, combined, once it has run.
 
     Raises:
         SpecError: a schedule yields a bad weight at this step.
@@ -62,9 +71,12 @@ class Call:
         data: Any,
         layout: Layout,
         flat: Tensor,
+        given: Mapping[str, Nest],
     ) -> None:
         self._settings = settings
         self._layout, self._flat = layout, flat
+        self.pull: Pull
+        self.beyond: PullBeyond
         self.parts: list[Part] = []
         for term in terms:
             spec, place, weight = term.spec, term.place(), term.spec.weight_at(step)
@@ -77,11 +89,12 @@ class Call:
                 layout,
                 flat,
                 settings.check_finite,
+                {need: given[need] for need in spec.needs},
             )
             events = TermEvents(term, weight, place)
             self.parts.append(Part(term, weight, place, question, events))
 
-    def run(self, workers: Workers, stop: SimpleQueue[Ticket | None]) -> Pull:
+    def run(self, workers: Workers, stop: SimpleQueue[Ticket | None]) -> None:
         """Evaluate all terms: those that run apart first set going, then the inline ones.
 
         Raises:
@@ -96,10 +109,14 @@ class Call:
             if jobs:
                 batch = batch or stack.enter_context(self._batch(jobs, workers, stop))
                 self._gather(jobs, batch, workers)
-        pull = self._combine()
+        self._combine()
         for part in self.parts:
-            part.report(pull.norms.get(part.term.name))
-        return pull
+            part.report(self.norm_of(part.term))
+
+    def norm_of(self, term: Term) -> float | None:
+        """The norm of its gradient in its own space, if there is one and it is tracked."""
+        norms = self.pull.norms if term.grad_space == "logprobs" else self.beyond.norms
+        return norms.get(term.name)
 
     def _jobs(self) -> list[Job]:
         jobs = []
@@ -171,25 +188,31 @@ class Call:
                 else:
                     part.succeed(evaluation)
 
-    def _combine(self) -> Pull:
-        """The gradients, combined; without those that are not finite, if these may fail."""
-        pull = self._pull()
+    def _combine(self) -> None:
+        """Combine the gradients; without those that are not finite, if these may fail."""
+        self._pull()
         # The total shows what no term may have, at the cost of one look for all of them.
-        if self._settings.check_finite and not math.isfinite(pull.total_norm):
+        if self._settings.check_finite and not self._is_finite():
             for part in self.parts:
-                if part.evaluation is not None and part.evaluation.gradient is not None:
-                    try:
-                        check_gradient(part.term.name, part.evaluation.gradient)
-                    except NonFiniteError as error:
-                        part.fail(error)
-            pull = self._pull()
-        return pull
+                try:
+                    for gradient in part.evaluation.gradients if part.evaluation else ():
+                        check_gradient(part.term.name, gradient)
+                except NonFiniteError as error:
+                    part.fail(error)
+            self._pull()
 
-    def _pull(self) -> Pull:
-        weights, gradients = {}, {}
-        for part in self.parts:
-            if part.evaluation is not None and part.evaluation.gradient is not None:
-                weights[part.term.name] = part.weight
-                gradients[part.term.name] = part.evaluation.gradient
+    def _is_finite(self) -> bool:
+        beyond = (t for ts in self.beyond.totals.values() for t in ts if t is not None)
+        return math.isfinite(self.pull.total_norm) and all(
+            math.isfinite(total.sum().item()) for total in beyond
+        )
+
+    def _pull(self) -> None:
         tracked = self._settings.track_grad_norms
-        return combine(gradients, weights, self._flat, tracked=tracked)
+        done = {p.term.name: (p, p.evaluation) for p in self.parts if p.evaluation is not None}
+        weights = {name: part.weight for name, (part, _) in done.items()}
+        beyond = {name: e.beyond for name, (_, e) in done.items() if e.beyond}
+        self.beyond = combine_beyond(beyond, weights, tracked=tracked)
+        gradients = {name: e.gradient for name, (_, e) in done.items() if e.gradient is not None}
+        aside = {name for name, (part, _) in done.items() if part.term.grad_space != "logprobs"}
+        self.pull = combine(gradients, weights, self._flat, tracked=tracked, aside=aside)

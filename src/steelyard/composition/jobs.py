@@ -22,8 +22,10 @@ from steelyard.gradients import (
     check_count,
     evaluate,
     evaluate_coroutine,
+    mapped,
     slopes,
     slopes_coroutine,
+    tensors_in,
 )
 
 
@@ -46,9 +48,13 @@ class Job:
         if len(self.tickets) > 1:
             pieces = torch.cat([ticket.result() for ticket in self.tickets[1:]])
             evaluation = with_slopes(self.part.question, evaluation, pieces, self._seconds())
+        device = self.part.question.flat.device
         gradient = evaluation.gradient
         if gradient is not None:
-            evaluation = replace(evaluation, gradient=gradient.to(self.part.question.flat.device))
+            evaluation = replace(evaluation, gradient=gradient.to(device))
+        if evaluation.beyond:
+            beyond = mapped(evaluation.beyond, lambda g: None if g is None else g.to(device))
+            evaluation = replace(evaluation, beyond=beyond)
         return evaluation
 
     def _seconds(self) -> float:
@@ -67,7 +73,8 @@ def job_for(part: Part, lane: Lane, timeout: float, width: int) -> Job:
     size = question.flat.numel()
     sent = question
     if lane == "process":
-        sent = replace(question, flat=question.flat.cpu())
+        beyond = mapped(question.beyond, lambda tensor: tensor.detach().cpu())
+        sent = replace(question, flat=question.flat.cpu(), beyond=beyond)
     first: Callable[..., Any]
     rest: Callable[..., Any]
     if lane == "async":
@@ -81,6 +88,7 @@ def job_for(part: Part, lane: Lane, timeout: float, width: int) -> Job:
         return Ticket(term.name, lane, fn, (sent, *args), timeout, reply_bytes=reply_bytes)
 
     reply = size * question.flat.element_size()
+    reply += sum(tensor.nbytes for tensor in tensors_in(question.beyond))
     tickets = [ticket(first, reply_bytes=reply)]
     if term.spec.gradient == "numerical":
         check_count(term.name, size)
@@ -119,4 +127,4 @@ def evaluate_inline(question: Question, leaf: Leaf) -> Evaluation:
 
 def _evaluate_on(question: Question, leaf: Leaf) -> Evaluation:
     trial = Trial(question, leaf)
-    return trial.finish(question.call(trial.logprobs))
+    return trial.finish(trial.call())

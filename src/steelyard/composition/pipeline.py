@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
@@ -17,10 +17,10 @@ import torch
 from steelyard.composition.call import Call, Settings
 from steelyard.composition.events import CallEvents
 from steelyard.composition.join import join
-from steelyard.composition.term import Term
+from steelyard.composition.term import Facts, Term
 from steelyard.errors import ClosedError, InputError, SpecError, StateError
 from steelyard.execution import Ticket, Workers, check_picklable, default_workers
-from steelyard.gradients import LogProbs, flatten
+from steelyard.gradients import LogProbs, Nest, flatten
 from steelyard.output import CustomLossOutput
 from steelyard.spec import (
     BASE,
@@ -49,6 +49,8 @@ class Pipeline:
             core. Coroutines are not limited.
         check_finite: treat a NaN or infinite value or gradient as a failure of its term.
         workers: what terms run on; None is what all pipelines of the process share.
+        gives: what `compute` will be given beyond log-probs; a term may need no more.
+        after: a pipeline to go on from: what it has learned of its terms, by name, goes along.
 
     Raises:
         SpecError: an argument breaks a rule.
@@ -79,6 +81,9 @@ class Pipeline:
         max_concurrency: int | None = None,
         check_finite: bool = True,
         workers: Workers | None = None,
+        *,
+        gives: Collection[str] = (),
+        after: Pipeline | None = None,
     ) -> None:
         width = (os.cpu_count() or 1) if max_concurrency is None else max_concurrency
         if not is_whole(width, at_least=1):
@@ -96,16 +101,30 @@ class Pipeline:
         self._lock = threading.Lock()
         self._closed = False
         self._own_workers = workers
-        self._base = Term(_base_spec(loss_fn))
+        self._gives = frozenset(gives)
+        self._facts: dict[str, Facts] = {} if after is None else after._facts  # noqa: SLF001
+        self._base = self._term(_base_spec(loss_fn))
         self._terms: tuple[Term, ...] = ()
-        self._replace_terms([Term(RegularizerSpec.of(spec)) for spec in regularizers])
+        self._replace_terms([self._term(RegularizerSpec.of(spec)) for spec in regularizers])
 
     @property
     def specs(self) -> tuple[RegularizerSpec, ...]:
         """The specs of the regularizers, in order."""
         return tuple(term.spec for term in self._terms)
 
-    def compute(self, data: Any, logprobs: LogProbs, step: int = 0) -> CustomLossOutput:
+    def needs(self, step: int = 0) -> tuple[str, ...]:
+        """What the regularizers that are due at `step` need beyond log-probs."""
+        due = (term.spec for term in self._terms if term.spec.due(step))
+        return tuple(dict.fromkeys(need for spec in due for need in spec.needs))
+
+    def compute(
+        self,
+        data: Any,
+        logprobs: LogProbs,
+        step: int = 0,
+        *,
+        given: Mapping[str, Nest] | None = None,
+    ) -> CustomLossOutput:
         """The composed loss of one batch, its parts and its gradient.
 
         It may be called from plain code, inside a running event loop (which it blocks; see
@@ -115,16 +134,24 @@ class Pipeline:
             data: handed to every term as it is; one item per datum.
             logprobs: a tensor per datum, `[T]` or `[T, K]`, in a list; or one tensor.
             step: the number of this step, from 0; schedules and `every` follow it.
+            given: what there is beyond log-probs, by need: tensors in lists and mappings.
 
         Raises:
-            InputError: the log-probs or the step break a rule.
+            InputError: the log-probs or the step break a rule, or something needed is not given.
             SpecError: a schedule yields a bad weight at this step.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
             ClosedError: the pipeline is closed.
         """
-        return self._compute(data, logprobs, step, SimpleQueue())
+        return self._compute(data, logprobs, step, given or {}, SimpleQueue())
 
-    async def acompute(self, data: Any, logprobs: LogProbs, step: int = 0) -> CustomLossOutput:
+    async def acompute(
+        self,
+        data: Any,
+        logprobs: LogProbs,
+        step: int = 0,
+        *,
+        given: Mapping[str, Nest] | None = None,
+    ) -> CustomLossOutput:
         """As `compute`, without blocking the running event loop: the work is done in threads.
 
         Async terms run on the library's own loop here too. If the caller is cancelled, so is
@@ -134,7 +161,7 @@ class Pipeline:
         done: Future[None] = Future()
         # A running future cannot be cancelled by the loop; whoever waits for it can be.
         done.set_running_or_notify_cancel()
-        ticket = Ticket(BASE, "thread", self._compute, (data, logprobs, step, stop))
+        ticket = Ticket(BASE, "thread", self._compute, (data, logprobs, step, given or {}, stop))
         ticket.on_change = lambda t: done.set_result(None) if t.settled else None
         self._workers().threads.submit(ticket)
         try:
@@ -152,7 +179,7 @@ class Pipeline:
             SpecError: it breaks a rule, its name is taken, or there are 100 already.
         """
         with self._lock:
-            self._replace_terms([*self._terms, Term(RegularizerSpec.of(spec))])
+            self._replace_terms([*self._terms, self._term(RegularizerSpec.of(spec))])
 
     def remove(self, name: str) -> None:
         """Take a regularizer off, from the next call on.
@@ -210,7 +237,12 @@ class Pipeline:
         self.close()
 
     def _compute(
-        self, data: Any, logprobs: LogProbs, step: int, stop: SimpleQueue[Ticket | None]
+        self,
+        data: Any,
+        logprobs: LogProbs,
+        step: int,
+        given: Mapping[str, Nest],
+        stop: SimpleQueue[Ticket | None],
     ) -> CustomLossOutput:
         terms = self._terms
         events = CallEvents(
@@ -222,7 +254,7 @@ class Pipeline:
             }
         )
         try:
-            output = self._composed(terms, data, logprobs, step, stop, events)
+            output = self._composed(terms, data, logprobs, step, given, stop, events)
         except BaseException as error:
             events.exception(error)
             raise
@@ -235,6 +267,7 @@ class Pipeline:
         data: Any,
         logprobs: LogProbs,
         step: int,
+        given: Mapping[str, Nest],
         stop: SimpleQueue[Ticket | None],
         events: CallEvents,
     ) -> CustomLossOutput:
@@ -245,17 +278,26 @@ class Pipeline:
         with torch.inference_mode(mode=False):
             layout, flat = flatten(logprobs)
         due = [self._base, *(term for term in terms if term.spec.due(step))]
-        call = Call(due, step, self._settings, data, layout, flat)
-        pull = call.run(self._workers(), stop)
+        for term in due:
+            if not given.keys() >= set(term.spec.needs):
+                raise InputError(
+                    f"given must hold {list(term.spec.needs)} for regularizer {term.name!r}, "
+                    f"got {sorted(given)}."
+                )
+        call = Call(due, step, self._settings, data, layout, flat, given)
+        call.run(self._workers(), stop)
         began = perf_counter()
         not_run = [term.name for term in terms if not term.spec.due(step)]
         tracked = self._settings.track_grad_norms
-        output = join(call.parts, pull, layout, not_run, tracked=tracked)
+        output = join(call, layout, given, not_run, tracked=tracked)
         events.composed(began, output)
         return output
 
     def _workers(self) -> Workers:
         return self._own_workers or default_workers()
+
+    def _term(self, spec: RegularizerSpec) -> Term:
+        return Term(spec, self._facts.setdefault(spec.name, Facts()))
 
     def _stateful(self) -> dict[str, Any]:
         terms = (self._base, *self._terms)
@@ -285,16 +327,23 @@ class Pipeline:
                 why = "is the base loss" if term.name == BASE else "stands twice"
                 raise SpecError(f"names must be unique, and {term.name!r} {why}: choose another.")
             names.add(term.name)
-            if term.spec.needs:
+            missing = [need for need in term.spec.needs if need not in self._gives]
+            if missing:
                 raise SpecError(
-                    f"needs={term.spec.needs!r} must be given by a training client, and a plain "
-                    f"pipeline has only log-probs (regularizer {term.name!r})."
+                    f"needs must be among what the training client gives, log-probs"
+                    f"{''.join(f', {need}' for need in sorted(self._gives))}, and {missing} "
+                    f"is not: train on steelyard.engine, which has it, or rewrite the term "
+                    f"(regularizer {term.name!r})."
                 )
-        new = [term for term in terms if term not in self._terms]
-        in_processes = [term.spec for term in new if term.spec.run_in == "process"]
-        for spec in in_processes:
-            check_picklable(spec.name, (spec.call, spec.options))
-        if in_processes:
+        unproved = [
+            term
+            for term in terms
+            if term.spec.run_in == "process" and term.facts.travelled is not term.spec.fn
+        ]
+        for term in unproved:
+            check_picklable(term.name, (term.spec.call, term.spec.options))
+            term.facts.travelled = term.spec.fn
+        if unproved:
             self._workers().processes.warm()
         self._terms = tuple(terms)
 

@@ -30,6 +30,7 @@ class Facts:
     duration: float | None = None
     warned: bool = False
     stuck: Ticket | None = None
+    travelled: object = None  # the fn that was seen to pickle
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,13 @@ class Term:
     def is_base(self) -> bool:
         """Whether it is the base loss."""
         return self.spec.name == BASE
+
+    @cached_property
+    def grad_space(self) -> str:
+        """What its gradient is with respect to: log-probs, or what it asked for beyond them."""
+        spec = self.spec
+        differentiated = spec.needs and spec.gradient in ("auto", "autograd")
+        return "+".join(spec.needs) if differentiated else "logprobs"
 
     def place(self) -> Place:
         """Where it runs this time.

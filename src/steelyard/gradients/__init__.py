@@ -1,11 +1,19 @@
 """What each term pulls: its gradient with respect to the log-probs, norms and cosines.
 
 `layout` and `leaf` turn the log-probs into one flat vector; `inputs` reads the fields of a
-datum; `evaluation` asks a term for its
-value and differentiates it once; `numerical` and `score` are the estimators for terms that
-autograd cannot see through; `gram` is the algebra over several terms.
+datum; `evaluation` asks a term for its value and differentiates it once; `numerical` and
+`score` are the estimators for terms that autograd cannot see through; `gram` is the algebra
+over several terms, and `beyond` the same for what a term may have asked for beyond log-probs.
 """
 
+from steelyard.gradients.beyond import (
+    Gradients,
+    Nest,
+    PullBeyond,
+    combine_beyond,
+    mapped,
+    tensors_in,
+)
 from steelyard.gradients.evaluation import (
     Evaluation,
     Method,
@@ -27,11 +35,14 @@ from steelyard.gradients.numerical import check_count
 
 __all__ = [
     "Evaluation",
+    "Gradients",
     "Layout",
     "Leaf",
     "LogProbs",
     "Method",
+    "Nest",
     "Pull",
+    "PullBeyond",
     "Question",
     "Trial",
     "aevaluate",
@@ -40,10 +51,13 @@ __all__ = [
     "check_count",
     "check_gradient",
     "combine",
+    "combine_beyond",
     "evaluate",
     "evaluate_coroutine",
     "flatten",
     "loss_fn_input",
+    "mapped",
     "slopes",
     "slopes_coroutine",
+    "tensors_in",
 ]

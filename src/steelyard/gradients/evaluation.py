@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from steelyard.errors import GradientError
 from steelyard.gradients import numerical
+from steelyard.gradients.beyond import Gradients, Nest, leaves_of, tensors_in
 from steelyard.gradients.layout import Layout, LogProbs
 from steelyard.gradients.leaf import Leaf
 from steelyard.gradients.returned import as_scalar, check_finite, split_metrics
@@ -35,10 +36,11 @@ class Question:
     layout: Layout
     flat: Tensor
     check_finite: bool = True
+    beyond: Mapping[str, Nest] = field(default_factory=dict)
 
-    def call(self, logprobs: LogProbs) -> Any:
-        """What the term returns for `logprobs`: a result, or a coroutine that gives one."""
-        return self.fn(self.data, logprobs, **self.options)
+    def call(self, logprobs: LogProbs, beyond: Mapping[str, Nest]) -> Any:
+        """What the term returns: a result, or a coroutine that gives one."""
+        return self.fn(self.data, logprobs, **self.options, **beyond)
 
     def copied(self) -> LogProbs:
         """The log-probs without a gradient, in memory of their own: a term may write to them."""
@@ -52,10 +54,11 @@ class Evaluation:
     Attributes:
         value: the term's value.
         custom: the metrics it returned.
-        gradient: flat; None if the term has none.
+        gradient: flat; None if there is no path to the log-probs.
         method: how the gradient came to be; None if there is none.
         duration: seconds, the gradient included.
         gradient_duration: seconds the gradient took.
+        beyond: the gradients for what the term asked for beyond log-probs, by need.
     """
 
     value: float
@@ -64,18 +67,25 @@ class Evaluation:
     method: Method | None
     duration: float
     gradient_duration: float
+    beyond: Gradients = field(default_factory=dict)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Every gradient there is: for the log-probs, and beyond."""
+        found = [self.gradient, *(g for gs in self.beyond.values() for g in gs)]
+        return [gradient for gradient in found if gradient is not None]
 
 
 def evaluate(question: Question) -> Evaluation:
     """The term's value and gradient, on a leaf of its own."""
     trial = Trial(question)
-    return trial.finish(question.call(trial.logprobs))
+    return trial.finish(trial.call())
 
 
 async def aevaluate(question: Question) -> Evaluation:
     """As `evaluate`, for a term whose call gives a coroutine."""
     trial = Trial(question)
-    return trial.finish(await question.call(trial.logprobs))
+    return trial.finish(await trial.call())
 
 
 def evaluate_coroutine(question: Question) -> Evaluation:
@@ -84,7 +94,7 @@ def evaluate_coroutine(question: Question) -> Evaluation:
 
 
 class Trial:
-    """One evaluation under way: the log-probs to call the term with, then `finish`.
+    """One evaluation under way: `call` the term, then `finish` with what it returned.
 
     Inline terms share one `leaf`; a term that runs apart has its own.
     """
@@ -95,9 +105,15 @@ class Trial:
         self._leaf: Leaf | None = None
         if question.gradient in ("auto", "autograd"):
             self._leaf = leaf or Leaf.of(question.layout, question.flat)
-            self.logprobs = self._leaf.views
+            self._logprobs = self._leaf.views
+            self._beyond = leaves_of(question.beyond) if question.beyond else {}
         else:
-            self.logprobs = question.copied()
+            self._logprobs = question.copied()
+            self._beyond = question.beyond
+
+    def call(self) -> Any:
+        """What the term returns for these log-probs: a result, or a coroutine that gives one."""
+        return self._question.call(self._logprobs, self._beyond)
 
     def finish(self, returned: object) -> Evaluation:
         """Read what the term returned and differentiate it.
@@ -109,6 +125,7 @@ class Trial:
         result, custom = split_metrics(question.term, returned)
         gradient: Tensor | None
         method: Method | None
+        beyond: Gradients = {}
         if question.gradient == "score":
             costs = read_costs(question.term, result, question.layout)
             value = self._value(costs.mean())
@@ -119,14 +136,20 @@ class Trial:
             loss = as_scalar(question.term, result)
             value = self._value(loss)
             began = perf_counter()
-            gradient = self._autograd(loss)
-            method = None if gradient is None else "autograd"
+            gradient, beyond = self._autograd(loss)
+            method = None if gradient is None and not beyond else "autograd"
         now = perf_counter()
-        return Evaluation(value, custom, gradient, method, now - self._began, now - began)
+        return Evaluation(value, custom, gradient, method, now - self._began, now - began, beyond)
 
-    def _autograd(self, loss: Tensor) -> Tensor | None:
+    def _autograd(self, loss: Tensor) -> tuple[Tensor | None, Gradients]:
         question = self._question
-        gradient = None if self._leaf is None else self._leaf.gradient_of(loss)
+        if self._leaf is None:
+            return None, {}
+        leaves = {need: list(tensors_in(nest)) for need, nest in self._beyond.items()}
+        gradient, *rest = self._leaf.gradients_of(loss, [t for ts in leaves.values() for t in ts])
+        if any(found is not None for found in rest):
+            each = iter(rest)
+            return gradient, {need: [next(each) for _ in ts] for need, ts in leaves.items()}
         if gradient is None and question.gradient == "autograd":
             raise GradientError(
                 f"gradient='autograd' needs a loss that depends on the log-probs through torch, "
@@ -135,7 +158,7 @@ class Trial:
                 f"gradient='none' if it is meant so.",
                 term=question.term,
             )
-        return gradient
+        return gradient, {}
 
     def _value(self, loss: Tensor) -> float:
         value: float = loss.item()
@@ -147,7 +170,7 @@ class Trial:
 def slopes(question: Question, start: int, stop: int) -> Tensor:
     """The numerical gradient of a term with respect to `flat[start:stop]`."""
     return numerical.differences(
-        lambda point: _value(question, question.call(question.layout.split(point))),
+        lambda point: _value(question, question.call(question.layout.split(point), {})),
         question.flat,
         start,
         stop,
@@ -158,7 +181,7 @@ async def aslopes(question: Question, start: int, stop: int) -> Tensor:
     """As `slopes`, for a term whose call gives a coroutine."""
 
     async def value(point: Tensor) -> float:
-        return _value(question, await question.call(question.layout.split(point)))
+        return _value(question, await question.call(question.layout.split(point), {}))
 
     return await numerical.adifferences(value, question.flat, start, stop)
 

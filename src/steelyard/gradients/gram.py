@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
 
@@ -35,7 +35,12 @@ class Pull:
 
 
 def combine(
-    gradients: Mapping[str, Tensor], weights: Mapping[str, float], like: Tensor, *, tracked: bool
+    gradients: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    like: Tensor,
+    *,
+    tracked: bool,
+    aside: Collection[str] = (),
 ) -> Pull:
     """The weighted sum of flat gradients; if tracked, also their norms and cosines.
 
@@ -44,6 +49,7 @@ def combine(
         weights: by name.
         like: what the total looks like if there are no gradients.
         tracked: whether norms and cosines are wanted.
+        aside: names that count in the total alone, since their norm is taken in another space.
     """
     if not gradients:
         return Pull(torch.zeros_like(like), 0.0, {}, {})
@@ -52,13 +58,14 @@ def combine(
     total_norm = math.sqrt(_gram([total])[0][0])
     if not tracked:
         return Pull(total, total_norm, {}, {})
-    gram = _gram(vectors)
+    names = [name for name in gradients if name not in aside]
+    gram = _gram([gradients[name] for name in names]) if names else []
     norms = [math.sqrt(row[i]) for i, row in enumerate(gram)]
     cosines = {
-        (a, b): _cosine(gram[i][j], norms[i] * norms[j])
-        for (i, a), (j, b) in combinations(enumerate(gradients), 2)
+        (a, b): cosine(gram[i][j], norms[i] * norms[j])
+        for (i, a), (j, b) in combinations(enumerate(names), 2)
     }
-    return Pull(total, total_norm, dict(zip(gradients, norms, strict=True)), cosines)
+    return Pull(total, total_norm, dict(zip(names, norms, strict=True)), cosines)
 
 
 # NaN and infinity are the caller's to judge, as torch leaves them: NumPy need not warn.
@@ -110,8 +117,9 @@ def _suits_numpy(vector: Tensor) -> bool:
     return vector.device.type == "cpu" and vector.dtype in (torch.float32, torch.float64)
 
 
-def _cosine(dot: float, scale: float) -> float:
+def cosine(dot: float, scale: float) -> float:
+    """`dot` / `scale` within -1 and 1; 0 where a gradient is zero, NaN where it is NaN."""
     if scale == 0:
         return 0.0
-    cosine = dot / scale
-    return cosine if math.isnan(cosine) else min(1.0, max(-1.0, cosine))
+    ratio = dot / scale
+    return ratio if math.isnan(ratio) else min(1.0, max(-1.0, ratio))

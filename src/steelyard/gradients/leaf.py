@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +28,12 @@ class Leaf:
             leaf.requires_grad_()
             return cls(leaf, layout.split(leaf))
 
-    def gradient_of(self, loss: Tensor) -> Tensor | None:
-        """The flat gradient of `loss`, or None if it has no path to the leaf."""
+    def gradients_of(
+        self, loss: Tensor, others: Sequence[Tensor] = ()
+    ) -> tuple[Tensor | None, ...]:
+        """The gradient of `loss` for the flat leaf, then for `others`; None where no path is."""
         if not loss.requires_grad:
-            return None
+            return (None,) * (1 + len(others))
         # What torch.autograd.grad does after checks that here take longer than a small term.
         found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(  # noqa: SLF001 - see above
             (loss,),
@@ -38,8 +41,8 @@ class Leaf:
             # A term may share a part of its graph, a cached tensor, with another one.
             keep_graph=True,
             create_graph=False,
-            inputs=(self.flat,),
+            inputs=(self.flat, *others),
             allow_unreachable=True,
             accumulate_grad=False,
         )
-        return found[0]
+        return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,15 @@ class CustomLossOutput:
         regularizer_total: sum of their contributions.
         total_grad_norm: L2 norm of d loss_total / d logprobs; None unless tracked.
         gradients: d loss_total / d logprobs, structured like the log-probs; not serialised.
+        beyond: d loss_total / d what terms asked for beyond log-probs, by need; not serialised.
         cosines: cosine between the gradients of two terms, by pair of names in the order of
             the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero.
         skipped: reasons, by name, of terms that failed and were dropped (`on_error="skip"`).
         not_run: names of terms that were disabled or not due at this step.
+        loss_fn_outputs: from a training client: what it gave for each datum; not serialised.
+        loss_fn_output_type: from a training client: what kind of record that is.
+        server_metrics: from a training client: the metrics of the backward pass, with the loss
+            that was composed here as `loss:sum` and the one sent as `surrogate_loss:sum`.
 
     Example:
         >>> base = BaseLossOutput(2.5, custom={"perplexity": 12.2})
@@ -43,9 +48,13 @@ class CustomLossOutput:
     total_grad_norm: float | None = None
     # A torch tensor or a list of them; comparing tensors has no single answer.
     gradients: Any = field(default=None, compare=False, repr=False)
+    beyond: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
+    loss_fn_outputs: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
+    loss_fn_output_type: str = ""
+    server_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -56,8 +65,9 @@ class CustomLossOutput:
     def metrics(self) -> dict[str, float]:
         """Every number under a flat, slash-separated key; the base loss's own keys stay bare."""
         nested = self.to_dict()
+        server = nested.pop("server_metrics", {})
         custom = nested["base_loss"].pop("custom")
-        return {**custom, **dict(_flatten(nested))}
+        return {**server, **custom, **dict(_flatten(nested))}
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping. What was not tracked, skipped or left out has no key."""
@@ -78,6 +88,10 @@ class CustomLossOutput:
             values["skipped"] = dict(self.skipped)
         if self.not_run:
             values["not_run"] = list(self.not_run)
+        if self.loss_fn_output_type:
+            values["loss_fn_output_type"] = self.loss_fn_output_type
+        if self.server_metrics:
+            values["server_metrics"] = dict(self.server_metrics)
         return values
 
     def to_json(self, **options: Any) -> str:
@@ -86,7 +100,7 @@ class CustomLossOutput:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CustomLossOutput:
-        """The inverse of `to_dict`: everything but the gradients."""
+        """The inverse of `to_dict`: everything but the gradients and other tensors."""
         regularizers = {
             name: RegularizerOutput.from_dict({"name": name, **r})
             for name, r in values.get("regularizers", {}).items()
@@ -105,6 +119,8 @@ class CustomLossOutput:
             cosines=cosines,
             skipped=dict(values.get("skipped", {})),
             not_run=tuple(values.get("not_run", ())),
+            loss_fn_output_type=values.get("loss_fn_output_type", ""),
+            server_metrics=dict(values.get("server_metrics", {})),
         )
 
 

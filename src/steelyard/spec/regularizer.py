@@ -197,7 +197,12 @@ class RegularizerSpec:
         listed = [self.needs] if isinstance(self.needs, str) else self.needs
         kept = isinstance(listed, list | tuple) and all(need in _NEEDS for need in listed)
         self._require(kept, "needs", f"among {', '.join(_NEEDS)}")
-        self._settle("needs", tuple(listed))
+        self._settle("needs", tuple(dict.fromkeys(listed)))
+        if self.needs and self.gradient == "numerical":
+            raise SpecError(
+                f"gradient='numerical' moves the log-probs alone and cannot go with "
+                f"needs={self.needs!r}: use 'auto', 'score' or 'none' (regularizer {self.name!r})."
+            )
 
     def _check_options(self) -> None:
         self._require(

@@ -1,0 +1,36 @@
+"""Which extra brings which dependency."""
+
+from __future__ import annotations
+
+from steelyard.errors import MissingExtraError
+
+EXTRAS = {
+    "torch": "torch",
+    "tinker": "tinker",
+    "filelock": "engine",
+    "gguf": "engine",
+    "peft": "engine",
+    "platformdirs": "engine",
+    "psutil": "engine",
+    "safetensors": "engine",
+    "transformers": "engine",
+}
+
+
+def cure(
+    what: str, error: ModuleNotFoundError, *, extra: str | None = None
+) -> ModuleNotFoundError | MissingExtraError:
+    """What to raise when `what` cannot be imported: an error with the command that cures it.
+
+    Args:
+        what: the name that was asked for.
+        error: what Python said.
+        extra: the extra that brings all that `what` needs; None is the module's own.
+    """
+    module = (error.name or "").partition(".")[0]
+    if module not in EXTRAS:
+        return error
+    return MissingExtraError(
+        f"{what} needs {module}, which is not installed: "
+        f'pip install "steelyard[{extra or EXTRAS[module]}]".'
+    )

@@ -1,0 +1,18 @@
+"""The embedded engine: a real model, trained and sampled in this process, with the SDK's verbs.
+
+A call goes this way: `service` finds a base model (`sources`) and loads it once (`model`, on a
+`host` with one thread); `training` and `sampling` check what they are given (`examples`) and
+queue the work; `trainer` packs sequences into rows (`packing`), runs them forward and back
+(`run`), and gathers gradients in an `adapter`; `sampler` draws tokens; `checkpoints` are on disk.
+"""
+
+from steelyard._extras import cure as _cure
+
+try:
+    from steelyard.engine.sampling import LocalSamplingClient
+    from steelyard.engine.service import LocalServiceClient
+    from steelyard.engine.training import LocalTrainingClient
+except ModuleNotFoundError as error:
+    raise _cure("steelyard.engine", error, extra="engine") from error
+
+__all__ = ["LocalSamplingClient", "LocalServiceClient", "LocalTrainingClient"]

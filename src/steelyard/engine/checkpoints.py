@@ -1,0 +1,184 @@
+"""Checkpoints on disk: safetensors and JSON, in folders that appear whole or not at all.
+
+`<root>/<run>/weights/<name>` is a link to a hidden folder beside it. A checkpoint is written
+into a new hidden folder and then the link is put in place in one move, over the old one if
+there is one: whoever follows the link finds a whole checkpoint, whenever the writer was killed.
+The folder is also one that peft can load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from steelyard.errors import CheckpointError
+
+Kind = Literal["weights", "sampler_weights"]
+
+_SCHEME = "tinker://"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,199}")
+_ABANDONED = 3600  # seconds after which nobody is still writing into a folder
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds.
+
+    Attributes:
+        info: what was trained, how, and whatever is saved with it; ready for JSON.
+        weights: the adapter's, by key.
+        moments: the optimizer's; None in a checkpoint for sampling.
+        config: the adapter's settings as peft writes them.
+    """
+
+    info: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor] | None
+    config: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints under one root folder."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def write(
+        self, run: str, kind: Kind, name: str, checkpoint: Checkpoint, *, overwrite: bool
+    ) -> str:
+        """Write a checkpoint; its path as the SDK writes paths.
+
+        Raises:
+            CheckpointError: the name is taken, or the disk refuses.
+        """
+        link = self._link(run, kind, name)
+        if not overwrite and os.path.lexists(link):
+            raise CheckpointError(
+                f"name must be free, and {run} has a checkpoint {name!r} already: choose another, "
+                f"or pass overwrite=True."
+            )
+        folder = link.with_name(f".{name}.{uuid.uuid4().hex}")
+        try:
+            folder.mkdir(parents=True)
+            _write_files(folder, checkpoint)
+            fresh = folder.with_suffix(".link")
+            fresh.symlink_to(folder.name)
+            old = _target(link)
+            fresh.replace(link)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint {name!r} must be written to {link.parent}, and that failed: "
+                f"{error}. Make room there, or choose another folder; nothing was changed."
+            ) from error
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+        _sweep(link.parent)
+        return f"{_SCHEME}{run}/{kind}/{name}"
+
+    def read(self, path: str) -> Checkpoint:
+        """The checkpoint at `path`: what `write` gave, or the path of its folder.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it has expired.
+        """
+        link = self._find(path)
+        for attempt in ("first", "second"):
+            folder = _target(link)
+            if folder is None or not (folder / "checkpoint.json").is_file():
+                raise CheckpointError(f"path must be that of a checkpoint, and {path!r} is none.")
+            try:
+                found = _read_files(folder)
+                break
+            except FileNotFoundError as error:  # replaced while it was read: read the new one
+                if attempt == "second":
+                    raise _damaged(path, error) from error
+            except (OSError, ValueError, safetensors.SafetensorError) as error:
+                raise _damaged(path, error) from error
+        expires = found.info.get("expires_at")
+        if expires is not None and expires < time.time():
+            raise CheckpointError(f"path must be that of a checkpoint, and {path!r} has expired.")
+        return found
+
+    def _link(self, run: str, kind: str, name: str) -> Path:
+        for what, value in (("run", run), ("name", name)):
+            if not isinstance(value, str) or not _NAME.fullmatch(value):
+                raise CheckpointError(
+                    f"the {what} of a checkpoint must be 1 to 200 letters, digits or ._:- that "
+                    f"start with a letter or a digit, got {value!r}."
+                )
+        return self._root / run / kind / name
+
+    def _find(self, path: str) -> Path:
+        if not isinstance(path, str) or not path.startswith(_SCHEME):
+            return Path(path).expanduser()
+        parts = path.removeprefix(_SCHEME).split("/")
+        if len(parts) != 3 or parts[1] not in ("weights", "sampler_weights"):  # noqa: PLR2004
+            raise CheckpointError(
+                f"path must look like {_SCHEME}run/weights/name or "
+                f"{_SCHEME}run/sampler_weights/name, got {path!r}."
+            )
+        return self._link(*parts)
+
+
+def _target(link: Path) -> Path | None:
+    try:
+        return link.resolve(strict=True)
+    except OSError:
+        return None
+
+
+def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
+    files = {
+        "adapter_model.safetensors": safetensors.torch.save(dict(checkpoint.weights)),
+        "adapter_config.json": _json(checkpoint.config),
+        "checkpoint.json": _json(checkpoint.info),
+    }
+    if checkpoint.moments is not None:
+        files["optimizer.safetensors"] = safetensors.torch.save(dict(checkpoint.moments))
+    for name, content in files.items():
+        with (folder / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _read_files(folder: Path) -> Checkpoint:
+    moments = folder / "optimizer.safetensors"
+    return Checkpoint(
+        info=json.loads((folder / "checkpoint.json").read_text("utf-8")),
+        weights=safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes()),
+        moments=safetensors.torch.load(moments.read_bytes()) if moments.is_file() else None,
+        config=json.loads((folder / "adapter_config.json").read_text("utf-8")),
+    )
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, indent=2, sort_keys=True).encode()
+
+
+def _damaged(path: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {path!r} must be whole, and it is damaged: {type(error).__name__}: {error}"
+    )
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what writers that were killed have left, once it is old."""
+    linked = {_target(entry) for entry in folder.iterdir() if not entry.name.startswith(".")}
+    for entry in folder.iterdir():
+        abandoned = entry.name.startswith(".") and entry.resolve() not in linked
+        if abandoned and time.time() - entry.lstat().st_mtime > _ABANDONED:
+            entry.unlink() if entry.is_symlink() else shutil.rmtree(entry, ignore_errors=True)

@@ -1,0 +1,166 @@
+"""A base model, loaded once, and the LoRA adapters that share it."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from steelyard.engine.adapter import ALPHA, Adapter, LoraSettings
+from steelyard.engine.examples import Limits
+from steelyard.engine.sources import Source
+from steelyard.errors import InputError
+
+_GROUPS = {
+    "attn": ("attn", "attention"),
+    "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "fc1", "fc2"),
+}
+
+
+class Model:
+    """One copy of the base weights with any number of adapters. Not for several threads at once.
+
+    Args:
+        source: where the base model comes from.
+        device: where it runs.
+        dtype: of the base weights.
+    """
+
+    def __init__(self, source: Source, device: torch.device, dtype: torch.dtype) -> None:
+        self.source = source
+        self.device = device
+        base = source.model(dtype).eval().requires_grad_(requires_grad=False).to(device)
+        self.config = base.config
+        self.end_tokens = _end_tokens(base)
+        self._groups = _groups(base)
+        self._net: Any = base
+        self._names = (f"a{number}" for number in itertools.count())
+        self._adapters: set[str] = set()
+        self._active: str | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes of its vocabulary and of its context."""
+        context = getattr(self.config, "max_position_embeddings", None) or 2**31
+        return Limits(self.config.vocab_size, context)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        return self.source.tokenizer()
+
+    def add(self, settings: LoraSettings) -> Adapter:
+        """A fresh adapter: the model with it is the base model, until it is trained.
+
+        Raises:
+            InputError: the model has no layers of a group that is to be trained.
+        """
+        if settings.seed is None:
+            settings = replace(settings, seed=secrets.randbits(63))
+        name = next(self._names)
+        config = self.lora_config(settings)
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            # Its weights are added to the output of a tied layer, so nothing comes untied.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            torch.manual_seed(settings.seed or 0)
+            if isinstance(self._net, peft.PeftModel):
+                self._net.add_adapter(name, config)
+            else:
+                self._net = peft.get_peft_model(self._net, config, adapter_name=name)
+                self._net.eval()
+                self._active = name
+        self._adapters.add(name)
+        marker = f".{name}."
+        parameters = {
+            key.replace(marker, "."): parameter
+            for key, parameter in self._net.named_parameters()
+            if marker in key
+        }
+        return Adapter(name, settings, parameters)
+
+    def remove(self, adapter: Adapter) -> None:
+        """Give the memory of an adapter back, unless it is the only one: peft keeps one."""
+        others = self._adapters - {adapter.name}
+        if adapter.name in self._adapters and others:
+            self._activate(min(others))
+            self._net.delete_adapter(adapter.name)
+            self._adapters = others
+
+    def lora_config(self, settings: LoraSettings) -> peft.LoraConfig:
+        """What peft calls an adapter with these settings.
+
+        Raises:
+            InputError: the model has no layers of a group that is to be trained.
+        """
+        for group in settings.groups:
+            if not self._groups[group]:
+                raise InputError(
+                    f"train_{group} needs layers of that kind, and {self.source.name!r} has none "
+                    f"that Steelyard knows: pass train_{group}=False."
+                )
+        return peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=settings.rank,
+            lora_alpha=ALPHA,
+            lora_dropout=0.0,
+            bias="none",
+            target_modules=[n for group in settings.groups for n in self._groups[group]],
+        )
+
+    def __call__(self, adapter: Adapter | None, **inputs: Any) -> Any:
+        """What transformers gives for `inputs`, with an adapter or as the base model."""
+        if adapter is not None:
+            self._activate(adapter.name)
+            return self._net(**inputs)
+        with self._without_adapter():
+            return self._net(**inputs)
+
+    def own_memory(self) -> set[int]:
+        """The addresses of all weights: what is not made anew in a forward pass."""
+        tensors: Iterator[Tensor] = itertools.chain(self._net.parameters(), self._net.buffers())
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def _activate(self, name: str) -> None:
+        if self._active != name:
+            self._net.set_adapter(name)
+            self._active = name
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        if isinstance(self._net, peft.PeftModel):
+            with self._net.disable_adapter():
+                yield
+        else:
+            yield
+
+
+def _groups(base: Any) -> Mapping[str, Sequence[str]]:
+    """The names of the layers that LoRA can train, by the part of the model they belong to."""
+    output = base.get_output_embeddings()
+    found: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
+    for name, module in base.named_modules():
+        if module is output:
+            found["unembed"].append(name)
+        elif isinstance(module, nn.Linear | Conv1D):
+            for group, words in _GROUPS.items():
+                if any(word in name.lower() for word in words):
+                    found[group].append(name)
+                    break
+    return found
+
+
+def _end_tokens(base: Any) -> frozenset[int]:
+    ends = base.generation_config.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)

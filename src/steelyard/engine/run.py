@@ -1,0 +1,122 @@
+"""One forward pass of one packing, and the way back through it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.engine.adapter import Adapter
+from steelyard.engine.examples import Example
+from steelyard.engine.model import Model
+from steelyard.engine.packing import Packing
+
+# What a term may ask for beyond log-probs that a forward pass makes.
+MADE = ("logits", "hidden_states")
+
+
+@dataclass(frozen=True)
+class Pulls:
+    """d loss / d what forward passes gave, for each datum; None where nothing pulls.
+
+    Attributes:
+        logprobs: `[T]` or `[T, K]`.
+        logits: `[T, V]`.
+        hidden_states: `{layer: [T, H]}`.
+        parameters: by key; not for each datum.
+    """
+
+    logprobs: Sequence[Tensor]
+    logits: Sequence[Tensor | None] | None = None
+    hidden_states: Sequence[Mapping[int, Tensor | None]] | None = None
+    parameters: Mapping[str, Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the model gave for the sequences of a packing, still attached to its graph."""
+
+    packing: Packing
+    logprobs: Tensor
+    logits: Tensor | None
+    hidden_states: Mapping[int, Tensor]
+
+    def split(self, examples: Sequence[Example], into: Sequence[dict[str, Any]]) -> None:
+        """Put what there is for each sequence into its mapping, without the graph."""
+        for slot in self.packing.slots:
+            place = (slot.row, slice(slot.start, slot.stop))
+            shape = examples[slot.index].targets.shape
+            found = into[slot.index]
+            found["logprobs"] = self.logprobs.detach()[place][:, : _width(shape)].reshape(shape)
+            if self.logits is not None:
+                found["logits"] = self.logits.detach()[place]
+            if self.hidden_states:
+                found["hidden_states"] = {
+                    layer: states.detach()[place] for layer, states in self.hidden_states.items()
+                }
+
+    def pull(self, pulls: Pulls, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The gradients of the weights; the graph is used up.
+
+        Whole packings go back, not the view of each sequence: each view would cost a gradient
+        of the size of all.
+        """
+        pairs = [(self.logprobs, self._gathered(self.logprobs, pulls.logprobs))]
+        if self.logits is not None and pulls.logits is not None:
+            pairs.append((self.logits, self._gathered(self.logits, pulls.logits)))
+        for layer, states in self.hidden_states.items() if pulls.hidden_states else ():
+            rows = [by_layer[layer] for by_layer in pulls.hidden_states or ()]
+            # The embeddings come before every adapter, so that nothing leads back from them.
+            if states.requires_grad and any(row is not None for row in rows):
+                pairs.append((states, self._gathered(states, rows)))
+        outputs, gradients = zip(*pairs, strict=True)
+        return torch.autograd.grad(outputs, weights, gradients, allow_unused=True)
+
+    def _gathered(self, like: Tensor, rows: Sequence[Tensor | None]) -> Tensor:
+        packed = torch.zeros_like(like, requires_grad=False)
+        for slot in self.packing.slots:
+            row = rows[slot.index]
+            if row is not None:
+                row = row.reshape(slot.stop - slot.start, -1).to(packed)
+                packed[slot.row, slot.start : slot.stop, : row.shape[1]] = row
+        return packed
+
+
+def forward(
+    model: Model,
+    adapter: Adapter | None,
+    examples: Sequence[Example],
+    packing: Packing,
+    needs: Sequence[str] = (),
+) -> Run:
+    """Run the model over a packing; with a graph, if gradients are enabled."""
+    device = model.device
+    width = max(_width(examples[slot.index].targets.shape) for slot in packing.slots)
+    tokens = packing.fill([example.tokens for example in examples])
+    targets = packing.fill([_widened(example.targets, width) for example in examples])
+    given = model(
+        adapter,
+        input_ids=tokens.to(device),
+        position_ids=packing.positions().to(device),
+        use_cache=False,
+        output_hidden_states="hidden_states" in needs,
+    )
+    logits = given.logits
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    # Not log_softmax: that would keep a second tensor as large as the logits.
+    logprobs = logits.gather(-1, targets.to(device)) - logits.logsumexp(-1, keepdim=True)
+    hidden = enumerate(given.hidden_states) if "hidden_states" in needs else ()
+    return Run(packing, logprobs, logits if "logits" in needs else None, dict(hidden))
+
+
+def _width(shape: torch.Size) -> int:
+    return shape[1] if len(shape) > 1 else 1
+
+
+def _widened(targets: Tensor, width: int) -> Tensor:
+    targets = targets.reshape(len(targets), -1)
+    return torch.nn.functional.pad(targets, (0, width - targets.shape[1]))

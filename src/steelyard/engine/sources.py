@@ -1,0 +1,81 @@
+"""Where base models come from: the two that Steelyard knows, a folder, or the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.engine import smollm2, tiny
+from steelyard.errors import ModelError
+
+# The names, and the longest text each model can take.
+KNOWN = {smollm2.NAME: smollm2.CONTEXT, tiny.NAME: tiny.CONTEXT}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A base model by its name, not loaded yet.
+
+    Attributes:
+        name: as the user wrote it.
+        model: loads it, in a dtype, on the CPU.
+        tokenizer: loads its tokenizer.
+    """
+
+    name: str
+    model: Callable[[Any], Any]
+    tokenizer: Callable[[], Any]
+
+
+def find(base_model: str) -> Source:
+    """The source of `base_model`: a known name, a folder, or a Hub id.
+
+    Raises:
+        ModelError: it is none of the three.
+    """
+    if base_model == tiny.NAME:
+        return Source(base_model, tiny.build, tiny.tokenizer)
+    if base_model == smollm2.NAME:
+        return _pretrained(base_model, smollm2.fetch)
+    if not isinstance(base_model, str) or not base_model:
+        raise _unknown(base_model)
+    folder = Path(base_model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"base_model must be a folder as transformers writes it, with a config.json, "
+                f"got {base_model!r} without one: write it with model.save_pretrained(folder)."
+            )
+        return _pretrained(base_model, lambda: folder)
+    if base_model.count("/") == 1 and not base_model.startswith(("/", ".", "~")):
+        return _pretrained(base_model, lambda: base_model)
+    raise _unknown(base_model)
+
+
+def _pretrained(name: str, place: Callable[[], str | Path]) -> Source:
+    def load(loader: str, **options: Any) -> Any:
+        import transformers  # noqa: PLC0415 - takes seconds
+
+        where = place()
+        try:
+            return getattr(transformers, loader).from_pretrained(where, **options)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"base_model {name!r} must be one that transformers can load as a causal "
+                f"language model, and it cannot: {error}"
+            ) from error
+
+    return Source(
+        name,
+        lambda dtype: load("AutoModelForCausalLM", dtype=dtype),
+        lambda: load("AutoTokenizer"),
+    )
+
+
+def _unknown(base_model: object) -> ModelError:
+    return ModelError(
+        f"base_model must be a known name ({', '.join(KNOWN)}), the path of a folder as "
+        f"transformers writes it, or a Hub id (organisation/name), got {base_model!r}."
+    )

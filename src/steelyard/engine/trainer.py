@@ -1,0 +1,191 @@
+"""What a training client's calls do to its adapter. Runs on the engine's thread, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tinker import types
+from torch import Tensor
+
+from steelyard.engine.adapter import Adapter
+from steelyard.engine.examples import Example
+from steelyard.engine.losses import Loss
+from steelyard.engine.model import Model
+from steelyard.engine.packing import Packing, pack
+from steelyard.engine.room import Room
+from steelyard.engine.run import MADE, Pulls, Run, forward
+
+Settings = Mapping[str, float]
+
+
+@dataclass
+class Opened:
+    """A forward pass whose way back is still to come.
+
+    Attributes:
+        examples: what the model read.
+        packings: how they lie in rows.
+        found: what it gave for each of them, without the graph.
+        runs: the graphs; None if they are not kept, and the way back goes forward again.
+        version: of the weights it was made with.
+    """
+
+    examples: Sequence[Example]
+    packings: Sequence[Packing]
+    found: Sequence[dict[str, Any]]
+    runs: list[Run] | None
+    version: int
+
+
+class Trainer:
+    """An adapter in its model: forward passes, the way back, and steps."""
+
+    def __init__(self, model: Model, adapter: Adapter, room: Room) -> None:
+        self.model = model
+        self.adapter = adapter
+        self._room = room
+
+    def forward(
+        self, examples: Sequence[Example], loss: Loss, settings: Settings
+    ) -> types.ForwardBackwardOutput:
+        """The loss and the log-probs; no gradient."""
+        found = self._room.within(self.adapter, lambda tokens: self._look(examples, tokens))
+        each, _ = _losses([f["logprobs"] for f in found], examples, loss, settings)
+        return _output([f["logprobs"] for f in found], each)
+
+    def forward_backward(
+        self, examples: Sequence[Example], loss: Loss, settings: Settings
+    ) -> types.ForwardBackwardOutput:
+        """The loss, and its gradient gathered; packing by packing."""
+
+        def work(tokens: int) -> types.ForwardBackwardOutput:
+            total = _Sum(self.adapter)
+            found: list[dict[str, Any]] = [{} for _ in examples]
+            each: list[Tensor] = [torch.empty(0)] * len(examples)
+            for packing in _packed(examples, tokens):
+                run = self._run(examples, packing)
+                run.split(examples, found)
+                inside = [slot.index for slot in packing.slots]
+                logprobs = [found[i]["logprobs"] for i in inside]
+                losses, slopes = _losses(logprobs, [examples[i] for i in inside], loss, settings)
+                pulls: list[Tensor] = [torch.empty(0)] * len(examples)
+                for i, value, slope in zip(inside, losses, slopes, strict=True):
+                    each[i], pulls[i] = value, slope
+                total.add(run.pull(Pulls(pulls), self._weights()))
+            self.adapter.gather(total.gradients)
+            return _output([f["logprobs"] for f in found], each)
+
+        return self._room.within(self.adapter, work)
+
+    def open(self, examples: Sequence[Example], needs: Sequence[str]) -> Opened:
+        """A forward pass; its graph is kept for the way back, if there is room for it."""
+        made = [need for need in needs if need in MADE]
+
+        def work(tokens: int) -> Opened:
+            packings = _packed(examples, tokens)
+            found: list[dict[str, Any]] = [{} for _ in examples]
+            runs = None
+            if sum(packing.rows * packing.length for packing in packings) <= tokens:
+                runs = [self._run(examples, packing, made) for packing in packings]
+                for run in runs:
+                    run.split(examples, found)
+            else:
+                found = self._look(examples, tokens, made)
+            return Opened(examples, packings, found, runs, self.adapter.version)
+
+        return self._room.within(self.adapter, work)
+
+    def close(self, opened: Opened, pulls: Pulls) -> types.ForwardBackwardOutput:
+        """The way back: gather the gradient that `pulls` make.
+
+        If the weights have changed since, or the graphs were not kept, it goes forward again,
+        as the two passes of a remote client would.
+        """
+        runs, opened.runs = opened.runs, None
+        if opened.version != self.adapter.version:
+            runs = None
+        made = [need for need in MADE if getattr(pulls, need) is not None]
+        total = _Sum(self.adapter)
+        found: list[dict[str, Any]] = list(opened.found)
+        if runs is not None:
+            while runs:
+                total.add(runs.pop().pull(pulls, self._weights()))
+        else:
+            found = [{} for _ in opened.examples]
+            for packing in opened.packings:
+                run = self._run(opened.examples, packing, made)
+                run.split(opened.examples, found)
+                total.add(run.pull(pulls, self._weights()))
+        total.add([pulls.parameters.get(key) for key in self.adapter.parameters])
+        self.adapter.gather(total.gradients)
+        logprobs = [f["logprobs"] for f in found]
+        each = [lp * pull.to(lp) for lp, pull in zip(logprobs, pulls.logprobs, strict=True)]
+        return _output(logprobs, each)
+
+    def _run(self, examples: Sequence[Example], packing: Packing, needs: Sequence[str] = ()) -> Run:
+        with torch.enable_grad():
+            return forward(self.model, self.adapter, examples, packing, needs)
+
+    def _look(
+        self, examples: Sequence[Example], tokens: int, needs: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [{} for _ in examples]
+        with torch.no_grad():
+            for packing in _packed(examples, tokens):
+                forward(self.model, self.adapter, examples, packing, needs).split(examples, found)
+        return found
+
+    def _weights(self) -> list[Tensor]:
+        return list(self.adapter.parameters.values())
+
+
+class _Sum:
+    """The gradients of several runs, added up before any of them counts."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.gradients: list[Tensor | None] = [None] * len(adapter.parameters)
+
+    def add(self, more: Sequence[Tensor | None]) -> None:
+        for i, gradient in enumerate(more):
+            if gradient is not None:
+                so_far = self.gradients[i]
+                self.gradients[i] = gradient if so_far is None else so_far + gradient
+
+
+def _packed(examples: Sequence[Example], tokens: int) -> list[Packing]:
+    return pack([len(example.tokens) for example in examples], tokens)
+
+
+def _losses(
+    logprobs: Sequence[Tensor], examples: Sequence[Example], loss: Loss, settings: Settings
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The loss of each token of each example, and its slope."""
+    each, slopes = [], []
+    for row, example in zip(logprobs, examples, strict=True):
+        with torch.enable_grad():
+            leaf = row.detach().requires_grad_()
+            fields = {name: value.to(leaf) for name, value in example.inputs.items()}
+            values = loss.elementwise(leaf, fields, settings)
+            (slope,) = torch.autograd.grad(values.sum(), leaf)
+        each.append(values.detach())
+        slopes.append(slope)
+    return each, slopes
+
+
+def _output(logprobs: Sequence[Tensor], each: Sequence[Tensor]) -> types.ForwardBackwardOutput:
+    total = sum(values.double().sum().item() for values in each)
+    return types.ForwardBackwardOutput(
+        loss_fn_output_type="TorchLossReturn",
+        loss_fn_outputs=[
+            {"logprobs": _data(row), "elementwise_loss": _data(values)}
+            for row, values in zip(logprobs, each, strict=True)
+        ],
+        metrics={"loss:sum": total},
+    )
+
+
+def _data(tensor: Tensor) -> types.TensorData:
+    return types.TensorData.from_torch(tensor.cpu())

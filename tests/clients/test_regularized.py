@@ -1,0 +1,552 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tinker import types
+from tinker.lib.public_interfaces.custom_loss import trace_loss
+from torch import Tensor
+
+from steelyard import (
+    CustomLossOutput,
+    DetachedTermWarning,
+    RegularizerSpec,
+    regularize,
+    schedules,
+    telemetry,
+)
+from steelyard.clients import RegularizedClient
+from steelyard.engine import LocalTrainingClient
+from steelyard.errors import InputError, SpecError, StateError, TermError, TermTimeoutError
+from tests.clients.sdk import Answered, engine
+from tests.engine.by_hand import ByHand, datum
+
+DATA = [
+    datum([1, 2, 3], [2, 3, 4], weights=[0.0, 1.0, 0.5]),
+    datum([9, 8], [8, 7]),
+    datum([4, 4, 4, 4], [5, 5, 5, 5], weights=[1.0, 1.0, 1.0, 1.0]),
+]
+STEP = types.AdamParams(learning_rate=0.01)
+
+
+def first(_: Any, logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    """A loss that touches neither the second datum nor all of the first."""
+    return -logprobs[0][1:].sum() - logprobs[2].square().mean(), {"tokens": 6.0}
+
+
+def every(_: Any, logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    flat = torch.cat(list(logprobs))
+    return flat.square().sum() + flat.mean(), {"tokens": 9.0}
+
+
+def l2(_: Any, logprobs: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(logprobs)).square().mean()
+
+
+def spec(fn: Any = l2, weight: Any = 0.1, name: str = "l2", **fields: Any) -> RegularizerSpec:
+    return RegularizerSpec(fn, weight, name, **fields)
+
+
+class Counter:
+    """A term that remembers how often it was called."""
+
+    name = "counter"
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seen = torch.zeros(2, dtype=torch.float64)
+
+    def compute(self, _: Any, logprobs: Sequence[Tensor]) -> Tensor:
+        self.calls += 1
+        self.seen += 0.1
+        return logprobs[0].sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "seen": self.seen.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls, self.seen = state["calls"], state["seen"]
+
+
+# What is sent.
+
+
+def sent_by(client: Answered) -> list[tuple[str, list[dict[str, list[float]]]]]:
+    return [
+        (verb, [{k: v.tolist() for k, v in d.loss_fn_inputs.items()} for d in data])
+        for verb, data in client.sent
+        if verb != "optim_step"
+    ]
+
+
+def test_without_regularizers_it_sends_what_the_sdk_sends(remote: Answered) -> None:
+    theirs = remote.forward_backward_custom(DATA, every).result()
+    expected, remote.sent = sent_by(remote), []
+    ours = regularize(remote).forward_backward_custom(DATA, every).result()
+    assert sent_by(remote) == expected
+    assert [verb for verb, _ in expected] == ["forward", "forward_backward"]
+    assert ours.loss == theirs.metrics["loss:sum"]
+    assert {key: ours.metrics[key] for key in theirs.metrics} == theirs.metrics
+    assert [o["logprobs"].tolist() for o in ours.loss_fn_outputs] == [
+        o["logprobs"].tolist() for o in theirs.loss_fn_outputs
+    ]
+    assert ours.loss_fn_output_type == theirs.loss_fn_output_type
+
+
+def test_with_several_targets_too(remote: Answered) -> None:
+    data = [datum([1, 2], [[3, 4, 5], [6, 7, 8]])]
+    remote.forward_backward_custom(data, every)
+    expected, remote.sent = sent_by(remote), []
+    regularize(remote).forward_backward_custom(data, every).result()
+    assert sent_by(remote) == expected
+    assert len(expected[1][1][0]["weights"][0]) == 3
+
+
+def test_a_datum_that_nothing_touches_gets_zero_weights(remote: Answered) -> None:
+    with pytest.raises(ValueError, match="No gradient"):
+        remote.forward_backward_custom(DATA, first)
+    remote.sent = []
+    regularize(remote).forward_backward_custom(DATA, first).result()
+    weights = [d["weights"] for d in sent_by(remote)[1][1]]
+    assert weights[1] == [0.0, 0.0]
+    assert weights[0] == [0.0, 1.0, 1.0]
+
+
+def test_other_fields_reach_the_terms_and_are_not_sent(remote: Answered) -> None:
+    labelled = [datum([1, 2], [2, 3], group=types.TensorData(data=[7], dtype="int64", shape=[1]))]
+    seen = []
+
+    def term(data: Sequence[types.Datum], logprobs: Sequence[Tensor]) -> Tensor:
+        seen.append(data[0].loss_fn_inputs["group"].tolist())
+        return logprobs[0].sum()
+
+    client = regularize(remote)
+    client.forward_backward_custom(labelled, every, regularizers=[spec(term)]).result()
+    assert seen == [[7]]
+    for _, data in sent_by(remote):
+        assert [set(fields) for fields in data] == [{"target_tokens", "weights"}]
+
+
+def test_provenance_goes_along(remote: Answered) -> None:
+    spans = [types.PromptProvenanceSpan(sequence_id="s", length=3)]
+    marked = DATA[0].with_provenance(model_input=spans, loss_fn_inputs=spans)
+    regularize(remote).forward_backward_custom([marked], every).result()
+    assert [data[0].model_input_spans for _, data in remote.sent] == [spans, spans]
+
+
+# What comes back.
+
+
+def test_the_output_holds_every_part(either: Any) -> None:
+    client = regularize(either)
+    output = client.forward_backward_custom(
+        DATA, every, regularizers=[spec()], track_grad_norms=True
+    ).result()
+    assert isinstance(output, CustomLossOutput)
+    term = output.regularizers["l2"]
+    assert output.loss_total == pytest.approx(output.base_loss.value + 0.1 * term.value)
+    assert output.cosines.keys() == {("base", "l2")}
+    assert term.grad_norm is not None
+    assert output.metrics["tokens"] == 9.0
+    assert output.metrics["loss:sum"] == output.loss_total
+    assert output.metrics["regularizers/l2/contribution"] == pytest.approx(0.1 * term.value)
+    assert all(isinstance(value, float) for value in output.metrics.values())
+    assert output.server_metrics.keys() == {"loss:sum", "surrogate_loss:sum"}
+    surrogate = sum(
+        (torch.tensor(o["logprobs"].tolist()) * g).sum().item()
+        for o, g in zip(output.loss_fn_outputs, output.gradients, strict=True)
+    )
+    assert output.server_metrics["surrogate_loss:sum"] == pytest.approx(surrogate, rel=1e-5)
+    assert CustomLossOutput.from_dict(output.to_dict()) == output
+
+
+def test_both_clients_gather_the_same_gradient(local: LocalTrainingClient) -> None:
+    other = Answered(engine(), None)  # type: ignore[arg-type]  # its loop is not needed here
+    for client in (local, other):
+        regularize(client).forward_backward_custom(DATA, every, regularizers=[spec()]).result()
+    ours, theirs = local.gradients(), other.engine.gradients()
+    assert max(g.abs().max().item() for g in ours.values()) > 0.1
+    for key, gradient in theirs.items():
+        torch.testing.assert_close(ours[key], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_dicts_are_specs(either: Any) -> None:
+    terms = [{"fn": l2, "weight": 0.5, "name": "l2"}]
+    output = regularize(either).forward_backward_custom(DATA, every, regularizers=terms).result()
+    assert output.regularizers["l2"].weight == 0.5
+
+
+def test_the_async_twin_does_the_same(either: Any) -> None:
+    client = regularize(either)
+
+    async def main() -> CustomLossOutput:
+        future = await client.forward_backward_custom_async(DATA, every, regularizers=[spec()])
+        await (await client.optim_step_async(STEP))
+        assert await future is await future.result_async()
+        output: CustomLossOutput = await future
+        return output
+
+    before = client.forward_backward_custom(DATA, every, regularizers=[spec()]).result()
+    assert asyncio.run(main()).loss_total == before.loss_total
+    assert client.optim_steps == 1
+
+
+def test_a_future_may_be_waited_for_with_a_timeout(either: Any) -> None:
+    future = regularize(either).forward_backward_custom(DATA, every)
+    assert future.result(timeout=60) is future.result()
+
+
+# Order and threads.
+
+
+def test_a_step_made_right_after_lands_after_it(either: Any) -> None:
+    client = regularize(either)
+    before = either.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    future = client.forward_backward_custom(DATA, every)
+    norm = client.optim_step(STEP).result().metrics["unclipped_grad_l2:mean"]
+    assert norm > 0
+    assert future.result().loss_total
+    assert either.forward(DATA, "cross_entropy").result().metrics["loss:sum"] != before
+
+
+def test_terms_do_not_run_on_the_sdks_loop_and_may_call_the_client(remote: Answered) -> None:
+    client = regularize(remote)
+    threads = []
+
+    def nosy(data: Any, logprobs: Sequence[Tensor]) -> Tensor:
+        threads.append(threading.current_thread())
+        # Waiting for the SDK's loop: on that loop this would never end.
+        remote.holder.run_coroutine_threadsafe(asyncio.sleep(0)).result()
+        loss = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
+        return logprobs[0].sum() * loss
+
+    future = client.forward_backward_custom(DATA, nosy, regularizers=[spec(nosy, name="nosy")])
+    future.result()
+
+    async def main() -> None:
+        await client.forward_backward_custom_async(DATA, nosy, regularizers=[spec(nosy)])
+
+    asyncio.run(main())
+    assert len(threads) == 4
+    assert remote.holder.thread not in threads  # type: ignore[attr-defined]
+
+
+def test_a_term_may_call_the_engine_it_runs_beside(local: LocalTrainingClient) -> None:
+    client = regularize(local)
+
+    def nested(data: Any, logprobs: Sequence[Tensor]) -> Tensor:
+        inner = client.forward_backward_custom(data, every).result()
+        return logprobs[0].sum() * inner.loss_total
+
+    assert client.forward_backward_custom(DATA, every, regularizers=[spec(nested)]).result()
+
+
+def test_cancelling_before_the_backward_pass_sends_nothing(remote: Answered) -> None:
+    client = regularize(remote)
+    begun, let_go = threading.Event(), threading.Event()
+
+    def slow(_: Any, logprobs: Sequence[Tensor]) -> Tensor:
+        begun.set()
+        let_go.wait()
+        return logprobs[0].sum()
+
+    async def main() -> None:
+        call = client.forward_backward_custom_async(DATA, every, regularizers=[spec(slow)])
+        task = asyncio.create_task(call)
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    try:
+        asyncio.run(main())
+    finally:
+        let_go.set()
+    assert [verb for verb, _ in remote.sent] == ["forward"]
+
+
+# Failures.
+
+
+def broken(_: Any, logprobs: Sequence[Tensor]) -> Tensor:
+    raise KeyError("nothing here")
+
+
+def test_if_a_term_fails_nothing_is_sent(either: Any) -> None:
+    client = regularize(either)
+    terms = [spec(), spec(broken, name="broken")]
+    with pytest.raises(TermError, match="regularizer 'broken' failed: KeyError"):
+        client.forward_backward_custom(DATA, every, regularizers=terms)
+    with pytest.raises(TermError, match="broken"):
+        asyncio.run(client.forward_backward_custom_async(DATA, every, regularizers=terms))
+    below = either.engine if isinstance(either, Answered) else either
+    assert all(not gradient.any() for gradient in below.gradients().values())
+    assert client.forward_backward_custom(DATA, every, regularizers=[spec()]).result()
+
+
+def test_a_term_that_may_fail_is_left_out(either: Any) -> None:
+    terms = [spec(), spec(broken, name="broken", on_error="skip")]
+    output = regularize(either).forward_backward_custom(DATA, every, regularizers=terms).result()
+    assert list(output.regularizers) == ["l2"]
+    assert "KeyError" in output.skipped["broken"]
+
+
+def test_a_term_that_takes_too_long(either: Any) -> None:
+    let_go = threading.Event()
+
+    def slow(_: Any, logprobs: Sequence[Tensor]) -> Tensor:
+        let_go.wait()
+        return logprobs[0].sum()
+
+    client = regularize(either)
+    try:
+        with pytest.raises(TermTimeoutError, match="slow"):
+            client.forward_backward_custom(
+                DATA, every, regularizers=[spec(slow, name="slow")], timeout=0.05
+            )
+    finally:
+        let_go.set()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "at least one Datum"),
+        ([datum([1], [2]), types.Datum(types.ModelInput.from_ints([1]))], r"data\[1\].*target_tok"),
+    ],
+)
+def test_bad_data(either: Any, data: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        regularize(either).forward_backward_custom(data, every)
+
+
+def test_a_client_without_the_two_methods_is_refused() -> None:
+    with pytest.raises(InputError, match="str has no forward and no forward_backward"):
+        regularize("client")
+
+
+def test_loss_type_input_has_one_value(either: Any) -> None:
+    client = regularize(either)
+    assert client.forward_backward_custom(DATA, every, loss_type_input="logprobs").result()
+    with pytest.raises(InputError, match="loss_type_input must be 'logprobs' or None"):
+        client.forward_backward_custom(DATA, every, loss_type_input="logits")  # type: ignore[arg-type]
+
+
+# Passing through.
+
+
+def test_everything_else_is_the_clients_own(local: LocalTrainingClient) -> None:
+    client = regularize(local)
+    assert client.client is local
+    assert client.model_id == local.model_id
+    assert client.get_info() == local.get_info()
+    assert client.forward(DATA, "cross_entropy").result().metrics
+    assert regularize(client) is client
+    with pytest.raises(AttributeError, match="no_such_verb"):
+        _ = client.no_such_verb
+    assert isinstance(copy.copy(client), RegularizedClient)
+
+
+def test_a_traced_loss_passes_through(remote: Answered) -> None:
+    def traced(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = -(logprobs * weights).sum()
+        return loss, {"custom/loss:sum": loss}
+
+    handle = trace_loss(traced, {"logprobs": 1, "weights": 1}, "session")
+    client = regularize(remote)
+    data = [DATA[0], DATA[2]]
+    output = client.forward_backward_custom(data, handle).result()
+    assert isinstance(output, types.ForwardBackwardOutput)
+    assert output.metrics["custom/loss:sum"] == pytest.approx(output.metrics["loss:sum"])
+
+    async def main() -> Any:
+        return await (await client.forward_backward_custom_async(data, handle))
+
+    assert asyncio.run(main()).metrics == output.metrics
+    with pytest.raises(SpecError, match=r"a traced loss runs as a whole.*'traced'"):
+        client.forward_backward_custom(data, handle, regularizers=[spec()])
+
+
+def test_telemetry_hears_the_model_id(either: Any) -> None:
+    heard: list[Any] = []
+    telemetry.attach(
+        "t", "steelyard.custom_loss.stop", lambda *event: heard.append(event[2]["model_id"])
+    )
+    try:
+        regularize(either).forward_backward_custom(DATA, every).result()
+    finally:
+        telemetry.detach("t")
+    assert heard == [either.model_id]
+
+
+# Steps, and what is remembered.
+
+
+def test_the_step_is_the_number_of_optim_steps(either: Any) -> None:
+    client = regularize(either)
+    term = spec(weight=schedules.linear(0.0, 1.0, 2))
+    weights = []
+    for _ in range(3):
+        for _ in range(2):  # gradients may gather over several calls
+            output = client.forward_backward_custom(DATA, every, regularizers=[term]).result()
+            weights.append(output.regularizers["l2"].weight)
+        client.optim_step(STEP).result()
+    assert weights == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    given = client.forward_backward_custom(DATA, every, regularizers=[term], step=1).result()
+    assert given.regularizers["l2"].weight == 0.5
+
+
+def test_a_step_that_is_refused_does_not_count(local: LocalTrainingClient) -> None:
+    client = regularize(local)
+    with pytest.raises(InputError, match="optim_params"):
+        client.optim_step(None)
+    assert client.optim_steps == 0
+
+
+def test_a_term_given_again_is_warned_of_once(either: Any) -> None:
+    client = regularize(either)
+    with pytest.warns(DetachedTermWarning):
+        client.forward_backward_custom(DATA, every, regularizers=[spec(lambda d, lp: 1.0)]).result()
+    client.forward_backward_custom(DATA, every).result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client.forward_backward_custom(DATA, every, regularizers=[spec(lambda d, lp: 2.0)]).result()
+
+
+def test_state_goes_with_a_local_client(local: LocalTrainingClient, tmp_path: Any) -> None:
+    client = regularize(engine(checkpoint_dir=tmp_path))
+    counter = Counter()
+    for _ in range(3):
+        client.forward_backward_custom(DATA, every, regularizers=[spec(counter, name="c")]).result()
+        client.optim_step(STEP).result()
+    saving = client.save_state("three")
+    # Made before the save has had its turn, perhaps; it must not be in it.
+    client.forward_backward_custom(DATA, every, regularizers=[spec(counter, name="c")]).result()
+    path = saving.result().path
+    client.optim_step(STEP).result()
+    assert (client.optim_steps, counter.calls) == (4, 4)
+
+    client.load_state(path).result()
+    assert (client.optim_steps, counter.calls) == (3, 3)
+
+    again = regularize(client._service.create_training_client_from_state_with_optimizer(path))
+    assert again.optim_steps == 3
+    fresh = Counter()
+    again.forward_backward_custom(DATA, every, regularizers=[spec(fresh, name="c")]).result()
+    assert fresh.calls == 4
+    assert fresh.seen.tolist() == pytest.approx([0.4, 0.4])
+
+
+def test_state_may_go_to_a_file(remote: Answered, tmp_path: Any) -> None:
+    client = regularize(remote)
+    counter, base = Counter(), Counter()
+    client.forward_backward_custom(DATA, base, regularizers=[spec(counter, name="c")]).result()
+    client.optim_step(STEP).result()
+    client.save_pipeline_state(tmp_path / "state.json")
+
+    again = regularize(remote)
+    again.load_pipeline_state(tmp_path / "state.json")
+    again.save_pipeline_state(tmp_path / "again.json")  # before any term has come back
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "state.json").read_text()
+    fresh = Counter()
+    again.forward_backward_custom(DATA, every, regularizers=[spec(fresh, name="c")]).result()
+    assert (again.optim_steps, fresh.calls) == (1, 2)
+    assert fresh.seen.dtype == torch.float64
+
+
+def test_a_state_that_is_none(remote: Answered) -> None:
+    with pytest.raises(StateError, match="must hold 'optim_steps' and 'terms'"):
+        regularize(remote).load_state_dict({"optim_steps": -1, "terms": {}})
+
+
+# Beyond log-probs.
+
+
+def test_what_a_client_cannot_give_is_an_error_before_anything_is_sent(remote: Answered) -> None:
+    term = spec(lambda d, lp, logits: logits[0].sum(), name="wide", needs=("logits",))
+    with pytest.raises(SpecError, match=r"\['logits'\] is not.*'wide'"):
+        regularize(remote).forward_backward_custom(DATA, every, regularizers=[term])
+    assert remote.sent == []
+
+
+@pytest.mark.parametrize("max_tokens", [None, 4])
+def test_terms_on_logits_hidden_states_and_parameters(max_tokens: int | None) -> None:
+    """Against autograd through the whole model, written down by hand."""
+    local = engine(dtype="float64", max_tokens=max_tokens)
+    local.forward_backward(DATA, "cross_entropy")
+    local.optim_step(types.AdamParams(learning_rate=0.05)).result()
+
+    def entropy(_: Any, lps: Any, logits: Sequence[Tensor]) -> Tensor:
+        rows = torch.cat(list(logits)).log_softmax(-1)
+        return -(rows.exp() * rows).sum(-1).mean() + lps[1].sum()
+
+    def norm(_: Any, lps: Any, hidden_states: Sequence[dict[int, Tensor]]) -> Tensor:
+        assert list(hidden_states[0]) == [0, 1, 2]
+        return torch.cat([states[1] for states in hidden_states]).square().sum()
+
+    def decay(_: Any, lps: Any, parameters: dict[str, Tensor]) -> Tensor:
+        return torch.stack([p.square().sum() for p in parameters.values()]).sum()
+
+    terms = [
+        spec(entropy, 0.5, "entropy", needs=("logits",)),
+        spec(norm, 0.1, "norm", needs=("hidden_states",)),
+        spec(decay, 2.0, "decay", needs=("parameters",)),
+        spec(l2, 0.3, "l2"),
+    ]
+    output = (
+        regularize(local)
+        .forward_backward_custom(DATA, every, regularizers=terms, track_grad_norms=True)
+        .result()
+    )
+    hand = ByHand(local.weights(), 2, torch.float64)
+    states: list[Tensor] = []
+    hand.model.model.layers[0].register_forward_hook(lambda *hook: states.append(hook[2]))
+    logits = [hand.logits(d.model_input.to_ints()) for d in DATA]
+    hidden = torch.cat([state[0] for state in states])
+    targets = [d.loss_fn_inputs["target_tokens"].to_torch() for d in DATA]
+    logprobs = [
+        row.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+        for row, target in zip(logits, targets, strict=True)
+    ]
+    rows = torch.cat(logits).log_softmax(-1)
+    total = every(None, logprobs)[0] + 0.3 * l2(None, logprobs) + 0.5 * logprobs[1].sum()
+    total = total + 0.5 * -(rows.exp() * rows).sum(-1).mean() + 0.1 * hidden.square().sum()
+    total = total + 2.0 * torch.stack([w.square().sum() for w in hand.weights.values()]).sum()
+    assert output.loss_total == pytest.approx(total.item(), rel=1e-9)
+    expected = torch.autograd.grad(total, list(hand.weights.values()))
+    found = local.gradients()
+    for key, gradient in zip(hand.weights, expected, strict=True):
+        torch.testing.assert_close(found[key], gradient, rtol=1e-8, atol=1e-8)
+
+    spaces = {name: term.grad_space for name, term in output.regularizers.items()}
+    assert spaces == {
+        "entropy": "logits",
+        "norm": "hidden_states",
+        "decay": "parameters",
+        "l2": "logprobs",
+    }
+    assert output.cosines.keys() == {("base", "l2")}
+    squares = sum(w.detach().square().sum().item() for w in hand.weights.values())
+    assert output.regularizers["decay"].grad_norm == pytest.approx(2 * squares**0.5)
+
+
+def test_only_what_is_due_is_asked_for(local: LocalTrainingClient) -> None:
+    asked = []
+    opened = local.open_pass
+
+    def watch(data: Any, needs: Any) -> Any:
+        asked.append(tuple(needs))
+        return opened(data, needs)
+
+    local.open_pass = watch  # type: ignore[method-assign]
+    client = regularize(local)
+    term = spec(lambda d, lp, logits: logits[0].sum(), needs=("logits",), every=2)
+    for step in range(2):
+        client.forward_backward_custom(DATA, every, regularizers=[term], step=step).result()
+    assert asked == [("logits",), ()]
