@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -32,14 +34,13 @@ from steelyard.regularizers import (
 
 from .server import Server
 from .training import (
-    VOCABULARY,
     Trained,
     entropy,
+    first_class,
     held,
     kl,
-    next_token,
+    next_tokens,
     nll,
-    nothing,
     policy_gradient,
     sequence,
     train,
@@ -60,6 +61,15 @@ PLACES = [
 HELD = [sequence(s, held=torch.tensor(p)) for s, p in zip(SEQUENCES, PLACES, strict=True)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small a model gains nothing from more, and on a busy machine waits for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def flat(trained: Trained, data: Any) -> torch.Tensor:
     return torch.cat([row.reshape(-1) for row in trained.logprobs(data)])
 
@@ -78,8 +88,8 @@ def term(regularizer: Any, weight: float, **fields: Any) -> RegularizerSpec:
 @pytest.mark.parametrize(
     ("regularizer", "weight", "size"),
     [
-        (L1(), 2.0, lambda lp: lp.abs()),
-        (L2(), 0.5, lambda lp: lp**2),
+        (L1(), 3.0, lambda lp: lp.abs()),
+        (L2(), 1.0, lambda lp: lp**2),
         (ElasticNet(), 1.0, lambda lp: 0.5 * lp.abs() + 0.5 * lp**2),
         (L1(of="probs"), 10.0, lambda lp: lp.exp()),
         (L2(of="probs"), 10.0, lambda lp: lp.exp() ** 2),
@@ -96,10 +106,13 @@ def test_sparsity(regularizer: Any, weight: float, size: Any) -> None:
 # Entropy: a policy gradient that rewards one token, on tokens sampled from the model.
 
 
+PROMPT = [3, 0]  # the second is not read
+
+
 def on_policy(trained: Trained, generator: torch.Generator) -> list[Any]:
-    probabilities = next_token(trained, prompt=3).exp()
+    probabilities = next_tokens(trained, PROMPT)[0].exp()
     tokens = torch.multinomial(probabilities, 64, replacement=True, generator=generator)
-    gains = (tokens == 5).float()
+    gains = (tokens < 100).float()
     gains -= gains.mean()
     return [
         sequence([3, int(token)], advantages=gain[None])
@@ -108,34 +121,29 @@ def on_policy(trained: Trained, generator: torch.Generator) -> list[Any]:
 
 
 def entropy_with(*specs: RegularizerSpec) -> float:
-    return entropy(next_token(train(on_policy, policy_gradient, specs, steps=40), prompt=3))
+    return entropy(train(on_policy, policy_gradient, specs), PROMPT)
 
 
 def test_entropy_rises_under_a_bonus_and_falls_under_a_penalty() -> None:
     without = entropy_with()
-    bonus = entropy_with(term(Entropy(mode="bonus"), 1.0))
-    penalty = entropy_with(term(Entropy(mode="penalty"), 1.0))
-    assert bonus > without + 0.5
-    assert penalty < without - 0.5
+    assert entropy_with(term(Entropy(mode="bonus"), 0.5)) > without + 1.0
+    assert entropy_with(term(Entropy(mode="penalty"), 0.5)) < without - 1.0
+    assert entropy_with(term(ConfidencePenalty(threshold=5.9), 1.0)) > without + 1.0
 
 
-def test_confidence_is_kept_below_its_threshold() -> None:
-    without = entropy_with()
-    assert without < 2.0
-    assert entropy_with(term(ConfidencePenalty(threshold=2.8), 1.0)) > without + 0.5
+def test_entropy_of_classes() -> None:
+    data = [sequence(PROMPT, target_tokens=[list(range(500))])]
 
+    def first_is_likely(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+        return (torch.cat(logprobs)[:, 0] + 1.5).square().mean()
 
-def classes(trained: Trained, generator: torch.Generator) -> list[Any]:
-    """The ten likeliest tokens after a prompt."""
-    listed = next_token(trained, prompt=3).topk(10).indices
-    return [sequence([3, 0], target_tokens=listed[None].numpy())]
+    def entropy_of(*specs: RegularizerSpec) -> float:
+        return entropy(train(data, first_is_likely, specs), PROMPT)
 
-
-@pytest.mark.parametrize(("mode", "sign"), [("bonus", 1), ("penalty", -1)])
-def test_entropy_of_classes(mode: Any, sign: int) -> None:
-    without = entropy(next_token(train(classes, nothing), prompt=3))
-    trained = train(classes, nothing, [term(Entropy(mode=mode), 1.0)], steps=20)
-    assert sign * (entropy(next_token(trained, prompt=3)) - without) > 0.15
+    without = entropy_of()
+    assert entropy_of(term(Entropy(mode="bonus"), 1.0)) > without + 0.4
+    assert entropy_of(term(Entropy(mode="penalty"), 1.0)) < without - 0.4
+    assert entropy_of(term(ConfidencePenalty(threshold=6.0), 1.0)) > without + 0.4
 
 
 # Reference: likelihood draws the model away from where it began.
@@ -151,17 +159,16 @@ def referenced(fields: Any = dict) -> list[Any]:
 
 
 def distance(trained: Trained) -> float:
-    """KL divergence from where the model began, over all prompts of the data."""
-    prompts = [token for s in SEQUENCES for token in s[:-1]]
+    """KL divergence from where the model began, over all tokens of the data."""
     began = Trained()
-    return sum(kl(next_token(trained, p), next_token(began, p)) for p in prompts) / len(prompts)
+    return sum(kl(trained, began, tokens) for tokens in SEQUENCES) / len(SEQUENCES)
 
 
 @pytest.mark.parametrize(
     ("regularizer", "weight"),
     [
         (KLToReference(), 1.0),
-        (KLToReference(estimator="k3"), 1.0),
+        (KLToReference(estimator="k3"), 3.0),
         (JSToReference(), 6.0),
         (SquaredLogRatio(), 0.5),
     ],
@@ -169,25 +176,22 @@ def distance(trained: Trained) -> float:
 )
 def test_the_reference_is_nearer(regularizer: Any, weight: float) -> None:
     data = referenced()
-    without = distance(train(data, nll, steps=30))
-    assert distance(train(data, nll, [term(regularizer, weight)], steps=30)) < 0.5 * without
+    without = distance(train(data, nll))
+    assert distance(train(data, nll, [term(regularizer, weight)])) < 0.5 * without
 
 
-@pytest.mark.parametrize("regularizer", [KLToReference(), JSToReference()])
-def test_the_reference_is_nearer_by_classes(regularizer: Any) -> None:
-    listed = [[[token, token + 1, token + 2] for token in s[1:]] for s in SEQUENCES]
+@pytest.mark.parametrize(
+    ("regularizer", "weight"), [(KLToReference(), 1.0), (JSToReference(), 8.0)], ids=["kl", "js"]
+)
+def test_the_reference_is_nearer_by_classes(regularizer: Any, weight: float) -> None:
+    listed = [[[token, *range(100, 400)] for token in s[1:]] for s in SEQUENCES]
     bare = [sequence(s, target_tokens=k) for s, k in zip(SEQUENCES, listed, strict=True)]
     data = [
         sequence(s, target_tokens=k, reference_logprobs=row)
         for s, k, row in zip(SEQUENCES, listed, Trained().logprobs(bare), strict=True)
     ]
-
-    def first_class(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
-        return -torch.cat(logprobs)[:, 0].mean()
-
-    without = distance(train(data, first_class, steps=30))
-    with_it = train(data, first_class, [term(regularizer, 8.0)], steps=30)
-    assert distance(with_it) < 0.5 * without
+    without = distance(train(data, first_class))
+    assert distance(train(data, first_class, [term(regularizer, weight)])) < 0.5 * without
 
 
 @pytest.mark.parametrize("metric", ["mse", "l1"])
@@ -214,8 +218,8 @@ def test_the_points_of_the_log_probs_lose_their_shape() -> None:
     def persistence(trained: Trained) -> float:
         return float(shape.compute(HELD, trained.logprobs(HELD))[0])
 
-    with_it = train(HELD, held, [term(shape, 1.0)], steps=40)
-    assert persistence(with_it) < 0.6 * persistence(train(HELD, held, steps=40))
+    with_it = train(HELD, held, [term(shape, 1.0)])
+    assert persistence(with_it) < 0.6 * persistence(train(HELD, held))
 
 
 def its_points(datum: Any, logprobs: Any) -> Any:
@@ -237,8 +241,8 @@ def assert_less_likely(data: Any, worse: list[int], regularizer: Any, weight: fl
         found = means(trained, data)
         return float(found[better].mean() - found[worse].mean())
 
-    without = lead(train(data, nll, steps=30))
-    with_it = lead(train(data, nll, [term(regularizer, weight)], steps=30))
+    without = lead(train(data, nll))
+    with_it = lead(train(data, nll, [term(regularizer, weight)]))
     assert abs(without) < 1.0
     assert with_it > without + 1.0
 
@@ -289,7 +293,7 @@ def ascending(datum: Any, index: int) -> list[Any]:
     numbers = [z3.Int(f"n{place}") for place in range(5)]
     given = datum.loss_fn_inputs["target_tokens"].to_torch().tolist()
     return [n == value for n, value in zip(numbers, given, strict=True)] + [
-        a < b for a, b in zip(numbers, numbers[1:], strict=False)
+        a < b for a, b in pairwise(numbers)
     ]
 
 
@@ -323,17 +327,15 @@ def test_the_mean_log_prob_drifts_more_slowly() -> None:
 
 
 def test_the_target_is_held() -> None:
-    data, target = referenced(), 0.2
+    data = referenced()
 
     def value(*specs: RegularizerSpec) -> float:
-        trained = train(data, nll, specs, steps=150)
+        trained = train(data, nll, specs, steps=100)
         return float(KLToReference().compute(data, trained.logprobs(data))[0])
 
-    fixed = value(term(KLToReference(), 0.1))
-    controller = Adaptive(regularizer=KLToReference(), target=target, rate=1.0, initial=0.1)
-    held_value = value(term(controller, 1.0))
-    assert fixed > 3 * target
-    assert 0.6 * target < held_value < 1.5 * target
+    controller = Adaptive(regularizer=KLToReference(), target=1.0, rate=0.5, initial=0.1)
+    assert 0.5 < value(term(controller, 1.0)) < 2.0
+    assert value(term(KLToReference(), 0.1)) > 5.0
 
 
 # Preference.
@@ -344,7 +346,7 @@ def test_dpo_and_the_terms_that_steady_it() -> None:
 
     def run(*specs: RegularizerSpec) -> tuple[float, float, float]:
         """The margin, how likely the chosen are, and how far all have moved."""
-        trained = train(data, DPO(beta=0.1), specs, steps=30)
+        trained = train(data, DPO(beta=0.1), specs)
         _, metrics = DPO(beta=0.1).compute(data, trained.logprobs(data))
         moved = flat(trained, data) - flat(Trained(), data)
         return metrics["margin"], float(means(trained, data)[::2].mean()), float(moved.abs().mean())
@@ -357,8 +359,3 @@ def test_dpo_and_the_terms_that_steady_it() -> None:
     near_margin, _, near_moved = run(term(SquaredLogRatio(), 0.2))
     assert near_moved < 0.7 * moved
     assert near_margin > 0.2
-
-
-def test_the_vocabulary_is_the_models() -> None:
-    assert next_token(Trained(), 0).exp().sum().item() == pytest.approx(1.0)
-    assert len(next_token(Trained(), 0)) == VOCABULARY

@@ -1,54 +1,45 @@
-"""Training a tiny model with and without a term: the one place that knows which model."""
+"""Training the engine's tiny model with and without a term."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from tinker import types
 from torch import Tensor
 
-from steelyard import Pipeline
+from steelyard import regularize
+from steelyard.engine import LocalServiceClient
 
 from .checks import tinkered
 
-VOCABULARY = 32
+VOCABULARY = 512
 Data: TypeAlias = Sequence[Any]
 
 
-class Trained:
-    """A model of the next token, and how likely it finds data."""
+@functools.cache
+def service() -> LocalServiceClient:
+    return LocalServiceClient()
 
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(
-            torch.nn.Embedding(VOCABULARY, 16), torch.nn.Tanh(), torch.nn.Linear(16, VOCABULARY)
-        )
-        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=0.03)
+
+class Trained:
+    """A random little Llama with a fresh adapter, and how likely it finds data."""
+
+    def __init__(self) -> None:
+        training = service().create_lora_training_client("tiny-random", rank=8, seed=0)
+        self._client = regularize(training)
 
     def logprobs(self, data: Data) -> list[Tensor]:
         """The log-prob of each target, `[T]` or `[T, K]`."""
-        with torch.no_grad():
-            return self._forward(data)
+        output = self._client.forward(list(data), "cross_entropy").result()
+        return [found["logprobs"].to_torch() for found in output.loss_fn_outputs]
 
-    def step(self, data: Data, pipeline: Pipeline, number: int) -> None:
-        """One step of training: the pipeline's gradient with respect to the log-probs, back."""
-        logprobs = self._forward(data)
-        output = pipeline.compute(data, [row.detach() for row in logprobs], number)
-        self._optimizer.zero_grad()
-        torch.autograd.backward(logprobs, output.gradients)  # type: ignore[arg-type]  # a list
-        self._optimizer.step()
-
-    def _forward(self, data: Data) -> list[Tensor]:
-        found = []
-        for datum in data:
-            tokens = torch.tensor(datum.model_input.to_ints())
-            targets = datum.loss_fn_inputs["target_tokens"].to_torch()
-            rows = self.model(tokens).log_softmax(-1)
-            wide = targets if targets.dim() == 2 else targets[:, None]
-            picked = rows.gather(-1, wide)
-            found.append(picked if targets.dim() == 2 else picked[:, 0])
-        return found
+    def step(self, data: Data, loss_fn: Any, regularizers: Sequence[Any]) -> None:
+        """One step of training."""
+        self._client.forward_backward_custom(list(data), loss_fn, regularizers)
+        self._client.optim_step(types.AdamParams(learning_rate=0.004)).result()
 
 
 def train(
@@ -56,7 +47,7 @@ def train(
     loss_fn: Any,
     regularizers: Sequence[Any] = (),
     *,
-    steps: int = 60,
+    steps: int = 40,
 ) -> Trained:
     """A model after some steps, the same but for what it is given.
 
@@ -64,30 +55,34 @@ def train(
     """
     trained = Trained()
     generator = torch.Generator().manual_seed(1)
-    pipeline = Pipeline(loss_fn, regularizers)
-    for number in range(steps):
+    for _ in range(steps):
         batch = data(trained, generator) if callable(data) else data
-        trained.step(batch, pipeline, number)
+        trained.step(batch, loss_fn, regularizers)
     return trained
 
 
 def sequence(tokens: Sequence[int], **fields: Any) -> Any:
-    """A datum that predicts each token from those before it."""
-    return tinkered(tokens=tokens[:-1], target_tokens=list(tokens[1:]), **fields)
+    """A datum that predicts each token from those before it, or what `target_tokens` says."""
+    return tinkered(tokens=tokens[:-1], **{"target_tokens": list(tokens[1:]), **fields})
 
 
-def next_token(trained: Trained, prompt: int) -> Tensor:
-    """The whole distribution of the token after a prompt, as log-probs."""
-    every = [sequence([prompt, token]) for token in range(VOCABULARY)]
-    return torch.cat(trained.logprobs(every))
+def next_tokens(trained: Trained, tokens: Sequence[int]) -> Tensor:
+    """The whole distribution of each next token of a sequence, `[T, V]`."""
+    every = [list(range(VOCABULARY))] * (len(tokens) - 1)
+    (found,) = trained.logprobs([sequence(tokens, target_tokens=every)])
+    return found
 
 
-def entropy(logprobs: Tensor) -> float:
-    return float(-(logprobs.exp() * logprobs).sum())
+def entropy(trained: Trained, tokens: Sequence[int]) -> float:
+    """The mean entropy of the next tokens of a sequence."""
+    p = next_tokens(trained, tokens)
+    return float(-(p.exp() * p).sum(-1).mean())
 
 
-def kl(p: Tensor, q: Tensor) -> float:
-    return float((p.exp() * (p - q)).sum())
+def kl(trained: Trained, other: Trained, tokens: Sequence[int]) -> float:
+    """The mean KL divergence of the next tokens of a sequence."""
+    p, q = next_tokens(trained, tokens), next_tokens(other, tokens)
+    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 # Base losses.
@@ -103,10 +98,11 @@ def held(data: Data, logprobs: list[Tensor]) -> Tensor:
     return (torch.cat(logprobs) - torch.cat(places)).square().mean()
 
 
+def first_class(_: Any, logprobs: list[Tensor]) -> Tensor:
+    """The negative log-likelihood of the first of the listed classes."""
+    return -torch.cat(logprobs)[:, 0].mean()
+
+
 def policy_gradient(data: Data, logprobs: list[Tensor]) -> Tensor:
     gains = [datum.loss_fn_inputs["advantages"].to_torch() for datum in data]
     return -(torch.cat(logprobs) * torch.cat(gains)).mean()
-
-
-def nothing(_: Any, logprobs: list[Tensor]) -> Tensor:
-    return 0.0 * torch.cat([row.reshape(-1) for row in logprobs]).sum()
