@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.measure import CONSOLE
 
-NAMES = ("composition", "execution", "telemetry", "memory", "penalties")
+NAMES = ("composition", "execution", "telemetry", "memory", "penalties", "regularizers")
 
 
 def main() -> None:

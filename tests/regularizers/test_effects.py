@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-import z3
 
 from steelyard import RegularizerSpec
 from steelyard.regularizers import (
@@ -45,6 +43,7 @@ from .training import (
     sequence,
     train,
 )
+from .travelling import ascending, its_points, windows
 
 SEQUENCES = [
     [1, 2, 3, 4, 5, 6],
@@ -207,11 +206,6 @@ def test_pairs_agree(metric: Any) -> None:
 # Topology.
 
 
-def windows(datum: Any, logprobs: torch.Tensor) -> torch.Tensor:
-    """Each log-prob and the next, as points of a plane."""
-    return logprobs.unfold(0, 2, 1)
-
-
 def test_the_points_of_the_log_probs_lose_their_shape() -> None:
     shape = TopologicalConsistency(points=windows, dimensions=0)
 
@@ -220,10 +214,6 @@ def test_the_points_of_the_log_probs_lose_their_shape() -> None:
 
     with_it = train(HELD, held, [term(shape, 1.0)])
     assert persistence(with_it) < 0.6 * persistence(train(HELD, held))
-
-
-def its_points(datum: Any, logprobs: Any) -> Any:
-    return datum.loss_fn_inputs["points"].to_torch()
 
 
 def test_data_with_much_shape_become_less_likely() -> None:
@@ -286,15 +276,6 @@ def test_the_difference_is_no_longer_significant() -> None:
 
 
 # Verdicts.
-
-
-def ascending(datum: Any, index: int) -> list[Any]:
-    """The tokens are numbers that somebody claims to be in order."""
-    numbers = [z3.Int(f"n{place}") for place in range(5)]
-    given = datum.loss_fn_inputs["target_tokens"].to_torch().tolist()
-    return [n == value for n, value in zip(numbers, given, strict=True)] + [
-        a < b for a, b in pairwise(numbers)
-    ]
 
 
 def test_data_that_contradict_themselves_become_less_likely() -> None:
