@@ -108,27 +108,19 @@ def main() -> None:
     sequential, faster = topology()
     seconds = validation()
     least = -(-REQUESTS // CONNECTIONS) * SECONDS
+    in_processes = f"{TERMS} topology terms, {DATA} x {POINTS} points each, in processes"
+    in_turn_ms = f"against one after the other ({sequential * 1e3:.0f} ms)"
+    asked = f"{REQUESTS} validations of {SECONDS * 1e3:.0f} ms over {CONNECTIONS} connections"
     show(
         "Regularizers: what is slow runs side by side",
         [
             (
-                (
-                    f"{TERMS} topology terms, {DATA} x {POINTS} points each, in processes against "
-                    f"one after the other ({sequential * 1e3:.0f} ms)"
-                ),
+                f"{in_processes} {in_turn_ms}",
                 f"{faster:.2f} x faster",
                 ">= 1.5 x (two cores)",
                 faster >= 1.5,
             ),
-            (
-                (
-                    f"{REQUESTS} validations of {SECONDS * 1e3:.0f} ms over {CONNECTIONS} connections "
-                    f"(at least {least:.2f} s)"
-                ),
-                f"{seconds:.3f} s",
-                "< 0.7 s",
-                seconds < 0.7,
-            ),
+            (f"{asked} (at least {least:.2f} s)", f"{seconds:.3f} s", "< 0.7 s", seconds < 0.7),
         ],
     )
 
