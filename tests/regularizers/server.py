@@ -79,7 +79,7 @@ class Server:
                 while await self._exchange(reader, writer):
                     pass
         finally:
-            writer.close()
+            writer.transport.abort()  # closing would wait for a reader that has gone
             self._count(-1)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:

@@ -77,7 +77,11 @@ class LogicalConsistency:
             _options.number(option, getattr(self, option), self.name)
         _extras.require("z3", self.name)
 
-    def compute(self, data: Any, _: LogProbs) -> tuple[list[float], dict[str, float]]:
+    def compute(
+        self,
+        data: Any,
+        logprobs: LogProbs,  # noqa: ARG002 - the verdict does not depend on them
+    ) -> tuple[list[float], dict[str, float]]:
         """One penalty per datum; how many data are `sat`, `unsat` and `unknown`."""
         with _lock:
             verdicts = [self._verdict(datum, index) for index, datum in enumerate(data)]

@@ -108,7 +108,11 @@ class ExternalValidation:
     def __repr__(self) -> str:
         return f"ExternalValidation(url={self._endpoint.where!r})"
 
-    async def compute(self, data: Any, _: LogProbs) -> tuple[list[float], dict[str, float]]:
+    async def compute(
+        self,
+        data: Any,
+        logprobs: LogProbs,  # noqa: ARG002 - the verdict does not depend on them
+    ) -> tuple[list[float], dict[str, float]]:
         """One penalty per datum; how many questions were asked again, or stayed `unanswered`."""
         questions = [self._question(datum, index) for index, datum in enumerate(data)]
         session = await self._open()
