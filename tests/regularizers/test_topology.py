@@ -120,6 +120,15 @@ def test_long_edges_can_be_left_out() -> None:
             assert metrics[f"betti_{dimension}"] == sum(alive)
 
 
+def test_a_loop_that_nothing_fills_is_seen_and_does_not_count() -> None:
+    # No diagonal, so no triangle: the highest simplices there are make the loop.
+    term = TopologicalConsistency(
+        points=given_points, differentiable=False, max_edge=1.2, scale=1.1
+    )
+    (penalty,), metrics = term.compute([{"points": SQUARE}], [torch.zeros(1)])
+    assert (penalty, metrics["betti_1"]) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize("dimensions", [0, 1])
 def test_few_points_have_little_shape(count: int, dimensions: int) -> None:

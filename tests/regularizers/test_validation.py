@@ -131,6 +131,14 @@ def test_no_answer_in_time(server: Server, behaviour: str) -> None:
     assert server.seen[behaviour] == 2
 
 
+def test_waiting_for_a_place_is_not_part_of_the_time(server: Server) -> None:
+    term = validator(
+        server, "silent", concurrency=1, request_timeout=0.2, retries=0, unanswered=1.0
+    )
+    ask(term, [{}, {}])
+    assert server.seen["silent"] == 2  # both were asked, each for its own time
+
+
 def test_nobody_there() -> None:
     with Server() as gone:
         url = gone.url("check")
