@@ -25,7 +25,12 @@ class Plain:
 
 def test_a_future_is_mapped_once() -> None:
     made: list[Any] = []
-    future = Mapped(Plain(), lambda given: made.append(given) or len(made))
+
+    def then(given: int) -> int:
+        made.append(given)
+        return len(made)
+
+    future = Mapped(Plain(), then)
     assert future.result() == future.result(5.0) == 1
     assert made == [20]
 

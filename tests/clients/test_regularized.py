@@ -105,7 +105,7 @@ def test_with_several_targets_too(remote: Answered) -> None:
     expected, remote.sent = sent_by(remote), []
     regularize(remote).forward_backward_custom(data, every).result()
     assert sent_by(remote) == expected
-    assert len(expected[1][1][0]["weights"][0]) == 3
+    assert torch.tensor(expected[1][1][0]["weights"]).shape == (2, 3)
 
 
 def test_a_datum_that_nothing_touches_gets_zero_weights(remote: Answered) -> None:
@@ -134,7 +134,7 @@ def test_other_fields_reach_the_terms_and_are_not_sent(remote: Answered) -> None
 
 
 def test_provenance_goes_along(remote: Answered) -> None:
-    spans = [types.PromptProvenanceSpan(sequence_id="s", length=3)]
+    spans: types.ProvenanceSpans = [types.PromptProvenanceSpan(sequence_id="s", length=3)]
     marked = DATA[0].with_provenance(model_input=spans, loss_fn_inputs=spans)
     regularize(remote).forward_backward_custom([marked], every).result()
     assert [data[0].model_input_spans for _, data in remote.sent] == [spans, spans]
@@ -223,7 +223,7 @@ def test_terms_do_not_run_on_the_sdks_loop_and_may_call_the_client(remote: Answe
         threads.append(threading.current_thread())
         # Waiting for the SDK's loop: on that loop this would never end.
         remote.holder.run_coroutine_threadsafe(asyncio.sleep(0)).result()
-        loss = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
+        loss: float = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
         return logprobs[0].sum() * loss
 
     future = client.forward_backward_custom(DATA, nosy, regularizers=[spec(nosy, name="nosy")])
@@ -241,7 +241,7 @@ def test_a_term_may_call_the_engine_it_runs_beside(local: LocalTrainingClient) -
     client = regularize(local)
 
     def nested(data: Any, logprobs: Sequence[Tensor]) -> Tensor:
-        inner = client.forward_backward_custom(data, every).result()
+        inner: CustomLossOutput = client.forward_backward_custom(data, every).result()
         return logprobs[0].sum() * inner.loss_total
 
     assert client.forward_backward_custom(DATA, every, regularizers=[spec(nested)]).result()
@@ -482,7 +482,7 @@ def test_terms_on_logits_hidden_states_and_parameters(max_tokens: int | None) ->
     local.forward_backward(DATA, "cross_entropy")
     local.optim_step(types.AdamParams(learning_rate=0.05)).result()
 
-    def entropy(_: Any, lps: Any, logits: Sequence[Tensor]) -> Tensor:
+    def entropy(_: Any, lps: Sequence[Tensor], logits: Sequence[Tensor]) -> Tensor:
         rows = torch.cat(list(logits)).log_softmax(-1)
         return -(rows.exp() * rows).sum(-1).mean() + lps[1].sum()
 
@@ -536,7 +536,9 @@ def test_terms_on_logits_hidden_states_and_parameters(max_tokens: int | None) ->
     assert output.regularizers["decay"].grad_norm == pytest.approx(2 * squares**0.5)
 
 
-def test_only_what_is_due_is_asked_for(local: LocalTrainingClient) -> None:
+def test_only_what_is_due_is_asked_for(
+    local: LocalTrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     opened = local.open_pass
 
@@ -544,9 +546,38 @@ def test_only_what_is_due_is_asked_for(local: LocalTrainingClient) -> None:
         asked.append(tuple(needs))
         return opened(data, needs)
 
-    local.open_pass = watch  # type: ignore[method-assign]
+    monkeypatch.setattr(local, "open_pass", watch)
     client = regularize(local)
     term = spec(lambda d, lp, logits: logits[0].sum(), needs=("logits",), every=2)
     for step in range(2):
         client.forward_backward_custom(DATA, every, regularizers=[term], step=step).result()
     assert asked == [("logits",), ()]
+
+
+def test_anything_with_forward_and_forward_backward_will_do() -> None:
+    class Bare:
+        """A model of one weight, the log-prob of every token; it has no metrics."""
+
+        def __init__(self) -> None:
+            self.weight, self.slope = -2.0, 0.0
+
+        def forward(self, data: Any, loss_fn: str) -> Any:
+            assert loss_fn == "cross_entropy"
+            self.asked = data
+            return self
+
+        def forward_backward(self, data: Any, loss_fn: str) -> Any:
+            self.slope -= sum(sum(d.loss_fn_inputs["weights"].data) for d in data)
+            return self.forward(data, loss_fn)
+
+        def result(self) -> Any:
+            rows = [torch.full((len(d.model_input.to_ints()),), self.weight) for d in self.asked]
+            outputs = [{"logprobs": types.TensorData.from_torch(row)} for row in rows]
+            return types.ForwardBackwardOutput("bare", outputs)
+
+    bare = Bare()
+    output = regularize(bare).forward_backward_custom(DATA, every).result()
+    assert output.loss_total == 9 * 4.0 - 2.0
+    assert bare.slope == pytest.approx(9 * 2 * -2.0 + 1.0)
+    assert output.server_metrics == {"loss:sum": output.loss_total}
+    assert output.loss_fn_output_type == "bare"

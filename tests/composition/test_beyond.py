@@ -1,0 +1,160 @@
+"""Terms that ask for more than log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from steelyard import DetachedTermWarning, Pipeline, RegularizerSpec
+from steelyard.errors import InputError, NonFiniteError, SpecError
+from tests.composition.terms import LOGPROBS, l2, nll
+
+GIVES = ("logits", "parameters")
+LOGITS = [torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([[0.5, 0.0]])]
+PARAMETERS = {"a": torch.tensor([2.0, -1.0]), "b": torch.tensor([[0.5]])}
+GIVEN = {"logits": LOGITS, "parameters": PARAMETERS}
+
+
+def squares(_: Any, logprobs: Any, logits: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(logits)).square().sum()
+
+
+def sums(_: Any, logprobs: Sequence[Tensor], logits: Sequence[Tensor]) -> Tensor:
+    return logits[0].sum() + 2 * logprobs[0].sum()
+
+
+def both(_: Any, logprobs: Any, logits: list[Tensor], parameters: dict[str, Tensor]) -> Tensor:
+    return parameters["a"].prod() * logits[1].sum()
+
+
+def spec(fn: Any, weight: float = 1.0, needs: Any = ("logits",), **fields: Any) -> RegularizerSpec:
+    return RegularizerSpec(fn, weight, fields.pop("name", fn.__name__), needs=needs, **fields)
+
+
+def compute(*terms: RegularizerSpec, **settings: Any) -> Any:
+    pipeline = Pipeline(nll, terms, gives=GIVES, **settings)
+    return pipeline.compute([], LOGPROBS, given=GIVEN)
+
+
+@pytest.mark.parametrize("run_in", ["inline", "thread", "process"])
+def test_gradients_are_weighted_sums_in_each_space(run_in: Any) -> None:
+    wide = ("logits", "parameters")
+    output = compute(
+        spec(squares, 0.5, run_in=run_in),
+        spec(sums, 3.0, run_in=run_in),
+        spec(both, 2.0, wide, run_in=run_in),
+        RegularizerSpec(l2, 0.1, "l2"),
+        track_grad_norms=True,
+    )
+    first, second = output.beyond["logits"]
+    torch.testing.assert_close(first, 0.5 * 2 * LOGITS[0] + 3.0)
+    torch.testing.assert_close(second, 0.5 * 2 * LOGITS[1] + 2.0 * -2.0)
+    torch.testing.assert_close(output.beyond["parameters"]["a"], 2.0 * 0.5 * torch.tensor([-1, 2]))
+    assert output.beyond["parameters"]["b"] is None
+    flat = torch.cat(LOGPROBS)
+    expected = -torch.full_like(flat, 1 / 6) + 0.1 * 2 * flat
+    expected[:3] += 3.0 * 2
+    torch.testing.assert_close(torch.cat(output.gradients), expected)
+
+
+def test_norms_are_in_the_terms_own_space() -> None:
+    output = compute(spec(squares), spec(sums), spec(both, needs=GIVES), track_grad_norms=True)
+    spaces = {name: term.grad_space for name, term in output.regularizers.items()}
+    assert spaces == {"squares": "logits", "sums": "logits", "both": "logits+parameters"}
+    flat = torch.cat(LOGITS)
+    assert output.regularizers["squares"].grad_norm == pytest.approx(2 * flat.norm().item())
+    assert output.regularizers["sums"].grad_norm == pytest.approx(2.0)  # of the logits alone
+    cosine = LOGITS[0].sum().item() / (2.0 * flat.norm().item())
+    assert output.cosines == {("squares", "sums"): pytest.approx(cosine)}
+    assert output.to_dict()["regularizers"]["sums"]["grad_space"] == "logits"
+    expected = torch.full((6,), -1 / 6)
+    expected[:3] += 2
+    assert output.total_grad_norm == pytest.approx(expected.norm().item())
+
+
+def test_async_terms_too() -> None:
+    async def later(_: Any, logprobs: Any, logits: Sequence[Tensor]) -> Tensor:
+        return logits[0].sum()
+
+    assert compute(spec(later)).beyond["logits"][0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_a_score_term_reads_and_pulls_on_the_logprobs() -> None:
+    def costs(_: Any, logprobs: Any, logits: Sequence[Tensor]) -> list[float]:
+        return torch.tensor([row.max() for row in logits] + [0.0])  # type: ignore[return-value]
+
+    output = compute(spec(costs, gradient="score"), track_grad_norms=True)
+    assert output.regularizers["costs"].grad_space == "logprobs"
+    assert ("base", "costs") in output.cosines
+    assert output.beyond == {}
+
+
+def test_a_term_that_pulls_nothing_is_warned_of() -> None:
+    with pytest.warns(DetachedTermWarning, match="watcher"):
+        output = compute(
+            spec(lambda d, lp, logits: logits[0].sum().item(), name="watcher"),
+            track_grad_norms=True,
+        )
+    assert output.regularizers["watcher"].grad_norm is None
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_fails_the_term(on_error: Any) -> None:
+    def steep(_: Any, logprobs: Any, logits: Sequence[Tensor]) -> Tensor:
+        return (logits[1] * 0).abs().sqrt().sum()
+
+    terms = [spec(squares), spec(steep, on_error=on_error)]
+    if on_error == "raise":
+        with pytest.raises(NonFiniteError, match="the gradient of regularizer 'steep'"):
+            compute(*terms)
+        return
+    output = compute(*terms)
+    assert list(output.skipped) == ["steep"]
+    torch.testing.assert_close(output.beyond["logits"][1], 2 * LOGITS[1])
+
+
+def test_a_large_gradient_is_finite() -> None:
+    def huge(_: Any, logprobs: Any, logits: Sequence[Tensor]) -> Tensor:
+        return (logits[0] - LOGITS[0]).sum() * 3e38
+
+    # Its sum overflows float32, which is no fault of the term.
+    assert compute(spec(huge)).skipped == {}
+
+
+def test_what_is_needed_at_a_step() -> None:
+    pipeline = Pipeline(
+        nll, [spec(squares, every=2), spec(both, needs=GIVES, enabled=False)], gives=GIVES
+    )
+    assert pipeline.needs() == ("logits",)
+    assert pipeline.needs(1) == ()
+    pipeline.set_enabled("both", enabled=True)
+    assert pipeline.needs(0) == ("logits", "parameters")
+
+
+def test_what_nobody_gives() -> None:
+    message = r"gives, log-probs, logits, and \['parameters'\] is not.*steelyard.engine.*'both'"
+    with pytest.raises(SpecError, match=message):
+        Pipeline(nll, [spec(both, needs=GIVES)], gives=("logits",))
+    pipeline = Pipeline(nll, [spec(both, needs=GIVES)], gives=GIVES)
+    message = r"given must hold \['logits', 'parameters'\] for regularizer 'both', got \['logits'\]"
+    with pytest.raises(InputError, match=message):
+        pipeline.compute([], LOGPROBS, given={"logits": LOGITS})
+
+
+def test_differences_move_logprobs_alone() -> None:
+    with pytest.raises(SpecError, match=r"gradient='numerical' moves the log-probs alone"):
+        spec(squares, gradient="numerical")
+    assert spec(squares, needs=["logits", "logits"]).needs == ("logits",)
+
+
+def test_a_pipeline_goes_on_from_another() -> None:
+    first = Pipeline(nll, [RegularizerSpec(lambda d, lp: 1.0, 1.0, "constant")])
+    with pytest.warns(DetachedTermWarning):
+        first.compute([], LOGPROBS)
+    other = Pipeline(nll, after=first)
+    last = Pipeline(nll, [RegularizerSpec(lambda d, lp: 2.0, 1.0, "constant")], after=other)
+    assert last.compute([], LOGPROBS).regularizers["constant"].value == 2.0  # and no warning

@@ -1,0 +1,82 @@
+"""Writers that are killed while they save."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+KILLS = 100
+
+# A process of its own: children are forked from it, so it may have no thread but the first. An
+# engine starts its thread with its first call, which is made in the child.
+SCRIPT = """
+import json, os, random, signal, sys, time
+import torch
+from tinker import types
+from steelyard.engine import LocalServiceClient
+
+torch.set_num_threads(1)
+kills, root = int(sys.argv[1]), sys.argv[2]
+service = LocalServiceClient(checkpoint_dir=root, device="cpu", max_tokens=64)
+service._host("tiny-random")
+datum = types.Datum(
+    model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3]}
+)
+chance = random.Random(0)
+
+def save(ready, number):
+    training = service.create_lora_training_client("tiny-random", rank=4, seed=number)
+    training.forward_backward([datum], "cross_entropy")
+    training.optim_step(types.AdamParams()).result()
+    os.write(ready, b"!")
+    for count in range(1_000_000):
+        training.save_state("latest", overwrite=True).result()
+        training.save_state(f"n{number}-{count}").result()
+
+def checked(run):
+    found = 0
+    folder = os.path.join(root, run, "weights")
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        if not name.startswith("."):
+            checkpoint = service.checkpoints.read(f"tinker://{run}/weights/{name}")
+            assert checkpoint.moments and checkpoint.weights.keys(), name
+            found += 1
+    left = len([name for name in os.listdir(folder) if name.startswith(".")]) - found
+    return found, left
+
+run = f"{service.session_id}:train:0"
+for number in range(kills):
+    told, ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        save(ready, number)
+    os.close(ready)
+    os.read(told, 1)
+    os.close(told)
+    time.sleep(chance.uniform(0, 0.08))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found, left = checked(run)
+
+training = service.create_lora_training_client("tiny-random", rank=4, seed=0)
+training.load_state_with_optimizer(f"tinker://{run}/weights/latest").result()
+print(json.dumps({"found": found, "left": left}))
+"""
+
+
+def test_every_checkpoint_that_exists_loads_whenever_its_writer_was_killed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(KILLS), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["found"] > KILLS // 5
+    assert seen["left"] > KILLS // 20, "few were killed in the middle of a save"
