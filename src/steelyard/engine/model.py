@@ -72,6 +72,8 @@ class Model:
         with torch.random.fork_rng(), warnings.catch_warnings():
             # Its weights are added to the output of a tied layer, so nothing comes untied.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # peft finds out for each layer which way round its weights are.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             torch.manual_seed(settings.seed or 0)
             if isinstance(self._net, peft.PeftModel):
                 self._net.add_adapter(name, config)
@@ -120,10 +122,14 @@ class Model:
     def __call__(self, adapter: Adapter | None, **inputs: Any) -> Any:
         """What transformers gives for `inputs`, with an adapter or as the base model."""
         if adapter is not None:
-            self._activate(adapter.name)
+            self.activate(adapter)
             return self._net(**inputs)
         with self._without_adapter():
             return self._net(**inputs)
+
+    def activate(self, adapter: Adapter) -> None:
+        """Put an adapter to use; peft switches off the gradients of the others."""
+        self._activate(adapter.name)
 
     def own_memory(self) -> set[int]:
         """The addresses of all weights: what is not made anew in a forward pass."""

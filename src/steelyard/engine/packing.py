@@ -61,6 +61,10 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[Packing]:
     is longer than `max_tokens` has a packing of its own.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    packings = [_packing([[i]], lengths[i], lengths) for i in order if lengths[i] > max_tokens]
+    order = order[len(packings) :]
+    if not order:
+        return packings
     capacity = max(lengths[order[0]], min(ROW, max_tokens))
     rows: list[list[int]] = []
     room: list[int] = []
@@ -74,7 +78,6 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[Packing]:
         rows[row].append(index)
         room[row] -= need
     used = [capacity - left for left in room]
-    packings: list[Packing] = []
     batch: list[int] = []
     for row in sorted(range(len(rows)), key=lambda r: -used[r]):
         if batch and used[batch[0]] * (len(batch) + 1) > max_tokens:

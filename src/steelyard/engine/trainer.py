@@ -111,6 +111,7 @@ class Trainer:
         total = _Sum(self.adapter)
         found: list[dict[str, Any]] = list(opened.found)
         if runs is not None:
+            self.model.activate(self.adapter)
             while runs:
                 total.add(runs.pop().pull(pulls, self._weights()))
         else:
