@@ -11,7 +11,7 @@ import pytest
 
 import steelyard
 from steelyard import RegularizerSpec, register
-from steelyard.errors import RegistryError
+from steelyard.errors import MissingExtraError, RegistryError
 from steelyard.spec import lookup, registered, registry
 
 MODULE = """
@@ -35,6 +35,7 @@ class Box:
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_entries", {})
+    monkeypatch.setattr(registry, "BUILT_IN", {"own": "their_package.terms:Brevity"})
 
 
 @pytest.fixture
@@ -69,10 +70,34 @@ def test_the_decorator_gives_back_what_it_decorates() -> None:
 
 
 def test_names_are_listed_in_order() -> None:
-    assert registered() == ()
-    for name in ("b", "c", "a"):
+    assert registered() == ("own",)
+    for name in ("z", "c", "a"):
         register(name)(length)
-    assert registered() == ("a", "b", "c")
+    assert registered() == ("a", "c", "own", "z")
+
+
+@pytest.mark.usefixtures("terms")
+def test_a_built_in_is_found_without_being_registered() -> None:
+    assert "their_package.terms" not in sys.modules
+    assert lookup("own").__qualname__ == "Brevity"
+    regularizer, options = registry.build("own", {"limit": 2})
+    assert (regularizer.limit, options) == (2, {})
+
+
+def test_the_name_of_a_built_in_is_taken() -> None:
+    with pytest.raises(RegistryError) as caught:
+        register("own")(length)
+    assert str(caught.value) == "the name 'own' is that of a built-in: choose another one."
+
+
+def test_an_extra_that_a_regularizer_lacks_is_not_taken_for_a_wrong_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from steelyard.errors import MissingExtraError\nraise MissingExtraError('install it')"
+    (tmp_path / "lacking.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtraError, match="install it"):
+        lookup("lacking:thing")
 
 
 @pytest.mark.parametrize("name", ["", "package:attr", ":", 3, None])
@@ -128,10 +153,10 @@ def test_threads_register_side_by_side() -> None:
         won = list(pool.map(add, range(8)))
     assert won.count(True) == 1
     assert lookup("contested").limit == won.index(True)
-    assert registered() == ("contested", *(f"term-{number}" for number in range(8)))
+    assert registered() == ("contested", "own", *(f"term-{number}" for number in range(8)))
 
 
-@pytest.mark.parametrize(("names", "known"), [([], "none yet"), (["b", "a"], "a, b")])
+@pytest.mark.parametrize(("names", "known"), [([], "own"), (["b", "a"], "a, b, own")])
 def test_an_unknown_name_lists_what_exists(names: list[str], known: str) -> None:
     for name in names:
         register(name)(length)
@@ -242,7 +267,7 @@ def test_options_a_factory_does_not_take_are_refused() -> None:
     with pytest.raises(RegistryError) as caught:
         RegularizerSpec.from_dict({"fn": "brevity", "weight": 1.0, "options": {"limits": 3}})
     assert str(caught.value) == (
-        "'brevity' cannot be made with the options {'limits': 3}: "
+        "'brevity' cannot be made with the options ['limits']: "
         "got an unexpected keyword argument 'limits'."
     )
 

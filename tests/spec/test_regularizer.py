@@ -549,3 +549,41 @@ def test_the_checks_say_where() -> None:
         check_timeout(301, "pipeline")
     with pytest.raises(SpecError, match=r"got -1 at step 3 \(regularizer 'term'\)\.$"):
         check_weight(-1, "term", " at step 3")
+
+
+class Prefers(Named):
+    run_in: Any = "process"
+    gradient: Any = "score"
+
+
+def test_auto_is_what_a_regularizer_says_of_itself() -> None:
+    spec = spec_of(fn=Prefers())
+    assert (spec.run_in, spec.gradient) == ("process", "score")
+
+
+def test_what_a_spec_says_comes_before_what_a_regularizer_says() -> None:
+    spec = spec_of(fn=Prefers(), run_in="thread", gradient="none")
+    assert (spec.run_in, spec.gradient) == ("thread", "none")
+
+
+def test_a_regularizer_need_not_say_anything() -> None:
+    fn = Prefers()
+    fn.run_in, fn.gradient = lambda: None, None
+    spec = spec_of(fn=fn)
+    assert (spec.run_in, spec.gradient) == ("auto", "auto")
+
+
+def test_a_function_says_nothing_of_itself() -> None:
+    def fn(data: Any, logprobs: Any) -> float:
+        return 0.0
+
+    fn.gradient = "score"  # type: ignore[attr-defined]  # somebody's own attribute
+    assert spec_of(fn=fn).gradient == "auto"
+
+
+def test_a_preference_keeps_the_rules() -> None:
+    fn = Prefers()
+    fn.run_in = "gpu"
+    with pytest.raises(SpecError) as caught:
+        spec_of(fn=fn)
+    assert str(caught.value) == RUN_IN.format("'gpu'")

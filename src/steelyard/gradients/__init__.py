@@ -1,9 +1,9 @@
 """What each term pulls: its gradient with respect to the log-probs, norms and cosines.
 
-`layout` and `leaf` turn the log-probs into one flat vector; `evaluation` asks a term for its
-value and differentiates it once; `numerical` and `score` are the estimators for terms that
-autograd cannot see through; `gram` is the algebra over several terms, and `beyond` the same
-for what a term may have asked for beyond log-probs.
+`layout` and `leaf` turn the log-probs into one flat vector; `inputs` reads the fields of a
+datum; `evaluation` asks a term for its value and differentiates it once; `numerical` and
+`score` are the estimators for terms that autograd cannot see through; `gram` is the algebra
+over several terms, and `beyond` the same for what a term may have asked for beyond log-probs.
 """
 
 from steelyard.gradients.beyond import (
@@ -28,6 +28,7 @@ from steelyard.gradients.evaluation import (
     slopes_coroutine,
 )
 from steelyard.gradients.gram import Pull, combine
+from steelyard.gradients.inputs import as_tensor, loss_fn_input
 from steelyard.gradients.layout import Layout, LogProbs, flatten
 from steelyard.gradients.leaf import Leaf
 from steelyard.gradients.numerical import check_count
@@ -45,6 +46,7 @@ __all__ = [
     "Question",
     "Trial",
     "aevaluate",
+    "as_tensor",
     "aslopes",
     "check_count",
     "check_gradient",
@@ -53,6 +55,7 @@ __all__ = [
     "evaluate",
     "evaluate_coroutine",
     "flatten",
+    "loss_fn_input",
     "mapped",
     "slopes",
     "slopes_coroutine",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from steelyard.errors import GradientError, TermResultError
+from steelyard.gradients.inputs import as_tensor, loss_fn_input
 from steelyard.gradients.layout import Layout
 
 
@@ -83,14 +84,5 @@ def _masks(term: str, data: Any, layout: Layout) -> list[Tensor]:
 
 
 def _weights(datum: Any) -> Tensor | None:
-    inputs = (
-        datum.get("loss_fn_inputs")
-        if isinstance(datum, Mapping)
-        else getattr(datum, "loss_fn_inputs", None)
-    )
-    weights = inputs.get("weights") if isinstance(inputs, Mapping) else None
-    if weights is None:
-        return None
-    # Tinker's TensorData converts itself; arrays, tensors and lists are taken as they are.
-    weights = weights.to_torch() if hasattr(weights, "to_torch") else weights
-    return torch.as_tensor(weights, dtype=torch.float64).cpu()
+    weights = loss_fn_input(datum, "weights")
+    return None if weights is None else as_tensor(weights, torch.float64).cpu()

@@ -15,9 +15,10 @@ Schedule: TypeAlias = Callable[[int], float]
 class Regularizer(Protocol):
     """An object with `compute(data, logprobs, **options) -> loss | (loss, metrics)`.
 
-    `compute` may be async. Three optional members are used when they are there: `name`, the
-    default name of its spec; and `state_dict()` / `load_state_dict(state)`, with which the
-    pipeline saves and restores what the regularizer remembers from batch to batch.
+    `compute` may be async. Optional members are used when they are there: `name`, the default
+    name of its spec; `run_in` and `gradient`, what `"auto"` means for it in a spec; and
+    `state_dict()` / `load_state_dict(state)`, with which the pipeline saves and restores what
+    the regularizer remembers from batch to batch.
 
     Example:
         >>> class Brevity:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from steelyard.errors import RegistryError
+from steelyard.errors import MissingExtraError, RegistryError
+from steelyard.spec.built_in import BUILT_IN
 
 T = TypeVar("T")
 
@@ -33,7 +34,8 @@ def register(name: str, *, factory: bool | None = None) -> Callable[[T], T]:
             regularizer. By default a class is a factory, and anything else is a regularizer.
 
     Raises:
-        RegistryError: the name is empty, holds a colon, or is taken by something else.
+        RegistryError: the name is empty, holds a colon, is that of a built-in, or is taken by
+            something else.
 
     Example:
         >>> import steelyard
@@ -51,6 +53,8 @@ def register(name: str, *, factory: bool | None = None) -> Callable[[T], T]:
 
     def add(thing: T) -> T:
         entry = _Entry(thing, inspect.isclass(thing) if factory is None else factory)
+        if name in BUILT_IN:
+            raise RegistryError(f"the name {name!r} is that of a built-in: choose another one.")
         with _lock:
             known = _entries.get(name)
             if known is not None and not _same_definition(known.thing, thing):
@@ -64,8 +68,8 @@ def register(name: str, *, factory: bool | None = None) -> Callable[[T], T]:
 
 
 def registered() -> tuple[str, ...]:
-    """Every registered name, sorted."""
-    return tuple(sorted(_entries))
+    """Every name that config files can say, sorted: the built-in ones and those registered."""
+    return tuple(sorted({*BUILT_IN, *_entries}))
 
 
 def lookup(name: str) -> Any:
@@ -73,6 +77,7 @@ def lookup(name: str) -> Any:
 
     Raises:
         RegistryError: nothing does; the message lists what is registered.
+        MissingExtraError: it needs an optional dependency that is not installed.
     """
     return _entry(name).thing
 
@@ -88,8 +93,9 @@ def build(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     try:
         inspect.signature(entry.thing).bind(**options)
     except TypeError as error:
+        # Names only: the values may hold secrets.
         raise RegistryError(
-            f"{name!r} cannot be made with the options {dict(options)!r}: {error}."
+            f"{name!r} cannot be made with the options {list(options)}: {error}."
         ) from error
     return entry.thing(**options), {}
 
@@ -99,10 +105,11 @@ def _entry(name: str) -> _Entry:
         raise RegistryError(f"a regularizer's name must be a string, got {name!r}.")
     if name in _entries:
         return _entries[name]
-    if ":" in name:
-        thing = _import(name)
+    path = BUILT_IN.get(name, name)
+    if ":" in path:
+        thing = _import(path)
         return _Entry(thing, inspect.isclass(thing))
-    known = ", ".join(registered()) or "none yet"
+    known = ", ".join(registered())
     raise RegistryError(
         f"no regularizer is registered as {name!r} (registered: {known}); "
         f"register it with @steelyard.register({name!r}) or write 'package.module:attr'."
@@ -115,6 +122,8 @@ def _import(path: str) -> Any:
         thing: Any = importlib.import_module(module)
         for attribute in attributes.split("."):
             thing = getattr(thing, attribute)
+    except MissingExtraError:
+        raise
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise RegistryError(f"{path!r} cannot be imported: {error}.") from error
     return thing

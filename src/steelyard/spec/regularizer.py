@@ -37,11 +37,12 @@ class RegularizerSpec:
             with `compute(data, logprobs, **options)`.
         weight: a finite number >= 0, or a schedule `step -> float`.
         name: unique in its list; may be left out if `fn` has a `name`.
-        run_in: where it runs; `"auto"` is a thread until the term has proved cheap, then
-            inline, and the event loop for an async term.
-        gradient: how it is differentiated with respect to the log-probs. `"auto"` is autograd,
-            with a warning if the loss has no path to them; `"score"` takes one penalty per
-            datum; `"none"` says that it is meant to have no gradient.
+        run_in: where it runs; `"auto"` is what the regularizer says of itself, else a thread
+            until the term has proved cheap, then inline, and the event loop for an async term.
+        gradient: how it is differentiated with respect to the log-probs. `"auto"` is what the
+            regularizer says of itself, else autograd, with a warning if the loss has no path to
+            them; `"score"` takes one penalty per datum; `"none"` says that it is meant to have
+            no gradient.
         timeout: seconds from when it starts; None is the pipeline's.
         on_error: `"raise"` fails the call, `"skip"` drops the term for that step.
         enabled: whether it runs at all.
@@ -73,6 +74,7 @@ class RegularizerSpec:
 
     def __post_init__(self) -> None:
         self._check_fn()
+        self._heed_preferences()
         self._check_needs()
         if not callable(self.weight):
             self._settle("weight", check_weight(self.weight, self.name))
@@ -181,6 +183,15 @@ class RegularizerSpec:
             callable(self.call), "fn", "callable as (data, logprobs), or have such a compute method"
         )
         self._require(isinstance(self.name, str) and bool(self.name), "name", "a non-empty string")
+
+    def _heed_preferences(self) -> None:
+        """`"auto"` is what a regularizer object says of itself."""
+        if self.call is self.fn:
+            return
+        for key in ("run_in", "gradient"):
+            preferred = getattr(self.fn, key, None)
+            if getattr(self, key) == "auto" and isinstance(preferred, str):
+                self._settle(key, preferred)
 
     def _check_needs(self) -> None:
         listed = [self.needs] if isinstance(self.needs, str) else self.needs

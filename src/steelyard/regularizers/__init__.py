@@ -1,0 +1,85 @@
+"""Ready-made regularizers over `(data, logprobs)`, each honest about what its gradient is.
+
+All take keyword options, checked when they are built, and can be named in config files:
+`{"fn": "kl_to_reference", "weight": 0.1, "options": {"estimator": "k3"}}`. Importing this
+package loads nothing heavy; a regularizer is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from steelyard.errors import MissingExtraError as _MissingExtraError
+
+if TYPE_CHECKING:
+    from steelyard.regularizers.entropy import ConfidencePenalty, Entropy
+    from steelyard.regularizers.fairness import DemographicParity, EqualizedOdds
+    from steelyard.regularizers.logic import LogicalConsistency
+    from steelyard.regularizers.preference import DPO, ChosenNLL, SquaredLogRatio
+    from steelyard.regularizers.reference import Consistency, JSToReference, KLToReference
+    from steelyard.regularizers.sparsity import L1, L2, ElasticNet
+    from steelyard.regularizers.stateful import Adaptive, EMADrift
+    from steelyard.regularizers.topology import TopologicalConsistency
+    from steelyard.regularizers.validation import ExternalValidation
+
+__all__ = [  # noqa: RUF022 - sorted as Python sorts
+    "Adaptive",
+    "ChosenNLL",
+    "ConfidencePenalty",
+    "Consistency",
+    "DPO",
+    "DemographicParity",
+    "EMADrift",
+    "ElasticNet",
+    "Entropy",
+    "EqualizedOdds",
+    "ExternalValidation",
+    "JSToReference",
+    "KLToReference",
+    "L1",
+    "L2",
+    "LogicalConsistency",
+    "SquaredLogRatio",
+    "TopologicalConsistency",
+]
+
+_LAZY = {
+    "Adaptive": "stateful",
+    "ChosenNLL": "preference",
+    "ConfidencePenalty": "entropy",
+    "Consistency": "reference",
+    "DPO": "preference",
+    "DemographicParity": "fairness",
+    "EMADrift": "stateful",
+    "ElasticNet": "sparsity",
+    "Entropy": "entropy",
+    "EqualizedOdds": "fairness",
+    "ExternalValidation": "validation",
+    "JSToReference": "reference",
+    "KLToReference": "reference",
+    "L1": "sparsity",
+    "L2": "sparsity",
+    "LogicalConsistency": "logic",
+    "SquaredLogRatio": "preference",
+    "TopologicalConsistency": "topology",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'steelyard.regularizers' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"steelyard.regularizers.{_LAZY[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise _MissingExtraError(
+            f"steelyard.regularizers.{name} needs torch, which is not installed: "
+            f'pip install "steelyard[torch]".'
+        ) from error
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,158 @@
+"""Entropy: from sampled tokens, or from the listed classes and their tail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from steelyard import penalties
+from steelyard.errors import InputError
+from steelyard.gradients import LogProbs
+from steelyard.regularizers import _options
+from steelyard.regularizers._estimate import with_gradient_of
+from steelyard.regularizers._tail import with_tail
+from steelyard.regularizers._tokens import Row, mean, rows_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entropy:
+    """Entropy of the model's predictions, signed by what adding it to a loss is to do.
+
+    `"penalty"` is +H: adding it lowers entropy. `"bonus"` is -H: adding it raises entropy.
+
+    `[T]`: H is estimated from the sampled tokens, `H = -mean log p`. **The gradient is an
+    estimator**, that of `-½ mean (log p)²`: if the tokens were sampled from the model being
+    trained, its expectation is the gradient of the entropy (differentiating -mean log p would
+    give zero there). On fixed data it is a push: a bonus lifts the data's unlikely tokens, a
+    penalty sinks them further.
+
+    `[T, K]`: `H = -Σ p log p` over the K classes and one tail class with the remaining mass,
+    averaged over tokens; a lower bound of the true entropy. **The gradient is exact.**
+
+    Reads from each datum: `weights` (optional), where 0 leaves a token out.
+
+    Args:
+        mode: `"penalty"` or `"bonus"`.
+        temperature: T > 0; other than 1, the distribution is `softmax(log p / T)`. Needs
+            `[T, K]`.
+        normalize: divide by the log of the number of classes: `vocabulary` if that is given,
+            else K + 1.
+        vocabulary: the number of classes of the model. `normalize` needs it for `[T]`.
+
+    Raises:
+        SpecError: an option breaks its rule.
+
+    Example:
+        >>> lp = torch.log(torch.tensor([0.5, 0.25])).requires_grad_()
+        >>> loss, metrics = Entropy(mode="bonus").compute([], [lp])
+        >>> print(f"{loss:.4f} {metrics['entropy']:.4f}")
+        -1.0397 1.0397
+        >>> loss.backward()
+        >>> lp.grad  # log p / 2: less likely tokens are lifted more
+        tensor([-0.3466, -0.6931])
+
+    References:
+        Williams & Peng (1991), "Function optimization using connectionist reinforcement
+        learning algorithms".
+    """
+
+    mode: Literal["penalty", "bonus"] = "penalty"
+    temperature: float = 1.0
+    normalize: bool = False
+    vocabulary: int | None = None
+    name: ClassVar[str] = "entropy"
+
+    def __post_init__(self) -> None:
+        _options.one_of("mode", self.mode, ("penalty", "bonus"), self.name)
+        _options.positive("temperature", self.temperature, self.name)
+        _options.flag("normalize", self.normalize, self.name)
+        if self.vocabulary is not None:
+            _options.whole("vocabulary", self.vocabulary, 2, self.name)
+
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """The penalty of a batch, and its `entropy` in nats (or in [0, 1] if normalised)."""
+        rows = rows_of(data, logprobs, classes=True)
+        if rows[0].logprobs.dim() == 1:
+            entropy = _of_samples(rows) / self._classes_of_samples()
+        else:
+            entropy = mean(self._of_classes(rows))
+        sign = 1.0 if self.mode == "penalty" else -1.0
+        return sign * entropy, {"entropy": entropy.item()}
+
+    def _classes_of_samples(self) -> float:
+        if self.temperature != 1:
+            raise InputError(
+                f"temperature must be 1 for log-probs [T], which are no distributions, got "
+                f"{self.temperature}: use [T, K] targets."
+            )
+        if self.normalize and self.vocabulary is None:
+            raise InputError(
+                "normalize must come with vocabulary=... for log-probs [T], which do not show "
+                "the number of classes, got vocabulary=None."
+            )
+        return math.log(self.vocabulary) if self.normalize and self.vocabulary else 1.0
+
+    def _of_classes(self, rows: Sequence[Row]) -> Tensor:
+        """One entropy per token."""
+        each = []
+        for row in rows:
+            classes = with_tail(row.kept)
+            rates = penalties.entropy(classes, temperature=self.temperature, reduction="none")
+            count = self.vocabulary or classes.shape[-1]
+            each.append(rates / math.log(count) if self.normalize else rates)
+        return torch.cat(each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfidencePenalty:
+    """Penalises predictions that are surer than they may be: entropy below a threshold Γ.
+
+    `[T, K]`: `mean max(0, Γ - H_t)` over tokens, H_t the entropy of the K classes and their
+    tail. **The gradient is exact.** `[T]`: `max(0, Γ - H)` with H = -mean log p over the sampled
+    tokens of the batch. **The gradient is an estimator**, that of `½ mean (log p)²` where the
+    penalty is above 0: unbiased if the tokens were sampled from the model being trained.
+
+    Reads from each datum: `weights` (optional), where 0 leaves a token out.
+
+    Args:
+        threshold: Γ in nats, above 0.
+
+    Raises:
+        SpecError: an option breaks its rule.
+
+    Example:
+        >>> loss, _ = ConfidencePenalty(threshold=0.7).compute([], [torch.tensor([-0.1, -0.3])])
+        >>> print(f"{loss:.4f}")
+        0.5000
+
+    References:
+        Pereyra et al. (2017), "Regularizing neural networks by penalizing confident output
+        distributions".
+    """
+
+    threshold: float = 1.0
+    name: ClassVar[str] = "confidence_penalty"
+
+    def __post_init__(self) -> None:
+        _options.positive("threshold", self.threshold, self.name)
+
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """The penalty of a batch, and its `entropy` in nats."""
+        rows = rows_of(data, logprobs, classes=True)
+        if rows[0].logprobs.dim() == 1:
+            entropy = _of_samples(rows)
+        else:
+            kept = [with_tail(row.kept) for row in rows]
+            entropy = torch.cat([penalties.entropy(row, reduction="none") for row in kept])
+        penalty = mean((self.threshold - entropy).clamp_min(0))
+        return penalty, {"entropy": mean(entropy).item()}
+
+
+def _of_samples(rows: Sequence[Row]) -> Tensor:
+    flat = torch.cat([row.kept for row in rows])
+    return with_gradient_of(-0.5 * mean(flat.square()), value=-mean(flat))

@@ -1,0 +1,204 @@
+"""Fairness: gaps between groups of data in how likely the model finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from steelyard.gradients import LogProbs
+from steelyard.regularizers import _extras, _options
+from steelyard.regularizers._tokens import Row, Source, mean, rows_of
+
+Outcome: TypeAlias = Literal["logprob", "prob"]
+Test: TypeAlias = Literal["kruskal", "anova", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemographicParity:
+    """Gap between groups in the mean outcome of their data, whatever is true of them.
+
+    The outcome of a datum is its mean log-prob per token, or the exponential of that with
+    `outcome="prob"` (for an answer of one token, its probability). With m_g the mean outcome of
+    group g, the value is the mean over pairs of groups of `|m_g - m_h|^power`. A batch with
+    fewer than two groups costs nothing.
+
+    The gradient is exact (at a gap of exactly 0 with `power=1`: 0).
+
+    Reads from each datum: the group, one number (with tinker's `Datum` as an array, a tensor or
+    `TensorData`) or, in a plain mapping, a string; `weights` (optional), where 0 leaves a token
+    out.
+
+    Args:
+        group: the field of `loss_fn_inputs` with the group, or a function `(datum, index)`.
+        outcome: `"logprob"` or `"prob"`.
+        power: 2 for squared gaps, 1 for absolute ones.
+        test: the test of equal outcomes whose `p_value` is reported: `"kruskal"`
+            (Kruskal-Wallis), `"anova"`, or `"none"`. It has no part in the gradient.
+
+    Raises:
+        SpecError: an option breaks its rule.
+        MissingExtraError: SciPy is not installed, and `test` is not `"none"`.
+
+    Example:
+        >>> data = [{"loss_fn_inputs": {"group": g}} for g in (0, 0, 1, 1)]
+        >>> lps = [torch.tensor([x]) for x in (-1.0, -2.0, -3.0, -5.0)]
+        >>> loss, metrics = DemographicParity().compute(data, lps)
+        >>> loss, metrics["gap"], round(metrics["p_value"], 4)
+        (tensor(6.2500), 2.5, 0.1213)
+
+    References:
+        Dwork et al. (2012), "Fairness through awareness"; Kruskal & Wallis (1952), "Use of
+        ranks in one-criterion variance analysis".
+    """
+
+    group: Source = "group"
+    outcome: Outcome = "logprob"
+    power: Literal[1, 2] = 2
+    test: Test = "kruskal"
+    name: ClassVar[str] = "demographic_parity"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """The penalty; the largest `gap`, each group's mean, the number of `groups`, the test."""
+        rows = rows_of(data, logprobs)
+        groups = _grouped(rows, [row.read_label(self.group) for row in rows], self.outcome)
+        means = {label: torch.stack(group).mean() for label, group in groups.items()}
+        metrics = {f"mean/{label}": value.item() for label, value in means.items()}
+        gaps = _gaps(list(means.values()))
+        metrics |= {"gap": _largest(gaps), "groups": float(len(groups))}
+        if self.test != "none" and len(groups) > 1:
+            metrics["p_value"] = _p_value(self.test, list(groups.values()))
+        return _penalty(rows, gaps, self.power), metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualizedOdds:
+    """Gap between groups in the mean outcome of their data, among data with the same label.
+
+    As `DemographicParity`, taken within each label: the value is the mean, over labels and pairs
+    of groups that both have data of that label, of `|m_gy - m_hy|^power`. A label with fewer than
+    two groups in the batch adds nothing.
+
+    The gradient is exact (at a gap of exactly 0 with `power=1`: 0).
+
+    Reads from each datum: the group and the label, each one number (with tinker's `Datum` as an
+    array, a tensor or `TensorData`) or, in a plain mapping, a string; `weights` (optional), where
+    0 leaves a token out.
+
+    Args:
+        group: the field of `loss_fn_inputs` with the group, or a function `(datum, index)`.
+        label: the same for the label.
+        outcome: `"logprob"` or `"prob"`, as in `DemographicParity`.
+        power: 2 for squared gaps, 1 for absolute ones.
+        test: as in `DemographicParity`, within each label; the `p_value` combines those of all
+            labels by Fisher's method.
+
+    Raises:
+        SpecError: an option breaks its rule.
+        MissingExtraError: SciPy is not installed, and `test` is not `"none"`.
+
+    Example:
+        >>> data = [{"loss_fn_inputs": {"group": g, "label": y}} for y in (0, 1) for g in (0, 1)]
+        >>> lps = [torch.tensor([x]) for x in (-1.0, -2.0, -3.0, -6.0)]
+        >>> loss, metrics = EqualizedOdds(test="none").compute(data, lps)
+        >>> loss, metrics["gap"]
+        (tensor(5.), 3.0)
+
+    References:
+        Hardt, Price & Srebro (2016), "Equality of opportunity in supervised learning".
+    """
+
+    group: Source = "group"
+    label: Source = "label"
+    outcome: Outcome = "logprob"
+    power: Literal[1, 2] = 2
+    test: Test = "kruskal"
+    name: ClassVar[str] = "equalized_odds"
+
+    def __post_init__(self) -> None:
+        _check(self)
+        _options.settle_source(self, "label")
+
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """The penalty; the largest `gap`, the gap of each label, the test."""
+        rows = rows_of(data, logprobs)
+        labels = [row.read_label(self.label) for row in rows]
+        gaps, p_values, metrics = [], [], {}
+        for label in dict.fromkeys(labels):
+            alike = [row for row, own in zip(rows, labels, strict=True) if own == label]
+            named = [row.read_label(self.group) for row in alike]
+            groups = list(_grouped(alike, named, self.outcome).values())
+            if len(groups) < 2:  # noqa: PLR2004 - nothing to compare
+                continue
+            own_gaps = _gaps([torch.stack(group).mean() for group in groups])
+            gaps += own_gaps
+            metrics[f"gap/{label}"] = _largest(own_gaps)
+            if self.test != "none":
+                p_values.append(_p_value(self.test, groups))
+        metrics["gap"] = _largest(gaps)
+        if p_values:
+            metrics["p_value"] = _combined(p_values)
+        return _penalty(rows, gaps, self.power), metrics
+
+
+def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
+    name = regularizer.name
+    _options.settle_source(regularizer, "group")
+    _options.one_of("outcome", regularizer.outcome, ("logprob", "prob"), name)
+    _options.require(regularizer.power in (1, 2), "power", "1 or 2", regularizer.power, name)
+    _options.one_of("test", regularizer.test, ("kruskal", "anova", "none"), name)
+    if regularizer.test != "none":
+        _extras.require("scipy", name)
+
+
+def _grouped(
+    rows: Sequence[Row], labels: Sequence[Hashable], outcome: Outcome
+) -> Mapping[Hashable, list[Tensor]]:
+    groups: dict[Hashable, list[Tensor]] = {}
+    for row, label in zip(rows, labels, strict=True):
+        own = mean(row.kept)
+        groups.setdefault(label, []).append(own.exp() if outcome == "prob" else own)
+    return groups
+
+
+def _gaps(means: Sequence[Tensor]) -> list[Tensor]:
+    return [a - b for a, b in combinations(means, 2)]
+
+
+def _largest(gaps: Sequence[Tensor]) -> float:
+    return max((abs(gap.item()) for gap in gaps), default=0.0)
+
+
+def _penalty(rows: Sequence[Row], gaps: Sequence[Tensor], power: int) -> Tensor:
+    if not gaps:
+        return 0.0 * rows[0].kept.sum()
+    each = torch.stack(list(gaps))
+    return (each.abs() if power == 1 else each.square()).mean()
+
+
+def _p_value(test: Test, groups: Sequence[Sequence[Tensor]]) -> float:
+    samples = [[outcome.item() for outcome in group] for group in groups]
+    if len({outcome for sample in samples for outcome in sample}) == 1:
+        return 1.0  # nothing differs; SciPy gives NaN
+    if test == "anova" and all(len(sample) == 1 for sample in samples):
+        return 1.0  # no group shows how much its outcomes vary
+    stats = _stats()
+    result = (stats.kruskal if test == "kruskal" else stats.f_oneway)(*samples)
+    return float(result.pvalue)
+
+
+def _combined(p_values: Sequence[float]) -> float:
+    return float(_stats().combine_pvalues(p_values).pvalue)
+
+
+def _stats() -> Any:
+    from scipy import stats  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
+
+    return stats

@@ -1,0 +1,106 @@
+"""Logic: whether what a datum claims can be true together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from steelyard.errors import InputError
+from steelyard.gradients import LogProbs
+from steelyard.regularizers import _extras, _options
+
+# Z3's default context, in which users build their constraints, is not safe for threads.
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalConsistency:
+    """Penalises data whose constraints contradict each other, as Z3 finds.
+
+    For each datum, the constraints its function gives are asserted together. Z3's verdict, one
+    of sat, unsat and unknown (it gave up, or ran out of time), has its penalty, is counted and
+    reported. To ask instead whether a claim follows from facts, assert the facts and the claim's
+    negation, and swap the penalties of `sat` and `unsat`.
+
+    **The gradient is the score-function estimate**: unbiased for the expected penalty if the
+    data were sampled from the model being trained; on fixed data a push that makes data with a
+    contradiction less likely. The verdict itself has no gradient.
+
+    It runs in a process unless its spec says otherwise. Z3 does not always keep to its own time
+    limit; the term's `timeout` ends the process, and the call fails or drops the term. In a
+    thread nothing can end it, and terms with Z3 wait for each other.
+
+    Reads from each datum: what `constraints` reads; `weights` (optional), where 0 leaves a token
+    out of the gradient.
+
+    Args:
+        constraints: a function `(datum, index)`, or its `"package.module:attr"`, that gives a Z3
+            expression or several. No constraints are satisfiable.
+        solver_timeout: seconds Z3 may take for one datum.
+        sat: the penalty of data whose constraints can be true together.
+        unsat: the penalty of data whose constraints contradict each other.
+        unknown: the penalty of data that Z3 cannot decide.
+
+    Raises:
+        SpecError: an option breaks its rule.
+        MissingExtraError: Z3 is not installed.
+
+    Example:
+        >>> import z3
+        >>> def ages(datum, index):
+        ...     mother, child = z3.Ints("mother child")
+        ...     return [mother == datum["mother"], child == datum["child"], mother > child + 12]
+        >>> data = [{"mother": 40, "child": 9}, {"mother": 9, "child": 40}]
+        >>> LogicalConsistency(constraints=ages).compute(data, [])
+        ([0.0, 1.0], {'sat': 1.0, 'unsat': 1.0, 'unknown': 0.0})
+
+    References:
+        de Moura & Bjørner (2008), "Z3: an efficient SMT solver".
+    """
+
+    constraints: Callable[..., Any]
+    solver_timeout: float = 1.0
+    sat: float = 0.0
+    unsat: float = 1.0
+    unknown: float = 0.5
+    name: ClassVar[str] = "logical_consistency"
+    run_in: ClassVar[str] = "process"
+    gradient: ClassVar[str] = "score"
+
+    def __post_init__(self) -> None:
+        found = _options.function("constraints", self.constraints, self.name)
+        object.__setattr__(self, "constraints", found)
+        _options.positive("solver_timeout", self.solver_timeout, self.name)
+        for option in ("sat", "unsat", "unknown"):
+            _options.number(option, getattr(self, option), self.name)
+        _extras.require("z3", self.name)
+
+    def compute(
+        self,
+        data: Any,
+        logprobs: LogProbs,  # noqa: ARG002 - the verdict does not depend on them
+    ) -> tuple[list[float], dict[str, float]]:
+        """One penalty per datum; how many data are `sat`, `unsat` and `unknown`."""
+        with _lock:
+            verdicts = [self._verdict(datum, index) for index, datum in enumerate(data)]
+        metrics = {kind: float(verdicts.count(kind)) for kind in ("sat", "unsat", "unknown")}
+        return [float(getattr(self, verdict)) for verdict in verdicts], metrics
+
+    def _verdict(self, datum: Any, index: int) -> str:
+        import z3  # noqa: PLC0415 - an extra
+
+        solver = z3.Solver()
+        solver.set("timeout", max(1, round(1000 * self.solver_timeout)))
+        given = self.constraints(datum, index)
+        # What Z3 parses from SMT-LIB is a vector, which is no Python sequence.
+        several = isinstance(given, list | tuple | z3.AstVector)
+        for constraint in given if several else [given]:
+            if not isinstance(constraint, bool | z3.BoolRef):
+                raise InputError(
+                    f"the constraints of datum {index} must be Z3 expressions that are true or "
+                    f"false, one or a list of them, got {constraint!r}."
+                )
+            solver.add(constraint)
+        return str(solver.check())

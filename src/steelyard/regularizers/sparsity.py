@@ -1,0 +1,158 @@
+"""Sparsity: the size of log-probs, or of probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from steelyard import penalties
+from steelyard.gradients import LogProbs
+from steelyard.regularizers import _options
+from steelyard.regularizers._tokens import rows_of
+
+Of: TypeAlias = Literal["logprobs", "probs"]
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class L1:
+    """Mean absolute value of log-probs, or of probabilities.
+
+    `R(|x|)` with x = log p, or p with `of="probs"`; R is the mean or the sum over all tokens
+    that count, and all classes of `[T, K]`. Of log-probs, which are never above 0, it is the
+    negative log-likelihood: added to a loss it makes the listed tokens likelier. Of
+    probabilities it makes them less likely.
+
+    The gradient is exact: sign(x), times p for probabilities.
+
+    Reads from each datum: `weights` (optional), where 0 leaves a token out.
+
+    Args:
+        of: `"logprobs"` or `"probs"`.
+        reduction: `"mean"` or `"sum"`.
+
+    Raises:
+        SpecError: an option breaks its rule.
+
+    Example:
+        >>> data = [{"loss_fn_inputs": {"weights": [0.0, 1.0, 1.0]}}]
+        >>> L1().compute(data, [torch.tensor([-9.0, -1.0, -3.0])])
+        tensor(2.)
+    """
+
+    of: Of = "logprobs"
+    reduction: Reduction = "mean"
+    name: ClassVar[str] = "l1"
+
+    def __post_init__(self) -> None:
+        _check(self.of, self.reduction, self.name)
+
+    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
+        """The penalty of a batch."""
+        value: Tensor = penalties.l1(_values(data, logprobs, self.of), reduction=self.reduction)
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class L2:
+    """Mean square of log-probs, or of probabilities.
+
+    `R(clamp(x - c, ±clip)²)` with x = log p, or p with `of="probs"`; R is the mean or the sum
+    over all tokens that count, and all classes of `[T, K]`. Of log-probs it pulls the least
+    likely tokens hardest; with `center="mean"` it evens them out.
+
+    The gradient is exact: that of the formula, 0 beyond `clip`.
+
+    Reads from each datum: `weights` (optional), where 0 leaves a token out.
+
+    Args:
+        of: `"logprobs"` or `"probs"`.
+        reduction: `"mean"` or `"sum"`.
+        clip: the largest distance from the centre that counts; None: all.
+        center: c: None for 0, `"mean"` for the mean over the batch, which is differentiated
+            too, or a number.
+
+    Raises:
+        SpecError: an option breaks its rule.
+
+    Example:
+        >>> L2(center="mean").compute([], [torch.tensor([-1.0]), torch.tensor([-3.0])])
+        tensor(1.)
+    """
+
+    of: Of = "logprobs"
+    reduction: Reduction = "mean"
+    clip: float | None = None
+    center: Literal["mean"] | float | None = None
+    name: ClassVar[str] = "l2"
+
+    def __post_init__(self) -> None:
+        _check(self.of, self.reduction, self.name)
+        if self.clip is not None:
+            _options.positive("clip", self.clip, self.name)
+        if self.center is not None and self.center != "mean":
+            _options.number("center", self.center, self.name)
+
+    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
+        """The penalty of a batch."""
+        value: Tensor = penalties.l2(
+            _values(data, logprobs, self.of),
+            reduction=self.reduction,
+            clip=self.clip,
+            center=self.center,
+        )
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticNet:
+    """Mixture of `L1` and `L2` of log-probs, or of probabilities.
+
+    `r · R(|x|) + (1 - r) · R(x²)` with r the `l1_ratio`, x = log p, or p with `of="probs"`; R
+    is the mean or the sum over all tokens that count, and all classes of `[T, K]`.
+
+    The gradient is exact.
+
+    Reads from each datum: `weights` (optional), where 0 leaves a token out.
+
+    Args:
+        l1_ratio: the share r of `L1`, in [0, 1].
+        of: `"logprobs"` or `"probs"`.
+        reduction: `"mean"` or `"sum"`.
+
+    Raises:
+        SpecError: an option breaks its rule.
+
+    Example:
+        >>> ElasticNet(l1_ratio=0.25).compute([], [torch.tensor([-2.0])])
+        tensor(3.5000)
+    """
+
+    l1_ratio: float = 0.5
+    of: Of = "logprobs"
+    reduction: Reduction = "mean"
+    name: ClassVar[str] = "elastic_net"
+
+    def __post_init__(self) -> None:
+        _check(self.of, self.reduction, self.name)
+        _options.fraction("l1_ratio", self.l1_ratio, self.name)
+
+    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
+        """The penalty of a batch."""
+        value: Tensor = penalties.elastic_net(
+            _values(data, logprobs, self.of), reduction=self.reduction, l1_ratio=self.l1_ratio
+        )
+        return value
+
+
+def _check(of: str, reduction: str, name: str) -> None:
+    _options.one_of("of", of, ("logprobs", "probs"), name)
+    _options.one_of("reduction", reduction, ("mean", "sum"), name)
+
+
+def _values(data: Any, logprobs: LogProbs, of: Of) -> Tensor:
+    flat = torch.cat([row.kept.reshape(-1) for row in rows_of(data, logprobs, classes=True)])
+    return flat.exp() if of == "probs" else flat

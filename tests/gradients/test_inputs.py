@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+
+from steelyard.gradients import as_tensor, loss_fn_input
+
+FIELDS: Any = {"group": np.array([2])}
+
+
+@pytest.mark.parametrize(
+    "datum",
+    [
+        {"loss_fn_inputs": FIELDS},
+        SimpleNamespace(loss_fn_inputs=FIELDS),
+        tinker.types.Datum(
+            model_input=tinker.types.ModelInput.from_ints([1]), loss_fn_inputs=dict(FIELDS)
+        ),
+    ],
+    ids=["mapping", "object", "tinker"],
+)
+def test_a_field_of_any_kind_of_datum(datum: Any) -> None:
+    assert as_tensor(loss_fn_input(datum, "group")).tolist() == [2]
+    assert loss_fn_input(datum, "label") is None
+
+
+@pytest.mark.parametrize("datum", [None, 3, {}, {"group": 1}, {"loss_fn_inputs": None}, object()])
+def test_a_datum_without_fields(datum: Any) -> None:
+    assert loss_fn_input(datum, "group") is None
+
+
+def test_tinker_keeps_classes_sparse_and_they_come_back_whole() -> None:
+    weights: Any = torch.zeros(9, 4)
+    weights[0, 1] = 1.0
+    datum = tinker.types.Datum(
+        model_input=tinker.types.ModelInput.from_ints([1]), loss_fn_inputs={"weights": weights}
+    )
+    assert torch.equal(as_tensor(loss_fn_input(datum, "weights")), weights)
+
+
+def test_a_dtype_is_kept_unless_one_is_asked_for() -> None:
+    assert as_tensor([1, 2]).dtype == torch.int64
+    assert as_tensor([1, 2], torch.float64).dtype == torch.float64

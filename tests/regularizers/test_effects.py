@@ -1,0 +1,342 @@
+"""Each regularizer moves what it is about, by a clear margin, everything else equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from steelyard import RegularizerSpec
+from steelyard.regularizers import (
+    DPO,
+    L1,
+    L2,
+    Adaptive,
+    ChosenNLL,
+    ConfidencePenalty,
+    Consistency,
+    DemographicParity,
+    ElasticNet,
+    EMADrift,
+    Entropy,
+    EqualizedOdds,
+    ExternalValidation,
+    JSToReference,
+    KLToReference,
+    LogicalConsistency,
+    SquaredLogRatio,
+    TopologicalConsistency,
+)
+
+from .server import Server
+from .training import (
+    Trained,
+    entropy,
+    first_class,
+    held,
+    kl,
+    next_tokens,
+    nll,
+    policy_gradient,
+    sequence,
+    train,
+)
+from .travelling import ascending, its_points, windows
+
+SEQUENCES = [
+    [1, 2, 3, 4, 5, 6],
+    [7, 8, 9, 10, 11, 12],
+    [13, 14, 15, 16, 17, 18],
+    [19, 20, 21, 22, 23, 24],
+]
+PLACES = [
+    [-1.0, -2.0, -3.0, -4.0, -5.0],
+    [-5.0, -4.0, -1.0, -2.0, -3.0],
+    [-3.0] * 5,
+    [-2.0, -6.0, -2.0, -6.0, -2.0],
+]
+HELD = [sequence(s, held=torch.tensor(p)) for s, p in zip(SEQUENCES, PLACES, strict=True)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small a model gains nothing from more, and on a busy machine waits for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def flat(trained: Trained, data: Any) -> torch.Tensor:
+    return torch.cat([row.reshape(-1) for row in trained.logprobs(data)])
+
+
+def means(trained: Trained, data: Any) -> torch.Tensor:
+    return torch.stack([row.mean() for row in trained.logprobs(data)])
+
+
+def term(regularizer: Any, weight: float, **fields: Any) -> RegularizerSpec:
+    return RegularizerSpec(regularizer, weight, "term", **fields)
+
+
+# Sparsity: what is measured falls, while the base loss holds the log-probs where they are.
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "weight", "size"),
+    [
+        (L1(), 3.0, lambda lp: lp.abs()),
+        (L2(), 1.0, lambda lp: lp**2),
+        (ElasticNet(), 1.0, lambda lp: 0.5 * lp.abs() + 0.5 * lp**2),
+        (L1(of="probs"), 10.0, lambda lp: lp.exp()),
+        (L2(of="probs"), 10.0, lambda lp: lp.exp() ** 2),
+        (L2(center="mean"), 2.0, lambda lp: (lp - lp.mean()) ** 2),
+    ],
+    ids=["l1", "l2", "elastic_net", "l1 of probs", "l2 of probs", "l2 around the mean"],
+)
+def test_sparsity(regularizer: Any, weight: float, size: Any) -> None:
+    without = size(flat(train(HELD, held), HELD)).mean()
+    with_it = size(flat(train(HELD, held, [term(regularizer, weight)]), HELD)).mean()
+    assert with_it < 0.8 * without
+
+
+# Entropy: a policy gradient that rewards one token, on tokens sampled from the model.
+
+
+PROMPT = [3, 0]  # the second is not read
+
+
+def on_policy(trained: Trained, generator: torch.Generator) -> list[Any]:
+    probabilities = next_tokens(trained, PROMPT)[0].exp()
+    tokens = torch.multinomial(probabilities, 64, replacement=True, generator=generator)
+    gains = (tokens < 100).float()
+    gains -= gains.mean()
+    return [
+        sequence([3, int(token)], advantages=gain[None])
+        for token, gain in zip(tokens, gains, strict=True)
+    ]
+
+
+def entropy_with(*specs: RegularizerSpec) -> float:
+    return entropy(train(on_policy, policy_gradient, specs), PROMPT)
+
+
+def test_entropy_rises_under_a_bonus_and_falls_under_a_penalty() -> None:
+    without = entropy_with()
+    assert entropy_with(term(Entropy(mode="bonus"), 0.5)) > without + 1.0
+    assert entropy_with(term(Entropy(mode="penalty"), 0.5)) < without - 1.0
+    assert entropy_with(term(ConfidencePenalty(threshold=5.9), 1.0)) > without + 1.0
+
+
+def test_entropy_of_classes() -> None:
+    data = [sequence(PROMPT, target_tokens=[list(range(500))])]
+
+    def first_is_likely(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+        return (torch.cat(logprobs)[:, 0] + 1.5).square().mean()
+
+    def entropy_of(*specs: RegularizerSpec) -> float:
+        return entropy(train(data, first_is_likely, specs), PROMPT)
+
+    without = entropy_of()
+    assert entropy_of(term(Entropy(mode="bonus"), 1.0)) > without + 0.4
+    assert entropy_of(term(Entropy(mode="penalty"), 1.0)) < without - 0.4
+    assert entropy_of(term(ConfidencePenalty(threshold=6.0), 1.0)) > without + 0.4
+
+
+# Reference: likelihood draws the model away from where it began.
+
+
+def referenced(fields: Any = dict) -> list[Any]:
+    data = [sequence(s) for s in SEQUENCES]
+    began = Trained().logprobs(data)
+    return [
+        sequence(s, reference_logprobs=row, **fields())
+        for s, row in zip(SEQUENCES, began, strict=True)
+    ]
+
+
+def distance(trained: Trained) -> float:
+    """KL divergence from where the model began, over all tokens of the data."""
+    began = Trained()
+    return sum(kl(trained, began, tokens) for tokens in SEQUENCES) / len(SEQUENCES)
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "weight"),
+    [
+        (KLToReference(), 1.0),
+        (KLToReference(estimator="k3"), 3.0),
+        (JSToReference(), 6.0),
+        (SquaredLogRatio(), 0.5),
+    ],
+    ids=["k2", "k3", "js", "squared log-ratio"],
+)
+def test_the_reference_is_nearer(regularizer: Any, weight: float) -> None:
+    data = referenced()
+    without = distance(train(data, nll))
+    assert distance(train(data, nll, [term(regularizer, weight)])) < 0.5 * without
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "weight"), [(KLToReference(), 1.0), (JSToReference(), 8.0)], ids=["kl", "js"]
+)
+def test_the_reference_is_nearer_by_classes(regularizer: Any, weight: float) -> None:
+    listed = [[[token, *range(100, 400)] for token in s[1:]] for s in SEQUENCES]
+    bare = [sequence(s, target_tokens=k) for s, k in zip(SEQUENCES, listed, strict=True)]
+    data = [
+        sequence(s, target_tokens=k, reference_logprobs=row)
+        for s, k, row in zip(SEQUENCES, listed, Trained().logprobs(bare), strict=True)
+    ]
+    without = distance(train(data, first_class))
+    assert distance(train(data, first_class, [term(regularizer, weight)])) < 0.5 * without
+
+
+@pytest.mark.parametrize("metric", ["mse", "l1"])
+def test_pairs_agree(metric: Any) -> None:
+    def gap(trained: Trained) -> float:
+        a, b, c, d = trained.logprobs(HELD)
+        return float(torch.cat([a - b, c - d]).abs().mean())
+
+    with_it = train(HELD, held, [term(Consistency(metric=metric), 2.0)])
+    assert gap(with_it) < 0.6 * gap(train(HELD, held))
+
+
+# Topology.
+
+
+def test_the_points_of_the_log_probs_lose_their_shape() -> None:
+    shape = TopologicalConsistency(points=windows, dimensions=0)
+
+    def persistence(trained: Trained) -> float:
+        return float(shape.compute(HELD, trained.logprobs(HELD))[0])
+
+    with_it = train(HELD, held, [term(shape, 1.0)])
+    assert persistence(with_it) < 0.6 * persistence(train(HELD, held))
+
+
+def test_data_with_much_shape_become_less_likely() -> None:
+    spread = [torch.eye(4) * size for size in (0.1, 0.1, 3.0, 3.0)]
+    data = [sequence(s, points=p) for s, p in zip(SEQUENCES, spread, strict=True)]
+    shape = TopologicalConsistency(points=its_points, dimensions=0, differentiable=False)
+    assert_less_likely(data, [2, 3], shape, 0.1)
+
+
+def assert_less_likely(data: Any, worse: list[int], regularizer: Any, weight: float) -> None:
+    """Some of the data fall behind the rest, which without the term they do not."""
+    better = [index for index in range(len(data)) if index not in worse]
+
+    def lead(trained: Trained) -> float:
+        found = means(trained, data)
+        return float(found[better].mean() - found[worse].mean())
+
+    without = lead(train(data, nll))
+    with_it = lead(train(data, nll, [term(regularizer, weight)]))
+    assert abs(without) < 1.0
+    assert with_it > without + 1.0
+
+
+# Fairness.
+
+GROUPED = [
+    sequence(s, held=torch.tensor([place] * 5), group=[group], label=[label])
+    for s, place, group, label in zip(
+        SEQUENCES, (-1.0, -4.0, -2.0, -6.0), (0, 1, 0, 1), (0, 0, 1, 1), strict=True
+    )
+]
+
+
+@pytest.mark.parametrize("outcome", ["logprob", "prob"])
+@pytest.mark.parametrize("cls", [DemographicParity, EqualizedOdds])
+def test_the_gap_between_groups_is_smaller(cls: Any, outcome: Any) -> None:
+    fair = cls(outcome=outcome)
+
+    def gap(trained: Trained) -> float:
+        found = trained.logprobs(GROUPED)
+        return float(fair.compute(GROUPED, found)[1]["gap"])
+
+    weight = 2.0 if outcome == "logprob" else 100.0
+    with_it = train(GROUPED, held, [term(fair, weight)])
+    assert gap(with_it) < 0.6 * gap(train(GROUPED, held))
+
+
+def test_the_difference_is_no_longer_significant() -> None:
+    many = [
+        sequence([a, b], held=torch.tensor([-1.0 if a % 2 else -4.0]), group=[a % 2])
+        for a, b in zip(range(24), range(1, 25), strict=True)
+    ]
+    fair = DemographicParity()
+
+    def p_value(trained: Trained) -> float:
+        return fair.compute(many, trained.logprobs(many))[1]["p_value"]
+
+    assert p_value(train(many, held)) < 0.001
+    assert p_value(train(many, held, [term(fair, 20.0)])) > 0.05
+
+
+# Verdicts.
+
+
+def test_data_that_contradict_themselves_become_less_likely() -> None:
+    tokens = [SEQUENCES[0], SEQUENCES[1], [13, 17, 15, 16, 14, 18], [19, 24, 21, 22, 23, 20]]
+    logic = LogicalConsistency(constraints=ascending)
+    assert_less_likely([sequence(s) for s in tokens], [2, 3], logic, 0.5)
+
+
+def test_what_the_validator_rejects_becomes_less_likely() -> None:
+    def question(datum: Any, index: int) -> Any:
+        return {"penalty": float(datum.model_input.to_ints()[0] > 10)}
+
+    data = [sequence(s) for s in SEQUENCES]
+    with Server() as server:
+        judge = ExternalValidation(url=server.url("check"), payload=question)
+        assert_less_likely(data, [2, 3], judge, 0.5)
+        judge.close()
+        assert server.connections <= 4
+
+
+# What remembers.
+
+
+def test_the_mean_log_prob_drifts_more_slowly() -> None:
+    data = [sequence(s) for s in SEQUENCES]
+    began = flat(Trained(), data).mean()
+    without = flat(train(data, nll, steps=20), data).mean() - began
+    slow = [term(EMADrift(decay=0.99), 10.0)]
+    assert flat(train(data, nll, slow, steps=20), data).mean() - began < 0.5 * without
+
+
+def test_the_target_is_held() -> None:
+    data = referenced()
+
+    def value(*specs: RegularizerSpec) -> float:
+        trained = train(data, nll, specs, steps=100)
+        return float(KLToReference().compute(data, trained.logprobs(data))[0])
+
+    controller = Adaptive(regularizer=KLToReference(), target=1.0, rate=0.5, initial=0.1)
+    assert 0.5 < value(term(controller, 1.0)) < 2.0
+    assert value(term(KLToReference(), 0.1)) > 5.0
+
+
+# Preference.
+
+
+def test_dpo_and_the_terms_that_steady_it() -> None:
+    data = referenced()
+
+    def run(*specs: RegularizerSpec) -> tuple[float, float, float]:
+        """The margin, how likely the chosen are, and how far all have moved."""
+        trained = train(data, DPO(beta=0.1), specs)
+        _, metrics = DPO(beta=0.1).compute(data, trained.logprobs(data))
+        moved = flat(trained, data) - flat(Trained(), data)
+        return metrics["margin"], float(means(trained, data)[::2].mean()), float(moved.abs().mean())
+
+    margin, chosen, moved = run()
+    assert margin > 1.0
+    nll_margin, nll_chosen, _ = run(term(ChosenNLL(), 1.0))
+    assert nll_chosen > chosen + 0.3
+    assert nll_margin > 0.5
+    near_margin, _, near_moved = run(term(SquaredLogRatio(), 0.2))
+    assert near_moved < 0.7 * moved
+    assert near_margin > 0.2

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import scipy.stats  # type: ignore[import-untyped]  # SciPy has no types
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.errors import InputError
+from steelyard.regularizers import ConfidencePenalty, Entropy
+
+from .checks import assert_gradients, doubles, value_and_gradients
+
+LOGPROBS = doubles([-0.5, -1.5], [-3.0])
+CLASSES = doubles([[-1.0, -2.0], [-0.5, -3.0]], [[-1.1, -1.2]])
+SIGN = {"penalty": 1.0, "bonus": -1.0}
+
+
+def entropies(rows: list[torch.Tensor], temperature: float = 1.0) -> list[float]:
+    """SciPy's entropy of the listed classes and the rest, of each token."""
+    found = []
+    for row in torch.cat(rows).exp().numpy():
+        whole = [*row, 1 - row.sum()]
+        found.append(float(scipy.stats.entropy([p ** (1 / temperature) for p in whole])))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["penalty", "bonus"])
+def test_from_samples_value_and_gradient_are_two_choices(mode: Any) -> None:
+    term = Entropy(mode=mode)
+    value, _ = value_and_gradients(term, [], LOGPROBS)
+    assert value == pytest.approx(SIGN[mode] * 5 / 3)
+
+    def promised(rows: list[torch.Tensor]) -> float:
+        return SIGN[mode] * -0.5 * torch.cat(rows).square().mean().item()
+
+    assert_gradients(term, [], LOGPROBS, promised)
+
+
+@pytest.mark.parametrize("mode", ["penalty", "bonus"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_on_policy_the_gradient_is_that_of_the_entropy(mode: Any, count: int) -> None:
+    """Every draw of tokens, weighted by its probability."""
+    logits = torch.tensor([0.2, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
+    entropy = -(logits.softmax(0) * logits.log_softmax(0)).sum()
+    (expected,) = torch.autograd.grad(SIGN[mode] * entropy, logits)
+    estimate = torch.zeros(3, dtype=torch.float64)
+    for draws in itertools.product(range(3), repeat=count):
+        logprobs = logits.log_softmax(0)[list(draws)]
+        loss, _ = Entropy(mode=mode).compute([], [logprobs])
+        (gradient,) = torch.autograd.grad(loss, logits)
+        estimate += logits.softmax(0)[list(draws)].prod().detach() * gradient
+    torch.testing.assert_close(estimate, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["penalty", "bonus"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_of_classes_it_is_that_of_scipy(mode: Any, temperature: float) -> None:
+    # SciPy 1.17.1.
+    term = Entropy(mode=mode, temperature=temperature)
+
+    def by_scipy(rows: list[torch.Tensor]) -> float:
+        each = entropies(rows, temperature)
+        return SIGN[mode] * sum(each) / len(each)
+
+    value, _ = value_and_gradients(term, [], CLASSES)
+    assert value == pytest.approx(by_scipy(CLASSES), rel=1e-9)
+    assert_gradients(term, [], CLASSES, by_scipy)
+
+
+def test_data_may_list_different_numbers_of_classes() -> None:
+    rows = [*CLASSES, *doubles([[-1.0, -2.0, -3.0]])]
+    each = [*entropies(CLASSES), *entropies(rows[2:])]
+    loss, metrics = Entropy().compute([], rows)
+    assert loss.item() == metrics["entropy"] == pytest.approx(sum(each) / 4)
+
+
+def test_normalised_by_the_number_of_classes() -> None:
+    loss, _ = Entropy(normalize=True).compute([], doubles([[math.log(1 / 3)] * 2]))
+    assert loss.item() == pytest.approx(1.0)
+    loss, _ = Entropy(normalize=True, vocabulary=9).compute([], doubles([[math.log(1 / 3)] * 2]))
+    assert loss.item() == pytest.approx(0.5)
+    loss, _ = Entropy(normalize=True, vocabulary=8).compute([], doubles([-math.log(2)] * 2))
+    assert loss.item() == pytest.approx(1 / 3)
+
+
+def test_the_metric_is_the_entropy_whatever_the_mode() -> None:
+    for term in (Entropy(mode="penalty"), Entropy(mode="bonus")):
+        _, metrics = term.compute([], LOGPROBS)
+        assert metrics == {"entropy": pytest.approx(5 / 3)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_certainty_is_finite(dtype: torch.dtype) -> None:
+    rows = [torch.tensor([[0.0, -math.inf], [-1e-8, -20.0]], dtype=dtype)]
+    value, (gradient,) = value_and_gradients(Entropy(), [], rows)
+    assert 0 <= value < 1e-5
+    assert bool(gradient.isfinite().all())
+
+
+@given(st.lists(st.floats(-9, 0), min_size=2, max_size=6), st.floats(0.05, 0.99))
+def test_merging_classes_never_raises_entropy(logits: list[float], mass: float) -> None:
+    listed = torch.tensor([logits], dtype=torch.float64).log_softmax(-1) + math.log(mass)
+    fine = Entropy().compute([], [listed])[0].item()
+    coarse = Entropy().compute([], [listed[:, :-1]])[0].item()
+    assert -1e-12 <= coarse <= fine + 1e-9 <= math.log(len(logits) + 1) + 2e-9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"temperature": 2.0},
+            (
+                "temperature must be 1 for log-probs [T], which are no distributions, got 2.0: "
+                "use [T, K] targets."
+            ),
+        ),
+        (
+            {"normalize": True},
+            (
+                "normalize must come with vocabulary=... for log-probs [T], which do not show the "
+                "number of classes, got vocabulary=None."
+            ),
+        ),
+    ],
+)
+def test_what_samples_cannot_give(options: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Entropy(**options).compute([], LOGPROBS)
+    assert str(caught.value) == message
+
+
+def test_confidence_from_samples() -> None:
+    # H = 5/3, so a threshold of 2 is missed by 1/3.
+    value, _ = value_and_gradients(ConfidencePenalty(threshold=2.0), [], LOGPROBS)
+    assert value == pytest.approx(1 / 3)
+    assert_gradients(
+        ConfidencePenalty(threshold=2.0),
+        [],
+        LOGPROBS,
+        lambda rows: 0.5 * torch.cat(rows).square().mean().item(),
+    )
+
+
+def test_confidence_of_classes_is_measured_token_by_token() -> None:
+    def by_scipy(rows: list[torch.Tensor]) -> float:
+        return sum(max(0.0, 1.0 - entropy) for entropy in entropies(rows)) / 3
+
+    term = ConfidencePenalty(threshold=1.0)
+    value, _ = value_and_gradients(term, [], CLASSES)
+    assert value == pytest.approx(by_scipy(CLASSES), rel=1e-9)
+    assert 0 < sum(entropy < 1 for entropy in entropies(CLASSES)) < 3
+    assert_gradients(term, [], CLASSES, by_scipy)
+
+
+def test_enough_entropy_costs_nothing() -> None:
+    value, gradients = value_and_gradients(ConfidencePenalty(threshold=1.0), [], LOGPROBS)
+    assert value == 0
+    assert all(bool((row == 0).all()) for row in gradients)

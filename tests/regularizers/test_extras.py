@@ -1,0 +1,111 @@
+"""Nothing heavy is loaded before it is needed, and what is missing names its cure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+import steelyard.regularizers
+from steelyard.regularizers import _extras
+
+EXTRA = {
+    "gudhi": ("TopologicalConsistency(points=print)", "topological_consistency"),
+    "httpx": ("ExternalValidation(url='http://host')", "external_validation"),
+    "scipy": ("DemographicParity()", "demographic_parity"),
+    "z3": ("LogicalConsistency(constraints=print)", "logical_consistency"),
+}
+
+
+def python(code: str) -> str:
+    """What `code` prints in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_package_is_light() -> None:
+    code = "import sys, steelyard.regularizers; print({'torch', *%r} & {*sys.modules})"
+    assert python(code % set(EXTRA)) == "set()"
+
+
+def test_building_loads_no_extra() -> None:
+    made = "\n".join(f"r.{code}" for code, _ in EXTRA.values())
+    code = (
+        f"import sys, steelyard.regularizers as r\n{made}\nprint({set(EXTRA)} & {{*sys.modules}})"
+    )
+    assert python(code) == "set()"
+
+
+@pytest.mark.parametrize("module", EXTRA)
+def test_a_missing_extra_names_its_cure(module: str) -> None:
+    make, name = EXTRA[module]
+    code = f"""
+import sys
+sys.modules[{module!r}] = None
+import steelyard.regularizers as r
+try:
+    r.{make}
+except steelyard.errors.MissingExtraError as error:
+    print(error)
+"""
+    assert python("import steelyard" + code) == (
+        f"regularizer {name!r} needs {module}, which is not installed: "
+        f'pip install "steelyard[{_extras.EXTRAS[module]}]".'
+    )
+
+
+@pytest.mark.parametrize(
+    "ask",
+    ["from steelyard.regularizers import L1", "from steelyard.spec import lookup; lookup('l1')"],
+)
+def test_without_torch(ask: str) -> None:
+    code = f"""
+import sys, steelyard
+sys.modules["torch"] = None
+try:
+    exec({ask!r})
+except steelyard.errors.MissingExtraError as error:
+    print(error)
+"""
+    assert python(code) == (
+        "steelyard.regularizers.L1 needs torch, which is not installed: "
+        'pip install "steelyard[torch]".'
+    )
+
+
+def test_another_missing_module_is_not_blamed_on_an_extra() -> None:
+    code = """
+import sys
+sys.modules["numpy"] = None
+try:
+    from steelyard.regularizers import TopologicalConsistency
+except ImportError as error:
+    print(type(error).__name__, error.name)
+"""
+    assert python(code) == "ModuleNotFoundError numpy"
+
+
+def test_fairness_without_a_test_needs_no_scipy() -> None:
+    code = """
+import sys
+sys.modules["scipy"] = None
+from steelyard.regularizers import EqualizedOdds
+print(EqualizedOdds(test="none").test)
+"""
+    assert python(code) == "none"
+
+
+def test_every_cure_names_an_extra_that_exists() -> None:
+    extras = importlib.metadata.metadata("steelyard").get_all("Provides-Extra") or []
+    assert set(_extras.EXTRAS.values()) <= set(extras)
+
+
+def test_dir_shows_what_is_loaded_on_demand() -> None:
+    assert set(steelyard.regularizers.__all__) <= set(dir(steelyard.regularizers))
+    with pytest.raises(AttributeError, match="has no attribute 'L3'"):
+        _ = steelyard.regularizers.L3

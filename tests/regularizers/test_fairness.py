@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats  # type: ignore[import-untyped]  # SciPy has no types
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.regularizers import DemographicParity, EqualizedOdds
+
+from .checks import assert_gradients, doubles, plain, tinkered, value_and_gradients
+
+LOGPROBS = doubles([-0.5, -1.5], [-3.0], [-2.0], [-0.1, -0.2], [-4.0], [-1.0])
+GROUPS = [0, 1, 0, 1, 2, 2]
+LABELS = [0, 0, 1, 1, 0, 1]
+OUTCOMES = [-1.0, -3.0, -2.0, -0.15, -4.0, -1.0]
+
+
+def data(make: Any = plain) -> list[Any]:
+    return [make(group=[g], label=[y]) for g, y in zip(GROUPS, LABELS, strict=True)]
+
+
+def outcomes(rows: list[torch.Tensor], outcome: str) -> Any:
+    means = np.array([row.mean().item() for row in rows])
+    return np.exp(means) if outcome == "prob" else means
+
+
+def gaps(rows: list[torch.Tensor], outcome: str, among: Any) -> list[float]:
+    found, groups = outcomes(rows, outcome), np.array(GROUPS)
+    means = [found[(groups == g) & among].mean() for g in (0, 1, 2)]
+    return [abs(a - b) for a, b in combinations(means, 2)]
+
+
+@pytest.mark.parametrize("outcome", ["logprob", "prob"])
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("make", [plain, tinkered])
+def test_parity_by_hand(outcome: Any, power: Any, make: Any) -> None:
+    def by_hand(rows: list[torch.Tensor]) -> float:
+        return float(np.mean(np.array(gaps(rows, outcome, True)) ** power))
+
+    term = DemographicParity(outcome=outcome, power=power, test="none")
+    value, _ = value_and_gradients(term, data(make), LOGPROBS)
+    assert value == pytest.approx(by_hand(LOGPROBS), rel=1e-12)
+    assert_gradients(term, data(make), LOGPROBS, by_hand)
+
+
+@pytest.mark.parametrize("outcome", ["logprob", "prob"])
+@pytest.mark.parametrize("power", [1, 2])
+def test_odds_by_hand(outcome: Any, power: Any) -> None:
+    def by_hand(rows: list[torch.Tensor]) -> float:
+        each = [gaps(rows, outcome, np.array(LABELS) == y) for y in (0, 1)]
+        return float(np.mean(np.concatenate(each) ** power))
+
+    term = EqualizedOdds(outcome=outcome, power=power, test="none")
+    value, _ = value_and_gradients(term, data(), LOGPROBS)
+    assert value == pytest.approx(by_hand(LOGPROBS), rel=1e-12)
+    assert_gradients(term, data(), LOGPROBS, by_hand)
+
+
+def test_what_parity_reports() -> None:
+    _, metrics = DemographicParity().compute(data(), LOGPROBS)
+    samples = [[OUTCOMES[i] for i in range(6) if GROUPS[i] == g] for g in (0, 1, 2)]
+    assert metrics == pytest.approx(
+        {
+            "mean/0": -1.5,
+            "mean/1": -1.575,
+            "mean/2": -2.5,
+            "gap": 1.0,
+            "groups": 3.0,
+            "p_value": scipy.stats.kruskal(*samples).pvalue,
+        }
+    )
+    _, metrics = DemographicParity(test="anova").compute(data(), LOGPROBS)
+    assert metrics["p_value"] == pytest.approx(scipy.stats.f_oneway(*samples).pvalue)
+
+
+def test_what_odds_report() -> None:
+    _, metrics = EqualizedOdds().compute(data(), LOGPROBS)
+    # One outcome for each group and label.
+    p = [scipy.stats.kruskal([a], [b], [c]).pvalue for a, b, c in [(-1, -3, -4), (-2, -0.15, -1)]]
+    assert metrics == pytest.approx(
+        {
+            "gap/0": 3.0,
+            "gap/1": 1.85,
+            "gap": 3.0,
+            "p_value": scipy.stats.combine_pvalues(p).pvalue,
+        }
+    )
+
+
+def test_the_test_sees_a_difference_and_no_difference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    groups = [plain(group=index % 2) for index in range(80)]
+    same = [torch.randn(1, generator=generator) - 3 for _ in groups]
+    apart = [row - 2 * (index % 2) for index, row in enumerate(same)]
+    for term in (DemographicParity(), DemographicParity(test="anova")):
+        assert term.compute(groups, same)[1]["p_value"] > 0.05
+        assert term.compute(groups, apart)[1]["p_value"] < 1e-6
+
+
+@pytest.mark.parametrize("test", ["kruskal", "anova"])
+def test_what_a_test_cannot_decide_is_no_difference(test: Any) -> None:
+    groups = [plain(group=index % 2) for index in range(4)]
+    _, metrics = DemographicParity(test=test).compute(groups, [torch.ones(1)] * 4)
+    assert metrics["p_value"] == 1.0
+    if test == "anova":
+        _, metrics = DemographicParity(test=test).compute(groups[:2], doubles([-1.0], [-2.0]))
+        assert metrics["p_value"] == 1.0
+
+
+@pytest.mark.parametrize("term", [DemographicParity(), EqualizedOdds()])
+def test_one_group_has_no_gap(term: Any) -> None:
+    alone = [plain(group=1, label=index) for index in range(2)]
+    value, gradients = value_and_gradients(term, alone, doubles([-1.0], [-2.0]))
+    assert value == 0
+    assert all(bool((row == 0).all()) for row in gradients)
+    assert term.compute(alone, doubles([-1.0], [-2.0]))[1]["gap"] == 0
+
+
+def test_odds_leave_alone_what_differs_by_label() -> None:
+    fair = [plain(group=g, label=y) for g, y in [(0, 0), (1, 0), (0, 1)]]
+    rows = doubles([-1.0], [-1.0], [-9.0])
+    assert value_and_gradients(EqualizedOdds(), fair, rows)[0] == 0
+    assert value_and_gradients(DemographicParity(), fair, rows)[0] == 16
+
+
+def test_groups_may_have_names_or_come_from_a_function() -> None:
+    named = [plain(group=name) for name in ("north", "south")]
+    rows = doubles([-1.0], [-3.0])
+    loss, metrics = DemographicParity().compute(named, rows)
+    assert (loss.item(), metrics["mean/south"]) == (4.0, -3.0)
+    term = DemographicParity(group=lambda datum, index: index % 2)
+    assert term.compute([None, None], rows)[0].item() == 4.0
+
+
+@given(st.permutations(range(6)), st.floats(-5, 0))
+def test_neither_order_nor_a_common_shift_matters(order: list[int], shift: float) -> None:
+    rows = [LOGPROBS[i] + shift for i in order]
+    shuffled = [data()[i] for i in order]
+    for term in (DemographicParity(test="none"), EqualizedOdds(test="none")):
+        expected = term.compute(data(), LOGPROBS)[0].item()
+        assert term.compute(shuffled, rows)[0].item() == pytest.approx(expected, rel=1e-9)

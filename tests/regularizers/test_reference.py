@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.spatial.distance import jensenshannon  # type: ignore[import-untyped]  # no types
+from scipy.special import rel_entr  # type: ignore[import-untyped]  # no types
+
+from steelyard.errors import InputError
+from steelyard.regularizers import Consistency, JSToReference, KLToReference
+
+from .checks import assert_gradients, doubles, plain, tinkered, value_and_gradients
+
+LOGPROBS = doubles([-0.5, -1.5], [-3.0])
+REFERENCE = doubles([-0.9, -1.0], [-2.0])
+DATA = [plain(reference_logprobs=row) for row in REFERENCE]
+CLASSES = doubles([[-1.0, -2.0], [-0.5, -3.0]], [[-1.5, -1.1]])
+CLASSES_REFERENCE = doubles([[-1.3, -0.9], [-0.7, -2.0]], [[-1.5, -1.1]])
+CLASSES_DATA = [plain(reference_logprobs=row) for row in CLASSES_REFERENCE]
+
+
+def ratios(rows: list[torch.Tensor]) -> Any:
+    return torch.cat(rows).numpy() - torch.cat(REFERENCE).numpy()
+
+
+ESTIMATORS: dict[str, Any] = {
+    "k1": lambda rows: ratios(rows).mean(),
+    "k2": lambda rows: 0.5 * (ratios(rows) ** 2).mean(),
+    "k3": lambda rows: (np.exp(-ratios(rows)) - 1 + ratios(rows)).mean(),
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("make", [plain, tinkered])
+def test_each_estimator_and_its_gradient(estimator: Any, make: Any) -> None:
+    term = KLToReference(estimator=estimator)
+    value, _ = value_and_gradients(term, DATA, LOGPROBS)
+    assert value == pytest.approx(ESTIMATORS[estimator](LOGPROBS), rel=1e-12)
+    assert_gradients(term, DATA, LOGPROBS, ESTIMATORS[estimator])
+    data = [make(reference_logprobs=row.numpy()) for row in REFERENCE]
+    _, metrics = term.compute(data, LOGPROBS)
+    expected = {key: f(LOGPROBS) for key, f in ESTIMATORS.items()}
+    assert metrics == pytest.approx(expected, rel=1e-6)  # the SDK keeps float32
+
+
+def test_k2_is_the_default() -> None:
+    assert KLToReference().compute(DATA, LOGPROBS)[0].item() == ESTIMATORS["k2"](LOGPROBS)
+
+
+def on_policy(term: Any, logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The expected gradient of a term over every token that could be sampled."""
+    total = torch.zeros_like(logits)
+    for token in range(len(logits)):
+        logprob = logits.log_softmax(0)[token : token + 1]
+        data = [plain(reference_logprobs=reference[token : token + 1])]
+        loss = term.compute(data, [logprob])
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        (gradient,) = torch.autograd.grad(loss, logits)
+        total += logits.softmax(0)[token].detach() * gradient
+    return total
+
+
+def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return (p.exp() * (p - q)).sum()
+
+
+def js(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    m = torch.logaddexp(p, q) - math.log(2)
+    return 0.5 * kl(p, m) + 0.5 * kl(q, m)
+
+
+@pytest.mark.parametrize(
+    ("term", "divergence"),
+    [
+        (KLToReference(estimator="k1"), lambda p, q: 0.0 * p.sum()),
+        (KLToReference(estimator="k2"), kl),
+        (KLToReference(estimator="k3"), lambda p, q: kl(q, p)),
+        (JSToReference(), js),
+    ],
+    ids=["k1", "k2", "k3", "js"],
+)
+def test_what_each_gradient_is_on_policy(term: Any, divergence: Any) -> None:
+    logits = torch.tensor([0.2, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
+    (reference,) = doubles([-0.5, -1.9, -1.5])
+    reference = reference.log_softmax(0)
+    (expected,) = torch.autograd.grad(divergence(logits.log_softmax(0), reference), logits)
+    torch.testing.assert_close(on_policy(term, logits, reference), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "js"])
+def test_on_policy_the_value_is_that_of_the_divergence(estimator: Any) -> None:
+    (p, r) = doubles([0.2, -0.7, 1.1], [-0.5, -1.9, -1.5])
+    p, r = p.log_softmax(0), r.log_softmax(0)
+    total = 0.0
+    for token in range(3):
+        data = [plain(reference_logprobs=r[token : token + 1])]
+        rows = [p[token : token + 1]]
+        if estimator == "js":
+            value = JSToReference().compute(data, rows).item()
+        else:
+            value = KLToReference(estimator=estimator).compute(data, rows)[0].item()
+        total += p[token].exp().item() * value
+    expected = js(p, r) if estimator == "js" else kl(p, r)
+    assert total == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_k3_keeps_its_digits_where_the_ratio_is_near_one() -> None:
+    # (e^-d - 1) + d is d²/2 - d³/6 + ..., and 1 - 1e-5 is no number of float32.
+    tiny = 1e-5
+    data = [plain(reference_logprobs=torch.zeros(1))]
+    value = KLToReference(estimator="k3").compute(data, [torch.full((1,), tiny)])[0].item()
+    naive = (torch.exp(torch.tensor(-tiny)) - 1 + tiny).item()
+    assert abs(naive - tiny**2 / 2) > 1e-8
+    assert abs(value - tiny**2 / 2) < 1e-12
+
+
+@given(st.floats(-30, 0), st.floats(-30, 0))
+def test_k3_and_js_are_never_negative(p: float, r: float) -> None:
+    data = [plain(reference_logprobs=[r])]
+    for dtype in (torch.float32, torch.float64):
+        rows = [torch.tensor([p], dtype=dtype)]
+        assert KLToReference(estimator="k3").compute(data, rows)[0].item() >= 0
+        assert JSToReference().compute(data, rows).item() >= 0
+
+
+def test_js_from_samples_by_hand() -> None:
+    # u = r/p = e^-0.4, e^0.5, e^1.
+    u = np.exp([-0.4, 0.5, 1.0])
+    values = 0.5 * (u * np.log(u) - (1 + u) * np.log((1 + u) / 2))
+    value, gradients = value_and_gradients(JSToReference(), DATA, LOGPROBS)
+    assert value == pytest.approx(values.mean(), rel=1e-12)
+    pulls = -0.5 * np.log((1 + u) / 2) / 3
+    np.testing.assert_allclose(torch.cat(gradients).numpy(), pulls, rtol=1e-12)
+
+
+def whole(row: Any) -> Any:
+    p = np.exp(row)
+    return [*p, 1 - p.sum()]
+
+
+def by_scipy(rows: list[torch.Tensor], direction: str) -> float:
+    """SciPy's relative entropy over the listed classes and the rest."""
+    found = []
+    pairs = zip(torch.cat(rows).numpy(), torch.cat(CLASSES_REFERENCE).numpy(), strict=True)
+    for own, other in pairs:
+        p, r = whole(own), whole(other)
+        if direction == "js":
+            found.append(jensenshannon(p, r) ** 2)
+        else:
+            ways = {"forward": [(p, r)], "reverse": [(r, p)], "symmetric": [(p, r), (r, p)]}
+            each = [rel_entr(a, b).sum() for a, b in ways[direction]]
+            found.append(sum(each) / len(each))
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "symmetric"])
+def test_of_classes_it_is_that_of_scipy(direction: Any) -> None:
+    # SciPy 1.17.1.
+    term = KLToReference(direction=direction)
+    value, _ = value_and_gradients(term, CLASSES_DATA, CLASSES)
+    assert value == pytest.approx(by_scipy(CLASSES, direction), rel=1e-9)
+    assert_gradients(term, CLASSES_DATA, CLASSES, lambda rows: by_scipy(rows, direction))
+
+
+def test_js_of_classes_is_that_of_scipy() -> None:
+    rows, data = CLASSES[:1], CLASSES_DATA[:1]  # SciPy's root has no slope where both are equal
+    value, _ = value_and_gradients(JSToReference(), data, rows)
+
+    def js_by_scipy(rows: list[torch.Tensor]) -> float:
+        return by_scipy([*rows, CLASSES[1]], "js") * 3 / 2
+
+    assert value == pytest.approx(js_by_scipy(rows), rel=1e-9)
+    assert_gradients(JSToReference(), data, rows, js_by_scipy)
+
+
+@given(st.lists(st.floats(-6, 0), min_size=3, max_size=6), st.floats(0.1, 0.9))
+def test_fewer_classes_give_a_lower_bound(logits: list[float], mass: float) -> None:
+    p = torch.tensor([logits], dtype=torch.float64).log_softmax(-1) + math.log(mass)
+    r = p.flip(-1)
+    for term in (KLToReference(), JSToReference()):
+        values = []
+        for count in (2, p.shape[-1]):
+            loss = term.compute([plain(reference_logprobs=r[:, :count])], [p[:, :count]])
+            values.append((loss[0] if isinstance(loss, tuple) else loss).item())
+        assert -1e-12 <= values[0] <= values[1] + 1e-9
+
+
+def test_certainty_against_certainty_is_finite() -> None:
+    rows = [torch.tensor([[0.0, -math.inf]])]
+    data = [plain(reference_logprobs=[[-math.inf, 0.0]])]
+    for term in (KLToReference(), KLToReference(direction="reverse"), JSToReference()):
+        value, (gradient,) = value_and_gradients(term, data, rows)
+        assert math.isfinite(value)
+        assert value > 0.6
+        assert bool(gradient.isfinite().all())
+
+
+def test_samples_have_no_direction() -> None:
+    with pytest.raises(InputError) as caught:
+        KLToReference(direction="reverse").compute(DATA, LOGPROBS)
+    assert str(caught.value) == (
+        "direction must be 'forward' for log-probs [T], whose estimators are of KL(p‖r), "
+        "got 'reverse': use [T, K] targets."
+    )
+
+
+def test_each_datum_has_its_own_reference() -> None:
+    swapped = [plain(reference_logprobs=row + 1.0) for row in REFERENCE]
+    own = KLToReference().compute(DATA, LOGPROBS)[0]
+    mixed = KLToReference().compute([DATA[0], swapped[1]], LOGPROBS)[0]
+    assert own != mixed
+
+
+# Paired data.
+
+
+@pytest.mark.parametrize("metric", ["mse", "l1"])
+@pytest.mark.parametrize("pair", [None, "pair"])
+def test_neighbours_or_labelled_pairs(metric: Any, pair: Any) -> None:
+    rows = doubles([-1.0, -2.0], [-0.5], [-3.0, -4.5], [-0.7])
+    order = [0, 2, 1, 3] if pair is None else [0, 1, 2, 3]
+    data = [plain(pair=label) for label in (5, 6, 5, 6)]
+    data, rows = [data[i] for i in order], [rows[i] for i in order]
+
+    def by_hand(moved: list[torch.Tensor]) -> float:
+        a, b, c, d = (moved[order.index(i)] for i in range(4))
+        gaps = torch.cat([a - c, b - d]).abs()
+        return float((gaps if metric == "l1" else gaps**2).mean())
+
+    term = Consistency(metric=metric, pair=pair)
+    value, _ = value_and_gradients(term, data, rows)
+    assert value == pytest.approx(by_hand(rows), rel=1e-12)
+    assert_gradients(term, data, rows, by_hand)
+
+
+def test_prompts_may_differ_where_weights_are_zero() -> None:
+    data = [plain(weights=[0, 0, 1, 1]), plain(weights=[0, 1, 1])]
+    rows = doubles([-9, -9, -1, -2], [-7, -1, -4])
+    assert Consistency().compute(data, rows).item() == 2.0
+
+
+def test_sequences_may_differ_in_length() -> None:
+    rows = doubles([-1.0, -3.0], [-5.0])
+
+    def by_hand(moved: list[torch.Tensor]) -> float:
+        return (moved[0].mean().item() - moved[1].mean().item()) ** 2
+
+    term = Consistency(level="sequence")
+    assert value_and_gradients(term, [], rows)[0] == pytest.approx(9.0)
+    assert_gradients(term, [], rows, by_hand)
+
+
+@pytest.mark.parametrize("metric", ["kl", "js"])
+def test_of_distributions(metric: Any) -> None:
+    rows = [CLASSES[0], CLASSES_REFERENCE[0]]
+
+    def divergence(moved: list[torch.Tensor]) -> float:
+        found = []
+        for own, other in zip(*(row.numpy() for row in moved), strict=True):
+            p, r = whole(own), whole(other)
+            symmetric = (rel_entr(p, r).sum() + rel_entr(r, p).sum()) / 2
+            found.append(jensenshannon(p, r) ** 2 if metric == "js" else symmetric)
+        return float(np.mean(found))
+
+    term = Consistency(metric=metric)
+    assert value_and_gradients(term, [], rows)[0] == pytest.approx(divergence(rows), rel=1e-9)
+    assert_gradients(term, [], rows, divergence)
+
+
+def test_a_pair_must_match() -> None:
+    with pytest.raises(InputError) as caught:
+        Consistency().compute([], doubles([-1.0], [-1.0, -2.0]))
+    assert str(caught.value) == (
+        "data 0 and 1 must have as many tokens that count, got the shapes [1] and [2]."
+    )
+    with pytest.raises(InputError, match="metric must be 'mse' or 'l1' for log-probs"):
+        Consistency(metric="js").compute([], doubles([-1.0], [-1.0]))
+
+
+def test_pairs_that_agree_cost_nothing() -> None:
+    for metric, row in itertools.product(("mse", "l1"), ([-1.0, -2.0],)):
+        value, gradients = value_and_gradients(Consistency(metric=metric), [], doubles(row, row))  # type: ignore[arg-type]  # both are
+        assert value == 0
+        assert all(bool((own == 0).all()) for own in gradients)

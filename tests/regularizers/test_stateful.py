@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from steelyard import Pipeline, RegularizerSpec
+from steelyard.errors import RegistryError, SpecError, StateError
+from steelyard.regularizers import L1, L2, Adaptive, EMADrift
+from steelyard.spec.callables import is_async
+
+from .checks import assert_gradients, doubles, value_and_gradients
+
+
+def nll(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+    return -torch.cat(logprobs).mean()
+
+
+class Judge:
+    name = "judge"
+    gradient = "score"
+
+    async def compute(self, data: Any, logprobs: Any) -> tuple[list[float], dict[str, float]]:
+        await asyncio.sleep(0)
+        return [1.0, 3.0], {"asked": 2.0}
+
+
+def seen(term: Any, *values: float) -> list[float]:
+    """The penalties of batches of one token each."""
+    return [term.compute([], [torch.tensor([value])])[0].item() for value in values]
+
+
+# EMADrift.
+
+
+def test_the_average_by_hand() -> None:
+    drift = EMADrift(decay=0.75)
+    assert seen(drift, -1.0, -3.0, -1.5, -1.5) == [0.0, 4.0, 0.0, 0.0]
+    assert drift.state_dict() == {"average": -1.5}
+
+
+def test_the_gradient_is_that_of_the_distance_to_what_was() -> None:
+    rows = doubles([-0.5, -1.5], [-3.0])
+    drift = EMADrift(decay=1.0)
+    drift.load_state_dict({"average": -1.0})
+    assert value_and_gradients(drift, [], rows)[0] == pytest.approx((2 / 3) ** 2)
+    assert_gradients(drift, [], rows, lambda lps: (torch.cat(lps).mean().item() + 1.0) ** 2)
+
+
+def test_the_first_batch_pulls_nothing() -> None:
+    value, (gradient,) = value_and_gradients(EMADrift(), [], doubles([-0.5, -1.5]))
+    assert value == 0
+    assert gradient.tolist() == [0.0, 0.0]
+
+
+def test_the_state_goes_on_where_it_was_saved() -> None:
+    whole, first, second = EMADrift(decay=0.9), EMADrift(decay=0.9), EMADrift(decay=0.9)
+    values = [-1.0, -2.0, -4.0, -3.0]
+    expected = seen(whole, *values)
+    early = seen(first, *values[:2])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert early + seen(second, *values[2:]) == expected
+
+
+def test_what_is_not_finite_is_forgotten() -> None:
+    drift = EMADrift(decay=0.5)
+    seen(drift, -1.0, float("-inf"), float("nan"))
+    assert drift.state_dict() == {"average": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "state must hold exactly ['average'], got [] (regularizer 'ema_drift')."),
+        (3, "state must hold exactly ['average'], got 3 (regularizer 'ema_drift')."),
+        (
+            {"average": "-1"},
+            "average must be a finite number or None, got '-1' (regularizer 'ema_drift').",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit(state: Any, message: str) -> None:
+    with pytest.raises(StateError) as caught:
+        EMADrift().load_state_dict(state)
+    assert str(caught.value) == message
+
+
+def test_a_pipeline_saves_and_restores_both() -> None:
+    def pipeline() -> Pipeline:
+        adaptive = Adaptive(regularizer=EMADrift(decay=0.5), target=1.0)
+        return Pipeline(nll, [RegularizerSpec(EMADrift(), 1.0), RegularizerSpec(adaptive, 1.0)])
+
+    first, second = pipeline(), pipeline()
+    for value in (-1.0, -4.0):
+        first.compute([], doubles([value]))
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state["adaptive_ema_drift"]["regularizer"] == {"average": -2.5}
+    second.load_state_dict(state)
+    third = doubles([-2.0])
+    assert first.compute([], third).loss_total == second.compute([], third).loss_total
+
+
+def test_a_stateful_regularizer_refuses_a_process() -> None:
+    for term in (EMADrift(), Adaptive(regularizer=L1(), target=1.0)):
+        with pytest.raises(SpecError, match="run_in='process' cannot run a stateful term"):
+            RegularizerSpec(term, 1.0, run_in="process")
+
+
+# Adaptive.
+
+
+def test_the_multiplier_by_hand() -> None:
+    """The proportional controller of Ziegler et al.: error clipped at 0.2."""
+    term = Adaptive(regularizer=L1(), target=2.0, rate=0.5)
+    multipliers = []
+    for value in (-2.2, -9.0, -0.1, -2.0):
+        _, metrics = term.compute([], [torch.tensor([value])])
+        multipliers.append(metrics["multiplier"])
+    # Relative errors 0.1, 3.5 (0.2), -0.95 (-0.2), 0.
+    expected = [1.0, 1.05, 1.05 * 1.1, 1.05 * 1.1 * 0.9]
+    assert multipliers == pytest.approx(expected, rel=1e-6)
+    assert term.multiplier == pytest.approx(expected[-1], rel=1e-6)
+
+
+def test_a_negative_target_is_approached_from_the_same_side() -> None:
+    # The value of an entropy bonus is -H: -1 is above its target -2, so the bonus must grow.
+    term = Adaptive(regularizer={"fn": "entropy", "options": {"mode": "bonus"}}, target=-2.0)
+    seen(term, -1.0)
+    assert term.multiplier > 1
+    seen(term, -9.0, -9.0)
+    assert term.multiplier < 1
+
+
+def test_value_and_gradient_are_scaled() -> None:
+    rows = doubles([-0.5, -1.5])
+    term = Adaptive(regularizer=L2(), target=1.0, initial=3.0)
+    value, (gradient,) = value_and_gradients(term, [], rows)
+    own, (own_gradient,) = value_and_gradients(L2(), [], rows)
+    assert value == pytest.approx(3 * own)
+    torch.testing.assert_close(gradient, 3 * own_gradient)
+
+
+def test_the_multiplier_keeps_its_limits() -> None:
+    term = Adaptive(regularizer=L1(), target=1.0, rate=1.0, minimum=0.7, maximum=1.3)
+    seen(term, *[-9.0] * 9)
+    assert term.multiplier == 1.3
+    seen(term, *[-0.01] * 9)
+    assert term.multiplier == 0.7
+
+
+def test_what_is_not_finite_changes_nothing() -> None:
+    term = Adaptive(regularizer=L1(), target=1.0)
+    seen(term, float("nan"), float("-inf"))
+    assert term.multiplier == 1.0
+
+
+def test_it_wraps_a_coroutine_with_penalties_per_datum() -> None:
+    term = Adaptive(regularizer=Judge(), target=1.0, initial=2.0)
+    assert is_async(term)
+    assert term.name == "adaptive_judge"
+    spec = RegularizerSpec(term, 1.0)
+    output = Pipeline(nll, [spec]).compute([{}, {}], doubles([-1.0], [-1.0]))
+    found = output.regularizers["adaptive_judge"]
+    assert found.value == 4.0
+    assert found.custom == {"asked": 2.0, "observed": 2.0, "multiplier": 2.0}
+    base = Pipeline(nll).compute([{}, {}], doubles([-1.0], [-1.0]))
+    pulls = [(a - b).item() for a, b in zip(output.gradients, base.gradients, strict=True)]
+    assert pulls == pytest.approx([-2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        "l1",
+        L1(),
+        {"fn": "l1"},
+        {"fn": L1()},
+        {"fn": "l1", "options": {"of": "logprobs"}},
+        lambda data, logprobs: torch.cat(logprobs).abs().mean(),
+        {
+            "fn": lambda data, logprobs, scale: scale * torch.cat(logprobs).abs().mean(),
+            "options": {"scale": 1.0},
+        },
+    ],
+)
+def test_it_takes_a_regularizer_in_many_forms(described: Any) -> None:
+    term = Adaptive(regularizer=described, target=1.0)
+    assert seen(term, -3.0) == [3.0]
+
+
+def test_a_number_will_do() -> None:
+    term = Adaptive(regularizer=lambda data, logprobs: 3, target=1.0, initial=2.0)
+    assert seen(term, -3.0) == [6.0]
+
+
+FIELDS = "regularizer must have the fields 'fn' and, if need be, 'options', got"
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (3, "regularizer must be a regularizer, or the name of one, got 3"),
+        ({"options": {}}, f"{FIELDS} ['options']"),
+        ({"fn": "l1", "weight": 1}, f"{FIELDS} ['fn', 'weight']"),
+        (
+            {"fn": nll, "options": {"a": 1}},
+            (
+                "regularizer must accept (data, logprobs) and the options ['a']: "
+                "got an unexpected keyword argument 'a'"
+            ),
+        ),
+    ],
+)
+def test_what_is_no_regularizer(described: Any, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Adaptive(regularizer=described, target=1.0)
+    assert str(caught.value) == f"{message} (regularizer 'adaptive')."
+
+
+def test_a_name_nobody_has() -> None:
+    with pytest.raises(RegistryError, match="no regularizer is registered as 'l3'"):
+        Adaptive(regularizer="l3", target=1.0)
+
+
+def test_its_state() -> None:
+    term = Adaptive(regularizer=L1(), target=1.0)
+    seen(term, -9.0)
+    state = json.loads(json.dumps(term.state_dict()))
+    assert state == {"multiplier": pytest.approx(1.02), "regularizer": None}
+    other = Adaptive(regularizer=L1(), target=1.0)
+    other.load_state_dict(state)
+    assert other.multiplier == term.multiplier
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            {"multiplier": 1.0},
+            "state must hold exactly ['multiplier', 'regularizer'], got ['multiplier']",
+        ),
+        (
+            {"multiplier": 0.0, "regularizer": None},
+            "multiplier must be a number between 0.0001 and 10000, got 0.0",
+        ),
+    ],
+)
+def test_a_state_it_does_not_take(state: Any, message: str) -> None:
+    with pytest.raises(StateError) as caught:
+        Adaptive(regularizer=L1(), target=1.0).load_state_dict(state)
+    assert str(caught.value) == f"{message} (regularizer 'adaptive_l1')."
+
+
+def test_reprs() -> None:
+    assert repr(EMADrift(decay=0.5)) == "EMADrift(decay=0.5)"
+    assert repr(Adaptive(regularizer=EMADrift(decay=0.5), target=2.0)) == (
+        "Adaptive(regularizer=EMADrift(decay=0.5), target=2.0)"
+    )

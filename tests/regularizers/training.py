@@ -1,0 +1,108 @@
+"""Training the engine's tiny model with and without a term."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from tinker import types
+from torch import Tensor
+
+from steelyard import regularize
+from steelyard.engine import LocalServiceClient
+
+from .checks import tinkered
+
+VOCABULARY = 512
+Data: TypeAlias = Sequence[Any]
+
+
+@functools.cache
+def service() -> LocalServiceClient:
+    return LocalServiceClient()
+
+
+class Trained:
+    """A random little Llama with a fresh adapter, and how likely it finds data."""
+
+    def __init__(self) -> None:
+        training = service().create_lora_training_client("tiny-random", rank=8, seed=0)
+        self._client = regularize(training)
+
+    def logprobs(self, data: Data) -> list[Tensor]:
+        """The log-prob of each target, `[T]` or `[T, K]`."""
+        output = self._client.forward(list(data), "cross_entropy").result()
+        return [found["logprobs"].to_torch() for found in output.loss_fn_outputs]
+
+    def step(self, data: Data, loss_fn: Any, regularizers: Sequence[Any]) -> None:
+        """One step of training."""
+        self._client.forward_backward_custom(list(data), loss_fn, regularizers)
+        self._client.optim_step(types.AdamParams(learning_rate=0.004)).result()
+
+
+def train(
+    data: Data | Callable[[Trained, torch.Generator], Data],
+    loss_fn: Any,
+    regularizers: Sequence[Any] = (),
+    *,
+    steps: int = 40,
+) -> Trained:
+    """A model after some steps, the same but for what it is given.
+
+    `data` is a batch, or a function that makes one from the model as it is: on-policy data.
+    """
+    trained = Trained()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        batch = data(trained, generator) if callable(data) else data
+        trained.step(batch, loss_fn, regularizers)
+    return trained
+
+
+def sequence(tokens: Sequence[int], **fields: Any) -> Any:
+    """A datum that predicts each token from those before it, or what `target_tokens` says."""
+    return tinkered(tokens=tokens[:-1], **{"target_tokens": list(tokens[1:]), **fields})
+
+
+def next_tokens(trained: Trained, tokens: Sequence[int]) -> Tensor:
+    """The whole distribution of each next token of a sequence, `[T, V]`."""
+    every = [list(range(VOCABULARY))] * (len(tokens) - 1)
+    (found,) = trained.logprobs([sequence(tokens, target_tokens=every)])
+    return found
+
+
+def entropy(trained: Trained, tokens: Sequence[int]) -> float:
+    """The mean entropy of the next tokens of a sequence."""
+    p = next_tokens(trained, tokens)
+    return float(-(p.exp() * p).sum(-1).mean())
+
+
+def kl(trained: Trained, other: Trained, tokens: Sequence[int]) -> float:
+    """The mean KL divergence of the next tokens of a sequence."""
+    p, q = next_tokens(trained, tokens), next_tokens(other, tokens)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+# Base losses.
+
+
+def nll(_: Any, logprobs: list[Tensor]) -> Tensor:
+    return -torch.cat(logprobs).mean()
+
+
+def held(data: Data, logprobs: list[Tensor]) -> Tensor:
+    """Holds each token's log-prob where the datum says."""
+    places = [datum.loss_fn_inputs["held"].to_torch() for datum in data]
+    return (torch.cat(logprobs) - torch.cat(places)).square().mean()
+
+
+def first_class(_: Any, logprobs: list[Tensor]) -> Tensor:
+    """The negative log-likelihood of the first of the listed classes."""
+    return -torch.cat(logprobs)[:, 0].mean()
+
+
+def policy_gradient(data: Data, logprobs: list[Tensor]) -> Tensor:
+    gains = [datum.loss_fn_inputs["advantages"].to_torch() for datum in data]
+    return -(torch.cat(logprobs) * torch.cat(gains)).mean()
