@@ -560,6 +560,24 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_anew(
     assert found.weights["w"][0] == found.moments["m"][0] == 1
 
 
+def test_the_old_checkpoint_is_there_until_the_last_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    seen = []
+    replace = os.replace
+
+    def note(*args: Any, **more: Any) -> None:
+        seen.append(checkpoints.read(path).info["n"])
+        replace(*args, **more)
+        seen.append(checkpoints.read(path).info["n"])
+
+    monkeypatch.setattr(os, "replace", note)
+    checkpoints.write("run", "weights", "a", small(1), overwrite=True)
+    assert seen == [0, 1]
+
+
 def test_a_write_that_fails_at_the_last_move_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     blocked = tmp_path / "run" / "weights" / "a"
