@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from steelyard.engine import LocalServiceClient, LocalTrainingClient
+from steelyard.engine import room as room_module
+from steelyard.engine.examples import Example
 from steelyard.engine.model import Model
+from steelyard.engine.packing import Packing, Slot
 from steelyard.engine.room import Room
+from steelyard.engine.run import forward
 
 from .data import close, ragged, same, train
 
@@ -78,6 +82,26 @@ def test_a_custom_loss_that_fits_goes_forward_once(
     assert len(sizes) == passes
 
 
+def test_a_graph_is_kept_only_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[bool] = []
+    call = Model.__call__
+
+    def noting(self: Model, *args: Any, **inputs: Any) -> Any:
+        given = call(self, *args, **inputs)
+        graphs.append(given.logits.requires_grad)
+        return given
+
+    monkeypatch.setattr(Model, "__call__", noting)
+    with limited(64) as service:
+        client = create(service)
+        CALLS["forward"](client).result()
+        assert not any(graphs)
+        graphs.clear()
+        CALLS["custom"](client).result()
+        half = len(graphs) // 2
+        assert graphs == [False] * half + [True] * half
+
+
 def test_a_custom_loss_that_does_not_fit_goes_forward_twice(sizes: list[tuple[int, ...]]) -> None:
     with limited(64) as service:
         CALLS["custom"](create(service)).result()
@@ -86,18 +110,51 @@ def test_a_custom_loss_that_does_not_fit_goes_forward_twice(sizes: list[tuple[in
     assert sizes[:half] == sizes[half:]
 
 
-def test_a_found_limit_is_sane(sizes: list[tuple[int, ...]]) -> None:
+def kept(client: LocalTrainingClient, length: int) -> int:
+    """The bytes that a graph over so many tokens keeps, the weights included."""
+    storages: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.arange(length)
+    example = Example(tokens, tokens, {})
+    packing = Packing(1, length, (Slot(0, 0, 0, length),))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run = forward(client._host.model, client._trainer.adapter, [example], packing)
+    assert run.logprobs.requires_grad
+    return sum(storages.values())
+
+
+def test_a_found_limit_takes_half_of_the_free_memory(
+    sizes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room_module, "_free", lambda device: 10**9)
     with limited(None) as service:
         client = create(service)
         room, adapter = client._host.room, client._trainer.adapter
-        free = psutil.virtual_memory().available
         tokens = client._host.later(room.tokens, adapter).result()
         assert sizes == [(1, 32)]
-        # The logits alone take 512 numbers of 8 bytes for each token; a graph of two layers
-        # keeps no more than a hundred times that.
-        assert 0.25 * free / (100 * 512 * 8) < tokens < free / (512 * 8)
         assert client._host.later(room.tokens, adapter).result() == tokens
         assert len(sizes) == 1
+        # What each further token adds, and the gradient of its logits.
+        each = (kept(client, 96) - kept(client, 32)) / 64 + 512 * 4
+        assert tokens == pytest.approx(0.5e9 / each, rel=0.1)
+
+
+def test_the_free_memory_is_this_machines() -> None:
+    free = room_module._free(torch.device("cpu"))
+    assert free == pytest.approx(psutil.virtual_memory().available, rel=0.3)
+
+
+def test_a_memory_that_is_full_has_room_for_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_module, "_free", lambda device: 0)
+    with limited(None) as service:
+        client = create(service)
+        room, adapter = client._host.room, client._trainer.adapter
+        assert client._host.later(room.tokens, adapter).result() == 64
 
 
 def test_finding_a_limit_leaves_the_client_as_it_was() -> None:
