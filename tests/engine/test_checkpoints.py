@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 from tinker import types
 
@@ -533,6 +535,47 @@ def test_a_reader_never_sees_half(tmp_path: Path) -> None:
     assert not problems
     assert seen == sorted(seen)
     assert checkpoints.read(path).info["n"] == 59
+
+
+def test_a_checkpoint_replaced_while_it_is_read_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    load = safetensors.torch.load
+
+    def meanwhile(content: bytes) -> dict[str, torch.Tensor]:
+        # The writer has come as far as removing the first file of the old checkpoint.
+        with monkeypatch.context() as patch:
+            patch.setattr(safetensors.torch, "load", load)
+            patch.setattr(shutil, "rmtree", lambda f, **_: (f / "optimizer.safetensors").unlink())
+            if checkpoints.read(path).info["n"] == 0:
+                checkpoints.write("run", "weights", "a", small(1), overwrite=True)
+        return load(content)
+
+    monkeypatch.setattr(safetensors.torch, "load", meanwhile)
+    found = checkpoints.read(path)
+    assert found.info["n"] == found.config["n"] == 1
+    assert found.moments is not None
+    assert found.weights["w"][0] == found.moments["m"][0] == 1
+
+
+def test_the_old_checkpoint_is_there_until_the_last_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    seen = []
+    replace = os.replace
+
+    def note(*args: Any, **more: Any) -> None:
+        seen.append(checkpoints.read(path).info["n"])
+        replace(*args, **more)
+        seen.append(checkpoints.read(path).info["n"])
+
+    monkeypatch.setattr(os, "replace", note)
+    checkpoints.write("run", "weights", "a", small(1), overwrite=True)
+    assert seen == [0, 1]
 
 
 def test_a_write_that_fails_at_the_last_move_leaves_nothing(tmp_path: Path) -> None:

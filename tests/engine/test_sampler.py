@@ -81,7 +81,7 @@ def normalised(values: list[float]) -> list[float]:
         ({"top_k": 99}, PROBS),
         # 0.4 + 0.3 is short of 0.75, so that the third likeliest is in as well.
         ({"top_p": 0.75}, normalised([0.4, 0, 0.3, 0, 0.2])),
-        ({"top_p": 0.69}, normalised([0.4, 0, 0.3, 0, 0])),
+        ({"top_p": 0.699}, normalised([0.4, 0, 0.3, 0, 0])),
         ({"top_p": 1e-9}, [1.0, 0, 0, 0, 0]),
         # Of the three likeliest the first makes up 0.4 / 0.9 = 0.44, the first two 0.78.
         ({"top_k": 3, "top_p": 0.5}, normalised([0.4, 0, 0.3, 0, 0])),
