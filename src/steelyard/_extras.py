@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from steelyard.errors import MissingExtraError
 
 EXTRAS = {
@@ -14,6 +16,10 @@ EXTRAS = {
     "psutil": "engine",
     "safetensors": "engine",
     "transformers": "engine",
+    "gudhi": "topology",
+    "httpx": "http",
+    "scipy": "fairness",
+    "z3": "logic",
 }
 
 
@@ -34,3 +40,17 @@ def cure(
         f"{what} needs {module}, which is not installed: "
         f'pip install "steelyard[{extra or EXTRAS[module]}]".'
     )
+
+
+def require(module: str, what: str) -> None:
+    """Nothing, if `module`, which `what` needs, can be imported; it is not loaded.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ValueError:  # it stands in sys.modules as None
+        found = False
+    if not found:
+        raise cure(what, ModuleNotFoundError(name=module))
