@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.engine import LocalServiceClient, LocalTrainingClient
@@ -9,6 +9,7 @@ from steelyard.engine.packing import ROW, Packing, Slot, pack
 
 from .data import datum, logprobs, ragged, train
 
+UNHURRIED = settings(max_examples=60, deadline=None)
 LENGTHS = st.lists(st.integers(1, 700), min_size=1, max_size=30)
 LIMITS = st.integers(1, 3000)
 # Rows that are seldom full: there is padding.
@@ -16,6 +17,7 @@ WIDE = st.lists(st.integers(100, 500), min_size=1, max_size=8)
 
 
 @given(LENGTHS, LIMITS)
+@UNHURRIED
 def test_every_sequence_lies_in_one_place_and_is_whole(lengths: list[int], limit: int) -> None:
     slots = [slot for packing in pack(lengths, limit) for slot in packing.slots]
     assert sorted(slot.index for slot in slots) == list(range(len(lengths)))
@@ -23,6 +25,7 @@ def test_every_sequence_lies_in_one_place_and_is_whole(lengths: list[int], limit
 
 
 @given(LENGTHS, LIMITS)
+@UNHURRIED
 def test_sequences_do_not_overlap_and_stay_in_their_packing(lengths: list[int], limit: int) -> None:
     for packing in pack(lengths, limit):
         taken = torch.zeros(packing.rows, packing.length, dtype=torch.int64)
@@ -34,6 +37,7 @@ def test_sequences_do_not_overlap_and_stay_in_their_packing(lengths: list[int], 
 
 
 @given(LENGTHS, LIMITS)
+@UNHURRIED
 def test_a_packing_is_within_the_limit_unless_one_sequence_is_longer(
     lengths: list[int], limit: int
 ) -> None:
@@ -44,6 +48,7 @@ def test_a_packing_is_within_the_limit_unless_one_sequence_is_longer(
 
 
 @given(LENGTHS, LIMITS)
+@UNHURRIED
 def test_rows_are_no_longer_than_they_need_be(lengths: list[int], limit: int) -> None:
     for packing in pack(lengths, limit):
         assert packing.length <= max(ROW, *lengths)
@@ -51,6 +56,7 @@ def test_rows_are_no_longer_than_they_need_be(lengths: list[int], limit: int) ->
 
 
 @given(LENGTHS, LIMITS)
+@UNHURRIED
 def test_padding_is_less_than_the_tokens_and_one_row(lengths: list[int], limit: int) -> None:
     # First fit leaves at most one row half empty or more.
     packings = pack(lengths, limit)
@@ -70,6 +76,7 @@ def test_rows_that_come_out_even_have_no_padding() -> None:
 
 
 @given(WIDE, st.integers(600, 3000))
+@UNHURRIED
 def test_fill_puts_each_sequence_in_its_slot_and_the_value_elsewhere(
     lengths: list[int], limit: int
 ) -> None:
@@ -85,6 +92,7 @@ def test_fill_puts_each_sequence_in_its_slot_and_the_value_elsewhere(
 
 
 @given(WIDE, st.integers(600, 3000))
+@UNHURRIED
 def test_positions_start_anew_with_each_sequence_and_with_the_padding(
     lengths: list[int], limit: int
 ) -> None:
