@@ -12,6 +12,7 @@ import transformers
 from tinker import types
 
 from steelyard.engine import LocalServiceClient, LocalTrainingClient, tiny
+from steelyard.engine.model import Model
 from steelyard.engine.packing import pack
 from steelyard.errors import InputError
 
@@ -382,3 +383,46 @@ def test_the_gradients_of_a_client_are_its_own_after_others_ran(alone: LocalServ
         by_itself.forward_backward(DATA, "cross_entropy")
         by_itself.optim_step(SMALL).result()
     close(second.weights(), by_itself.weights(), 0.0)
+
+
+@pytest.fixture(scope="module")
+def bloom(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that takes no positions: its attention falls off with the distance instead."""
+    folder = tmp_path_factory.mktemp("bloom")
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    model: Any = transformers.BloomForCausalLM(config)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_models_that_keep_neighbours_apart_are_told_from_others(gpt2: str, bloom: str) -> None:
+    with LocalServiceClient(dtype="float64", device="cpu") as service:
+        packs = [create(service, base)._host.model.packs for base in ("tiny-random", gpt2, bloom)]
+    assert packs == [True, True, False]
+
+
+def test_where_neighbours_would_see_each_other_each_has_its_own_row(bloom: str) -> None:
+    with LocalServiceClient(dtype="float64", device="cpu") as service:
+        client = create(service, bloom)
+        together = client.forward(LETTERS, "cross_entropy").result().loss_fn_outputs
+        alone = [client.forward([each], "cross_entropy").result() for each in LETTERS]
+        for found, expected in zip(together, alone, strict=True):
+            one = expected.loss_fn_outputs[0]["logprobs"].tolist()
+            assert found["logprobs"].tolist() == pytest.approx(one, rel=1e-6)
+        client.forward_backward(LETTERS, "cross_entropy").result()
+        assert any(gradient.any() for gradient in client.gradients().values())
+
+
+def test_a_model_that_does_not_heed_positions_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = Model.__call__
+
+    def heedless(model: Model, adapter: Any, **inputs: Any) -> Any:
+        inputs.pop("position_ids", None)
+        return call(model, adapter, **inputs)
+
+    monkeypatch.setattr(Model, "__call__", heedless)
+    with LocalServiceClient(dtype="float32", device="cpu") as service:
+        assert not create(service, "tiny-random")._host.model.packs

@@ -13,7 +13,7 @@ from steelyard.engine.examples import Example
 from steelyard.engine.model import Model
 from steelyard.engine.packing import Packing, Slot
 from steelyard.engine.room import Room
-from steelyard.engine.run import forward
+from steelyard.engine.run import Run, forward
 
 from .data import close, ragged, same, train
 
@@ -22,12 +22,13 @@ LENGTHS = [40, 7, 33, 25, 12, 40, 3]
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the tokens that the model is called with."""
+    """The shapes of the tokens that the model is called with, once it is known to pack."""
     seen: list[tuple[int, ...]] = []
     call = Model.__call__
 
     def counting(self: Model, *args: Any, **inputs: Any) -> Any:
-        seen.append(tuple(inputs["input_ids"].shape))
+        if "packs" in vars(self):
+            seen.append(tuple(inputs["input_ids"].shape))
         return call(self, *args, **inputs)
 
     monkeypatch.setattr(Model, "__call__", counting)
@@ -235,6 +236,26 @@ def test_a_memory_that_has_no_room_at_all_is_an_error(monkeypatch: pytest.Monkey
         assert memory.refused == 4  # 300, 150, 75 and the least, 64
         assert same(client.gradients(), before)
         CALLS["forward_backward"](client).result()
+
+
+def test_a_way_back_without_room_goes_forward_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pull = Run.pull
+    refused: list[Run] = []
+
+    def full(run: Run, *args: Any) -> Any:
+        if not refused:
+            refused.append(run)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return pull(run, *args)
+
+    with limited(300) as service, limited(None) as plenty:
+        tight, free = create(service), create(plenty)
+        expected = CALLS["custom"](free).result().metrics
+        monkeypatch.setattr(Run, "pull", full)
+        assert CALLS["custom"](tight).result().metrics == pytest.approx(expected)
+        assert len(refused) == 1
+        for key, gradient in free.gradients().items():
+            torch.testing.assert_close(tight.gradients()[key], gradient)
 
 
 def test_another_error_is_not_answered_by_halving() -> None:
