@@ -18,6 +18,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "StateError": (SteelyardError, ValueError),
     "ModelError": (SteelyardError, LookupError),
     "CheckpointError": (SteelyardError, OSError),
+    "RunError": (SteelyardError, RuntimeError),
     "TelemetryError": (SteelyardError, ValueError),
     "ClosedError": (SteelyardError, RuntimeError),
     "MissingExtraError": (SteelyardError, ImportError),

@@ -14,6 +14,8 @@ EXTRAS = {
     "psutil": "engine",
     "safetensors": "engine",
     "transformers": "engine",
+    "jinja2": "report",
+    "plotly": "report",
 }
 
 

@@ -7,6 +7,7 @@
     ├── StateError          (ValueError)    a state_dict does not fit
     ├── ModelError          (LookupError)   a base model is unknown, or cannot be had
     ├── CheckpointError     (OSError)       a checkpoint cannot be written, found or used
+    ├── RunError            (RuntimeError)  a run folder cannot be used as asked
     ├── TelemetryError      (ValueError)    a handler cannot be attached
     ├── ClosedError         (RuntimeError)  the pipeline or its workers are closed
     ├── MissingExtraError   (ImportError)   an optional dependency is not installed
@@ -36,6 +37,7 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "RegistryError",
+    "RunError",
     "SpecError",
     "StateError",
     "SteelyardError",
@@ -75,6 +77,10 @@ class ModelError(SteelyardError, LookupError):
 
 class CheckpointError(SteelyardError, OSError):
     """A checkpoint cannot be written, is not there, or belongs to another model."""
+
+
+class RunError(SteelyardError, RuntimeError):
+    """A run folder cannot be used as asked."""
 
 
 class TelemetryError(SteelyardError, ValueError):

@@ -1,0 +1,3 @@
+"""Experiments: from a config to a run, and to a report of it."""
+
+__all__: list[str] = []

@@ -1,0 +1,75 @@
+"""What leaving out each term did, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from steelyard.experiment.report.folders import Experiment, Run
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of a run, and by how much it differs from that of the run with all terms."""
+
+    value: float | None
+    difference: float | None = None
+
+
+@dataclass(frozen=True)
+class AblationTable:
+    """Runs as rows, what was measured of them as columns.
+
+    Attributes:
+        columns: the headings.
+        rows: a run's name and its cells, the run with all terms first.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Cell]]]
+
+
+def ablation_table(experiment: Experiment) -> AblationTable | None:
+    """Losses, every term's value and the time of a step, at the end of each run.
+
+    The held-out loss is the last one; the others are means over the last quarter of the steps,
+    since single batches differ. None if there is no run with all terms to compare with.
+    """
+    by_name = {run.name: run for run in experiment.runs}
+    full = by_name.get(experiment.full or "")
+    if full is None:
+        return None
+    keys = {"base loss": "base_loss/value"}
+    keys |= {name: f"regularizers/{name}/value" for name in full.terms}
+    keys |= {"seconds a step": "seconds"}
+    held_out = any(run.series("held_out/loss")[0] for run in experiment.runs)
+    columns = [*(["held-out loss"] if held_out else []), *keys]
+    measured = {
+        run.name: ([_held_out(run)] if held_out else []) + [_late(run, k) for k in keys.values()]
+        for run in experiment.runs
+    }
+    order = [full.name, *(name for name in by_name if name != full.name)]
+    return AblationTable(columns, [(name, _row(name, full.name, measured)) for name in order])
+
+
+def _row(
+    name: str, full: str, measured: Mapping[str, Sequence[float | None]]
+) -> list[Cell]:
+    if name == full:
+        return [Cell(value) for value in measured[name]]
+    return [
+        Cell(value, None if value is None or other is None else value - other)
+        for value, other in zip(measured[name], measured[full], strict=True)
+    ]
+
+
+def _held_out(run: Run) -> float | None:
+    values = run.series("held_out/loss")[1]
+    return values[-1] if values else None
+
+
+def _late(run: Run, key: str) -> float | None:
+    """The mean over the last quarter of a run's steps."""
+    values = run.series(key)[1]
+    late = values[-max(1, len(values) // 4) :]
+    return sum(late) / len(late) if late else None
