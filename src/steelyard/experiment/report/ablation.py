@@ -32,29 +32,37 @@ class AblationTable:
 def ablation_table(experiment: Experiment) -> AblationTable | None:
     """Losses, every term's value and the time of a step, at the end of each run.
 
-    The held-out loss is the last one; the others are means over the last quarter of the steps,
-    since single batches differ. None if there is no run with all terms to compare with.
+    On held-out data where there are any: those are the same for all runs, and tell of terms that
+    were left out too. Otherwise, and for time, means over the last quarter of the steps, since
+    single batches differ. None if there is no run with all terms to compare with.
     """
     by_name = {run.name: run for run in experiment.runs}
     full = by_name.get(experiment.full or "")
     if full is None:
         return None
-    keys = {"base loss": "base_loss/value"}
-    keys |= {name: f"regularizers/{name}/value" for name in full.terms}
-    keys |= {"seconds a step": "seconds"}
-    held_out = any(run.series("held_out/loss")[0] for run in experiment.runs)
-    columns = [*(["held-out loss"] if held_out else []), *keys]
+    held_out = bool(full.series("held_out/loss")[0])
+    read = _last if held_out else _late
+    keys = (
+        {"held-out loss": "held_out/loss"} if held_out else {"training loss": "base_loss/value"}
+    ) | {name: _value_key(full, name) for name in full.terms}
     measured = {
-        run.name: ([_held_out(run)] if held_out else []) + [_late(run, k) for k in keys.values()]
+        run.name: [
+            *(read(run, key) for key in keys.values()),
+            _late(run, "seconds"),
+        ]
         for run in experiment.runs
     }
     order = [full.name, *(name for name in by_name if name != full.name)]
-    return AblationTable(columns, [(name, _row(name, full.name, measured)) for name in order])
+    rows = [(name, _row(name, full.name, measured)) for name in order]
+    return AblationTable([*keys, "seconds a step"], rows)
 
 
-def _row(
-    name: str, full: str, measured: Mapping[str, Sequence[float | None]]
-) -> list[Cell]:
+def _value_key(full: Run, name: str) -> str:
+    held_out = f"held_out/regularizers/{name}"
+    return held_out if full.series(held_out)[0] else f"regularizers/{name}/value"
+
+
+def _row(name: str, full: str, measured: Mapping[str, Sequence[float | None]]) -> list[Cell]:
     if name == full:
         return [Cell(value) for value in measured[name]]
     return [
@@ -63,8 +71,10 @@ def _row(
     ]
 
 
-def _held_out(run: Run) -> float | None:
-    values = run.series("held_out/loss")[1]
+def _last(run: Run, key: str) -> float | None:
+    if not key.startswith("held_out/"):
+        return _late(run, key)
+    values = run.series(key)[1]
     return values[-1] if values else None
 
 

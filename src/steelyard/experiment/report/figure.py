@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ Trace: TypeAlias = dict[str, Any]
 COLORS = 8
 DASHES = ("solid", "dot", "dash", "dashdot")
 FEW_STEPS = 12
+MANY_DECADES = 2
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,13 @@ def heat(x: Sequence[Any], y: Sequence[str], z: Sequence[Sequence[float | None]]
         "colorbar": {"thickness": 10, "tickvals": [-1, 0, 1], "ticktext": ["−1", "0", "+1"]},
         "meta": {"color": "diverging"},
     }
+
+
+def logarithmic(traces: Sequence[Trace], **axis: Any) -> dict[str, Any]:
+    """A logarithmic y axis with as many labels as its range can bear."""
+    values = [y for trace in traces for y in trace["y"] if y is not None and math.isfinite(y)]
+    decades = math.log10(max(values) / min(values)) if values else 0
+    return {"type": "log", "dtick": 1 if decades > MANY_DECADES else "D2", **axis}
 
 
 def over_steps(title: str = "", **axis: Any) -> dict[str, Any]:

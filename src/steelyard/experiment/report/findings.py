@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,11 @@ class Findings:
     tracked: bool
     base: TermFinding
     terms: Sequence[TermFinding] = field(default=())
+
+    def extreme(self, what: str, pick: Callable[..., TermFinding | None]) -> TermFinding | None:
+        """The term with the most or the least of a number, among those that have it."""
+        known = [term for term in self.terms if getattr(term, what) is not None]
+        return pick(known, key=lambda term: getattr(term, what), default=None)
 
     def marked(self, mark: str) -> list[TermFinding]:
         """The terms with a mark, those first that have the most of it."""

@@ -106,8 +106,7 @@ def _ablation(folder: Path) -> Experiment:
 def _runs_of(folder: Path) -> dict[str, Path]:
     path = folder / ABLATION
     runs = _json(path).get("runs")
-    good = isinstance(runs, dict) and runs and all(isinstance(each, str) for each in runs.values())
-    if not good:
+    if not isinstance(runs, dict) or not all(isinstance(each, str) for each in runs.values()):
         raise RunError(f"{path} must have 'runs', folders by name, got {runs!r}.")
     # A run that an interrupted ablation has not begun is left out.
     found = {name: folder / inside for name, inside in runs.items()}

@@ -20,7 +20,7 @@ function painted(trace, look) {
   const name = trace.meta.color;
   if (name === "diverging") {
     const colorbar = { ...trace.colorbar, outlinewidth: 0, tickfont: { color: look.soft } };
-    return { ...trace, colorscale: look.diverging, colorbar };
+    return { ...trace, colorscale: look.diverging, colorbar, textfont: { color: look.ink } };
   }
   const color = look.color(name);
   const line = trace.line ? { ...trace.line, color } : undefined;
@@ -52,6 +52,7 @@ function laidOut(figure, look) {
     hovermode: figure.data[0].type === "heatmap" || figure.data[0].orientation ? "closest" : "x unified",
     hoverlabel: { bgcolor: look.card, bordercolor: look.line, font: { color: look.ink } },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 }, bgcolor: "rgba(0,0,0,0)" },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: look.soft, activecolor: look.ink },
     showlegend: figure.data.length > 1,
     ...figure.layout,
     xaxis: axis(small ? { ...figure.layout.xaxis, title: undefined } : figure.layout.xaxis, look),
@@ -66,7 +67,7 @@ function draw() {
       document.getElementById(figure.key),
       figure.data.map((trace) => painted(trace, look)),
       laidOut(figure, look),
-      { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] },
+      { responsive: true, displaylogo: false, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] },
     ),
   );
   return Promise.all(done);

@@ -21,7 +21,7 @@ from steelyard.experiment.report.figure import Section
 from steelyard.experiment.report.findings import Findings, findings
 from steelyard.experiment.report.folders import Experiment, Run
 from steelyard.experiment.report.samples import paired
-from steelyard.experiment.report.settings import differences, setting
+from steelyard.experiment.report.settings import differences, others, setting
 
 
 def page(experiment: Experiment) -> str:
@@ -34,9 +34,11 @@ def page(experiment: Experiment) -> str:
     plotly, script = get_plotlyjs(), _text("page.js")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {
+        "cosine": words.cosine,
         "number": words.number,
         "percent": words.percent,
         "seconds": words.seconds,
+        "others": others,
         "setting": setting,
     }
     return environment.from_string(_text("page.html")).render(
@@ -44,12 +46,10 @@ def page(experiment: Experiment) -> str:
         facts=_facts(runs, one),
         runs=runs,
         found=found,
-        sentences=words.sentences(one),
-        slowest=max((t for t in one.terms if t.seconds), key=lambda t: t.seconds, default=None),
-        strongest=max((t for t in one.terms if t.share), key=lambda t: t.share, default=None),
-        opposed=min(
-            (t for t in one.terms if t.cosine is not None), key=lambda t: t.cosine, default=None
-        ),
+        sentences=words.sentences(one) if alone else words.compared(runs, found),
+        slowest=one.extreme("seconds", max),
+        strongest=one.extreme("share", max),
+        opposed=one.extreme("cosine", min),
         ablation=ablation_table(experiment),
         sections=charts,
         samples=paired(runs),

@@ -15,9 +15,10 @@ from steelyard.experiment.report.figure import (
 )
 from steelyard.experiment.report.findings import Findings
 from steelyard.experiment.report.folders import Run
-from steelyard.experiment.report.words import change, listed, number, percent, seconds
+from steelyard.experiment.report.words import change, cosine, listed, number, percent, seconds
 
 BY_RUN = {"barmode": "relative", "bargap": 0.4}
+SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s", "rangemode": "tozero"}
 
 
 def sections(runs: Sequence[Run], found: Sequence[Findings]) -> list[Section]:
@@ -29,7 +30,7 @@ def sections(runs: Sequence[Run], found: Sequence[Findings]) -> list[Section]:
         Section(
             "terms",
             "Every term over time",
-            "The raw value of each regularizer, before its weight, in every run that has it.",
+            "The raw value of each regularizer, before its weight; colours as in the table above.",
             [_each_run(runs, f"value-{i}", name, f"regularizers/{name}/value")
              for i, name in enumerate(terms)],
         ),
@@ -115,13 +116,9 @@ def _added(runs: Sequence[Run], terms: Sequence[str]) -> list[Figure]:
     ] if terms else []  # fmt: skip
 
 
-def _pulled(
-    runs: Sequence[Run], found: Sequence[Findings], terms: Sequence[str]
-) -> list[Figure]:
+def _pulled(runs: Sequence[Run], found: Sequence[Findings], terms: Sequence[str]) -> list[Figure]:
     names = [run.name for run in runs]
-    shares = [
-        {term.name: term.share for term in (each.base, *each.terms)} for each in found
-    ]
+    shares = [{term.name: term.share for term in (each.base, *each.terms)} for each in found]
     layers = [
         bars(label, names, [of.get(term) for of in shares], paint, unit=".0%")
         for term, label, paint in [("base", "base loss", "base")]
@@ -157,7 +154,7 @@ def _agreement(
         return []
     trace = heat(shown, [run.name for run in runs], [[of.get(t) for t in shown] for of in means])
     said = "; ".join(
-        f"{run.name}: {listed(f'{k} {v:+.2f}' for k, v in of.items() if v is not None)}"
+        f"{run.name}: {listed(f'{k} {cosine(v)}' for k, v in of.items() if v is not None)}"
         for run, of in zip(runs, means, strict=True)
     )
     return [
@@ -179,24 +176,28 @@ def _agreement(
 def _time(runs: Sequence[Run], terms: Sequence[str]) -> list[Figure]:
     names = [run.name for run in runs]
     steps = [_mean(run, "seconds") for run in runs]
-    traces = [
-        bars(term, names, [_mean(run, f"regularizers/{term}/duration") for run in runs], color(i))
-        for i, term in enumerate(terms)
-    ]
-    traces.append(bars("whole step", names, steps, "total"))
     said = listed(f"{run.name} {seconds(each)}" for run, each in zip(runs, steps, strict=True))
-    return [
-        Figure(
-            "time",
-            "Time of a step, and of each term",
-            f"Bar chart, a group of bars per run. A whole step: {said}.",
-            traces,
-            note="Terms run side by side: their times do not add up to the step's.",
-            layout={"yaxis": {"title": {"text": "seconds"}}, "barmode": "group", "bargap": 0.3},
-            size="wide",
-            height=320,
-        )
-    ]
+    whole = Figure(
+        "time-steps",
+        "Time of a step",
+        f"Bar chart, one bar per run: {said}.",
+        [bars("whole step", names, steps, "base")],
+        layout={"yaxis": SECONDS, "bargap": 0.4},
+        height=320,
+    )
+    durations = {
+        term: [_mean(run, f"regularizers/{term}/duration") for run in runs] for term in terms
+    }
+    each = Figure(
+        "time-terms",
+        "Time of each term",
+        f"Bar chart, a group of bars per run, for {listed(terms)}.",
+        [bars(term, names, means, color(i)) for i, (term, means) in enumerate(durations.items())],
+        note="Terms run side by side: their times do not add up to the step's.",
+        layout={"yaxis": SECONDS, "barmode": "group", "bargap": 0.3},
+        height=320,
+    )
+    return [figure for figure, there in ((whole, any(steps)), (each, terms)) if there]
 
 
 def _mean(run: Run, key: str) -> float | None:

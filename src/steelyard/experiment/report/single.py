@@ -9,13 +9,15 @@ from steelyard.experiment.report.figure import (
     color,
     heat,
     line,
+    logarithmic,
     over_steps,
 )
 from steelyard.experiment.report.findings import Findings, cosine_key, shares
 from steelyard.experiment.report.folders import Run
-from steelyard.experiment.report.words import change, listed, number, percent, seconds
+from steelyard.experiment.report.words import change, cosine, listed, number, percent, seconds
 
 STACKED = {"barmode": "relative", "bargap": 0}
+SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s"}
 
 
 def sections(run: Run, found: Findings) -> list[Section]:
@@ -146,7 +148,8 @@ def _gradients(run: Run, found: Findings) -> list[Figure]:
             "Gradient norms, weighted",
             f"Line chart on a logarithmic scale: the gradient norms of {listed(run.terms)}.",
             [*norms, total],
-            layout=over_steps("norm", type="log", exponentformat="power"),
+            note="On a logarithmic scale, where 0 is a gap.",
+            layout=over_steps("norm", **logarithmic([*norms, total], tickformat="~g")),
             height=340,
         ),
         Figure(
@@ -170,7 +173,7 @@ def _cosines(run: Run, found: Findings) -> list[Figure]:
     if not rows:
         return []
     said = listed(
-        f"{term.name} {term.cosine:+.2f}" for term in found.terms if term.cosine is not None
+        f"{term.name} {cosine(term.cosine)}" for term in found.terms if term.cosine is not None
     )
     height = 130 + 34 * len(rows)
     names = ["base", *rows]
@@ -196,6 +199,7 @@ def _cosines(run: Run, found: Findings) -> list[Figure]:
             "Every pair, at the last step",
             f"Heat map of the cosines between {listed(names)} at the last step.",
             [shown],
+            note="Of each pair the last step at which both had a gradient.",
             layout={"yaxis": downwards, "xaxis": {"showgrid": False}},
             height=max(height, 300),
         ),
@@ -237,7 +241,7 @@ def _time(run: Run) -> list[Figure]:
             note="Terms run side by side: their times do not add up to the step's.",
             layout={
                 "showlegend": False,
-                "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+                "xaxis": {"range": [0, 1.25 * max(means.values())], **SECONDS},
                 "yaxis": {"autorange": "reversed", "ticksuffix": " ", "showgrid": False},
                 "bargap": 0.35,
             },
@@ -248,7 +252,8 @@ def _time(run: Run) -> list[Figure]:
             "Time, step by step",
             f"Line chart on a logarithmic scale: seconds of {listed(by_term)} at each step.",
             over,
-            layout=over_steps("seconds", type="log", exponentformat="power"),
+            note="On a logarithmic scale. A first call may include the start of a worker.",
+            layout=over_steps("", **logarithmic(over, **SECONDS)),
             height=max(300, 110 + 34 * len(means)),
         ),
     ]

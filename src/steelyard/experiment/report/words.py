@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from steelyard.experiment.report.findings import Change, Findings
+from steelyard.experiment.report.findings import Change, Findings, TermFinding
+from steelyard.experiment.report.folders import Run
 
 MINUTE = 60.0
 HOUR = 3600.0
@@ -69,6 +70,20 @@ def seconds(value: float | None) -> str:
     return f"{int(value // HOUR)} h {int(value % HOUR // MINUTE)} min"
 
 
+def cosine(value: float | None) -> str:
+    """Two decimals and a sign.
+
+    Example:
+        >>> cosine(0.987), cosine(-0.3), cosine(-1e-9), cosine(None)
+        ('+0.99', '−0.30', '0.00', '–')
+    """
+    if value is None or math.isnan(value):
+        return NONE
+    text = f"{abs(value):.2f}"
+    sign = "" if text == "0.00" else "−" if value < 0 else "+"
+    return sign + text
+
+
 def listed(names: Iterable[str]) -> str:
     """Names as a sentence has them.
 
@@ -97,21 +112,37 @@ def sentences(found: Findings) -> list[str]:
     if not found.tracked:
         return [*said, "Gradient norms were not tracked, so nothing is known of who pulls."]
     said += [
-        f"{term.name} dominates: {percent(term.share)} of the gradient is its."
+        f"“{term.name}” dominates: {percent(term.share)} of the gradient is its own."
         for term in found.marked("dominates")
     ]
     fighting = found.marked("fights the base loss")
     if fighting:
-        who = listed(f"{term.name} (cosine {number(term.cosine)})" for term in fighting)
+        who = listed(f"“{term.name}” (cosine {cosine(term.cosine)})" for term in fighting)
         said.append(f"{who} {_verb(fighting, 'pulls', 'pull')} against the base loss.")
     idle = found.marked("no gradient")
     if idle:
-        who, it = listed(term.name for term in idle), _verb(idle, "it is", "they are")
-        said.append(
-            f"{who} {_verb(idle, 'has', 'have')} no gradient: {it} measured, and {it} not trained."
-        )
+        who, has = listed(f"“{term.name}”" for term in idle), _verb(idle, "has", "have")
+        said.append(f"{who} {has} no gradient: measured, but with no say in training.")
     if not any(term.marks for term in found.terms):
         said.append("No term dominates, and none fights the base loss.")
+    return said
+
+
+def compared(runs: Sequence[Run], found: Sequence[Findings]) -> list[str]:
+    """What several runs show beside each other, in a few sentences."""
+    steps = sum(each.steps for each in found)
+    said = [f"{len(runs)} runs, {steps} steps in all."]
+    known = {
+        run.name: each.held_out.last
+        for run, each in zip(runs, found, strict=True)
+        if each.held_out is not None
+    }
+    if len(known) > 1:
+        best, worst = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+        said.append(
+            f"The held-out loss ends lowest in “{best}” ({number(known[best])}) and highest in "
+            f"“{worst}” ({number(known[worst])})."
+        )
     return said
 
 
@@ -129,5 +160,5 @@ def _progress(found: Findings) -> str:
     return f"{steps}{time}: the loss {verb} {change(found.loss)}{by}."
 
 
-def _verb(terms: list[object] | list[object], one: str, many: str) -> str:
+def _verb(terms: Sequence[TermFinding], one: str, many: str) -> str:
     return one if len(terms) == 1 else many
