@@ -14,6 +14,14 @@ EXTRAS = {
     "psutil": "engine",
     "safetensors": "engine",
     "transformers": "engine",
+    "pydantic": "cli",
+    "rich": "cli",
+    "typer": "cli",
+    "yaml": "cli",
+    "optuna": "tune",
+    "tensorboardX": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
 }
 
 
