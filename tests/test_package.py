@@ -220,6 +220,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "gradients": BELOW,
     "composition": CORE,
     **dict.fromkeys(ON_TOP, CORE | ON_TOP),
+    "__main__": frozenset({"cli"}),
 }
 FOR_ALL = frozenset({"errors", "_extras", "_version"})
 EXEMPT = ("steelyard", "steelyard.schedules")
