@@ -36,7 +36,7 @@ class Page:
 
     def run(self, script: str) -> Any:
         """What a piece of JavaScript returns."""
-        return self.driver.execute_script(script)  # type: ignore[no-untyped-call]
+        return self.driver.execute_script(script)
 
     def draw(self) -> None:
         """Load the page and wait until its charts are drawn."""

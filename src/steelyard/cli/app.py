@@ -14,8 +14,10 @@ import typer
 from steelyard import __version__
 from steelyard.cli.ablate import ablate
 from steelyard.cli.config import app as config
-from steelyard.cli.failures import report
+from steelyard.cli.demo import demo
+from steelyard.cli.failures import report as fail
 from steelyard.cli.models import app as models
+from steelyard.cli.report import report
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
 from steelyard.errors import SteelyardError
@@ -32,6 +34,8 @@ app.command("train")(train)
 app.command("resume")(resume)
 app.command("ablate")(ablate)
 app.command("tune")(tune)
+app.command("report")(report)
+app.command("demo")(demo)
 app.add_typer(config, name="config")
 app.add_typer(models, name="models")
 
@@ -59,7 +63,7 @@ def main() -> None:
     try:
         app()
     except SteelyardError as error:
-        sys.exit(report(error))
+        sys.exit(fail(error))
 
 
 def _quit(*_: object) -> None:

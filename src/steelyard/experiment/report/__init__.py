@@ -8,8 +8,8 @@ the tables; `page` puts them together, with `page.html`, `page.css` and `page.js
 from steelyard._extras import cure as _cure
 
 try:
-    from steelyard.experiment.report.write import write_report
+    from steelyard.experiment.report.write import summary, write_report
 except ModuleNotFoundError as error:
     raise _cure("steelyard.experiment.report", error, extra="report") from error
 
-__all__ = ["write_report"]
+__all__ = ["summary", "write_report"]

@@ -9,18 +9,23 @@ from typing import Any
 
 from steelyard.experiment.report.folders import Run
 
-# A term dominates with more than half of all gradient norms; it fights the base loss when its
-# gradient points against that of the base loss at more than a right angle and a bit.
-DOMINATES = 0.5
-FIGHTS = -0.1
+DOMINATES = 0.5  # share of the gradients
+FIGHTS = -0.3  # cosine to the base loss
 
 
 @dataclass(frozen=True)
 class Change:
-    """A number at the first and at the last step at which it is known."""
+    """A number in the beginning and in the end.
+
+    Attributes:
+        first: its mean over the first steps; batches differ, so that one says little.
+        last: its mean over the last steps.
+        over: how many steps each mean is of: a quarter of them.
+    """
 
     first: float
     last: float
+    over: int = 1
 
     @property
     def relative(self) -> float | None:
@@ -34,9 +39,9 @@ class TermFinding:
 
     Attributes:
         name: the term, `"base"` for the base loss.
-        value: its raw value, first and last.
+        value: its raw value.
         weight: its last weight; None for the base loss.
-        contribution: what it added to the loss at its last step.
+        contribution: what it adds to the loss, on average over all steps.
         grad_norm: its mean weighted gradient norm; None without a gradient.
         share: the mean share of its norm in the sum of all norms.
         cosine: the mean cosine of its gradient to the base loss's.
@@ -103,13 +108,13 @@ def findings(run: Run) -> Findings:
         steps=len(run.rows),
         planned=steps if isinstance(steps, int) else None,
         loss=_change(run, "loss_total"),
-        held_out=_change(run, "held_out/loss"),
+        held_out=_change(run, "held_out/loss", part=0),
         seconds=math.fsum(seconds) if seconds else None,
         tracked=tracked,
         base=TermFinding(
             "base",
             value=_change(run, "base_loss/value"),
-            contribution=_last(run, "base_loss/value"),
+            contribution=_mean(run.series("base_loss/value")[1]),
             grad_norm=_mean(run.series("base_loss/grad_norm")[1]),
             share=_mean([each for each in shares(run)["base"] if each is not None]),
             steps=len(run.series("base_loss/value")[1]),
@@ -157,7 +162,7 @@ def _term(run: Run, name: str, *, tracked: bool) -> TermFinding:
         name,
         value=_change(run, f"{at}/value"),
         weight=_last(run, f"{at}/weight"),
-        contribution=_last(run, f"{at}/contribution"),
+        contribution=_mean(run.series(f"{at}/contribution")[1]),
         grad_norm=_mean(norms),
         share=share,
         cosine=cosine,
@@ -167,9 +172,13 @@ def _term(run: Run, name: str, *, tracked: bool) -> TermFinding:
     )
 
 
-def _change(run: Run, key: str) -> Change | None:
-    values = run.series(key)[1]
-    return Change(values[0], values[-1]) if values else None
+def _change(run: Run, key: str, part: float = 0.25) -> Change | None:
+    values = [value for value in run.series(key)[1] if math.isfinite(value)]
+    if not values:
+        return None
+    over = max(1, int(part * len(values)))
+    first, last = (math.fsum(some) / over for some in (values[:over], values[-over:]))
+    return Change(first, last, over)
 
 
 def _last(run: Run, key: str) -> float | None:

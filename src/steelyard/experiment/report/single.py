@@ -109,7 +109,7 @@ def _contributions(run: Run, found: Findings) -> list[Figure]:
         Figure(
             "contributions",
             "Contributions to the loss",
-            f"Stacked bar chart over steps. At the end: {last}.",
+            f"Stacked bar chart over steps. On average: {last}.",
             [*traces, base],
             note="Click “base loss” in the legend to put it under the others.",
             layout=over_steps("added to the loss") | STACKED,

@@ -156,8 +156,11 @@ def _progress(found: Findings) -> str:
     moved = found.loss.last - found.loss.first
     verb = "fell" if moved < 0 else "rose" if moved > 0 else "stayed"
     part = found.loss.relative
-    by = "" if part is None else f" ({percent(part, signed=True)})"
-    return f"{steps}{time}: the loss {verb} {change(found.loss)}{by}."
+    by = [] if part is None else [percent(part, signed=True)]
+    if found.loss.over > 1:
+        by.append(f"means of the first and last {found.loss.over} steps")
+    noted = f" ({', '.join(by)})" if by else ""
+    return f"{steps}{time}: the loss {verb} {change(found.loss)}{noted}."
 
 
 def _verb(terms: Sequence[TermFinding], one: str, many: str) -> str:

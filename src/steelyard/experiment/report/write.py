@@ -7,8 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from steelyard.errors import RunError
+from steelyard.experiment.report.findings import findings
 from steelyard.experiment.report.folders import read
 from steelyard.experiment.report.page import page
+from steelyard.experiment.report.words import sentences
+
+
+def summary(run: Path | str) -> list[str]:
+    """What a run shows, in a few sentences: the beginning of its report.
+
+    Raises:
+        RunError: the folder is no run.
+    """
+    (found,) = read([Path(run)]).runs
+    return sentences(findings(found))
 
 
 def write_report(runs: Sequence[Path | str], target: Path | str) -> Path:
