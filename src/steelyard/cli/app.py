@@ -18,7 +18,6 @@ from steelyard.cli.failures import report
 from steelyard.cli.models import app as models
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
-from steelyard.errors import SteelyardError
 
 INTERRUPTED = 130
 
@@ -58,7 +57,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, _quit)
     try:
         app()
-    except SteelyardError as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported without secrets
         sys.exit(report(error))
 
 
