@@ -276,6 +276,7 @@ def test_a_terminal_shows_a_bar_and_a_table_and_hears_ctrl_c(terminal: Path) -> 
         dimensions=(50, 140),
         env={**TERMINAL, "PATH": str(STEELYARD.parent)},
         encoding="utf-8",
+        codec_errors="replace",
     )
     for words in ("loading tiny-random", "loss \\d+", "1/40", "left", "0:00:\\d\\d"):
         child.expect(words)
