@@ -242,7 +242,6 @@ def test_tensorboard_has_every_number_once(kitchen: Kitchen, project: Path) -> N
     done = kitchen.run("train", *args, cwd=project)
     assert done.code == 0, done.err
     from tensorboardX.proto import event_pb2  # noqa: PLC0415 - slow, and for this test
-    from tensorboardX.record_writer import masked_crc32c  # noqa: F401, PLC0415 - as above
 
     (file,) = (project / "r" / "tensorboard").iterdir()
     content, seen = file.read_bytes(), []
@@ -254,6 +253,14 @@ def test_tensorboard_has_every_number_once(kitchen: Kitchen, project: Path) -> N
     losses = [value for tag, _, value in seen if tag == "loss_total"]
     written = [line["loss_total"] for line in metrics_of(project / "r")]
     assert losses == pytest.approx(written)
+
+
+def test_weights_and_biases_works_offline(kitchen: Kitchen, project: Path) -> None:
+    args = ("c.toml", "train.steps=2", "sinks.wandb={project = 'p'}", "--run", "r")
+    done = kitchen.run("train", *args, cwd=project, env={"WANDB_SILENT": "true"})
+    assert done.code == 0, done.err
+    (file,) = (project / "r" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"regularizers/kl/contribution" in file.read_bytes()
 
 
 @pytest.fixture
@@ -276,7 +283,7 @@ def test_a_terminal_shows_a_bar_and_a_table_and_hears_ctrl_c(terminal: Path) -> 
         dimensions=(50, 140),
         env={**TERMINAL, "PATH": str(STEELYARD.parent)},
         encoding="utf-8",
-        codec_errors="replace",
+        codec_errors="replace",  # Ctrl-C makes the terminal drop what it holds, mid-letter too
     )
     for words in ("loading tiny-random", "loss \\d+", "1/40", "left", "0:00:\\d\\d"):
         child.expect(words)
