@@ -43,7 +43,7 @@ options = { regularizer = "l2", target = 1.0 }
 """
 
 TERMS = '''
-import random, time
+import os, pathlib, random, time
 import numpy as np
 import torch
 
@@ -57,6 +57,15 @@ def noise(data, logprobs):
 def slow(data, logprobs):
     time.sleep(0.3)
     return torch.cat(logprobs).square().mean()
+
+
+def stuck(data, logprobs):
+    pathlib.Path("stuck").touch()
+    time.sleep(60)
+
+
+def leaky(data, logprobs):
+    raise RuntimeError(f"refused: {os.environ['TINKER_API_KEY']}")
 
 
 def topics(data, logprobs):

@@ -109,7 +109,7 @@ OTHERS = [
     ("", "[data] must be given, got nothing"),
     ("[data]\nmax_length = 8", "[data]: path must be given, got nothing"),
     ("[data]\npath = 'gone.jsonl'", "[data]: path must be a file that exists, got"),
-    (f"{DATA}held_out = 1.0", "[data]: held_out must be a fraction in [0, 1) or the path of a file"),
+    (f"{DATA}held_out = 1.0", "[data]: held_out must be a fraction in [0, 1) or the path"),
     (f"{DATA}held_out = 'gone.jsonl'", "[data]: held_out must be a file that exists"),
     (f"{DATA}max_length = 1", "[data]: max_length must be >= 2, got 1"),
     (f"{DATA}skip_bad = 'yes'", "[data]: skip_bad must be true or false, got 'yes'"),

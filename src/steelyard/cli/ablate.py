@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def ablate(
-    config: Annotated[Path, typer.Argument(help="A TOML, YAML or JSON file.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, YAML or JSON file.")],
     overrides: Overrides = None,
     run: Annotated[
         Path | None, typer.Option("--run", "-r", help="The folder of all runs; goes on there.")

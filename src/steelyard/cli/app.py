@@ -20,7 +20,6 @@ from steelyard.cli.models import app as models
 from steelyard.cli.report import report
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
-from steelyard.errors import SteelyardError
 
 INTERRUPTED = 130
 
@@ -62,7 +61,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, _quit)
     try:
         app()
-    except SteelyardError as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported without secrets
         sys.exit(fail(error))
 
 

@@ -31,7 +31,7 @@ def example() -> None:
 
 @app.command()
 def check(
-    config: Annotated[Path, typer.Argument(help="A TOML, YAML or JSON file.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, YAML or JSON file.")],
     overrides: Overrides = None,
 ) -> None:
     """Check a config, and build its terms; no data are read and nothing is trained."""

@@ -27,7 +27,9 @@ def list_models() -> None:
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="A known name, a folder or a Hub id.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A known name, a folder or a Hub id.")
+    ],
 ) -> None:
     """Fetch a model, so that training need not; it is loaded once to see that it is whole."""
     import torch  # noqa: PLC0415 - takes seconds

@@ -11,13 +11,13 @@ import typer
 from steelyard.cli.interruption import INTERRUPTED
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: train.steps=5")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides: train.steps=5")
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines of data out.")]
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="A TOML, YAML or JSON file.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, YAML or JSON file.")],
     overrides: Overrides = None,
     run: Annotated[
         Path | None, typer.Option("--run", "-r", help="The run folder; runs/<config>-<time>.")
@@ -35,7 +35,7 @@ def train(
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
 ) -> None:
     """Go on with a run from its last checkpoint."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds

@@ -12,7 +12,7 @@ from steelyard.cli.train import Overrides, SkipBad
 
 
 def tune(
-    config: Annotated[Path, typer.Argument(help="A TOML, YAML or JSON file.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, YAML or JSON file.")],
     overrides: Overrides = None,
     run: Annotated[
         Path | None, typer.Option("--run", "-r", help="The folder of the study; goes on there.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from steelyard.cli.interruption import Interruption
 from steelyard.cli.live import Display
@@ -22,6 +23,7 @@ _ASKED = "Finishing this step, then saving. Ctrl-C again ends at once."
 
 def watched(go: Callable[[Watcher, Callable[[], bool]], T]) -> T:
     """What `go(watch, stop)` gives, with a display that suits the output, and Ctrl-C heard."""
+    transformers_logging.disable_progress_bar()  # one of its own would tear the display
     display = Display(Console()) if sys.stdout.isatty() else Plain()
     with Interruption(lambda: display.say(_ASKED), display.restore) as interruption, display:
         return go(display, interruption.asked)

@@ -86,7 +86,7 @@ class Encoder:
         pieces: list[Piece] = []
         done = ""
         for index in answers:
-            before = self._render(messages[:index], open_end=True)
+            before = self._render(messages[:index], open_end=True) if index else ""
             after = self._render(messages[: index + 1])
             if not before.startswith(done) or not after.startswith(before):
                 raise ValueError(f"{key} must be a chat that the model's template writes in order")

@@ -130,6 +130,7 @@ class _Run:
             try:
                 return self._train(backend)
             finally:
+                self.terms.close()
                 backend.close()
 
     def _open(self) -> Backend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +32,12 @@ class Sinks:
         if wanted.tensorboard:
             self._sinks.append(_TensorBoard(run, start))
         if wanted.wandb is not None:
-            options = {"mode": wanted.wandb.mode, "dir": str(run.path), "resume": "allow"}
+            options = {
+                "mode": wanted.wandb.mode,
+                "dir": str(run.path),
+                "id": hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:16],
+                "resume": "allow",
+            }
             self._sinks.append(_Session("wandb", wanted.wandb.project, config, run, options))
         if wanted.trackio is not None:
             options = {"resume": "allow"}

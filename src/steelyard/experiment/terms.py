@@ -36,6 +36,13 @@ class Terms:
         """Whether one of them reads `reference_logprobs`."""
         return any(_reads_reference(fn) for fn in (self.loss, *(s.fn for s in self.specs)))
 
+    def close(self) -> None:
+        """Close what they hold open: connections, for example."""
+        for fn in (self.loss, *(spec.fn for spec in self.specs)):
+            close = getattr(fn, "close", None)
+            if callable(close):
+                close()
+
 
 def build_terms(config: Config) -> Terms:
     """The terms of a config.
