@@ -22,8 +22,10 @@ from tests.clients.sdk import Answered, Holder
 class Remote(Answered):
     """What a run needs beyond the passes, from the engine too."""
 
-    def save_state(self, name: str, **options: Any) -> Any:
-        return self.engine.save_state(name, **options)
+    def save_state(
+        self, name: str, ttl_seconds: Any = None, overwrite: bool = False, user_metadata: Any = None
+    ) -> Any:
+        return self.engine.save_state(name, ttl_seconds, overwrite, user_metadata)
 
     def load_state_with_optimizer(self, path: str, weights_access_token: Any = None) -> Any:
         return self.engine.load_state_with_optimizer(path)

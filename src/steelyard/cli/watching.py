@@ -23,7 +23,8 @@ _ASKED = "Finishing this step, then saving. Ctrl-C again ends at once."
 
 def watched(go: Callable[[Watcher, Callable[[], bool]], T]) -> T:
     """What `go(watch, stop)` gives, with a display that suits the output, and Ctrl-C heard."""
-    transformers_logging.disable_progress_bar()  # one of its own would tear the display
+    # A bar of its own would tear the display.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
     display = Display(Console()) if sys.stdout.isatty() else Plain()
     with Interruption(lambda: display.say(_ASKED), display.restore) as interruption, display:
         return go(display, interruption.asked)

@@ -9,7 +9,7 @@ from tinker import types
 
 from steelyard.errors import DataError
 from steelyard.experiment.backend import Backend
-from steelyard.experiment.batches import split
+from steelyard.experiment.batches import batch, split
 from steelyard.experiment.config import Config
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.folder import RunFolder
@@ -62,10 +62,20 @@ def gather(
         train, held = split(found.groups, settings.held_out, config.train.seed)
     if settings.reference == "always" or (settings.reference == "auto" and terms.read_reference):
         say("computing the base model's log-probs")
-        groups = with_reference([*train, *held], backend, run)
-        train, held = groups[: len(train)], groups[len(train) :]
+        used = _used(config, len(train))
+        groups = with_reference([*(train[index] for index in used), *held], backend, run)
+        for index, group in zip(used, groups, strict=False):
+            train[index] = group
+        held = groups[len(used) :]
     say(f"{len(train)} lines to train on, {len(held)} held out")
     return Material(train, [datum for group in held for datum in group], found.kind, encoder)
+
+
+def _used(config: Config, count: int) -> list[int]:
+    """The lines that the run will come by."""
+    size, seed = config.train.batch_size, config.train.seed
+    steps = min(config.train.steps, -(-count // size) + 1)  # by then all have been seen
+    return sorted({index for step in range(steps) for index in batch(step, size, count, seed)})
 
 
 def _read(path: str, encoder: Encoder, *, skip_bad: bool, say: Callable[[str], None]) -> DataSet:
