@@ -11,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from steelyard.experiment.report import write_report
+from steelyard.experiment.report import summary, write_report
 from tests.experiment.folders import specs, write_ablation, write_lines, write_run
 
 
@@ -271,3 +271,11 @@ def test_the_page_names_no_address_it_could_ask(one: tuple[Path, list[dict[str, 
     outside = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
     assert re.findall(r"https?://", outside) == []
     assert re.findall(r"<(?:link|script|img)[^>]+(?:src|href)=\"(?!data:)", html) == []
+
+
+def test_the_summary_alone_is_the_first_paragraph(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=4)
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    said = summary(tmp_path / "run")
+    assert said[0].startswith("4 steps in 1.1 s: the loss fell from ")
+    assert " ".join(said) in text_of(page)
