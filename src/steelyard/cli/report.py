@@ -9,7 +9,9 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or an ablation's.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or an ablation's.")
+    ],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The file; report.html in a single folder, or here."),
