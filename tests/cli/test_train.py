@@ -70,7 +70,7 @@ def test_yaml_and_overrides_say_the_same(kitchen: Kitchen, project: Path) -> Non
         """
 model: {base_model: tiny-random, rank: 4}
 data: {path: train.jsonl, max_length: 48}
-train: {steps: 2, batch_size: 3, learning_rate: 0.01}
+train: {steps: 2, batch_size: 3, learning_rate: 1e-2}
 regularizers:
   - {use: kl_to_reference, name: kl, weight: {warmup: [0.1, 4]}}
   - {use: "own_terms:topics", name: topics, weight: 0.1}

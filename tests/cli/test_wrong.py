@@ -131,7 +131,7 @@ def test_a_wrong_config_ends_with_2_and_names_its_key(
     assert done.err.startswith("ConfigError: ")
     assert "Traceback" not in done.err
     assert "123456" not in done.err
-    assert not (project / "r" / "config.json").exists()
+    assert not (project / "r").exists()
 
 
 @pytest.mark.parametrize(

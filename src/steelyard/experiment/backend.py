@@ -12,6 +12,7 @@ from tinker import types
 from torch import Tensor
 
 from steelyard.clients import RegularizedClient, regularize
+from steelyard.errors import RunError
 from steelyard.experiment.config import ModelConfig
 
 _AT_ONCE = 16
@@ -63,6 +64,7 @@ def open_backend(config: ModelConfig, seed: int, checkpoints: Path) -> Backend:
     Raises:
         ModelError: the base model is unknown or cannot be had.
         InputError: a setting breaks a rule.
+        RunError: the service refuses.
     """
     service = _local(config, checkpoints) if config.backend == "local" else _tinker(config)
     client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
@@ -84,7 +86,10 @@ def _tinker(config: ModelConfig) -> Any:
     import tinker  # noqa: PLC0415 - takes a second
 
     where: dict[str, Any] = {} if config.base_url is None else {"base_url": config.base_url}
-    return tinker.ServiceClient(**where)
+    try:
+        return tinker.ServiceClient(**where)
+    except tinker.TinkerError as error:
+        raise RunError(f"the Tinker service must take us in, and it does not: {error}") from error
 
 
 def _bare(datum: types.Datum) -> types.Datum:

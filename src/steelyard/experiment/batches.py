@@ -15,7 +15,7 @@ def batch(step: int, size: int, count: int, seed: int) -> list[int]:
 
     Example:
         >>> [batch(step, size=2, count=4, seed=0) for step in range(3)]
-        [[2, 0], [1, 3], [3, 2]]
+        [[2, 0], [1, 3], [3, 0]]
     """
     places = range(step * size, (step + 1) * size)
     orders = {epoch: _order(epoch, count, seed) for epoch in {at // count for at in places}}

@@ -85,9 +85,8 @@ def train(
         TermError: the base loss or a term failed.
         CheckpointError: the run could not be saved; older checkpoints are as they were.
     """
-    run = RunFolder(folder)
+    run, terms = RunFolder(folder), build_terms(config)
     with run.locked():
-        terms = build_terms(config)
         run.begin(config)
         return _logged(run, lambda: _Run(run, config, terms, watch or Unwatched(), stop).go())
 
@@ -105,11 +104,9 @@ def resume(
         CheckpointError: its last checkpoint is damaged.
     """
     run = RunFolder(folder)
-    if not run.holds_run:
-        run.config()
+    config = run.config()
+    terms = build_terms(config)
     with run.locked():
-        config = run.config()
-        terms = build_terms(config)
         return _logged(run, lambda: _Run(run, config, terms, watch or Unwatched(), stop).go())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,17 @@ from pydantic import ValidationError
 from steelyard.errors import ConfigError
 from steelyard.experiment.complaints import complaints
 from steelyard.experiment.config import Config
+
+
+class _Yaml(yaml.SafeLoader):
+    """As YAML 1.2 has it: 1e-4 is a number, and not only 1.0e-4."""
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
+    list("-+.0123456789"),
+)
 
 
 def read_config(
@@ -64,7 +76,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         text = path.read_text("utf-8")
         if kind == ".toml":
             return tomllib.loads(text)
-        raw = json.loads(text) if kind == ".json" else yaml.safe_load(text)
+        raw = json.loads(text) if kind == ".json" else yaml.load(text, _Yaml)  # noqa: S506 - a safe one
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(

@@ -7,7 +7,6 @@ functions of the seed and the step, so the step is all that is needed of them.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from dataclasses import asdict, dataclass
@@ -50,8 +49,7 @@ def save(client: RegularizedClient, run: RunFolder, step: int, seed: int, keep: 
     terms = None if hasattr(client.client, "attach") else client.state_dict()
     record = asdict(Saved(step, path, seed, size, terms))
     write_whole(run.checkpoints / f"step-{step:08d}.json", json.dumps(record, indent=2).encode())
-    for old in _records(run)[:-keep]:
-        _remove(run, old)
+    _sweep(run, keep)
 
 
 def last_saved(run: RunFolder) -> Saved | None:
@@ -84,12 +82,14 @@ def _records(run: RunFolder) -> list[Path]:
     return sorted(run.checkpoints.glob("step-*.json"))
 
 
-def _remove(run: RunFolder, record: Path) -> None:
-    """Remove a record, then, on this machine, what it points to."""
-    with contextlib.suppress(OSError, ValueError):
-        path = Saved(**json.loads(record.read_text("utf-8"))).path
+def _sweep(run: RunFolder, keep: int) -> None:
+    """Remove old records, then, on this machine, every checkpoint that no record points to."""
+    records = _records(run)
+    kept = {json.loads(record.read_text("utf-8"))["path"] for record in records[-keep:]}
+    for record in records[:-keep]:
         record.unlink()
-        link = run.checkpoints / path.removeprefix("tinker://")
-        target = link.resolve()
-        link.unlink()
-        shutil.rmtree(target)
+    for link in run.checkpoints.glob("*/weights/step-*"):
+        if f"tinker://{link.relative_to(run.checkpoints).as_posix()}" not in kept:
+            folder = link.resolve()
+            link.unlink()
+            shutil.rmtree(folder, ignore_errors=True)
