@@ -33,8 +33,8 @@ format: $(READY) ## let ruff mend what it can
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
-demo: $(READY) ## five terms on one beam, over a few steps
-	@$(BIN)/python examples/demo.py
+demo: $(READY) ## fine-tune a small model with five terms, and write a report
+	@$(BIN)/steelyard demo
 
 bench: $(READY) ## the speed figures, as ratios of one run
 	@$(BIN)/python -m benchmarks

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -220,6 +221,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "gradients": BELOW,
     "composition": CORE,
     **dict.fromkeys(ON_TOP, CORE | ON_TOP),
+    "__main__": frozenset({"cli"}),
 }
 FOR_ALL = frozenset({"errors", "_extras", "_version"})
 EXEMPT = ("steelyard", "steelyard.schedules")
@@ -387,19 +389,44 @@ def test_every_cure_names_an_extra_that_exists() -> None:
     assert set(EXTRAS.values()) <= set(extras)
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_ci_calls_make_test_and_fails_with_it(code: int, tmp_path: Path) -> None:
-    # A stand-in for make: the real one would run this very test.
-    make = tmp_path / "make"
-    make.write_text(f'#!/bin/sh\necho "$PWD: make $*"\nexit {code}\n', encoding="utf-8")
-    make.chmod(0o755)
-    done = subprocess.run(
+def stand_in(folder: Path, name: str, code: int = 0) -> None:
+    """A program that says how it was called: the real make would run these very tests."""
+    program = folder / name
+    said = f'echo "$PWD: {name} $*"'
+    program.write_text(f"#!/bin/sh\n{said}\nexit {code}\n", encoding="utf-8")
+    program.chmod(0o755)
+
+
+def ci(path: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [ROOT / ".ci" / "run"],
         capture_output=True,
         text=True,
         check=False,
-        cwd=tmp_path,
-        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        cwd=folder,
+        env={"PATH": path},
     )
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ci_calls_make_test_and_fails_with_it(code: int, tmp_path: Path) -> None:
+    stand_in(tmp_path, "make", code)
+    for browser in ("chromium", "chromedriver"):
+        stand_in(tmp_path, browser)
+    done = ci(f"{tmp_path}{os.pathsep}{os.environ['PATH']}", tmp_path)
     assert done.stdout == f"{ROOT}: make test\n"
     assert done.returncode == code
+
+
+@pytest.mark.parametrize("there", [[], ["chromium"], ["chromedriver"]])
+def test_ci_brings_the_browser_where_it_is_missing(there: list[str], tmp_path: Path) -> None:
+    for name in ("make", "apt-get", *there):
+        stand_in(tmp_path, name)
+    for name in ("bash", "dirname", "env", "sh"):  # and nothing else of this machine
+        (tmp_path / name).symlink_to(shutil.which(name) or pytest.fail(name))
+    done = ci(str(tmp_path), tmp_path)
+    assert done.stdout == f"{ROOT}: make test\n"
+    assert done.stderr.splitlines() == [
+        f"{ROOT}: apt-get update",
+        f"{ROOT}: apt-get install -y --no-install-recommends chromium chromium-driver",
+    ]

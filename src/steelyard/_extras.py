@@ -20,6 +20,16 @@ EXTRAS = {
     "httpx": "http",
     "scipy": "fairness",
     "z3": "logic",
+    "pydantic": "cli",
+    "rich": "cli",
+    "typer": "cli",
+    "yaml": "cli",
+    "optuna": "tune",
+    "tensorboardX": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+    "jinja2": "report",
+    "plotly": "report",
 }
 
 

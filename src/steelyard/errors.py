@@ -8,6 +8,9 @@
     ├── ModelError          (LookupError)   a base model is unknown, or cannot be had
     ├── CheckpointError     (OSError)       a checkpoint cannot be written, found or used
     ├── TelemetryError      (ValueError)    a handler cannot be attached
+    ├── ConfigError         (ValueError)    a config file or an override breaks a rule
+    ├── DataError           (ValueError)    a line of a data file breaks a rule
+    ├── RunError            (RuntimeError)  a run folder cannot be used
     ├── ClosedError         (RuntimeError)  the pipeline or its workers are closed
     ├── MissingExtraError   (ImportError)   an optional dependency is not installed
     └── TermError           (RuntimeError)  a term failed; `.term` is its name
@@ -30,12 +33,15 @@ from typing import Literal
 __all__ = [
     "CheckpointError",
     "ClosedError",
+    "ConfigError",
+    "DataError",
     "GradientError",
     "InputError",
     "MissingExtraError",
     "ModelError",
     "NonFiniteError",
     "RegistryError",
+    "RunError",
     "SpecError",
     "StateError",
     "SteelyardError",
@@ -79,6 +85,18 @@ class CheckpointError(SteelyardError, OSError):
 
 class TelemetryError(SteelyardError, ValueError):
     """A telemetry handler cannot be attached."""
+
+
+class ConfigError(SteelyardError, ValueError):
+    """A config file, or an override of one of its keys, breaks a rule."""
+
+
+class DataError(SteelyardError, ValueError):
+    """A line of a data file breaks a rule; the message names the file and the line."""
+
+
+class RunError(SteelyardError, RuntimeError):
+    """A run folder cannot be used: it is busy, taken, or holds no run."""
 
 
 class ClosedError(SteelyardError, RuntimeError):

@@ -1,0 +1,69 @@
+"""The commands, and what is common to them: the version, Ctrl-C and exit codes.
+
+Exit codes: 0 done, 1 failed, 2 bad usage or config, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from steelyard import __version__
+from steelyard.cli.ablate import ablate
+from steelyard.cli.config import app as config
+from steelyard.cli.demo import demo
+from steelyard.cli.failures import report as fail
+from steelyard.cli.models import app as models
+from steelyard.cli.report import report
+from steelyard.cli.train import resume, train
+from steelyard.cli.tune import tune
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="steelyard",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("train")(train)
+app.command("resume")(resume)
+app.command("ablate")(ablate)
+app.command("tune")(tune)
+app.command("report")(report)
+app.command("demo")(demo)
+app.add_typer(config, name="config")
+app.add_typer(models, name="models")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"steelyard {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version),
+]
+
+
+@app.callback()
+def _common(version: Version = False) -> None:
+    """Fine-tune language models with named, weighted regularizers."""
+
+
+def main() -> None:
+    """Run the command that the arguments name, and exit."""
+    signal.signal(signal.SIGINT, _quit)
+    try:
+        app()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported without secrets
+        sys.exit(fail(error))
+
+
+def _quit(*_: object) -> None:
+    raise SystemExit(INTERRUPTED)

@@ -1,0 +1,46 @@
+"""`steelyard config schema|check|example`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.train import Overrides
+
+app = typer.Typer(help="Config files: their schema, an example, and checks.", no_args_is_help=True)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of config files."""
+    from steelyard.experiment.config import Config  # noqa: PLC0415 - takes a second
+
+    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+
+
+@app.command()
+def example() -> None:
+    """Print a config to begin with."""
+    from steelyard.experiment.example import EXAMPLE  # noqa: PLC0415 - takes a second
+
+    typer.echo(EXAMPLE, nl=False)
+
+
+@app.command()
+def check(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, YAML or JSON file.")],
+    overrides: Overrides = None,
+) -> None:
+    """Check a config, and build its terms; no data are read and nothing is trained."""
+    from steelyard.experiment import read_config  # noqa: PLC0415 - takes seconds
+    from steelyard.experiment.terms import build_terms  # noqa: PLC0415 - as above
+    from steelyard.experiment.tuning import open_weights, with_weights  # noqa: PLC0415 - as above
+
+    read = read_config(config, overrides or ())
+    ranges = open_weights(read)
+    terms = build_terms(with_weights(read, {name: r["tune"][0] for name, r in ranges.items()}))
+    names = ", ".join(spec.name for spec in terms.specs) or "none"
+    typer.echo(f"{config}: good. Loss: {read.loss.use}. Regularizers: {names}.")

@@ -1,0 +1,35 @@
+"""Experiments: a config becomes a run, a run a folder; ablations and searches are made of runs.
+
+A run goes this way: `reading` makes a `config` of a file (`weights` and `complaints` are its
+rules and its voice); `terms` builds the loss and the regularizers; `backend` opens a training
+client; `records` and `encoding` turn lines into data, `batches` puts them in order, `reference`
+adds what the base model says of them (`material` is all of that); `loop` makes the steps, with
+`held_out` beside it; `folder`, `saving` and `sinks` keep what comes of it. `ablation` (with
+`side_by_side`) and `tuning` make many runs.
+"""
+
+from steelyard._extras import cure as _cure
+
+try:
+    from steelyard.experiment.ablation import Ablation, ablate
+    from steelyard.experiment.config import Config
+    from steelyard.experiment.folder import RunFolder
+    from steelyard.experiment.loop import Outcome, Watcher, resume, train
+    from steelyard.experiment.reading import read_config
+    from steelyard.experiment.tuning import Tuned, tune
+except ModuleNotFoundError as error:
+    raise _cure("steelyard.experiment", error, extra="cli") from error
+
+__all__ = [
+    "Ablation",
+    "Config",
+    "Outcome",
+    "RunFolder",
+    "Tuned",
+    "Watcher",
+    "ablate",
+    "read_config",
+    "resume",
+    "train",
+    "tune",
+]

@@ -1,0 +1,102 @@
+"""What is wrong with a config, in the library's voice: where, key, rule, value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from steelyard.experiment.config import Config
+
+_RULES = {
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "a table",
+    "string_too_short": "a non-empty string",
+    "string_type": "a string",
+}
+_LIMITS = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", ">="),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "<="),
+}
+_LONGEST = 80
+
+
+def complaints(error: ValidationError) -> str:
+    """One line for each broken rule, e.g. `[[regularizers]] #2: weight must be >= 0, got -1`."""
+    return "\n".join(_complaint(each) for each in error.errors())  # type: ignore[arg-type]  # a dict
+
+
+def place(loc: Sequence[str | int]) -> str:
+    """Where a key stands, as the file writes it: `[train]: steps`, `[[regularizers]] #2: weight`.
+
+    Example:
+        >>> place(("regularizers", 1, "weight"))
+        '[[regularizers]] #2: weight'
+    """
+    match list(loc):
+        case [str(table), int(index), *keys]:
+            head = f"[[{table}]] #{index + 1}"
+        case [str(table), str(first), *rest]:
+            head, keys = f"[{table}]", [first, *rest]
+        case [key]:
+            return f"[{key}]" if _is_table(str(key)) else str(key)
+        case _:
+            return "the config"
+    return f"{head}: {'.'.join(str(key) for key in keys)}" if keys else head
+
+
+def _complaint(found: dict[str, Any]) -> str:
+    kind, loc, context = found["type"], found["loc"], found.get("ctx", {})
+    where = place(loc)
+    if kind == "missing":
+        return f"{where} must be given, got nothing"
+    if kind == "extra_forbidden":  # its value is not shown: it may be a secret
+        known = _keys_at(loc[:-1])
+        near = difflib.get_close_matches(str(loc[-1]), known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{where} is not a key; known: {', '.join(known)}{hint}"
+    if kind == "value_error":
+        rule = str(context["error"])
+    elif kind in _LIMITS:
+        name, sign = _LIMITS[kind]
+        rule = f"must be {sign} {context[name]:g}"
+    elif kind == "literal_error":
+        rule = f"must be one of {context['expected']}"
+    else:
+        rule = f"must be {_RULES.get(kind, found['msg'])}"
+    return f"{where} {rule}, got {_shown(found['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _is_table(key: str) -> bool:
+    field = Config.model_fields.get(key)
+    return field is None or _model_in(field.annotation) is not None
+
+
+def _keys_at(loc: Sequence[str | int]) -> list[str]:
+    model: type[BaseModel] = Config
+    for key in loc:
+        if isinstance(key, str):
+            model = _model_in(model.model_fields[key].annotation) or model
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model an annotation holds: itself, in a list, or beside None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for each in get_args(annotation) if (found := _model_in(each))), None)

@@ -1,0 +1,186 @@
+"""The run folder: what a run writes, so that nothing in it is ever half written.
+
+config.json      the config, with every default
+metrics.jsonl    a flat JSON object for each step
+checkpoints/     safetensors and JSON
+samples.jsonl    answers to the fixed prompts, before and after
+log.txt          what was said
+reference.safetensors  the base model's log-probs, where terms read them
+result.json      written when the run is done
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from steelyard.errors import ConfigError, RunError
+from steelyard.experiment.config import Config
+from steelyard.experiment.secrets import redact
+
+
+class RunFolder:
+    """The files of one run. Use it inside `locked()`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self._config = self.path / "config.json"
+        self._samples = self.path / "samples.jsonl"
+        self._result = self.path / "result.json"
+        self._log = self.path / "log.txt"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was begun here."""
+        return self._config.is_file()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other process out; the lock goes with the process, however it ends.
+
+        Raises:
+            RunError: another process is in, or the folder cannot be made.
+        """
+        lock = self.path / ".lock"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(lock, timeout=0):
+                yield
+        except filelock.Timeout:
+            raise RunError(
+                f"{self.path} must be used by one process at a time, and another one trains "
+                f"there: wait for it, or choose another folder."
+            ) from None
+        except PermissionError as error:
+            raise RunError(f"{self.path} must be a folder that can be written: {error}.") from error
+
+    def begin(self, config: Config) -> None:
+        """Write the config of a fresh run.
+
+        Raises:
+            RunError: there is a run already.
+        """
+        if self.holds_run:
+            raise RunError(
+                f"{self.path} must be empty or new, and it holds a run: go on with "
+                f"'steelyard resume {self.path}', or choose another folder."
+            )
+        self._write(self._config, json.dumps(config.model_dump(mode="json"), indent=2))
+
+    def config(self) -> Config:
+        """The config of the run.
+
+        Raises:
+            RunError: there is no run here, or its config is damaged.
+        """
+        try:
+            return Config.model_validate_json(self._config.read_bytes(), strict=False)
+        except FileNotFoundError:
+            raise RunError(
+                f"{self.path} must be the folder of a run, with a config.json, and it is none."
+            ) from None
+        except ValueError as error:
+            raise ConfigError(f"{self._config} must be a whole config: {error}") from error
+
+    def append(self, metrics: Mapping[str, Any]) -> None:
+        """Add the line of a step to the metrics."""
+        with self._usable(), self.metrics_file.open("ab") as file:
+            file.write(f"{redact(json.dumps(metrics))}\n".encode())
+
+    def measured(self) -> int:
+        """How many bytes of metrics there are, safely on the disk."""
+        with self._usable(), self.metrics_file.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def cut(self, size: int) -> None:
+        """Forget the metrics after the first `size` bytes: steps that will be made again.
+
+        Raises:
+            RunError: there are fewer.
+        """
+        found = self.metrics_file.stat().st_size if self.metrics_file.exists() else 0
+        if found < size:
+            raise RunError(
+                f"{self.metrics_file} must hold the {size} bytes written before the checkpoint, "
+                f"got {found}: it was changed; start the run again in a new folder."
+            )
+        with self._usable(), self.metrics_file.open("ab") as file:
+            file.truncate(size)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of the steps so far."""
+        if not self.metrics_file.exists():
+            return []
+        return [json.loads(line) for line in self.metrics_file.read_text("utf-8").splitlines()]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The samples so far."""
+        if not self._samples.exists():
+            return []
+        return [json.loads(line) for line in self._samples.read_text("utf-8").splitlines()]
+
+    def keep_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write all samples."""
+        lines = (json.dumps(sample, ensure_ascii=False) for sample in samples)
+        self._write(self._samples, "".join(f"{line}\n" for line in lines))
+
+    def result(self) -> dict[str, Any] | None:
+        """What a finished run came to; None before that."""
+        if not self._result.is_file():
+            return None
+        found: dict[str, Any] = json.loads(self._result.read_text("utf-8"))
+        return found
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write what the run came to."""
+        self._write(self._result, json.dumps(result, indent=2))
+
+    def log(self, text: str) -> None:
+        """Add to the log."""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with self._usable(), self._log.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{stamp} {line}\n" for line in redact(text).splitlines()))
+
+    def _write(self, path: Path, text: str) -> None:
+        write_whole(path, redact(text).encode())
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it is whole or as it was.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path} must be writable, and that failed: {error}. Make room there.")

@@ -1,0 +1,50 @@
+"""How the model does on data it is not trained on, and what each term says of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tinker import types
+
+from steelyard.composition import compute
+from steelyard.experiment.backend import Backend
+from steelyard.experiment.losses import CrossEntropy
+from steelyard.experiment.terms import Terms
+from steelyard.spec import RegularizerSpec
+
+
+def measure(
+    backend: Backend, data: Sequence[types.Datum], terms: Terms, timeout: float
+) -> dict[str, float]:
+    """`held_out/loss`, and `held_out/regularizers/<name>` for each term, enabled or not.
+
+    The loss of cross-entropy is per weighted token, whatever its reduction is. A term that fails
+    here, or that needs more than log-probs, has no value.
+    """
+    if not data:
+        return {}
+    logprobs = backend.logprobs(data)
+    specs = [_measuring(spec) for spec in terms.specs if not spec.needs]
+    output = compute(
+        list(data), logprobs, _per_token(terms.loss), regularizers=specs, timeout=timeout
+    )
+    values = {f"held_out/regularizers/{name}": r.value for name, r in output.regularizers.items()}
+    return {"held_out/loss": output.base_loss.value, **values}
+
+
+def _measuring(spec: RegularizerSpec) -> RegularizerSpec:
+    # A copy of a term that remembers: measuring must not change what it does in training.
+    fn = spec.fn if spec.stateful is None else copy.deepcopy(spec.fn)
+    return replace(
+        spec, fn=fn, weight=0.0, gradient="none" if spec.gradient == "auto" else spec.gradient,
+        enabled=True, every=1, on_error="skip",
+    )  # fmt: skip
+
+
+def _per_token(loss: Any) -> Any:
+    if isinstance(loss, CrossEntropy):
+        return CrossEntropy(reduction="mean")
+    return loss if getattr(loss, "state_dict", None) is None else copy.deepcopy(loss)

@@ -1,0 +1,63 @@
+"""The base losses that config files know by a name of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from steelyard.errors import InputError, SpecError
+from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy:
+    """Cross-entropy of the target tokens, with Tinker's definition: `-sum(logprobs * weights)`.
+
+    Reads from each datum: `weights` (optional; all 1).
+
+    Args:
+        reduction: `"sum"`, or `"mean"`, which divides by the sum of all weights.
+
+    Raises:
+        SpecError: `reduction` is something else.
+
+    Example:
+        >>> data = [{"loss_fn_inputs": {"weights": [0.0, 1.0, 1.0]}}]
+        >>> logprobs = [torch.tensor([-9.0, -1.0, -2.0])]
+        >>> loss, metrics = CrossEntropy().compute(data, logprobs)
+        >>> loss, metrics["nll"]
+        (tensor(3.), 1.5)
+    """
+
+    reduction: Literal["sum", "mean"] = "sum"
+    name: ClassVar[str] = "cross_entropy"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("sum", "mean"):
+            raise SpecError(f"reduction must be 'sum' or 'mean', got {self.reduction!r}.")
+
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a batch; `nll` per weighted token, and their number."""
+        rows = [logprobs] if isinstance(logprobs, Tensor) else list(logprobs)
+        weights = [_weights(datum, row) for datum, row in zip(data, rows, strict=True)]
+        total = -torch.stack([(row * w).sum() for row, w in zip(rows, weights, strict=True)]).sum()
+        tokens = sum(w.sum().item() for w in weights)
+        mean = total / max(tokens, 1e-12)
+        metrics = {"nll": mean.item(), "tokens": tokens}
+        return (total if self.reduction == "sum" else mean), metrics
+
+
+def _weights(datum: Any, logprobs: Tensor) -> Tensor:
+    given = loss_fn_input(datum, "weights")
+    if given is None:
+        return torch.ones_like(logprobs)
+    weights = as_tensor(given).to(logprobs)
+    if weights.shape != logprobs.shape:
+        raise InputError(
+            f"weights must have the shape of the log-probs, {list(logprobs.shape)}, "
+            f"got {list(weights.shape)}."
+        )
+    return weights

@@ -1,0 +1,83 @@
+"""Debian's Chromium, without a window, and what it did."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+from selenium.webdriver.support.ui import WebDriverWait
+
+INSTALL = "apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver"
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1280,1000",
+)
+
+
+class Page:
+    """A page in the browser."""
+
+    def __init__(self, driver: Chrome, path: Path) -> None:
+        self.driver = driver
+        self.url = path.as_uri()
+
+    def run(self, script: str) -> Any:
+        """What a piece of JavaScript returns."""
+        return self.driver.execute_script(script)
+
+    def draw(self) -> None:
+        """Load the page and wait until its charts are drawn."""
+        self.driver.get(self.url)
+        waiting = WebDriverWait(self.driver, 60)
+        waiting.until(lambda _: self.run("return document.documentElement.dataset.drawn"))
+
+    def scheme(self, scheme: str) -> None:
+        """What the reader prefers: `"light"` or `"dark"`."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def complaints(self) -> list[str]:
+        """Everything on the console."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+
+    def requests(self) -> list[str]:
+        """What the page itself asked for, wherever it would have gone."""
+        log = self.driver.get_log("performance")  # type: ignore[no-untyped-call]
+        sent = [json.loads(entry["message"])["message"] for entry in log]
+        return [
+            event["params"]["request"]["url"]
+            for event in sent
+            if event["method"] == "Network.requestWillBeSent"
+            and event["params"]["documentURL"].partition("#")[0] == self.url
+        ]
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator[Chrome]:
+    """The browser; a failure with the cure where it is not installed."""
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.fail(f"the report is tested in a real browser, and it is not here: {INSTALL}")
+    options = ChromeOptions()
+    options.binary_location = binary
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = Chrome(options=options, service=ChromeService(driver))
+    try:
+        yield browser
+    finally:
+        browser.quit()

@@ -1,0 +1,122 @@
+"""Run folders for the tests, with metrics from the real pipeline on a few free log-probs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard import Pipeline, RegularizerSpec, schedules
+
+DATA = [{"bad": 0.0}, {"bad": 1.0}, {"bad": 0.0}, {"bad": 0.0}]
+START = 1_790_000_000.0
+
+
+def nll(data: Any, logprobs: list[Tensor]) -> Tensor:
+    return -torch.cat(logprobs).mean()
+
+
+def confidence(data: Any, logprobs: list[Tensor]) -> Tensor:
+    return torch.cat(logprobs).exp().mean()
+
+
+def evenness(data: Any, logprobs: list[Tensor]) -> Tensor:
+    return torch.stack([each.mean() for each in logprobs]).var()
+
+
+def judge(data: Any, logprobs: list[Tensor]) -> list[float]:
+    return [datum["bad"] for datum in data]
+
+
+def length(data: Any, logprobs: list[Tensor]) -> float:
+    return float(len(data))
+
+
+def specs() -> list[RegularizerSpec]:
+    return [
+        RegularizerSpec(evenness, schedules.warmup(0.4, steps=5), "evenness", run_in="inline"),
+        RegularizerSpec(confidence, 1.6, "confidence", run_in="inline"),
+        RegularizerSpec(judge, 0.05, "judge", gradient="score", every=2, run_in="inline"),
+        RegularizerSpec(length, 0.01, "length", gradient="none", run_in="inline"),
+    ]
+
+
+def config(terms: Sequence[RegularizerSpec], steps: int) -> dict[str, Any]:
+    return {
+        "model": {"backend": "local", "base_model": "tiny-random", "rank": 16},
+        "data": {"path": "train.jsonl", "max_length": 64},
+        "train": {"steps": steps, "batch_size": 4, "learning_rate": 1e-4, "seed": 0},
+        "loss": {"use": "cross_entropy"},
+        "regularizers": [
+            {"use": f"tests:{term.name}", "name": term.name, "options": {}} for term in terms
+        ],
+    }
+
+
+def metrics(terms: Sequence[RegularizerSpec], steps: int, *, tracked: bool) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = [-3 * torch.rand(6, generator=generator) for _ in DATA]
+    rows = []
+    with Pipeline(nll, terms, track_grad_norms=tracked) as pipeline:
+        for step in range(steps):
+            output = pipeline.compute(DATA, logprobs, step=step)
+            times = {"step": step, "time": START + step, "seconds": 0.25 + 0.01 * step}
+            rows.append(times | output.metrics)
+            if step % 4 == 0 or step == steps - 1:
+                rows[-1]["held_out/loss"] = output.base_loss.value + 0.1
+            logprobs = [
+                (each - 0.6 * gradient).clamp_max(-1e-3)
+                for each, gradient in zip(logprobs, output.gradients, strict=True)
+            ]
+    return rows
+
+
+def write_run(
+    folder: Path,
+    *,
+    terms: Sequence[RegularizerSpec] | None = None,
+    steps: int = 12,
+    tracked: bool = True,
+    samples: Sequence[Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Write a run folder; the rows of its metrics."""
+    terms = specs() if terms is None else terms
+    rows = metrics(terms, steps, tracked=tracked)
+    if samples is None:
+        samples = [
+            {"when": when, "step": step, "prompt": prompt, "completion": f"{answer} ({when})"}
+            for when, step in (("before", 0), ("after", steps))
+            for prompt, answer in (("The capital of France is", "Paris."), ("2 + 2 =", "4"))
+        ]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config(terms, steps)), encoding="utf-8")
+    write_lines(folder / "metrics.jsonl", rows)
+    write_lines(folder / "samples.jsonl", samples)
+    return rows
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
+
+
+def write_ablation(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Write the folder of an ablation; the rows of each run, by the run's name."""
+    every = [term.name for term in specs() if term.name]
+    runs: dict[str, list[str]] = {"all": every, "none": []}
+    runs |= {f"without {name}": [term for term in every if term != name] for name in every}
+    inside = {name: name.replace(" ", "-") for name in runs}
+    found = {
+        name: write_run(
+            folder / inside[name], terms=[each for each in specs() if each.name in kept]
+        )
+        for name, kept in runs.items()
+    }
+    (folder / "ablation.json").write_text(
+        json.dumps({"runs": inside, "table": []}), encoding="utf-8"
+    )
+    return found
