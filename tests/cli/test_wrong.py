@@ -21,6 +21,7 @@ WRONG = [
         "[model]: backend must be one of 'local' or 'tinker', got 'cloud'",
     ),
     ("[model]\nbase_model = ''", "[model]: base_model must be a non-empty string, got ''"),
+    ("[model]\nbase_model = 'gpt-9'", "[model]: base_model must be a known name (smollm2-135m,"),
     ("[model]\nrank = 0", "[model]: rank must be >= 1, got 0"),
     ("[model]\nrank = 2.5", "[model]: rank must be a whole number, got 2.5"),
     ("[model]\nrank = true", "[model]: rank must be a whole number, got True"),

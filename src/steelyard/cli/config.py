@@ -36,10 +36,12 @@ def check(
 ) -> None:
     """Check a config, and build its terms; no data are read and nothing is trained."""
     from steelyard.experiment import read_config  # noqa: PLC0415 - takes seconds
+    from steelyard.experiment.backend import check_model  # noqa: PLC0415 - as above
     from steelyard.experiment.terms import build_terms  # noqa: PLC0415 - as above
     from steelyard.experiment.tuning import open_weights, with_weights  # noqa: PLC0415 - as above
 
     read = read_config(config, overrides or ())
+    check_model(read.model)
     ranges = open_weights(read)
     terms = build_terms(with_weights(read, {name: r["tune"][0] for name, r in ranges.items()}))
     names = ", ".join(spec.name for spec in terms.specs) or "none"

@@ -12,7 +12,7 @@ from tinker import types
 from torch import Tensor
 
 from steelyard.clients import RegularizedClient, regularize
-from steelyard.errors import RunError
+from steelyard.errors import ConfigError, ModelError, RunError
 from steelyard.experiment.config import ModelConfig
 
 _AT_ONCE = 16
@@ -56,6 +56,21 @@ class Backend:
         """Give back what it holds on this machine."""
         if hasattr(self.service, "checkpoints"):
             self.service.close("success").result()
+
+
+def check_model(config: ModelConfig) -> None:
+    """Nothing, if the base model is one that can be looked for.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if config.backend == "local":
+        from steelyard.engine import sources  # noqa: PLC0415 - takes seconds
+
+        try:
+            sources.find(config.base_model)
+        except ModelError as error:
+            raise ConfigError(f"[model]: {error}") from error
 
 
 def open_backend(config: ModelConfig, seed: int, checkpoints: Path) -> Backend:

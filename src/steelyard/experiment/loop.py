@@ -16,7 +16,7 @@ import torch
 from tinker import types
 
 from steelyard.experiment import held_out, saving
-from steelyard.experiment.backend import Backend, open_backend
+from steelyard.experiment.backend import Backend, check_model, open_backend
 from steelyard.experiment.batches import batch
 from steelyard.experiment.config import Config
 from steelyard.experiment.folder import RunFolder
@@ -85,6 +85,7 @@ def train(
         TermError: the base loss or a term failed.
         CheckpointError: the run could not be saved; older checkpoints are as they were.
     """
+    check_model(config.model)
     run, terms = RunFolder(folder), build_terms(config)
     with run.locked():
         run.begin(config)
