@@ -81,3 +81,13 @@ def test_metrics_that_were_shortened_are_an_error(kitchen: Kitchen, project: Pat
     done = kitchen.run("resume", "r", cwd=project)
     assert done.code == 1
     assert "metrics.jsonl must hold the" in done.err
+
+
+def test_data_that_were_changed_are_an_error(kitchen: Kitchen, project: Path) -> None:
+    kitchen.run("train", "c.toml", "train.steps=3", "--run", "r", cwd=project)
+    (project / "r" / "result.json").unlink()
+    data = project / "train.jsonl"
+    data.write_text(data.read_text().replace("plus one", "plus two"))
+    done = kitchen.run("resume", "r", cwd=project)
+    assert done.code == 1
+    assert f"RunError: {data} must be as it was when the run began, and it has changed" in done.err

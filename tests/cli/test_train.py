@@ -134,6 +134,9 @@ def test_a_malformed_line_is_named_before_training(kitchen: Kitchen, project: Pa
     assert f"DataError: {data}:25: must be JSON, and it is not" in done.err
     assert "(6 more lines are wrong.)" in done.err
     assert not (project / "r" / "metrics.jsonl").exists()
+    data.write_text(data.read_text().replace(BAD, ""))
+    mended = kitchen.run("resume", "r", cwd=project)
+    assert mended.code == 0, mended.err
 
 
 def test_bad_lines_can_be_left_out(kitchen: Kitchen, project: Path) -> None:

@@ -12,6 +12,7 @@ result.json      written when the run is done
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import time
@@ -35,6 +36,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.metrics_file = self.path / "metrics.jsonl"
         self._config = self.path / "config.json"
+        self._data = self.path / "data.json"
         self._samples = self.path / "samples.jsonl"
         self._result = self.path / "result.json"
         self._log = self.path / "log.txt"
@@ -91,6 +93,24 @@ class RunFolder:
             ) from None
         except ValueError as error:
             raise ConfigError(f"{self._config} must be a whole config: {error}") from error
+
+    def hold_data(self, files: Sequence[str]) -> None:
+        """Remember the data files of the run, or see that they are still the same.
+
+        Raises:
+            RunError: one has changed.
+        """
+        found = {file: _digest(Path(file)) for file in files}
+        if not self._data.is_file():
+            self._write(self._data, json.dumps(found, indent=2))
+            return
+        known = json.loads(self._data.read_text("utf-8"))
+        changed = [file for file in files if known.get(file) != found[file]]
+        if changed:
+            raise RunError(
+                f"{changed[0]} must be as it was when the run began, and it has changed: put it "
+                f"back, or start a run in a new folder."
+            )
 
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Add the line of a step to the metrics."""
@@ -180,6 +200,14 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise _unusable(path, error) from error
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise RunError(f"{file} must be a file that can be read: {error.strerror}.") from error
 
 
 def _unusable(path: Path, error: OSError) -> RunError:

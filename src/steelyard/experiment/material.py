@@ -46,6 +46,7 @@ def gather(
 
     Raises:
         DataError: a line is malformed and may not be.
+        RunError: the files have changed since the run began.
     """
     settings = config.data
     encoder = Encoder(backend.tokenizer, settings.max_length)
@@ -58,8 +59,10 @@ def gather(
                 f"got {apart.kind}."
             )
         train, held = list(found.groups), list(apart.groups)
+        run.hold_data([settings.path, settings.held_out])
     else:
         train, held = split(found.groups, settings.held_out, config.train.seed)
+        run.hold_data([settings.path])
     if settings.reference == "always" or (settings.reference == "auto" and terms.read_reference):
         say("computing the base model's log-probs")
         used = _used(config, len(train))
