@@ -11,7 +11,15 @@ import torch
 
 from benchmarks.measure import CONSOLE
 
-NAMES = ("composition", "execution", "telemetry", "memory", "penalties", "regularizers")
+NAMES = (
+    "composition",
+    "execution",
+    "telemetry",
+    "memory",
+    "penalties",
+    "engine",
+    "regularizers",
+)
 
 
 def main() -> None:

@@ -341,6 +341,27 @@ for _ in range(2):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("module", ["peft", "tinker", "transformers", "psutil"])
+@pytest.mark.parametrize("how", ["import steelyard.engine", "from steelyard import engine"])
+def test_the_engine_without_its_extra(module: str, how: str) -> None:
+    code = f"""
+import sys; sys.modules[{module!r}] = None
+from steelyard.errors import MissingExtraError
+try:
+    {how}
+except MissingExtraError as error:
+    print(error)
+"""
+    assert python(code) == (
+        f'steelyard.engine needs {module}, which is not installed: pip install "steelyard[engine]".'
+    )
+
+
+def test_regularize_needs_no_sdk() -> None:
+    code = "import sys; sys.modules['tinker'] = None; from steelyard import regularize; print('ok')"
+    assert python(code) == "ok"
+
+
 def test_another_missing_module_is_not_blamed_on_an_extra() -> None:
     code = """
 import sys; sys.modules["pebble"] = None

@@ -19,7 +19,7 @@ from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from steelyard.spec import Regularizer, RegularizerSpec, register
 
 if TYPE_CHECKING:
-    from steelyard import engine, penalties
+    from steelyard import engine, penalties, regularizers
     from steelyard.clients import regularize
     from steelyard.composition import DetachedTermWarning, Pipeline, acompute, compute
     from steelyard.execution import Workers
@@ -42,6 +42,7 @@ __all__ = [
     "penalties",
     "register",
     "regularize",
+    "regularizers",
     "schedules",
     "telemetry",
 ]
@@ -55,6 +56,7 @@ _LAZY = {
     "engine": "steelyard.engine",
     "penalties": "steelyard.penalties",
     "regularize": "steelyard.clients",
+    "regularizers": "steelyard.regularizers",
 }
 
 

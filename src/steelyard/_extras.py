@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from steelyard.errors import MissingExtraError
 
 EXTRAS = {
@@ -24,6 +26,10 @@ EXTRAS = {
     "wandb": "wandb",
     "jinja2": "report",
     "plotly": "report",
+    "gudhi": "topology",
+    "httpx": "http",
+    "scipy": "fairness",
+    "z3": "logic",
 }
 
 
@@ -44,3 +50,17 @@ def cure(
         f"{what} needs {module}, which is not installed: "
         f'pip install "steelyard[{extra or EXTRAS[module]}]".'
     )
+
+
+def require(module: str, what: str) -> None:
+    """Nothing, if `module`, which `what` needs, can be imported; it is not loaded.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ValueError:  # it stands in sys.modules as None
+        found = False
+    if not found:
+        raise cure(what, ModuleNotFoundError(name=module))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pexpect
 import pytest
+import safetensors.torch
 
 from steelyard import __version__
 
@@ -100,6 +101,18 @@ def test_preferences_are_trained_with_dpo(kitchen: Kitchen, project: Path) -> No
     assert first["margin"] == 0, "the reference is the base model, which is where it begins"
     assert last["margin"] > 0
     assert last["held_out/loss"] < first["held_out/loss"]
+
+
+def test_the_reference_is_computed_for_the_lines_a_run_comes_by(
+    kitchen: Kitchen, project: Path
+) -> None:
+    done = kitchen.run("train", "c.toml", "train.steps=2", "--run", "r", cwd=project)
+    assert done.code == 0, done.err
+    assert "22 lines to train on, 2 held out" in done.out
+    kept = safetensors.torch.load((project / "r" / "reference.safetensors").read_bytes())
+    assert len(kept["lengths"]) == 2 * 3 + 2
+    (line, *_) = metrics_of(project / "r")
+    assert line["regularizers/kl/value"] == 0, "a fresh adapter is the base model"
 
 
 BAD = (

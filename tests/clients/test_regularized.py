@@ -419,6 +419,19 @@ def test_a_term_given_again_is_warned_of_once(either: Any) -> None:
         client.forward_backward_custom(DATA, every, regularizers=[spec(lambda d, lp: 2.0)]).result()
 
 
+def test_a_term_named_in_a_mapping_is_made_once(either: Any) -> None:
+    client = regularize(either)
+    term: dict[str, Any] = {"fn": "ema_drift", "weight": 1.0, "options": {"decay": 0.5}}
+    made = []
+    for changed in ({}, {"weight": 2.0}, {"options": {"decay": 0.25}}):
+        specs = [term | changed]
+        client.forward_backward_custom(DATA, every, regularizers=specs).result()
+        made.append(client.pipeline.specs[0])  # type: ignore[union-attr]
+    assert made[0].fn is made[1].fn
+    assert (made[0].weight, made[1].weight) == (1.0, 2.0)
+    assert made[2].fn is not made[0].fn
+
+
 def test_state_goes_with_a_local_client(local: LocalTrainingClient, tmp_path: Any) -> None:
     client = regularize(engine(checkpoint_dir=tmp_path))
     counter = Counter()

@@ -16,6 +16,7 @@ from torch import Tensor
 from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient, smollm2
 from steelyard.errors import ModelError
+from tests.engine.by_hand import datum
 
 FACT = ("The capital city of the moon kingdom Zuralia is", " Brimdoor")
 UNRELATED = (
@@ -35,13 +36,8 @@ def service() -> Iterator[LocalServiceClient]:
 def data_of(tokenizer: Any, prompt: str, completion: str) -> types.Datum:
     before, after = tokenizer.encode(prompt), tokenizer.encode(completion)
     tokens = before + after
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": tokens[1:],
-            "weights": [0.0] * (len(before) - 1) + [1.0] * len(after),
-        },
-    )
+    weights = [0.0] * (len(before) - 1) + [1.0] * len(after)
+    return datum(tokens[:-1], tokens[1:], weights=weights)
 
 
 def nll(data: Sequence[types.Datum], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:

@@ -98,6 +98,7 @@ class RegularizedClient:
         self._settings = (max_concurrency, check_finite, workers)
         self._stateful: dict[str, Stateful] = {}
         self._waiting: dict[str, Any] = {}
+        self._named: dict[str, tuple[object, object, Any]] = {}
         if hasattr(client, "attach"):
             client.attach(_COMPANION, self)
 
@@ -239,7 +240,7 @@ class RegularizedClient:
     ) -> Pipeline:
         pipeline = Pipeline(
             loss_fn,
-            regularizers,
+            [self._spec(given) for given in regularizers],
             track_grad_norms,
             parallel,
             timeout,
@@ -254,6 +255,18 @@ class RegularizedClient:
                 self._restore(name, term)
         self.pipeline = pipeline
         return pipeline
+
+    def _spec(self, given: RegularizerSpec | Mapping[str, Any]) -> RegularizerSpec:
+        """The spec; a mapping that names its `fn` has the one that was made of it before."""
+        spec = RegularizerSpec.of(given)
+        if not isinstance(given, Mapping) or not isinstance(given["fn"], str):
+            return spec
+        fn, options = given["fn"], given.get("options")
+        known = self._named.get(spec.name)
+        if known is not None and known[:2] == (fn, options):
+            return replace(spec, fn=known[2])
+        self._named[spec.name] = (fn, options, spec.fn)
+        return spec
 
     def _restore(self, name: str, term: Stateful) -> None:
         if name in self._waiting:

@@ -33,8 +33,10 @@ class LoraSettings:
     def __post_init__(self) -> None:
         if not is_whole(self.rank, at_least=1):
             raise InputError(f"rank must be a whole number >= 1, got {self.rank!r}.")
-        if self.seed is not None and not is_whole(self.seed, at_least=0):
-            raise InputError(f"seed must be a whole number >= 0 or None, got {self.seed!r}.")
+        if self.seed is not None and not (is_whole(self.seed, at_least=0) and self.seed < 2**64):
+            raise InputError(
+                f"seed must be a whole number from 0 to 2**64 - 1, or None, got {self.seed!r}."
+            )
         if not self.groups:
             raise InputError(
                 "at least one of train_mlp, train_attn and train_unembed must be True, got none."

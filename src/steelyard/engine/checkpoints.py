@@ -61,7 +61,8 @@ class Checkpoints:
         """Write a checkpoint; its path as the SDK writes paths.
 
         Raises:
-            CheckpointError: the name is taken, or the disk refuses.
+            CheckpointError: the name is taken, something in it cannot be saved, or the disk
+                refuses.
         """
         link = self._link(run, kind, name)
         if not overwrite and os.path.lexists(link):
@@ -69,15 +70,17 @@ class Checkpoints:
                 f"name must be free, and {run} has a checkpoint {name!r} already: choose another, "
                 f"or pass overwrite=True."
             )
+        files = _files(name, checkpoint)
         folder = link.with_name(f".{name}.{uuid.uuid4().hex}")
+        fresh = link.with_name(f"{folder.name}.link")
         try:
             folder.mkdir(parents=True)
-            _write_files(folder, checkpoint)
-            fresh = folder.with_suffix(".link")
+            _write_files(folder, files)
             fresh.symlink_to(folder.name)
             old = _target(link)
             fresh.replace(link)
         except OSError as error:
+            fresh.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
                 f"the checkpoint {name!r} must be written to {link.parent}, and that failed: "
@@ -95,18 +98,17 @@ class Checkpoints:
             CheckpointError: there is none, it is damaged, or it has expired.
         """
         link = self._find(path)
-        for attempt in ("first", "second"):
+        while True:
             folder = _target(link)
-            if folder is None or not (folder / "checkpoint.json").is_file():
-                raise CheckpointError(f"path must be that of a checkpoint, and {path!r} is none.")
             try:
-                found = _read_files(folder)
-                break
-            except FileNotFoundError as error:  # replaced while it was read: read the new one
-                if attempt == "second":
-                    raise _damaged(path, error) from error
-            except (OSError, ValueError, safetensors.SafetensorError) as error:
-                raise _damaged(path, error) from error
+                found = _read_files(folder, path)
+            except CheckpointError:
+                if folder == _target(link):
+                    raise
+            else:
+                if folder == _target(link):
+                    break
+            # Replaced while it was read, perhaps half of it: read the new one.
         expires = found.info.get("expires_at")
         if expires is not None and expires < time.time():
             raise CheckpointError(f"path must be that of a checkpoint, and {path!r} has expired.")
@@ -122,6 +124,8 @@ class Checkpoints:
         return self._root / run / kind / name
 
     def _find(self, path: str) -> Path:
+        if not isinstance(path, str | Path):
+            raise _none(path)
         if not isinstance(path, str) or not path.startswith(_SCHEME):
             return Path(path).expanduser()
         parts = path.removeprefix(_SCHEME).split("/")
@@ -140,14 +144,24 @@ def _target(link: Path) -> Path | None:
         return None
 
 
-def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    files = {
-        "adapter_model.safetensors": safetensors.torch.save(dict(checkpoint.weights)),
-        "adapter_config.json": _json(checkpoint.config),
-        "checkpoint.json": _json(checkpoint.info),
-    }
+def _files(name: str, checkpoint: Checkpoint) -> dict[str, bytes]:
+    try:
+        described = {
+            "adapter_config.json": _json(checkpoint.config),
+            "checkpoint.json": _json(checkpoint.info),
+        }
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"what is saved with the checkpoint {name!r} must be ready for JSON, and it is not: "
+            f"{error}"
+        ) from error
+    tensors = {"adapter_model.safetensors": checkpoint.weights}
     if checkpoint.moments is not None:
-        files["optimizer.safetensors"] = safetensors.torch.save(dict(checkpoint.moments))
+        tensors["optimizer.safetensors"] = checkpoint.moments
+    return {file: safetensors.torch.save(dict(held)) for file, held in tensors.items()} | described
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         with (folder / name).open("wb") as file:
             file.write(content)
@@ -155,24 +169,33 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
             os.fsync(file.fileno())
 
 
-def _read_files(folder: Path) -> Checkpoint:
+def _read_files(folder: Path | None, path: str) -> Checkpoint:
+    if folder is None or not (folder / "checkpoint.json").is_file():
+        raise _none(path)
     moments = folder / "optimizer.safetensors"
-    return Checkpoint(
-        info=json.loads((folder / "checkpoint.json").read_text("utf-8")),
-        weights=safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes()),
-        moments=safetensors.torch.load(moments.read_bytes()) if moments.is_file() else None,
-        config=json.loads((folder / "adapter_config.json").read_text("utf-8")),
-    )
+    try:
+        info = json.loads((folder / "checkpoint.json").read_text("utf-8"))
+        if not isinstance(info, dict) or not {"base_model", "lora"} <= info.keys():
+            raise ValueError("checkpoint.json does not say what was trained")  # noqa: TRY301
+        return Checkpoint(
+            info=info,
+            weights=safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes()),
+            moments=safetensors.torch.load(moments.read_bytes()) if moments.is_file() else None,
+            config=json.loads((folder / "adapter_config.json").read_text("utf-8")),
+        )
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path!r} must be whole, and it is damaged: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, indent=2, sort_keys=True).encode()
 
 
-def _damaged(path: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {path!r} must be whole, and it is damaged: {type(error).__name__}: {error}"
-    )
+def _none(path: object) -> CheckpointError:
+    return CheckpointError(f"path must be that of a checkpoint, and {path!r} is none.")
 
 
 def _sweep(folder: Path) -> None:

@@ -67,14 +67,15 @@ def read_prompt(prompt: types.ModelInput, limits: Limits, what: str = "prompt") 
     kinds = {chunk.type for chunk in prompt.chunks if not hasattr(chunk, "tokens")}
     if kinds:
         raise InputError(f"{what} must hold text tokens alone, got {', '.join(sorted(kinds))}.")
-    tokens = torch.tensor(prompt.to_ints(), dtype=torch.int64)
+    tokens = prompt.to_ints()
     if not 0 < len(tokens) <= limits.context:
         raise InputError(
             f"{what} must hold 1 to {limits.context} tokens, the model's context, "
             f"got {len(tokens)}."
         )
-    _check_vocabulary(what, tokens, limits)
-    return tokens
+    for token in (min(tokens), max(tokens)):
+        _check_vocabulary(what, token, limits)
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def _read(
@@ -92,7 +93,8 @@ def _read(
             f"{where} must have the shape [T] or [T, K] with T = {len(tokens)}, one for each "
             f"token of model_input, got {list(targets.shape)}."
         )
-    _check_vocabulary(where, targets, limits)
+    for target in (targets.min(), targets.max()):
+        _check_vocabulary(where, int(target), limits)
     inputs = {
         name: _input(index, datum, name, targets.shape, default) for name, default in fields.items()
     }
@@ -124,14 +126,18 @@ def _tensor(index: int, datum: types.Datum, name: str) -> Tensor:
         raise InputError(
             f"data[{index}].loss_fn_inputs must hold {name!r}, got {sorted(datum.loss_fn_inputs)}."
         )
-    tensor: Tensor = value.to_torch()
+    try:
+        tensor: Tensor = value.to_torch()
+    except (AssertionError, RuntimeError) as error:  # sparse, and its indices do not add up
+        raise InputError(
+            f"data[{index}].loss_fn_inputs[{name!r}] must be a whole tensor, and it is not: {error}"
+        ) from error
     return tensor
 
 
-def _check_vocabulary(what: str, tokens: Tensor, limits: Limits) -> None:
-    bad = (tokens < 0) | (tokens >= limits.vocabulary)
-    if bool(bad.any()):
+def _check_vocabulary(what: str, token: int, limits: Limits) -> None:
+    if not 0 <= token < limits.vocabulary:
         raise InputError(
             f"{what} must hold tokens from 0 to {limits.vocabulary - 1}, the model's "
-            f"vocabulary, got {tokens[bad][0].item()}."
+            f"vocabulary, got {token}."
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
+from steelyard.engine.adapter import Adapter
 from steelyard.engine.model import Model
 from steelyard.engine.room import Room
 from steelyard.errors import ClosedError
@@ -27,6 +30,12 @@ class Host:
         self.room = Room(model, max_tokens)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="steelyard-engine")
         self._closed = False
+        self._dropped: deque[Adapter] = deque()
+
+    def give_back(self, adapter: Adapter, after: object) -> None:
+        """Give the memory of an adapter back when `after` is gone, before the next call."""
+        # Only noted: the garbage collector may come while the executor holds its locks.
+        weakref.finalize(after, self._dropped.append, adapter).atexit = False
 
     def later(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """What `fn` gives, when its turn has come.
@@ -36,7 +45,13 @@ class Host:
         """
         if self._closed:
             raise ClosedError("the service must be open, got a closed one: make a new one.")
-        return self._thread.submit(fn, *args, **kwargs)
+
+        def work() -> T:
+            while self._dropped:
+                self.model.remove(self._dropped.popleft())
+            return fn(*args, **kwargs)
+
+        return self._thread.submit(work)
 
     def submit(
         self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs

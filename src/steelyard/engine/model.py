@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import secrets
 import warnings
@@ -21,6 +22,8 @@ from steelyard.engine.examples import Limits
 from steelyard.engine.sources import Source
 from steelyard.errors import InputError
 
+# How far rounding may move logits, as a part of the largest.
+_ROUNDING, _HALF_ROUNDING = 1e-4, 5e-2
 _GROUPS = {
     "attn": ("attn", "attention"),
     "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "fc1", "fc2"),
@@ -43,6 +46,7 @@ class Model:
         self.config = base.config
         self.end_tokens = _end_tokens(base)
         self._groups = _groups(base)
+        self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         self._net: Any = base
         self._names = (f"a{number}" for number in itertools.count())
         self._adapters: set[str] = set()
@@ -53,6 +57,22 @@ class Model:
         """The sizes of its vocabulary and of its context."""
         context = getattr(self.config, "max_position_embeddings", None) or 2**31
         return Limits(self.config.vocab_size, context)
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether sequences that share a row stay apart, as positions that start again tell.
+
+        Tried out: some kinds of model take no positions, or do not heed them.
+        """
+        if not self._takes_positions:
+            return False
+        tokens = torch.arange(6, device=self.device)[None] % self.config.vocab_size
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
+        with torch.inference_mode():
+            together = self(None, input_ids=tokens, position_ids=positions, use_cache=False).logits
+            alone = self(None, input_ids=tokens[:, 3:], use_cache=False).logits
+        apart = (together[:, 3:] - alone).abs().max() / alone.abs().max()
+        return bool(apart < (_HALF_ROUNDING if alone.dtype.itemsize == 2 else _ROUNDING))  # noqa: PLR2004 - bytes
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -69,9 +89,12 @@ class Model:
             settings = replace(settings, seed=secrets.randbits(63))
         name = next(self._names)
         config = self.lora_config(settings)
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
             # Its weights are added to the output of a tied layer, so nothing comes untied.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # peft finds out for each layer which way round its weights are.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             torch.manual_seed(settings.seed or 0)
             if isinstance(self._net, peft.PeftModel):
                 self._net.add_adapter(name, config)
@@ -120,10 +143,14 @@ class Model:
     def __call__(self, adapter: Adapter | None, **inputs: Any) -> Any:
         """What transformers gives for `inputs`, with an adapter or as the base model."""
         if adapter is not None:
-            self._activate(adapter.name)
+            self.activate(adapter)
             return self._net(**inputs)
         with self._without_adapter():
             return self._net(**inputs)
+
+    def activate(self, adapter: Adapter) -> None:
+        """Put an adapter to use; peft switches off the gradients of the others."""
+        self._activate(adapter.name)
 
     def own_memory(self) -> set[int]:
         """The addresses of all weights: what is not made anew in a forward pass."""

@@ -54,19 +54,24 @@ class Packing:
         return positions
 
 
-def pack(lengths: Sequence[int], max_tokens: int) -> list[Packing]:
+def pack(lengths: Sequence[int], max_tokens: int, *, shared: bool = True) -> list[Packing]:
     """The sequences in packings of at most `max_tokens` tokens, padding counted.
 
     Longest first, each into the first row with room (first-fit decreasing). A sequence that
-    is longer than `max_tokens` has a packing of its own.
+    is longer than `max_tokens` has a packing of its own. Where rows may not be `shared`, each
+    sequence has a row of its own.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    packings = [_packing([[i]], lengths[i], lengths) for i in order if lengths[i] > max_tokens]
+    order = order[len(packings) :]
+    if not order:
+        return packings
     capacity = max(lengths[order[0]], min(ROW, max_tokens))
     rows: list[list[int]] = []
     room: list[int] = []
     for index in order:
         need = lengths[index]
-        row = next((r for r, left in enumerate(room) if left >= need), None)
+        row = next((r for r, left in enumerate(room) if shared and left >= need), None)
         if row is None:
             rows.append([])
             room.append(capacity)
@@ -74,7 +79,6 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[Packing]:
         rows[row].append(index)
         room[row] -= need
     used = [capacity - left for left in room]
-    packings: list[Packing] = []
     batch: list[int] = []
     for row in sorted(range(len(rows)), key=lambda r: -used[r]):
         if batch and used[batch[0]] * (len(batch) + 1) > max_tokens:

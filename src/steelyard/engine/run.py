@@ -97,13 +97,10 @@ def forward(
     width = max(_width(examples[slot.index].targets.shape) for slot in packing.slots)
     tokens = packing.fill([example.tokens for example in examples])
     targets = packing.fill([_widened(example.targets, width) for example in examples])
-    given = model(
-        adapter,
-        input_ids=tokens.to(device),
-        position_ids=packing.positions().to(device),
-        use_cache=False,
-        output_hidden_states="hidden_states" in needs,
-    )
+    options: dict[str, Any] = {"output_hidden_states": "hidden_states" in needs}
+    if model.packs:
+        options["position_ids"] = packing.positions().to(device)
+    given = model(adapter, input_ids=tokens.to(device), use_cache=False, **options)
     logits = given.logits
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()

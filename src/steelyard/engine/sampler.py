@@ -138,22 +138,23 @@ class Sampler:
         if wanted.prompt_logprobs:
             fields["prompt_logprobs_np"] = _prompt_logprobs(prompt, logprobs, wanted.last_n)
         if wanted.topk_prompt:
-            values, ids = logprobs[:-1].topk(wanted.topk_prompt)
-            top = _topk(ids, values)
-            # Nothing comes before the first token.
-            none = np.zeros((1, wanted.topk_prompt))
-            fields["topk_prompt_logprobs_np"] = TopkLogprobs(
-                np.concatenate([none.astype(np.int32), top.token_ids]),
-                np.concatenate([none.astype(np.float32) + MASK_LOGPROB, top.logprobs]),
-            )
+            shape, first = (len(prompt), wanted.topk_prompt), _first(prompt, wanted.last_n)
+            values, ids = logprobs[first - 1 : -1].topk(wanted.topk_prompt)
+            top = TopkLogprobs(np.zeros(shape, np.int32), np.full(shape, MASK_LOGPROB, np.float32))
+            top.token_ids[first:], top.logprobs[first:] = ids.numpy(), values.numpy()
+            fields["topk_prompt_logprobs_np"] = top
         if wanted.targets is not None:
             known = wanted.targets >= 0
             found = logprobs[:-1].gather(-1, wanted.targets.clamp_min(0))
             values = torch.where(known, found, torch.zeros_like(found))
             fields["target_prompt_logprobs"] = types.TensorData.from_torch(values.float())
         if wanted.alternatives:
-            spread = (logits[:-1] / (params.temperature or 1.0)).softmax(-1)
-            ids = torch.multinomial(spread, wanted.alternatives, replacement=True, generator=dice)
+            many = wanted.alternatives
+            if params.temperature == 0:
+                ids = logits[:-1].argmax(-1, keepdim=True).expand(-1, many)
+            else:
+                spread = (logits[:-1] / params.temperature).softmax(-1)
+                ids = torch.multinomial(spread, many, replacement=True, generator=dice)
             fields["prompt_alt_tokens"] = types.PromptAltTokens(
                 tokens=types.TensorData.from_torch(ids),
                 logprobs=types.TensorData.from_torch(logprobs[:-1].gather(-1, ids).float()),
@@ -203,8 +204,9 @@ def check_sampling(params: types.SamplingParams, count: int) -> None:
             params.top_k == -1 or is_whole(params.top_k, at_least=1),
             params.top_k,
         ),
-        "seed must be a whole number or None": (
-            params.seed is None or is_whole(params.seed, at_least=-(2**63)),
+        "seed must be a whole number from -2**63 to 2**64 - 1, or None": (
+            params.seed is None
+            or (is_whole(params.seed, at_least=-(2**63)) and params.seed < 2**64),
             params.seed,
         ),
     }
@@ -257,6 +259,11 @@ def _prompt_logprobs(
     prompt: Tensor, logprobs: Tensor, last_n: int | None
 ) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     found = np.full(len(prompt), np.nan, dtype=np.float32)
-    first = 1 if last_n is None else max(1, len(prompt) - last_n)
+    first = _first(prompt, last_n)
     found[first:] = logprobs[:-1].gather(-1, prompt[1:, None])[first - 1 :, 0].numpy()
     return found
+
+
+def _first(prompt: Tensor, last_n: int | None) -> int:
+    """The first token of the prompt that has a log-prob; nothing comes before token 0."""
+    return 1 if last_n is None else max(1, len(prompt) - last_n)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from concurrent.futures import Future
 from typing import Any
 
 from tinker import types
+from torch import Tensor
 
 from steelyard.engine.adapter import Adapter
-from steelyard.engine.examples import read_prompt
+from steelyard.engine.examples import Limits, read_prompt
 from steelyard.engine.host import Host
 from steelyard.engine.sampler import Sampler, Wanted, check_sampling
-from steelyard.errors import ClosedError, InputError
+from steelyard.errors import InputError
 from steelyard.spec.numbers import is_whole
 
 
@@ -35,7 +35,8 @@ class LocalSamplingClient:
         self._host = host
         self._sampler = Sampler(host.model, adapter)
         if adapter is not None:
-            weakref.finalize(self, _remove, host, adapter)
+            # Not after this client: a call that was made outlives it.
+            host.give_back(adapter, after=self._sampler)
 
     def sample(
         self,
@@ -81,11 +82,7 @@ class LocalSamplingClient:
         targets = None
         if target_prompt_logprobs is not None:
             targets = target_prompt_logprobs.to_torch(pad_value=-1)
-            if targets.dim() != 2 or len(targets) != len(tokens) - 1:  # noqa: PLR2004 - [T - 1, K]
-                raise InputError(
-                    f"target_prompt_logprobs must have the shape [len(prompt) - 1, K] = "
-                    f"[{len(tokens) - 1}, K], got {list(targets.shape)}."
-                )
+            _check_targets(targets, len(tokens), limits)
         wanted = Wanted(
             include_prompt_logprobs,
             prompt_logprobs_last_n,
@@ -153,11 +150,21 @@ class LocalSamplingClient:
         return self.get_base_model()
 
 
-def _remove(host: Host, adapter: Adapter) -> None:
-    try:
-        host.later(host.model.remove, adapter)
-    except (ClosedError, RuntimeError):  # nothing is left to give back, or Python is ending
-        return
+def _check_targets(targets: Tensor, length: int, limits: Limits) -> None:
+    what = "target_prompt_logprobs"
+    if targets.dim() != 2 or len(targets) != length - 1:  # noqa: PLR2004 - [T - 1, K]
+        raise InputError(
+            f"{what} must have the shape [len(prompt) - 1, K] = [{length - 1}, K], "
+            f"got {list(targets.shape)}."
+        )
+    if targets.is_floating_point():
+        raise InputError(f"{what} must be whole numbers (int64), got {targets.dtype}.")
+    bad = targets[(targets < -1) | (targets >= limits.vocabulary)]
+    if len(bad):
+        raise InputError(
+            f"{what} must hold tokens from 0 to {limits.vocabulary - 1}, the model's vocabulary, "
+            f"or -1 for none, got {bad[0].item()}."
+        )
 
 
 def _check_last_n(last_n: int | None, length: int) -> None:

@@ -134,8 +134,7 @@ class LocalServiceClient:
             InputError: another argument breaks a rule.
         """
         settings = LoraSettings(rank, seed, train_mlp, train_attn, train_unembed)
-        if optimizer is not None and optimizer.type != "adamw":
-            raise InputError(f"optimizer must be AdamOptimizerConfig, got {optimizer!r}.")
+        _check_optimizer(optimizer)
         host = self._host(base_model)
         adapter = host.later(host.model.add, settings).result()
         with self._lock:
@@ -180,7 +179,9 @@ class LocalServiceClient:
 
         Raises:
             CheckpointError: there is no such checkpoint, or it is of another model.
+            InputError: the optimizer is not AdamW.
         """
+        _check_optimizer(optimizer)
         return self._resume(
             path, base_model, user_metadata, weights_access_token, with_optimizer=False
         )
@@ -315,8 +316,9 @@ class LocalServiceClient:
         with self._lock:
             if self._closed:
                 raise ClosedError("the service must be open, got a closed one: make a new one.")
+            source = sources.find(base_model)
             if base_model not in self._hosts:
-                model = Model(sources.find(base_model), self._device, self._dtype)
+                model = Model(source, self._device, self._dtype)
                 self._hosts[base_model] = Host(model, self._max_tokens)
             return self._hosts[base_model]
 
@@ -338,6 +340,11 @@ class LocalServiceClient:
         load = client.load_state_with_optimizer if with_optimizer else client.load_state
         load(path).result()
         return client
+
+
+def _check_optimizer(optimizer: types.OptimizerConfig | None) -> None:
+    if optimizer is not None and optimizer.type != "adamw":
+        raise InputError(f"optimizer must be AdamOptimizerConfig, got {optimizer!r}.")
 
 
 def _base_of(info: Mapping[str, Any], base_model: str | None, path: str) -> str:
@@ -370,6 +377,6 @@ def _dtype(dtype: str | None, device: torch.device) -> torch.dtype:
     if dtype is None:
         half = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if half else torch.float32
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise InputError(f"dtype must be one of {', '.join(_DTYPES)} or None, got {dtype!r}.")
     return _DTYPES[dtype]

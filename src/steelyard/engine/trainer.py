@@ -27,14 +27,12 @@ class Opened:
 
     Attributes:
         examples: what the model read.
-        packings: how they lie in rows.
         found: what it gave for each of them, without the graph.
         runs: the graphs; None if they are not kept, and the way back goes forward again.
         version: of the weights it was made with.
     """
 
     examples: Sequence[Example]
-    packings: Sequence[Packing]
     found: Sequence[dict[str, Any]]
     runs: list[Run] | None
     version: int
@@ -63,9 +61,9 @@ class Trainer:
 
         def work(tokens: int) -> types.ForwardBackwardOutput:
             total = _Sum(self.adapter)
-            found: list[dict[str, Any]] = [{} for _ in examples]
+            found = _nothing(examples)
             each: list[Tensor] = [torch.empty(0)] * len(examples)
-            for packing in _packed(examples, tokens):
+            for packing in self._packed(examples, tokens):
                 run = self._run(examples, packing)
                 run.split(examples, found)
                 inside = [slot.index for slot in packing.slots]
@@ -85,8 +83,8 @@ class Trainer:
         made = [need for need in needs if need in MADE]
 
         def work(tokens: int) -> Opened:
-            packings = _packed(examples, tokens)
-            found: list[dict[str, Any]] = [{} for _ in examples]
+            packings = self._packed(examples, tokens)
+            found = _nothing(examples)
             runs = None
             if sum(packing.rows * packing.length for packing in packings) <= tokens:
                 runs = [self._run(examples, packing, made) for packing in packings]
@@ -94,36 +92,57 @@ class Trainer:
                     run.split(examples, found)
             else:
                 found = self._look(examples, tokens, made)
-            return Opened(examples, packings, found, runs, self.adapter.version)
+            return Opened(examples, found, runs, self.adapter.version)
 
         return self._room.within(self.adapter, work)
 
     def close(self, opened: Opened, pulls: Pulls) -> types.ForwardBackwardOutput:
         """The way back: gather the gradient that `pulls` make.
 
-        If the weights have changed since, or the graphs were not kept, it goes forward again,
-        as the two passes of a remote client would.
+        If the weights have changed since, or the graphs were not kept or leave no room for the
+        way back, it goes forward again, as the two passes of a remote client would.
         """
         runs, opened.runs = opened.runs, None
-        if opened.version != self.adapter.version:
+        total, found = None, opened.found
+        if runs is not None and opened.version == self.adapter.version:
+            total = self._back(runs, pulls)
+        if total is None:
             runs = None
-        made = [need for need in MADE if getattr(pulls, need) is not None]
-        total = _Sum(self.adapter)
-        found: list[dict[str, Any]] = list(opened.found)
-        if runs is not None:
-            while runs:
-                total.add(runs.pop().pull(pulls, self._weights()))
-        else:
-            found = [{} for _ in opened.examples]
-            for packing in opened.packings:
-                run = self._run(opened.examples, packing, made)
-                run.split(opened.examples, found)
-                total.add(run.pull(pulls, self._weights()))
+            total, found = self._room.within(
+                self.adapter, lambda tokens: self._again(opened.examples, pulls, tokens)
+            )
         total.add([pulls.parameters.get(key) for key in self.adapter.parameters])
         self.adapter.gather(total.gradients)
         logprobs = [f["logprobs"] for f in found]
         each = [lp * pull.to(lp) for lp, pull in zip(logprobs, pulls.logprobs, strict=True)]
         return _output(logprobs, each)
+
+    def _back(self, runs: list[Run], pulls: Pulls) -> _Sum | None:
+        """The gradients through kept graphs; None if there is no room for them."""
+        total = _Sum(self.adapter)
+        self.model.activate(self.adapter)
+        try:
+            while runs:
+                total.add(runs.pop().pull(pulls, self._weights()))
+        except torch.OutOfMemoryError:
+            return None
+        return total
+
+    def _again(
+        self, examples: Sequence[Example], pulls: Pulls, tokens: int
+    ) -> tuple[_Sum, Sequence[dict[str, Any]]]:
+        """The gradients through graphs made anew, and what the model gave this time."""
+        made = [need for need in MADE if getattr(pulls, need) is not None]
+        total, found = _Sum(self.adapter), _nothing(examples)
+        for packing in self._packed(examples, tokens):
+            run = self._run(examples, packing, made)
+            run.split(examples, found)
+            total.add(run.pull(pulls, self._weights()))
+        return total, found
+
+    def _packed(self, examples: Sequence[Example], tokens: int) -> list[Packing]:
+        lengths = [len(example.tokens) for example in examples]
+        return pack(lengths, tokens, shared=self.model.packs)
 
     def _run(self, examples: Sequence[Example], packing: Packing, needs: Sequence[str] = ()) -> Run:
         with torch.enable_grad():
@@ -132,9 +151,9 @@ class Trainer:
     def _look(
         self, examples: Sequence[Example], tokens: int, needs: Sequence[str] = ()
     ) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [{} for _ in examples]
+        found = _nothing(examples)
         with torch.no_grad():
-            for packing in _packed(examples, tokens):
+            for packing in self._packed(examples, tokens):
                 forward(self.model, self.adapter, examples, packing, needs).split(examples, found)
         return found
 
@@ -155,8 +174,8 @@ class _Sum:
                 self.gradients[i] = gradient if so_far is None else so_far + gradient
 
 
-def _packed(examples: Sequence[Example], tokens: int) -> list[Packing]:
-    return pack([len(example.tokens) for example in examples], tokens)
+def _nothing(examples: Sequence[Example]) -> list[dict[str, Any]]:
+    return [{} for _ in examples]
 
 
 def _losses(

@@ -81,6 +81,7 @@ class LocalTrainingClient:
         self._service = service
         self._host = host
         self._trainer = Trainer(host.model, adapter, host.room)
+        host.give_back(adapter, after=self._trainer)
         self._companions: dict[str, Stateful] = {}
         self._loaded: dict[str, Any] = {}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from steelyard.errors import MissingExtraError as _MissingExtraError
+from steelyard._extras import cure as _cure
 
 if TYPE_CHECKING:
     from steelyard.regularizers.entropy import ConfidencePenalty, Entropy
@@ -72,12 +72,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"steelyard.regularizers.{_LAZY[name]}")
     except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise _MissingExtraError(
-            f"steelyard.regularizers.{name} needs torch, which is not installed: "
-            f'pip install "steelyard[torch]".'
-        ) from error
+        raise _cure(f"steelyard.regularizers.{name}", error) from error
     return getattr(module, name)
 
 

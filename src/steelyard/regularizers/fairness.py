@@ -10,9 +10,11 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from steelyard._extras import require
 from steelyard.gradients import LogProbs
-from steelyard.regularizers import _extras, _options
+from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import Row, Source, mean, rows_of
+from steelyard.spec import title
 
 Outcome: TypeAlias = Literal["logprob", "prob"]
 Test: TypeAlias = Literal["kruskal", "anova", "none"]
@@ -155,7 +157,7 @@ def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
     _options.require(regularizer.power in (1, 2), "power", "1 or 2", regularizer.power, name)
     _options.one_of("test", regularizer.test, ("kruskal", "anova", "none"), name)
     if regularizer.test != "none":
-        _extras.require("scipy", name)
+        require("scipy", title(name))
 
 
 def _grouped(

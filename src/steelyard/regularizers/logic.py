@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from steelyard._extras import require
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
-from steelyard.regularizers import _extras, _options
+from steelyard.regularizers import _options
+from steelyard.spec import title
 
 # Z3's default context, in which users build their constraints, is not safe for threads.
 _lock = threading.Lock()
@@ -75,7 +77,7 @@ class LogicalConsistency:
         _options.positive("solver_timeout", self.solver_timeout, self.name)
         for option in ("sat", "unsat", "unknown"):
             _options.number(option, getattr(self, option), self.name)
-        _extras.require("z3", self.name)
+        require("z3", title(self.name))
 
     def compute(
         self,

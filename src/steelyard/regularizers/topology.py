@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from steelyard._extras import require
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs, as_tensor
-from steelyard.regularizers import _extras, _options
+from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import Row, rows_of
+from steelyard.spec import title
 
 MAX_DIMENSION = 2
 
@@ -91,7 +93,7 @@ class TopologicalConsistency:
         if self.scale is not None:
             _options.positive("scale", self.scale, name)
         _options.flag("differentiable", self.differentiable, name)
-        _extras.require("gudhi", name)
+        require("gudhi", title(name))
 
     @property
     def gradient(self) -> str:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from steelyard._extras import require
 from steelyard.errors import InputError, SpecError, TermError
 from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
-from steelyard.regularizers import _extras, _options
+from steelyard.regularizers import _options
 from steelyard.regularizers._endpoint import Endpoint, Limits, Session
+from steelyard.spec import title
 from steelyard.spec.numbers import is_finite
 
 
@@ -99,7 +101,7 @@ class ExternalValidation:
             None if unanswered is None else _options.number("unanswered", unanswered, name)
         )
         _check_url(url)
-        _extras.require("httpx", name)
+        require("httpx", title(name))
         self._endpoint = Endpoint(
             url, _checked_headers(headers), limits, follow_redirects=follow_redirects
         )

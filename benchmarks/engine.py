@@ -1,0 +1,151 @@
+"""A custom loss with five terms on the real model, against a plain step and the two-pass way."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+from tinker import types
+from torch import Tensor
+
+from benchmarks.composition import TERMS, WEIGHTS
+from benchmarks.measure import Timing, in_turn, show
+from steelyard import RegularizerSpec, regularize
+from steelyard.engine import LocalServiceClient, LocalTrainingClient
+
+# Another of the same size will do where this one cannot be fetched.
+MODEL, RANK = os.environ.get("STEELYARD_BENCH_MODEL", "smollm2-135m"), 16
+EVEN = (64, 64, 64, 64)
+RAGGED = (160, 24, 16, 40, 8, 64, 12, 28)
+SPECS = [RegularizerSpec(fn, WEIGHTS[name], name) for name, fn in TERMS.items()]
+
+
+def data_of(lengths: Sequence[int]) -> list[types.Datum]:
+    tokens = torch.Generator().manual_seed(0)
+    data = []
+    for length in lengths:
+        row = torch.randint(100, 40_000, (length + 1,), generator=tokens).tolist()
+        inputs: Any = {"target_tokens": row[1:], "weights": [1.0] * length}
+        data.append(
+            types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
+        )
+    return data
+
+
+def nll(data: Sequence[types.Datum], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    weights = torch.cat([each.loss_fn_inputs["weights"].to_torch() for each in data])
+    return -torch.dot(torch.cat(list(logprobs)), weights), {}
+
+
+class Remote:
+    """The engine as a client that is asked twice, as a remote one must be."""
+
+    def __init__(self, client: LocalTrainingClient) -> None:
+        self.forward = client.forward
+        self.forward_backward = client.forward_backward
+
+
+def started() -> LocalTrainingClient:
+    return LocalServiceClient(device="cpu").create_lora_training_client(MODEL, RANK, seed=0)
+
+
+def ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
+    data, local, remote = data_of(EVEN), regularize(client), regularize(Remote(client))
+
+    def custom(wrapped: Any, **settings: Any) -> Callable[[], object]:
+        return lambda: wrapped.forward_backward_custom(data, nll, SPECS, **settings).result()
+
+    return {
+        "plain": lambda: client.forward_backward(data, "cross_entropy").result(),
+        "custom": custom(local),
+        "tracked": custom(local, track_grad_norms=True),
+        "two passes": custom(remote),
+    }
+
+
+def padded(client: LocalTrainingClient, data: Sequence[types.Datum]) -> Callable[[], object]:
+    """The same model and loss with the rows padded to the longest, as one would by hand."""
+    model, adapter = client._host.model, client._trainer.adapter
+    rows = [torch.tensor(each.model_input.to_ints()) for each in data]
+    targets = [each.loss_fn_inputs["target_tokens"].to_torch() for each in data]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    wanted = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(r)) for r in rows], batch_first=True)
+
+    def step() -> object:
+        given = model(adapter, input_ids=tokens, attention_mask=mask, use_cache=False)
+        logprobs = torch.log_softmax(given.logits, -1).gather(-1, wanted[..., None])[..., 0]
+        return torch.autograd.grad(-(logprobs * mask).sum(), list(adapter.parameters.values()))
+
+    return step
+
+
+def peak_of(way: str) -> float:
+    """Bytes above what the loaded model takes, at the highest, in a process of its own."""
+    code = f"from benchmarks.engine import peak; peak({way!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def peak(way: str) -> None:
+    """Print the peak of one way; runs in its own process."""
+    client = started()
+    client.forward(data_of([1]), "cross_entropy").result()
+    before = psutil.Process().memory_info().rss
+    run = ways_of(client)[way]
+    for _ in range(3):
+        run()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+
+
+def main() -> None:
+    """Measure and print."""
+    client = started()
+    timings = in_turn(ways_of(client), repeats=15, warmup=1)
+    ragged = data_of(RAGGED)
+    packing = in_turn(
+        {
+            "padded": padded(client, ragged),
+            "packed": lambda: client.forward_backward(ragged, "cross_entropy").result(),
+        },
+        repeats=7,
+        warmup=1,
+    )
+    peaks = {way: statistics.median(peak_of(way) for _ in range(3)) for way in ("plain", "custom")}
+    heavier = peaks["custom"] / peaks["plain"]
+    plain = timings["plain"].median
+    show(
+        f"Custom loss with five terms on {MODEL}, {len(EVEN)} x {EVEN[0]} tokens "
+        f"(plain step {plain:.2f} s)",
+        [
+            _row("one forward pass", timings["custom"], 1.05),
+            _row("the same, all norms and cosines", timings["tracked"], 1.05),
+            _row("two passes, as over a network", timings["two passes"], None),
+            (
+                "memory above the model's, against plain",
+                f"{heavier:.2f} x",
+                "<= 1.05 x",
+                heavier <= 1.05,
+            ),
+            _row(f"packed against padded, {len(RAGGED)} lengths", packing["packed"], 1.0),
+        ],
+    )
+
+
+def _row(what: str, timing: Timing, target: float | None) -> tuple[str, str, str, bool | None]:
+    low, high = timing.spread
+    measured = f"{timing.ratio:.2f} x ({low:.2f} to {high:.2f})"
+    if target is None:
+        return what, measured, "", None
+    return what, measured, f"<= {target:.2f} x", timing.ratio <= target
+
+
+if __name__ == "__main__":
+    main()
