@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,11 @@ class Page:
     def draw(self) -> None:
         """Load the page and wait until its charts are drawn."""
         self.driver.get(self.url)
-        waiting = WebDriverWait(self.driver, 60)
-        waiting.until(lambda _: self.run("return document.documentElement.dataset.drawn"))
+        self.wait(lambda: self.run("return document.documentElement.dataset.drawn"))
+
+    def wait(self, until: Callable[[], Any]) -> None:
+        """Wait until something holds; it is an error if that takes a minute."""
+        WebDriverWait(self.driver, 60).until(lambda _: until())
 
     def scheme(self, scheme: str) -> None:
         """What the reader prefers: `"light"` or `"dark"`."""

@@ -279,3 +279,19 @@ def test_the_summary_alone_is_the_first_paragraph(tmp_path: Path) -> None:
     said = summary(tmp_path / "run")
     assert said[0].startswith("4 steps in 1.1 s: the loss fell from ")
     assert " ".join(said) in text_of(page)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"regularizers": [{"use": "evenness"}, {}, 3], "model": None, "train": {"steps": "x"}},
+        {"regularizers": "none", "more": [1, None], "train": None},
+    ],
+)
+def test_a_config_of_another_make_is_shown_as_it_is(tmp_path: Path, config: Any) -> None:
+    write_run(tmp_path / "run", steps=2)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    assert "Config" in text_of(page)
+    write_report([tmp_path / "run", tmp_path / "run"], tmp_path / "report.html")

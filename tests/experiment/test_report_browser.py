@@ -98,6 +98,7 @@ def test_the_charts_follow_when_the_reader_changes_to_dark(browser: Chrome, fold
     page.draw()
     before = page.run(LOOK)
     page.scheme("dark")
+    page.wait(lambda: page.run(LOOK)[2] != before[2])
     after = page.run(LOOK)
     assert [brightness(color) > 128 for color in before] == [True, False, False]
     assert [brightness(color) > 128 for color in after] == [False, True, True]

@@ -19,7 +19,7 @@ def holds(datum: Any, index: int) -> list[Any]:  # noqa: ARG001 - what constrain
     Example:
         >>> from types import SimpleNamespace
         >>> holds(SimpleNamespace(record={"claim": "6 * 9 = 42"}), 0)
-        [6*9 == 42]
+        [42 == 6*9]
         >>> holds(SimpleNamespace(record={}), 0)
         []
     """

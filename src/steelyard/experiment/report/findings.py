@@ -101,7 +101,7 @@ class Findings:
 
 def findings(run: Run) -> Findings:
     """What the metrics of a run say."""
-    steps = run.config.get("train", {}).get("steps")
+    steps = (run.config.get("train") or {}).get("steps")
     tracked = bool(run.series("base_loss/grad_norm")[1])
     seconds = run.series("seconds")[1]
     return Findings(
