@@ -18,8 +18,10 @@ def holds(datum: Any, index: int) -> list[Any]:  # noqa: ARG001 - what constrain
 
     Example:
         >>> from types import SimpleNamespace
-        >>> holds(SimpleNamespace(record={"claim": "6 * 9 = 42"}), 0)
-        [42 == 6*9]
+        >>> import z3
+        >>> (claim,) = holds(SimpleNamespace(record={"claim": "6 * 9 = 42"}), 0)
+        >>> z3.simplify(claim)
+        False
         >>> holds(SimpleNamespace(record={}), 0)
         []
     """
