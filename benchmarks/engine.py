@@ -108,14 +108,14 @@ def peak(way: str) -> None:
 def main() -> None:
     """Measure and print."""
     client = started()
-    timings = in_turn(ways_of(client), repeats=15, warmup=1)
+    timings = in_turn(ways_of(client), repeats=9, warmup=1)
     ragged = data_of(RAGGED)
     packing = in_turn(
         {
             "padded": padded(client, ragged),
             "packed": lambda: client.forward_backward(ragged, "cross_entropy").result(),
         },
-        repeats=7,
+        repeats=5,
         warmup=1,
     )
     peaks = {way: statistics.median(peak_of(way) for _ in range(3)) for way in ("plain", "custom")}
