@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_DOMINATES = 0.5  # share of the gradients
-_FIGHTS = -0.3  # cosine to the base loss
+from steelyard.experiment.marks import dominates, fights
+
 _PREFIX, _LAST = "regularizers/", "/contribution"
 
 
@@ -73,9 +73,9 @@ def _row(name: str, metrics: Mapping[str, float], total: float, *, tracked: bool
     mark = ""
     if tracked and of("grad_norm") is None:
         mark = "no gradient"
-    elif share is not None and share > _DOMINATES:
+    elif dominates(share):
         mark = "dominates"
-    elif weight and cosine is not None and cosine < _FIGHTS:
+    elif weight and fights(cosine):
         mark = "fights the base loss"
     return Row(
         name,

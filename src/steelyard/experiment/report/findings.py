@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from steelyard.experiment.marks import dominates, fights
 from steelyard.experiment.report.folders import Run
-
-DOMINATES = 0.5  # share of the gradients
-FIGHTS = -0.3  # cosine to the base loss
 
 
 @dataclass(frozen=True)
@@ -154,8 +152,8 @@ def _term(run: Run, name: str, *, tracked: bool) -> TermFinding:
     share = _mean([each for each in shares(run)[name] if each is not None])
     cosine = _mean(run.series(cosine_key(run, "base", name))[1]) if any(pull) else None
     marks = {
-        "dominates": share is not None and share > DOMINATES,
-        "fights the base loss": cosine is not None and cosine < FIGHTS,
+        "dominates": dominates(share),
+        "fights the base loss": fights(cosine),
         "no gradient": tracked and not any(pull),
     }
     return TermFinding(
