@@ -65,18 +65,18 @@ def aux_loss(name: str, value: Tensor) -> Tensor:
 def collect_aux() -> Iterator[Deposits]:
     """Collect the auxiliary losses that modules leave in this thread while it is open."""
     try:
-        yield begin()
+        yield begin_collecting()
     finally:
-        end()
+        end_collecting()
 
 
-def begin() -> Deposits:
-    """Open a collection; what is left from here on goes there, until `end`."""
+def begin_collecting() -> Deposits:
+    """Open a collection; what is left from here on goes there, until `end_collecting`."""
     deposits: Deposits = {}
     _open.stack.append(deposits)
     return deposits
 
 
-def end() -> None:
+def end_collecting() -> None:
     """Close the collection that was opened last."""
     _open.stack.pop()

@@ -16,10 +16,15 @@ from steelyard.composition import Pipeline
 from steelyard.composition.term import Term
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers
-from steelyard.integrations import auxiliary
 from steelyard.integrations.activations import capture
 from steelyard.integrations.apart import runs_apart
-from steelyard.integrations.auxiliary import Deposits, aux_loss, collect_aux
+from steelyard.integrations.auxiliary import (
+    Deposits,
+    aux_loss,
+    begin_collecting,
+    collect_aux,
+    end_collecting,
+)
 from steelyard.integrations.named import (
     Inputs,
     Named,
@@ -211,10 +216,10 @@ class CompositeLoss(nn.Module):
         """Collect what modules leave with `aux_loss` whenever `model` is called."""
 
         def begin(*_: object) -> None:
-            self._deposits = auxiliary.begin()
+            self._deposits = begin_collecting()
 
         def end(*_: object) -> None:
-            auxiliary.end()
+            end_collecting()
 
         before = model.register_forward_pre_hook(begin)
         after = model.register_forward_hook(end, always_call=True)
