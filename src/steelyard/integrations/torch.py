@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -35,6 +35,7 @@ from steelyard.integrations.named import (
     specs_of,
     term,
 )
+from steelyard.integrations.reading import Reading
 from steelyard.integrations.weighed import Weighed
 from steelyard.integrations.weighing import Share, weigh, weigh_traced
 from steelyard.output import CustomLossOutput
@@ -160,6 +161,15 @@ class CompositeLoss(nn.Module):
             InputError: there was none.
         """
         return self._last().output
+
+    @property
+    def readings(self) -> Sequence[Reading]:
+        """The terms of the last call, as tensors on their device: reading them waits for nothing.
+
+        Raises:
+            InputError: there was none.
+        """
+        return self._last().readings
 
     def output_across_ranks(self, group: dist.ProcessGroup | None = None) -> CustomLossOutput:
         """The numbers of the last call, each averaged over the processes where the term ran.
