@@ -38,11 +38,11 @@ def main() -> None:
             model=tiny.build(torch.float32),
             args=TrainingArguments(
                 folder,
-                max_steps=30,
+                max_steps=15,
                 per_device_train_batch_size=2,
                 gradient_accumulation_steps=2,
                 learning_rate=3e-3,
-                logging_steps=10,
+                logging_steps=5,
                 report_to="none",
                 save_strategy="no",
                 disable_tqdm=True,
@@ -51,7 +51,7 @@ def main() -> None:
             ),
             train_dataset=data,
             terms=[
-                term(confidence, schedules.linear(0.0, 0.05, steps=20), "confidence"),
+                term(confidence, schedules.linear(0.0, 0.05, steps=10), "confidence"),
                 term(drift, 0.1, "drift"),
                 RegularizerSpec(L2(), 0.01, "l2"),  # a ready-made one over (data, logprobs)
             ],
