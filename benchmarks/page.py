@@ -33,8 +33,8 @@ def write(tables: list[Shown], command: str) -> None:
         "# Benchmarks",
         "",
         (
-            f"Written by `{command}` on {today}; do not edit. Figures are ratios within one run, each "
-            "way timed in turn with the others, median of the repeats with the quartiles in "
+            f"Written by `{command}` on {today}; do not edit. Figures are ratios within one run, "
+            "each way timed in turn with the others, median of the repeats with the quartiles in "
             "brackets: machines are noisy, ratios less so. A target that was missed says so."
         ),
         "",
