@@ -20,14 +20,17 @@ def shown(cell: Any) -> str:
     return re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.e+-]*", "#", text))
 
 
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]  # nbformat
+
+
 def test_there_are_notebooks() -> None:
     assert len(NOTEBOOKS) == 3
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_it_says(path: Path, tmp_path: Path) -> None:
-    saved = nbformat.read(path, as_version=4)
-    fresh = nbformat.read(path, as_version=4)
+    saved, fresh = read(path), read(path)
     NotebookClient(fresh, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     codes = [c for c in saved.cells if c.cell_type == "code"]
     assert [shown(c) for c in fresh.cells if c.cell_type == "code"] == [shown(c) for c in codes]
