@@ -18,6 +18,8 @@ EXTRAS = {
     "transformers": "engine",
     "gudhi": "topology",
     "httpx": "http",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
     "scipy": "fairness",
     "z3": "logic",
     "pydantic": "cli",
