@@ -125,7 +125,7 @@ def by_hand(
         for i, (x, labels) in enumerate(data, 1):
             found = parts(read(model, x, labels), step, epoch)
             total = sum(found.values(), torch.tensor(0.0))
-            (total / accumulate).backward()
+            (total / accumulate).backward()  # type: ignore[no-untyped-call]  # torch leaves it so
             rows.append({name: value.item() for name, value in found.items()})
             if i % accumulate == 0 or i == len(data):
                 if clip:
@@ -160,7 +160,7 @@ class Drift:
     def __init__(self) -> None:
         self.average = torch.zeros(())
 
-    def compute(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         now = hidden.mean()
         distance = (now - self.average).square()
         self.average = 0.5 * self.average + 0.5 * now.detach()

@@ -101,8 +101,8 @@ class ByHand:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_equals_the_same_by_hand(kind: type[Plain], accumulate: int) -> None:
     recorder, model, hand = Recorder(), kind(), net()
-    settings = {"accumulate_grad_batches": accumulate, "callbacks": [callback()]}
-    trainer(recorder, **settings).fit(model, DATA)
+    each = trainer(recorder, accumulate_grad_batches=accumulate, callbacks=[callback()])
+    each.fit(model, DATA)
     rows = by_hand(hand, DATA, ByHand(hand), accumulate=accumulate)
     assert same(model.net, hand)
     last = [i for i in range(10) if (i % 5 + 1) % accumulate == 0 or i % 5 == 4]
@@ -187,9 +187,10 @@ def test_nothing_is_left_after_training() -> None:
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             kept.append(len(vars(module).keys() & {"training_step"}))
 
-    model.net.first.register_forward_hook(
-        lambda _module, _inputs, output: kept.append(weakref.ref(output)) and None
-    )
+    def watch(_module: object, _inputs: object, output: Tensor) -> None:
+        kept.append(weakref.ref(output))
+
+    model.net.first.register_forward_hook(watch)
     trainer(epochs=1, callbacks=[each, Sees()]).fit(model, DATA)
     gc.collect()
     assert kept[1::2] == [1] * 5
@@ -256,7 +257,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 def test_a_module_that_optimizes_by_itself() -> None:
     class Manual(Returns):
-        automatic_optimization = False  # type: ignore[assignment]
+        automatic_optimization = False
 
     with pytest.raises(
         InputError, match=r"Manual optimizes by itself .*: compose in the step, with Reg"

@@ -40,21 +40,19 @@ def log(module: LightningModule, output: CustomLossOutput, settings: Mapping[str
     # Lightning repeats what a key was last, and a term that did not run added nothing.
     idle = (*output.not_run, *output.skipped)
     metrics = {**output.metrics, **{f"regularizers/{name}/contribution": 0.0 for name in idle}}
-    across = settings["sync_dist"] and dist.is_available() and dist.is_initialized()
-    if across:
-        metrics = _averaged(metrics)
     training = module.trainer.training
-    per_step = across and training and not settings.get("on_epoch")
+    sync = settings["sync_dist"]
+    if sync and dist.is_available() and dist.is_initialized():
+        averages = _averages(metrics)
+        # The mean of an epoch is left to Lightning, which knows the sizes of the batches.
+        sync = settings.get("on_epoch") or not training
+        metrics = averages | metrics if sync else averages
     stage = "train" if training else "test" if module.trainer.testing else "val"
-    module.log_dict(
-        {f"{stage}/{name}": value for name, value in metrics.items()},
-        # What is the same everywhere needs no second round; an epoch's mean does, for batches
-        # may differ in size.
-        **{**settings, "sync_dist": settings["sync_dist"] and not per_step},
-    )
+    named = {f"{stage}/{name}": value for name, value in metrics.items()}
+    module.log_dict(named, **{**settings, "sync_dist": bool(sync)})
 
 
-def _averaged(metrics: dict[str, float]) -> dict[str, float]:
+def _averages(metrics: dict[str, float]) -> dict[str, float]:
     ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, metrics)
     names = dict.fromkeys(name for each in ranks for name in each)  # in one order everywhere
