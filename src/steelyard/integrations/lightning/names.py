@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    import lightning.pytorch as pl
 else:
     try:
-        from lightning.pytorch import Callback, LightningModule, Trainer
+        import lightning.pytorch as pl
     except ModuleNotFoundError as missing:
         try:
-            from pytorch_lightning import Callback, LightningModule, Trainer
+            import pytorch_lightning as pl
         except ModuleNotFoundError:
             raise missing from None
 
-__all__ = ["Callback", "LightningModule", "Trainer"]
+Callback = pl.Callback
+LightningModule = pl.LightningModule
+Trainer = pl.Trainer
