@@ -199,9 +199,10 @@ class CompositeLoss(nn.Module):
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
         found = gather(outputs, inputs)
-        if self._known_aux or self._deposits or "aux" in found:
+        if self._known_aux or self._deposits:
             found.setdefault("aux", self._deposits)
-            self._warn_unweighed(found["aux"])
+        if isinstance(deposits := found.get("aux"), Mapping):
+            self._warn_unweighed(deposits)
         for each in self._due:
             _check_inputs(each, found)
         if self._traceable and torch.compiler.is_compiling():

@@ -128,6 +128,19 @@ def test_the_settings_of_the_logs_reach_lightning() -> None:
         callback(log={"epoch": True})
 
 
+def test_norms_with_respect_to_the_parameters() -> None:
+    recorder, model, hand = Recorder(), Returns(), net()
+    each = callback(track_grad_norms=True, wrt=model, track_every=2)
+    trainer(recorder, epochs=1, callbacks=[each], limit_train_batches=2).fit(model, DATA)
+    before = hand.first(DATA.batches[0][0])
+    pulls = torch.autograd.grad(saturation(before), list(hand.first.parameters()))
+    norm = torch.cat([pull.flatten() for pull in pulls]).norm().item()
+    logged = recorder.rows[0]["train/regularizers/saturation/grad_norm"]
+    assert logged == pytest.approx(norm, rel=1e-5)
+    by_hand(hand, Batches(DATA.batches[:2]), ByHand(hand), epochs=1)
+    assert same(model.net, hand)
+
+
 def test_what_a_step_returns_goes_through() -> None:
     seen: list[Any] = []
 

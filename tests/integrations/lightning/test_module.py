@@ -17,6 +17,7 @@ from steelyard.integrations import CompositeLoss, aux_loss, by_epoch, collect_au
 from steelyard.integrations.lightning import RegularizedModule
 from tests.integrations.lightning.models import (
     Batch,
+    Batches,
     Drift,
     Net,
     Plain,
@@ -106,6 +107,14 @@ def test_training_equals_the_same_by_hand(accumulate: int, clip: float) -> None:
     assert contributions(recorder.rows) == [pytest.approx(row, rel=1e-6) for row in rows]
     totals = recorder.having("train/loss_total")
     assert totals == pytest.approx([sum(row.values()) for row in rows], rel=1e-6)
+
+
+def test_double_precision() -> None:
+    recorder, model, hand = Recorder(), Model(), net().double()
+    trainer(recorder, precision="64-true").fit(model, DATA)
+    rows = by_hand(hand, Batches([(x.double(), labels) for x, labels in DATA]), parts)
+    assert same(model.net, hand)
+    assert contributions(recorder.rows) == [pytest.approx(row, rel=1e-6) for row in rows]
 
 
 def test_every_component_is_logged_raw_and_weighted() -> None:
@@ -348,6 +357,13 @@ def test_an_auxiliary_loss_without_a_weight_is_told() -> None:
         UserWarning, match=r"leaves the auxiliary loss 'router', which has no weight"
     ):
         model.training_step(DATA.batches[0], 0)
+
+
+def test_an_input_of_that_name_is_an_input_like_others() -> None:
+    composite = CompositeLoss(cross_entropy, [term(lambda aux: aux.sum(), 0.5, "mine")])
+    logits = torch.zeros(1, 4, requires_grad=True)
+    total = composite(logits=logits, labels=torch.tensor([1]), aux=logits + 1)
+    assert total.item() == pytest.approx(torch.tensor(4.0).log().item() + 2)
 
 
 # Bad use.
