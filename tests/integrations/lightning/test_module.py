@@ -311,7 +311,8 @@ def test_a_setting_that_log_dict_does_not_know() -> None:
 def test_a_prediction_is_not_logged() -> None:
     class Predicts(Model):
         def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            return Model.training_step(self, batch, batch_idx)
+            logits, hidden = self.net(batch[0])
+            return self.compose(logits=logits, hidden=hidden, labels=batch[1])
 
     recorder, model = Recorder(), Predicts()
     predicted: Any = trainer(recorder).predict(model, HELD_OUT)

@@ -84,6 +84,14 @@ def test_every_rank_logs_the_mean_of_all(told: list[dict[str, Any]], how: str) -
                 assert logged == pytest.approx(mean, rel=1e-5)
 
 
+def test_without_sync_dist_each_rank_logs_its_own(told: list[dict[str, Any]]) -> None:
+    steps, _ = by_hand(moody=False)
+    for rank, each in enumerate(told):
+        totals = [row["train/loss_total"] for row in each["apart"]["rows"]]
+        own = [sum(pair[rank].values()) for pair in steps]
+        assert totals == pytest.approx(own, rel=1e-5)
+
+
 def test_a_term_that_one_rank_skipped_has_the_value_of_the_other(
     told: list[dict[str, Any]],
 ) -> None:

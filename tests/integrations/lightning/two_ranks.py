@@ -90,11 +90,11 @@ def main(folder: Path) -> None:
     trainer(recorder, **settings).test(evaluated, HELD_OUT[rank], verbose=False)
     told["test"] = {"rows": recorder.rows}
 
-    called, recorder = Called(), Recorder()
-    terms = [term(activity, 0.5, "activity")]
-    added = RegularizerCallback(terms, aux={"router": 0.2})
-    trainer(recorder, epochs=1, callbacks=[added], **settings).fit(called, DATA[rank])
-    told["callback"] = {"rows": recorder.rows, "parameters": numbers(called)}
+    for how, log in (("callback", {}), ("apart", {"sync_dist": False})):
+        called, recorder = Called(), Recorder()
+        added = RegularizerCallback([term(activity, 0.5, "activity")], aux={"router": 0.2}, log=log)
+        trainer(recorder, epochs=1, callbacks=[added], **settings).fit(called, DATA[rank])
+        told[how] = {"rows": recorder.rows, "parameters": numbers(called)}
 
     (folder / f"rank{rank}.json").write_text(json.dumps(told), encoding="utf-8")
 

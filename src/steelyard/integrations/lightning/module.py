@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
     _Mixed = object  # so that it goes with lightning.pytorch and with pytorch_lightning
 
-_STEPS = ("training_step", "validation_step", "test_step")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class RegularizedModule(_Mixed):
@@ -105,7 +105,10 @@ class RegularizedModule(_Mixed):
         else:
             with _unchanged(composite):
                 total = composite(*outputs, **inputs)
-        log(self, composite.output, {**checked(self.log_settings), "batch_size": batch_size})
+        settings = checked(self.log_settings)
+        if batch_size is not None:
+            settings["batch_size"] = batch_size
+        log(self, composite.output, settings)
         return total
 
     def _composite(self) -> CompositeLoss:
