@@ -153,7 +153,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 class Drift:
-    """A term that remembers: how far the mean is from its moving average, kept as a tensor."""
+    """How far the mean is from its moving average, a tensor that is changed in place."""
 
     name = "drift"
 
@@ -162,8 +162,8 @@ class Drift:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         now = hidden.mean()
-        distance = (now - self.average).square()
-        self.average = 0.5 * self.average + 0.5 * now.detach()
+        distance = (now - self.average.clone()).square()
+        self.average.mul_(0.5).add_(0.5 * now.detach())
         return distance
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -183,6 +183,7 @@ class DriftByHand:
 
 def test_validation_leaves_training_as_it_was() -> None:
     recorder, model, hand = Recorder(), Evaluated(remembering()), net()
+    trainer().test(model, HELD_OUT, verbose=False)  # in inference mode, unlike the validation below
     trainer(recorder, num_sanity_val_steps=1).fit(model, DATA, HELD_OUT)
     drift = DriftByHand()
     rows = by_hand(hand, DATA, drift)

@@ -148,7 +148,7 @@ def _collecting(step: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _unchanged(composite: CompositeLoss) -> Iterator[None]:
     """What the terms remember, and the step, are afterwards what they were before."""
-    # Lightning evaluates in inference mode; a tensor made there could never be trained with.
+    # `validate` and `test` run in inference mode; a tensor made there cannot be trained with.
     with torch.inference_mode(mode=False):
         before = deepcopy(composite.get_extra_state())
     try:
