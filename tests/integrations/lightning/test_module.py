@@ -338,6 +338,20 @@ def test_deposits_are_those_since_the_last_composition() -> None:
     assert total.item() == pytest.approx(2 * Model().training_step(DATA.batches[0], 0).item())
 
 
+def test_a_step_may_compose_what_another_computed() -> None:
+    class Computes(Model):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
+    class Composes(Computes):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            logits, hidden = super().training_step(batch, batch_idx)
+            return self.compose(logits=logits, hidden=hidden, labels=batch[1])
+
+    total = Composes().training_step(DATA.batches[0], 0)
+    assert torch.equal(total, Model().training_step(DATA.batches[0], 0))
+
+
 def test_a_step_that_fails_closes_its_collection() -> None:
     class Fails(Model):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
