@@ -114,6 +114,17 @@ def test_training_equals_the_same_by_hand(kind: type[Plain], accumulate: int) ->
             assert contribution == pytest.approx(value, rel=1e-6)
 
 
+def test_what_runs_outside_the_step_is_not_captured() -> None:
+    class Validates(Returns):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            self.net(batch[0])
+
+    model, hand = Validates(), net()
+    trainer(callbacks=[callback()]).fit(model, DATA, batches(3, seed=2))
+    by_hand(hand, DATA, ByHand(hand))
+    assert same(model.net, hand)
+
+
 def test_the_settings_of_the_logs_reach_lightning() -> None:
     recorder = Recorder()
     log = {"on_step": False, "on_epoch": True}
