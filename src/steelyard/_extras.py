@@ -19,6 +19,8 @@ EXTRAS = {
     "accelerate": "hf",
     "gudhi": "topology",
     "httpx": "http",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
     "scipy": "fairness",
     "z3": "logic",
     "pydantic": "cli",

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -323,6 +325,14 @@ def test_a_closed_pipeline_refuses() -> None:
         pipeline.compute([], LOGPROBS)
     with pytest.raises(ClosedError, match="a pipeline must be open"):
         pipeline.compute([], LOGPROBS)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    pipeline = Pipeline(nll, [spec()])
+    for copied in (deepcopy(pipeline), pickle.loads(pickle.dumps(pipeline))):
+        copied.set_weight("l2", 7.0)
+        assert copied.compute([], LOGPROBS).regularizers["l2"].weight == 7
+    assert pipeline.compute([], LOGPROBS).regularizers["l2"].weight == 0.1
 
 
 def test_workers_of_ones_own() -> None:

@@ -239,6 +239,12 @@ class Pipeline:
         for name, fn in stateful.items():
             fn.load_state_dict(state[name])
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def close(self) -> None:
         """Refuse further calls. Workers that pipelines share, or that were passed in, live on."""
         self._closed = True

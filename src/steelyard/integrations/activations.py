@@ -39,18 +39,29 @@ def capture(model: nn.Module, names: str | Sequence[str]) -> Iterator[dict[str, 
         >>> activations
         {}
     """
-    captured = _Captured()
-    chosen = _matching(model, [names] if isinstance(names, str) else list(names))
-    with ExitStack() as stack:
-        stack.callback(captured.values.clear)
-        for name, module in chosen.items():
-            stack.callback(module.register_forward_hook(captured.hook(name)).remove)
+    with hooked(model, names) as captured, ExitStack() as stack:
         stack.callback(model.register_forward_pre_hook(captured.begin).remove)
         stack.callback(model.register_forward_hook(captured.end, always_call=True).remove)
         yield captured.values
 
 
-class _Captured:
+@contextmanager
+def hooked(model: nn.Module, names: str | Sequence[str]) -> Iterator[Captured]:
+    """Hooks on modules inside `model`, for who says himself when a pass begins and ends.
+
+    Raises:
+        InputError: a path matches nothing; or, when it is called, a module gives no tensor.
+    """
+    captured = Captured()
+    chosen = _matching(model, [names] if isinstance(names, str) else list(names))
+    with ExitStack() as stack:
+        stack.callback(captured.values.clear)
+        for name, module in chosen.items():
+            stack.callback(module.register_forward_hook(captured.hook(name)).remove)
+        yield captured
+
+
+class Captured:
     """The activations of the pass that is under way, or of the last one."""
 
     def __init__(self) -> None:
@@ -58,14 +69,18 @@ class _Captured:
         self._depth = 0
 
     def begin(self, *_: object) -> None:
+        """A pass begins, or one inside it."""
         if self._depth == 0:
             self.values.clear()
         self._depth += 1
 
     def end(self, *_: object) -> None:
+        """The pass that began last ends."""
         self._depth -= 1
 
     def hook(self, name: str) -> Any:
+        """A forward hook that keeps what the module of that name gives during a pass."""
+
         def keep(_module: nn.Module, _inputs: object, output: object) -> None:
             if self._depth:
                 self.values[self._free(name)] = _tensor_in(name, output)

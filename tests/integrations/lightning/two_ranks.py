@@ -1,0 +1,103 @@
+"""Train on two ranks with strategy "ddp", which starts this script a second time.
+
+Each rank has batches of its own, and one term fails on rank 1 at step 1. A rank writes what was
+logged there, and its parameters, into the folder given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from steelyard.integrations import CompositeLoss, term
+from steelyard.integrations.lightning import RegularizedModule, RegularizerCallback
+from tests.integrations.lightning.models import (
+    Batch,
+    Plain,
+    Recorder,
+    batches,
+    cross_entropy,
+    trainer,
+)
+
+DATA = [batches(4, 3, 5, seed=3), batches(2, 4, 3, seed=4)]
+# Lightning 2.6 rounds the mean size of a rank's batches down: the sum of these is even.
+HELD_OUT = [batches(3, 2, seed=5), batches(5, 2, seed=6)]
+
+
+def activity(hidden: Tensor) -> Tensor:
+    return hidden.square().mean()
+
+
+def moody(hidden: Tensor, rank: int, step: int) -> Tensor:
+    if (rank, step) == (1, 1):
+        raise ConnectionError("the judge is out")
+    return hidden.abs().mean()
+
+
+class Model(RegularizedModule, Plain):
+    log_settings: ClassVar[Mapping[str, Any]] = {"on_step": True, "on_epoch": False}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.composite = CompositeLoss(
+            cross_entropy,
+            [term(activity, 0.5, "activity"), term(moody, 0.3, "moody", on_error="skip")],
+            aux={"router": 0.2},
+        )
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits, hidden = self.net(batch[0])
+        return self.compose(
+            logits=logits, hidden=hidden, labels=batch[1], rank=self.global_rank, step=batch_idx
+        )
+
+
+class Evaluated(Model):
+    log_settings: ClassVar[Mapping[str, Any]] = {"on_step": False, "on_epoch": True}
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+class Called(Plain):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        logits, hidden = self.net(batch[0])
+        return {"loss": cross_entropy(logits, batch[1]), "hidden": hidden}
+
+
+def numbers(model: Plain) -> list[float]:
+    return torch.cat([each.detach().flatten() for each in model.net.parameters()]).tolist()
+
+
+def main(folder: Path) -> None:
+    settings: dict[str, Any] = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    told: dict[str, Any] = {}
+
+    model, recorder = Model(), Recorder()
+    trainer(recorder, epochs=1, **settings).fit(model, DATA[rank])
+    told["mixin"] = {"rows": recorder.rows, "parameters": numbers(model)}
+
+    evaluated, recorder = Evaluated(), Recorder()
+    trainer(recorder, **settings).test(evaluated, HELD_OUT[rank], verbose=False)
+    told["test"] = {"rows": recorder.rows}
+
+    for how, log in (("callback", {}), ("apart", {"sync_dist": False})):
+        called, recorder = Called(), Recorder()
+        added = RegularizerCallback([term(activity, 0.5, "activity")], aux={"router": 0.2}, log=log)
+        trainer(recorder, epochs=1, callbacks=[added], **settings).fit(called, DATA[rank])
+        told[how] = {"rows": recorder.rows, "parameters": numbers(called)}
+
+    (folder / f"rank{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
