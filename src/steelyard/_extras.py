@@ -18,6 +18,8 @@ EXTRAS = {
     "transformers": "engine",
     "gudhi": "topology",
     "httpx": "http",
+    "jax": "jax",
+    "optax": "jax",
     "scipy": "fairness",
     "z3": "logic",
     "pydantic": "cli",
