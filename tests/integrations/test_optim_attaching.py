@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from steelyard import schedules
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.integrations.optim import (
+    Slot,
     Transform,
     attach,
     centralize,
@@ -30,7 +31,6 @@ from steelyard.integrations.optim import (
     l1_decay,
     l2_decay,
 )
-from steelyard.integrations.optim.slots import Slot
 
 
 def ones(*shape: int, gradient: bool = True) -> Parameter:
@@ -97,9 +97,20 @@ def test_a_copy_has_none() -> None:
     assert "steelyard" not in copy.deepcopy(optimizer).state_dict()
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's, which wants the whole process set up: it never calls its base class."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
 def test_what_is_no_optimizer_or_transform() -> None:
     with pytest.raises(InputError, match=r"^optimizer must be a torch\.optim\.Optimizer, got Lin"):
         attach(nn.Linear(2, 2), [])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"got Wrapper: attach to the optimizer that"):
+        attach(Wrapper(torch.optim.SGD([ones(2)])), [])
+    with pytest.raises(SpecError, match=r"^transforms must be listed .* got l2_decay alone: put"):
+        attach(torch.optim.SGD([ones(2)]), l2_decay(0.1))  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"^a transform must be made by .* got <function l2_decay"):
         attach(torch.optim.SGD([ones(2)]), [l2_decay])  # type: ignore[list-item]
 

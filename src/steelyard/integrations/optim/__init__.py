@@ -15,12 +15,14 @@ try:
     from steelyard.integrations.optim.clipping import adaptive_clip, clip_by_global_norm
     from steelyard.integrations.optim.decay import elastic_net_decay, l1_decay, l2_decay
     from steelyard.integrations.optim.noise import gradient_noise
+    from steelyard.integrations.optim.slots import Slot
     from steelyard.integrations.optim.transform import Transform
 except ModuleNotFoundError as error:
     raise _cure("steelyard.integrations.optim", error) from error
 
 __all__ = [
     "Attachment",
+    "Slot",
     "Transform",
     "adaptive_clip",
     "attach",

@@ -53,10 +53,16 @@ def attach(optimizer: Optimizer, transforms: Iterable[Transform]) -> Attachment:
         {'step': 1, 'transforms': ['clip_by_global_norm', 'l1_decay']}
         >>> attached.remove()
     """
-    if not isinstance(optimizer, Optimizer):
+    # Wrappers such as accelerate's are optimizers by name only, and have no place for hooks.
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise InputError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__qualname__}: "
             "attach to the optimizer that a wrapper holds."
+        )
+    if isinstance(transforms, Transform):
+        raise SpecError(
+            f"transforms must be listed in their order, got {transforms.name} alone: put it into "
+            "a list."
         )
     listed = tuple(transforms)
     for transform in listed:
@@ -134,7 +140,7 @@ class Attachment:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._applied = False
-        if _is_scaled_step(optimizer):
+        if _will_be_skipped(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -190,7 +196,7 @@ class Attachment:
         self._step = self._loading
 
 
-def _is_scaled_step(optimizer: Optimizer) -> bool:
+def _will_be_skipped(optimizer: Optimizer) -> bool:
     """Whether a fused optimizer will skip this step, as its `GradScaler` has found infinities.
 
     Other optimizers get gradients that the scaler has unscaled, or no call at all.
