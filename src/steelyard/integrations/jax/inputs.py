@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from steelyard.errors import InputError
-from steelyard.penalties import PenaltyPipeline
+from steelyard.penalties._terms import Term
 
 PARAMS = "params"
 # A tree of arrays has no static type in JAX.
@@ -46,7 +46,7 @@ class Inputs:
             for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         }
 
-    def for_term(self, term: Any) -> Any:
+    def for_term(self, term: Term) -> Tree:
         """One array for a penalty that names none, else those it names.
 
         Raises:
@@ -81,21 +81,6 @@ class Inputs:
         if len(found) == 1:
             return jnp.asarray(found[0])
         return jnp.concatenate([jnp.ravel(leaf) for leaf in found])
-
-
-def check_pipeline(pipeline: PenaltyPipeline) -> None:
-    """Refuse what is no pipeline, and names that the metrics have for other things."""
-    if not isinstance(pipeline, PenaltyPipeline):
-        raise InputError(
-            "pipeline must be a steelyard.penalties.PenaltyPipeline, got "
-            f"{type(pipeline).__qualname__}: write PenaltyPipeline([('l2', {{'weight': 0.1}})])."
-        )
-    for name in ("base", "aux"):
-        if name in pipeline.names:
-            raise InputError(
-                f"a penalty must not be called {name!r}, which the metrics have for the base: "
-                "set the option 'name'."
-            )
 
 
 def _path(path: Any) -> str:  # a tuple of JAX's kinds of keys

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from steelyard.errors import InputError
-from steelyard.integrations.jax.inputs import Inputs, Tree, check_pipeline, read_base
+from steelyard.integrations.jax.inputs import Inputs, Tree, read_base
 from steelyard.integrations.jax.norms import gradient_norms, wide
+from steelyard.integrations.jax.weights import check_schedules, weight_at
 from steelyard.penalties import PenaltyPipeline
 
 
@@ -45,8 +46,8 @@ def loss_with_penalties(
         schedules: Weights that change, `{name: step -> weight}`, in place of the pipeline's:
             those of optax, or any function that works on a traced step.
         track_grad_norms: Add the norms of the gradients with respect to the parameters. It
-            costs one more backward pass for each term, run as one vmapped pass, and memory for
-            as many copies of the parameters.
+            costs a backward pass more for the base and for each term, run as one vmapped pass,
+            and memory for as many copies of the parameters.
 
     Returns:
         A function of the base's arguments, and of `step=` for the schedules, that gives the
@@ -77,12 +78,12 @@ def loss_with_penalties(
         >>> {name: float(value) for name, value in metrics.items()}  # jit sorts them
         {'base': 1.0, 'l1': 0.0, 'l1_weighted': 0.0, 'l2': 6.0, 'l2_weighted': 3.0, 'total': 4.0}
     """
-    check_pipeline(pipeline)
+    _check_pipeline(pipeline)
     if not callable(base):
         raise InputError(f"base must be a function of the parameters, got {base!r}.")
     if not isinstance(track_grad_norms, bool):
         raise InputError(f"track_grad_norms must be True or False, got {track_grad_norms!r}.")
-    planned = _checked(schedules or {}, pipeline)
+    planned = check_schedules(schedules or {}, pipeline)
     terms = pipeline.terms
 
     def values(params: Tree, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Tree]:
@@ -95,7 +96,7 @@ def loss_with_penalties(
         params: Tree, *args: Any, step: Any = None, **kwargs: Any
     ) -> tuple[jax.Array, dict[str, Any]]:
         weights = {
-            term.name: _weight(term.name, planned[term.name], step)
+            term.name: weight_at(term.name, planned[term.name], step)
             if term.name in planned
             else term.weight
             for term in terms
@@ -144,39 +145,15 @@ def _constant(tree: Tree) -> Tree:
     )
 
 
-def _checked(schedules: Mapping[str, Any], pipeline: PenaltyPipeline) -> dict[str, Any]:
-    if not isinstance(schedules, Mapping):
+def _check_pipeline(pipeline: PenaltyPipeline) -> None:
+    if not isinstance(pipeline, PenaltyPipeline):
         raise InputError(
-            f"schedules must map names of penalties to functions of the step, got {schedules!r}."
+            "pipeline must be a steelyard.penalties.PenaltyPipeline, got "
+            f"{type(pipeline).__qualname__}: write PenaltyPipeline([('l2', {{'weight': 0.1}})])."
         )
-    for name, schedule in schedules.items():
-        if name not in pipeline.names:
-            there = ", ".join(repr(each) for each in pipeline.names) or "none"
-            raise InputError(f"schedules must name penalties, got {name!r}; there are: {there}.")
-        if not callable(schedule):
+    for name in ("base", "aux"):
+        if name in pipeline.names:
             raise InputError(
-                f"the schedule of {name!r} must be a function of the step, got {schedule!r}: a "
-                "number belongs in the pipeline, as weight."
+                f"a penalty must not be called {name!r}, which the metrics have for the base: "
+                "set the option 'name'."
             )
-    return dict(schedules)
-
-
-def _weight(name: str, schedule: Callable[[Any], Any], step: Any) -> jax.Array:
-    if step is None:
-        raise InputError(
-            f"the weight of {name!r} follows a schedule and must have a step, got step=None: "
-            "call the loss with step=."
-        )
-    try:
-        weight = jnp.asarray(schedule(step))
-    except jax.errors.JAXTypeError as error:
-        raise InputError(
-            f"the schedule of {name!r} must work on a traced step, and {schedule!r} does not "
-            f"({type(error).__name__}): take one of optax (linear_schedule, "
-            "cosine_decay_schedule, …), or write it with jax.numpy."
-        ) from error
-    if weight.shape:
-        raise InputError(
-            f"the schedule of {name!r} must give one number, got shape {weight.shape}."
-        )
-    return weight
