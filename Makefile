@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 EXACT  := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format demo bench stress clean
+.PHONY: help test lint format demo bench stress docs dist clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,12 @@ bench: $(READY) ## the speed figures, as ratios of one run
 
 stress: $(READY) ## what takes too long for `make test`: a thousand faults
 	@$(BIN)/python -m benchmarks.stress
+
+docs: $(READY) ## build the documentation site into site/; a broken link fails
+	@$(BIN)/mkdocs build --strict --quiet
+
+dist: $(READY) ## build sdist and wheel, and try the wheel in an environment of its own
+	@$(BIN)/python tools/release.py
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage dist

@@ -1,15 +1,12 @@
-"""Run the benchmarks: all of them, or those named on the command line."""
+"""Run the benchmarks: all of them, and write their page; or those named on the command line."""
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
 from importlib import import_module
 
-import torch
-
-from benchmarks.measure import CONSOLE
+from benchmarks import page
+from benchmarks.measure import CONSOLE, SHOWN
 
 NAMES = (
     "composition",
@@ -19,6 +16,7 @@ NAMES = (
     "penalties",
     "engine",
     "regularizers",
+    "scaling",
     "optim",
 )
 
@@ -28,12 +26,13 @@ def main() -> None:
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         sys.exit(f"unknown benchmark {unknown[0]!r}: choose among {', '.join(NAMES)}")
-    CONSOLE.print(
-        f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    CONSOLE.print(page.machine())
     sys.argv = sys.argv[:1]
     for name in names:
         import_module(f"benchmarks.{name}").main()
+    if names == NAMES:
+        page.write(SHOWN, "make bench")
+        CONSOLE.print(f"written to {page.PAGE.relative_to(page.PAGE.parents[1])}")
 
 
 main()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -68,8 +69,24 @@ def each(way: Callable[[], object], *, repeats: int, warmup: int = 10) -> float:
     return in_turn({"": way}, repeats=repeats, warmup=warmup)[""].median
 
 
-def show(title: str, rows: list[tuple[str, str, str, bool | None]]) -> None:
-    """Print figures beside their targets; the last field says whether the target is met."""
+Row: TypeAlias = tuple[str, str, str, bool | None]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table that was printed: figures beside their targets, and whether these are met."""
+
+    title: str
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+
+
+SHOWN: list[Shown] = []
+
+
+def show(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
+    """Print figures beside their targets, and keep them; notes are for the page alone."""
+    SHOWN.append(Shown(title, rows, notes))
     table = Table(title=title, title_justify="left", title_style="bold")
     for heading in ("what", "measured", "target", ""):
         table.add_column(heading)

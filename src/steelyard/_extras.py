@@ -16,6 +16,7 @@ EXTRAS = {
     "psutil": "engine",
     "safetensors": "engine",
     "transformers": "engine",
+    "accelerate": "hf",
     "gudhi": "topology",
     "httpx": "http",
     "jax": "jax",

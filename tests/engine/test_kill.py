@@ -31,10 +31,10 @@ def save(ready, number):
     training = service.create_lora_training_client("tiny-random", rank=4, seed=number)
     training.forward_backward([datum], "cross_entropy")
     training.optim_step(types.AdamParams()).result()
-    os.write(ready, b"!")
     for count in range(1_000_000):
         training.save_state("latest", overwrite=True).result()
         training.save_state(f"n{number}-{count}").result()
+        os.write(ready, b"!")
 
 def checked(run):
     found = 0
@@ -78,5 +78,5 @@ def test_every_checkpoint_that_exists_loads_whenever_its_writer_was_killed(tmp_p
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert seen["found"] > KILLS // 5
+    assert seen["found"] > KILLS
     assert seen["left"] > KILLS // 20, "few were killed in the middle of a save"

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -302,9 +303,10 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not psutil.pid_exists(worker))
 
 
-def test_other_processes_are_prepared_as_before() -> None:
+def test_other_processes_are_prepared_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("json.tool"))
     data = multiprocessing.spawn.get_preparation_data("other")
-    assert "init_main_from_name" in data or "init_main_from_path" in data
+    assert data["init_main_from_name"] == "json.tool"
 
 
 def test_a_pool_that_cannot_start_fails_the_ticket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,16 +44,8 @@ class Part:
         Raises:
             TermError: it is the base loss, or its `on_error` is `"raise"`.
         """
-        term, failure = self.term, error
-        if not isinstance(error, TermError) or error.term != term.name:
-            message = f"{title(term.name)} failed: {type(error).__name__}: {error}"
-            failure = TermError(message, term=term.name)
-            failure.__cause__ = error
         self.evaluation = None
-        self.events.exception(failure)
-        if term.is_base or term.spec.on_error == "raise":
-            raise failure
-        self.skipped = f"{type(failure).__name__}: {failure}"
+        self.skipped = dropped(self.term, self.events, error)
 
     def report(self, grad_norm: float | None) -> None:
         """Tell of a success, and warn of a term that unexpectedly pulls nothing."""
@@ -65,3 +57,20 @@ class Part:
         self.events.stop(evaluation, grad_norm)
         if evaluation.method is None and self.term.spec.gradient == "auto":
             self.term.warn_detached()
+
+
+def dropped(term: Term, events: TermEvents, error: BaseException) -> str:
+    """Why a term that failed is dropped, if it may be; telemetry hears of it either way.
+
+    Raises:
+        TermError: it is the base loss, or its `on_error` is `"raise"`.
+    """
+    failure = error
+    if not isinstance(error, TermError) or error.term != term.name:
+        message = f"{title(term.name)} failed: {type(error).__name__}: {error}"
+        failure = TermError(message, term=term.name)
+        failure.__cause__ = error
+    events.exception(failure)
+    if term.is_base or term.spec.on_error == "raise":
+        raise failure
+    return f"{type(failure).__name__}: {failure}"

@@ -112,10 +112,23 @@ class Pipeline:
         """The specs of the regularizers, in order."""
         return tuple(term.spec for term in self._terms)
 
+    @property
+    def settings(self) -> Settings:
+        """How the terms run."""
+        return self._settings
+
+    @property
+    def workers(self) -> Workers:
+        """What the terms run on."""
+        return self._own_workers or default_workers()
+
+    def due(self, step: int = 0) -> tuple[Term, ...]:
+        """The base loss and the regularizers that run at `step`, in order."""
+        return (self._base, *(term for term in self._terms if term.spec.due(step)))
+
     def needs(self, step: int = 0) -> tuple[str, ...]:
         """What the regularizers that are due at `step` need beyond log-probs."""
-        due = (term.spec for term in self._terms if term.spec.due(step))
-        return tuple(dict.fromkeys(need for spec in due for need in spec.needs))
+        return tuple(dict.fromkeys(need for term in self.due(step) for need in term.spec.needs))
 
     def compute(
         self,
@@ -163,7 +176,7 @@ class Pipeline:
         done.set_running_or_notify_cancel()
         ticket = Ticket(BASE, "thread", self._compute, (data, logprobs, step, given or {}, stop))
         ticket.on_change = lambda t: done.set_result(None) if t.settled else None
-        self._workers().threads.submit(ticket)
+        self.workers.threads.submit(ticket)
         try:
             await asyncio.wrap_future(done)
         except asyncio.CancelledError:
@@ -285,16 +298,13 @@ class Pipeline:
                     f"got {sorted(given)}."
                 )
         call = Call(due, step, self._settings, data, layout, flat, given)
-        call.run(self._workers(), stop)
+        call.run(self.workers, stop)
         began = perf_counter()
         not_run = [term.name for term in terms if not term.spec.due(step)]
         tracked = self._settings.track_grad_norms
         output = join(call, layout, given, not_run, tracked=tracked)
         events.composed(began, output)
         return output
-
-    def _workers(self) -> Workers:
-        return self._own_workers or default_workers()
 
     def _term(self, spec: RegularizerSpec) -> Term:
         return Term(spec, self._facts.setdefault(spec.name, Facts()))
@@ -344,7 +354,7 @@ class Pipeline:
             check_picklable(term.name, (term.spec.call, term.spec.options))
             term.facts.travelled = term.spec.fn
         if unproved:
-            self._workers().processes.warm()
+            self.workers.processes.warm()
         self._terms = tuple(terms)
 
 

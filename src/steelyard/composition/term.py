@@ -91,12 +91,12 @@ class Term:
             )
         self.facts.stuck = None
 
-    def warn_detached(self) -> None:
-        """Warn, once, that the term has no gradient."""
+    def warn_detached(self, source: str = "the log-probs") -> None:
+        """Warn, once, that the term has no gradient with respect to `source`."""
         if not self.facts.warned:
             self.facts.warned = True
             warnings.warn(
-                f"{title(self.name)} has no gradient: its loss does not depend on the log-probs "
+                f"{title(self.name)} has no gradient: its loss does not depend on {source} "
                 f"through torch, so it adds to the loss and pulls nothing. Use gradient='score' "
                 f"(return one penalty per datum) or gradient='numerical'; gradient='none' says "
                 f"that it is meant so.",

@@ -1,9 +1,39 @@
-"""Steelyard in other people's training loops, one module for each of them.
+"""Steelyard in other people's training loops, one module each.
 
-* `optim`: transforms of the gradients before a `torch.optim.Optimizer` steps
-* `jax`: penalties inside `jax.jit` and `jax.grad`, beside optax
-
-Each is imported by its own name and needs its own extra.
+`torch` is a loss for a plain PyTorch loop, `huggingface` and `lightning` put it into their
+trainers, `optim` transforms gradients before any optimizer steps, and `jax` adds penalties to
+a loss that `jax.grad` differentiates.
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from steelyard._extras import cure as _cure
+
+if TYPE_CHECKING:
+    from steelyard.integrations.torch import (
+        CompositeLoss,
+        aux_loss,
+        capture,
+        collect_aux,
+        reads,
+        term,
+    )
+
+__all__ = ["CompositeLoss", "aux_loss", "capture", "collect_aux", "reads", "term"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'steelyard.integrations' has no attribute {name!r}")
+    try:
+        module = importlib.import_module("steelyard.integrations.torch")
+    except ModuleNotFoundError as error:
+        raise _cure(f"steelyard.integrations.{name}", error) from error
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,105 @@
+"""How the cost of a call grows with the terms, the data and the tokens; drawn as a plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import each, show
+from steelyard import Pipeline, RegularizerSpec
+
+PLOT = Path(__file__).parents[1] / "docs" / "benchmarks-scaling.svg"
+TERMS = (1, 2, 5, 10, 20, 50, 100)
+DATA = (1, 4, 16, 64, 256, 1024, 4096)
+TOKENS = (16, 64, 256, 1024, 4096, 16384)
+# Growth by more than this power of the size counts as worse than linear.
+LINEAR = 1.1
+COLOURS = ("#3f51b5", "#c2185b", "#00796b")
+
+
+def base(_: object, logprobs: Sequence[Tensor]) -> Tensor:
+    return -torch.cat(list(logprobs)).mean()
+
+
+def square(_: object, logprobs: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(logprobs)).square().mean()
+
+
+def seconds(terms: int, data: int, tokens: int) -> float:
+    """Median seconds of a call with all norms and cosines."""
+    torch.manual_seed(0)
+    logprobs = [-torch.rand(tokens) for _ in range(data)]
+    specs = [RegularizerSpec(square, 0.1, f"t{i}", run_in="inline") for i in range(terms)]
+    with Pipeline(base, specs, track_grad_norms=True) as pipeline:
+        return each(lambda: pipeline.compute([], logprobs), repeats=15, warmup=3)
+
+
+def growth(sizes: Sequence[int], times: Sequence[float]) -> float:
+    """The steepest power of the size by which the time grows, over the last three sizes."""
+    first, last = len(sizes) - 3, len(sizes) - 1
+    return math.log(times[last] / times[first]) / math.log(sizes[last] / sizes[first])
+
+
+def plot(lines: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> str:
+    """The lines on logarithmic axes, relative to each one's first point."""
+    width, height, edge = 640, 360, 50
+    top_x = max(sizes[-1] / sizes[0] for sizes, _ in lines.values())
+    top_y = max(max(times) / times[0] for _, times in lines.values())
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = edge + (width - 2 * edge) * math.log(x) / math.log(top_x)
+        up = height - edge - (height - 2 * edge) * math.log(max(y, 1.0)) / math.log(top_y)
+        return round(across, 1), round(up, 1)
+
+    x, y = at(min(top_x, top_y), min(top_x, top_y))
+    low, middle, floor = height - edge, width / 2, height - 14
+    said = f'text-anchor="middle" transform="rotate(-90 16 {height / 2})"'
+    parts = [
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<path d="M {edge} {edge} V {low} H {width - edge}" fill="none" stroke="#888"/>',
+        f'<path d="M {edge} {low} L {x} {y}" stroke="#bbb" stroke-dasharray="4"/>',
+        f'<text x="{x - 40}" y="{y - 6}" fill="#888">linear</text>',
+        f'<text x="{middle}" y="{floor}" text-anchor="middle">size, relative (log)</text>',
+        f'<text x="16" y="{height / 2}" {said}>time, relative (log)</text>',
+    ]
+    for i, (name, (sizes, times)) in enumerate(lines.items()):
+        colour = COLOURS[i]
+        points = [at(s / sizes[0], t / times[0]) for s, t in zip(sizes, times, strict=True)]
+        path = " ".join(f"{x},{y}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in points]
+        label = f"{name}: {sizes[0]} to {sizes[-1]}"
+        parts.append(f'<text x="{edge + 12}" y="{edge + 18 * i}" fill="{colour}">{label}</text>')
+    shape = f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {shape}>', *parts, "</svg>\n"])
+
+
+def main() -> None:
+    """Measure, print and draw."""
+    ways: dict[str, tuple[Sequence[int], Callable[[int], float]]] = {
+        "terms": (TERMS, lambda n: seconds(n, 32, 256)),
+        "data": (DATA, lambda n: seconds(5, n, 64)),
+        "tokens": (TOKENS, lambda n: seconds(5, 32, n)),
+    }
+    lines = {name: (sizes, [way(n) for n in sizes]) for name, (sizes, way) in ways.items()}
+    PLOT.write_text(plot(lines), encoding="utf-8")
+    rows = []
+    for name, (sizes, times) in lines.items():
+        power = growth(sizes, times)
+        measured = f"{times[0] * 1e3:.2f} to {times[-1] * 1e3:.1f} ms, in the end size^{power:.2f}"
+        what = f"{name}, {sizes[0]} to {sizes[-1]}"
+        rows.append((what, measured, f"<= size^{LINEAR}", power <= LINEAR))
+    show(
+        "Scaling: a call with all norms and cosines; 15 repeats; 32 data of 256 tokens for terms, "
+        "5 terms otherwise",
+        rows,
+        notes=[f"![Cost against size]({PLOT.name})"],
+    )
+
+
+if __name__ == "__main__":
+    main()

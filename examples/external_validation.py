@@ -1,0 +1,67 @@
+"""A validator over HTTP: the model is pushed away from answers that a service rejects.
+
+The service runs here on loopback; any that answers a POST with `{"penalty": number}` will do. The
+questions go out side by side, and a slow or broken service drops the term for that step. Needs
+`steelyard[http]`, takes seconds.
+"""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard import Pipeline, RegularizerSpec
+from steelyard.regularizers import ExternalValidation
+
+ANSWERS = ["Paris", "Rome", "Paris, of course", "I would rather not say"]
+
+
+class Validator(BaseHTTPRequestHandler):
+    """Penalises what does not say Paris."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps({"penalty": 0.0 if "Paris" in asked["text"] else 1.0}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def none(data: Any, logprobs: list[Tensor]) -> Tensor:
+    """No base loss here: the term is all there is."""
+    return 0 * torch.cat(logprobs).sum()
+
+
+def main() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Validator)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    judge = ExternalValidation(
+        url=f"http://127.0.0.1:{server.server_port}/check",
+        payload=lambda datum, _index: {"text": datum["text"]},
+    )
+    spec = RegularizerSpec(judge, weight=1.0, name="judge", timeout=10, on_error="skip")
+    data = [{"text": text} for text in ANSWERS]
+    scores = torch.zeros(len(ANSWERS))  # a model of four answers: their logits
+    with Pipeline(none, [spec]) as pipeline:
+        for step in range(31):
+            logprobs = scores.log_softmax(0)
+            output = pipeline.compute(data, [row.reshape(1) for row in logprobs], step)
+            if step % 10 == 0:
+                chances = ", ".join(f"{p:.2f}" for p in logprobs.exp().tolist())
+                print(
+                    f"step {step:2d}  mean penalty {output.regularizers['judge'].value:.2f}"
+                    f"  chances {chances}"
+                )
+            pull = torch.cat(output.gradients)
+            scores -= pull - logprobs.exp() * pull.sum()  # through the softmax
+    server.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Auxiliary losses: a module deep inside a model leaves one, and the composite finds it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from torch import Tensor
+
+from steelyard.errors import InputError
+
+Deposits: TypeAlias = dict[str, Tensor]
+
+
+class _Open(threading.local):
+    """Where the thread's deposits go: the innermost collection that is open."""
+
+    def __init__(self) -> None:
+        self.stack: list[Deposits] = []
+
+
+_open = _Open()
+
+
+def aux_loss(name: str, value: Tensor) -> Tensor:
+    """Leave `value` to whoever collects auxiliary losses during this forward pass.
+
+    Deposits of one name, from several layers, are added up. Nobody collects: nothing happens,
+    so that a model may call it always.
+
+    Args:
+        name: what the composite weighs it under.
+        value: a scalar that carries its gradient.
+
+    Returns:
+        `value`.
+
+    Raises:
+        InputError: it is no scalar tensor.
+
+    Example:
+        >>> import torch
+        >>> with collect_aux() as deposits:
+        ...     for layer in range(3):
+        ...         _ = aux_loss("router", torch.tensor(0.5))
+        >>> deposits
+        {'router': tensor(1.5000)}
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(
+            f"an auxiliary loss must be a scalar tensor, got {shape}: reduce it with .sum() or "
+            f".mean() (auxiliary loss {name!r})."
+        )
+    if _open.stack:
+        deposits = _open.stack[-1]
+        scalar = value.reshape(())
+        deposits[name] = deposits[name] + scalar if name in deposits else scalar
+    return value
+
+
+@contextmanager
+def collect_aux() -> Iterator[Deposits]:
+    """Collect the auxiliary losses that modules leave in this thread while it is open."""
+    try:
+        yield begin_collecting()
+    finally:
+        end_collecting()
+
+
+def begin_collecting() -> Deposits:
+    """Open a collection; what is left from here on goes there, until `end_collecting`."""
+    deposits: Deposits = {}
+    _open.stack.append(deposits)
+    return deposits
+
+
+def end_collecting() -> None:
+    """Close the collection that was opened last."""
+    _open.stack.pop()

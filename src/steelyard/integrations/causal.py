@@ -1,0 +1,102 @@
+"""What the forward pass of a Hugging Face model gives to terms, beyond what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IGNORED = -100
+
+
+@dataclass(eq=False)
+class Forward:
+    """The last forward pass that can be differentiated: what went in and what came out."""
+
+    inputs: dict[str, Any] = field(default_factory=dict)
+    outputs: Any = None
+    backbone: Any = None
+
+
+@contextmanager
+def observed(model: nn.Module, inner: nn.Module) -> Iterator[Forward]:
+    """Watch a model for as long as the block lasts.
+
+    Args:
+        model: what the trainer calls; it may wrap `inner`.
+        inner: the model itself, for its backbone.
+    """
+    seen = Forward()
+
+    def keep(_module: nn.Module, _args: object, kwargs: Mapping[str, Any], output: Any) -> None:
+        if torch.is_grad_enabled():
+            seen.inputs, seen.outputs = dict(kwargs), output
+
+    def keep_backbone(_module: nn.Module, _args: object, output: Any) -> None:
+        if torch.is_grad_enabled():
+            seen.backbone = output
+
+    handles = [model.register_forward_hook(keep, with_kwargs=True)]
+    backbone = getattr(inner, "base_model", inner)
+    if backbone is not inner:
+        handles.append(backbone.register_forward_hook(keep_backbone))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def logits_of(inner: Any, seen: Forward) -> Tensor | None:
+    """The logits of a forward pass: its own, or those that a fused head did not build.
+
+    There the model runs again from the output of its backbone on, which costs one projection
+    onto the vocabulary, so that its own scaling and capping of logits apply.
+    """
+    own = getattr(seen.outputs, "logits", None)
+    if own is not None or seen.backbone is None:
+        return own
+    kept = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+    inputs = {name: seen.inputs[name] for name in kept if name in seen.inputs}
+    backbone, outputs = inner.base_model, seen.backbone
+    # An attribute of the instance hides the method until it is deleted.
+    backbone.forward = lambda *_, **__: outputs
+    try:
+        again: Tensor = inner(**inputs, use_cache=False).logits
+    finally:
+        del backbone.forward
+    return again
+
+
+def target_logprobs(seen: Forward, logits: Tensor | None) -> list[Tensor] | None:
+    """The log-probs of each sequence's next tokens, as the terms over `(data, logprobs)` read."""
+    fused = getattr(seen.outputs, "log_probs", None)
+    if fused is not None:
+        return list(fused)
+    labels = seen.inputs.get("labels")
+    if logits is None or labels is None or labels.dim() + 1 != logits.dim():
+        return None
+    targets = labels[:, 1:].clamp(min=0)
+    logprobs = logits[:, :-1].float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    return list(logprobs)
+
+
+def data_of(labels: Tensor) -> list[dict[str, Any]]:
+    """The data that go with `target_logprobs`: ignored labels have weight 0."""
+    return [
+        {"loss_fn_inputs": {"target_tokens": row, "weights": (row != IGNORED).float()}}
+        for row in labels[:, 1:]
+    ]
+
+
+def token_count(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
+    """How many labels of a batch count in its loss; None if it has none."""
+    labels = inputs.get("shift_labels")
+    if labels is None:
+        labels = inputs.get("labels")
+        labels = labels[..., 1:] if labels is not None and shifted else labels
+    return None if labels is None else (labels != IGNORED).sum()

@@ -1,0 +1,270 @@
+"""Hugging Face: terms in the loss of `Trainer`, and of TRL's trainers that build on it.
+
+`RegularizerMixin` goes in front of a trainer class; `RegularizerCallback` is for a trainer that
+is already built. Either way every component is logged, raw and weighted, with the same scaling
+as the loss under gradient accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from steelyard._extras import cure as _cure
+from steelyard.errors import CheckpointError, InputError
+from steelyard.integrations.causal import (
+    Forward,
+    data_of,
+    logits_of,
+    observed,
+    target_logprobs,
+    token_count,
+)
+from steelyard.integrations.named import Reads
+from steelyard.integrations.tally import Tally
+from steelyard.integrations.torch import CompositeLoss, TermLike, capture, collect_aux, reads
+from steelyard.spec import BASE
+
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    raise _cure("steelyard.integrations.huggingface", error, extra="hf") from error
+
+__all__ = ["RegularizerCallback", "RegularizerMixin"]
+
+STATE_FILE = "steelyard.pt"
+
+
+class RegularizerCallback(TrainerCallback):
+    """Adds terms to the loss of a trainer, and each one's numbers to its log.
+
+    Terms read by name what the model returns (`logits`, `hidden_states`, ...) and was given
+    (`labels`, `input_ids`, ...), `parameters` by name, `activations` (see `capture`), and for
+    terms over `(data, logprobs)` each sequence and the log-probs of its tokens. The loss that
+    the trainer computes is the base loss; that of an evaluation is left as it is. Schedules and
+    `every` follow the optimizer's steps.
+
+    Attach it to a trainer that is built: `RegularizerCallback(terms).attach(trainer)`.
+
+    Args:
+        terms: as in `CompositeLoss`.
+        capture: paths of modules whose outputs terms read as `activations`.
+        options: the other arguments of `CompositeLoss`: `aux`, `track_grad_norms`, ....
+
+    Attributes:
+        composite: the terms; weights may be changed while training.
+
+    Raises:
+        SpecError: an argument breaks a rule.
+    """
+
+    def __init__(
+        self,
+        terms: Iterable[TermLike] | Mapping[str, Iterable[TermLike]] = (),
+        *,
+        capture: str | Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        self.composite = CompositeLoss(reads(_itself, "loss"), terms, **options)
+        self._paths = [capture] if isinstance(capture, str) else list(capture)
+        self._tally = Tally()
+        self._trainer: Any = None
+
+    def attach(self, trainer: Any) -> Self:
+        """Put the terms into the loss of `trainer`, and the callback before those that report.
+
+        Raises:
+            InputError: it is attached already.
+        """
+        self._hold(trainer)
+        own: Callable[..., Any] = trainer.compute_loss
+        trainer.compute_loss = lambda *args, **kwargs: self.compute_loss(own, *args, **kwargs)
+        return self
+
+    def compute_loss(
+        self,
+        own: Callable[..., Any],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """What the trainer's `own` method gives, with the terms added while it trains."""
+        call = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        if not model.training or not torch.is_grad_enabled():
+            return own(model, inputs, **call)
+        inner = _inner(self._trainer, model)
+        asked = self._asked()
+        if "hidden_states" in asked:
+            inputs = {**inputs, "output_hidden_states": True}
+        batch = dict(inputs)
+        with ExitStack() as stack:
+            seen = stack.enter_context(observed(model, inner))
+            deposits = stack.enter_context(collect_aux())
+            captured = stack.enter_context(capture(inner, self._paths)) if self._paths else {}
+            result = own(model, inputs, **call)
+            found = {"aux": deposits, "activations": dict(captured), **batch}
+        loss, *outputs = result if isinstance(result, tuple) else (result,)
+        named = {**found, **_readable(inner, seen, asked), "loss": loss}
+        total = self._weigh(named, batch, num_items_in_batch)
+        return (total, *outputs) if return_outputs else total
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take back what the terms remembered, if a run is resumed."""
+        if self._trainer is None:
+            raise InputError(
+                "a RegularizerCallback must be attached to its trainer, which callbacks=[...] "
+                "does not do: call RegularizerCallback(terms).attach(trainer)."
+            )
+        if state.global_step > 0:
+            self._load(Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE_FILE)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The optimizer has stepped."""
+        self._tally.end_step()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        """Put the components beside the loss."""
+        if logs is None or "loss" not in logs:
+            return
+        names = [spec.name for spec in self.composite.specs]
+        components = self._tally.read(BASE, names)
+        logs.update(components)
+        state.log_history[-1].update(components)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save what the terms remember beside the model."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            torch.save(self.composite.get_extra_state(), folder / STATE_FILE)
+
+    def _hold(self, trainer: Any) -> None:
+        if self._trainer is not None:
+            raise InputError("a RegularizerCallback serves one trainer, and this one has its own.")
+        self._trainer = trainer
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+
+    def _weigh(
+        self, named: Mapping[str, Any], batch: Mapping[str, Any], items: Tensor | int | None
+    ) -> Tensor:
+        trainer, composite = self._trainer, self.composite
+        if composite.step != trainer.state.global_step:
+            composite.step = trainer.state.global_step
+        share = _share(trainer, batch, items)
+        composite.share = 1.0 if share is None else share
+        total: Tensor = composite(named)
+        self._tally.add(composite.readings, share)
+        return total
+
+    def _asked(self) -> set[str]:
+        """The first names of everything that terms read."""
+        asked: set[str] = set()
+        for spec in self.composite.specs:
+            fn = spec.fn
+            names = (*fn.names, *fn.optional) if isinstance(fn, Reads) else ("data", "logprobs")
+            asked |= {name.partition(".")[0] for name in (*names, *spec.needs)}
+        return asked
+
+    def _load(self, path: Path) -> None:
+        try:
+            self.composite.set_extra_state(torch.load(path, weights_only=True))
+        except OSError as error:
+            if self.composite.get_extra_state()["terms"]:
+                raise CheckpointError(
+                    f"a resumed run needs what its terms remember, and {path} cannot be read: "
+                    f"resume from the run's own output_dir."
+                ) from error
+
+
+class RegularizerMixin:
+    """Terms in the loss of a trainer: `class MyTrainer(RegularizerMixin, Trainer): ...`.
+
+    Args:
+        args: the trainer's.
+        terms: as in `CompositeLoss`.
+        capture: paths of modules whose outputs terms read as `activations`.
+        term_options: the other arguments of `CompositeLoss`: `aux`, `track_grad_norms`, ....
+        kwargs: the trainer's.
+
+    Attributes:
+        regularizers: the `RegularizerCallback` that does the work.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        terms: Iterable[TermLike] | Mapping[str, Iterable[TermLike]] = (),
+        capture: str | Sequence[str] = (),
+        term_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.regularizers = RegularizerCallback(terms, capture=capture, **(term_options or {}))
+        self.regularizers._hold(self)  # noqa: SLF001 - the mixin is its other half
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The trainer's own loss, with the terms added while it trains."""
+        own = super().compute_loss  # type: ignore[misc]  # the trainer comes after it
+        return self.regularizers.compute_loss(
+            own, model, inputs, return_outputs, num_items_in_batch
+        )
+
+
+def _itself(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _inner(trainer: Any, model: nn.Module) -> Any:
+    """The model without what data parallelism and adapters wrap around it."""
+    inner = trainer.accelerator.unwrap_model(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def _readable(inner: Any, seen: Forward, asked: set[str]) -> dict[str, Any]:
+    """What terms read of a forward pass; what is dear only if it is asked for."""
+    outputs = seen.outputs
+    named: dict[str, Any] = {k: v for k, v in dict(outputs or {}).items() if v is not None}
+    if asked & {"logits", "logprobs"}:
+        logits = logits_of(inner, seen)
+        named |= {} if logits is None else {"logits": logits}
+        logprobs = target_logprobs(seen, logits) if "logprobs" in asked else None
+        named |= {} if logprobs is None else {"logprobs": logprobs}
+    labels = seen.inputs.get("labels")
+    if "data" in asked and "logprobs" in named and labels is not None:
+        named["data"] = data_of(labels)
+    if "parameters" in asked:
+        named["parameters"] = dict(inner.named_parameters())
+    return named
+
+
+def _share(trainer: Any, batch: Mapping[str, Any], items: Tensor | int | None) -> Tensor | None:
+    """The micro-batch's part of the step, if its loss is divided by the tokens of the whole step.
+
+    Else the trainer itself divides by the number of micro-batches.
+    """
+    scaled = trainer.loss_is_scaled_for_ga
+    if scaled is None:
+        scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    tokens = token_count(batch, shifted=trainer._loss_shifts_labels)  # noqa: SLF001 - nothing public says it
+    if items is None or not scaled or tokens is None:
+        return None
+    share: Tensor = tokens / items
+    if trainer.args.average_tokens_across_devices:
+        share = share * (trainer.accelerator.num_processes // trainer.get_tp_size())
+    return share

@@ -1,0 +1,337 @@
+"""Named inputs: what a call of a composite holds, and which of it a term reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from steelyard.errors import InputError, SpecError
+from steelyard.spec import RegularizerSpec, Schedule, Stateful
+from steelyard.spec.callables import entry_point, is_async
+
+# Tensors as a rule, and whatever else a term may want to read.
+Inputs: TypeAlias = Mapping[str, Any]
+
+
+def fields_of(value: object) -> Inputs | None:
+    """A mapping or a dataclass as a mapping; None if `value` is neither."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return None
+
+
+def gather(outputs: Sequence[object], inputs: Inputs) -> dict[str, Any]:
+    """What was passed to a call, by name: the fields of each output, then the keywords.
+
+    Raises:
+        InputError: an output has no names, or a name stands twice.
+    """
+    found: dict[str, Any] = {}
+    for output in (*outputs, inputs):
+        fields = fields_of(output)
+        if fields is None:
+            raise InputError(
+                f"an output must be a mapping or a dataclass, which give names to what they hold, "
+                f"got {type(output).__name__}: pass it by name, for example logits=...."
+            )
+        for name, value in fields.items():
+            if name in found and found[name] is not value:
+                raise InputError(f"an input must stand once, and {name!r} came twice.")
+            found[name] = value
+    return found
+
+
+def within(inputs: Inputs, head: str) -> dict[str, Any]:
+    """What the terms of a head see: what lies under its name, and what all heads share.
+
+    A mapping or dataclass with an entry for the head gives that entry, so that both
+    `{"value": {"logits": ...}}` and `{"logits": {"value": ...}}` are read as `logits`.
+    """
+    seen = {}
+    for name, value in inputs.items():
+        fields = fields_of(value)
+        seen[name] = value if fields is None else fields.get(head, value)
+    return {**seen, **(fields_of(inputs.get(head)) or {})}
+
+
+def find(inputs: Inputs, name: str) -> Any:
+    """The input of that name; dots lead into mappings and dataclasses.
+
+    Raises:
+        KeyError: it is not there.
+    """
+    if name in inputs:
+        return inputs[name]
+    for at, letter in enumerate(name):
+        inner = fields_of(inputs.get(name[:at])) if letter == "." else None
+        if inner is not None:
+            return find(inner, name[at + 1 :])
+    raise KeyError(name)
+
+
+def names_in(inputs: Inputs, prefix: str = "") -> Iterator[str]:
+    """Every name that `find` knows, for messages."""
+    for name, value in inputs.items():
+        fields = fields_of(value)
+        if fields:
+            yield from names_in(fields, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+class Named(ABC):
+    """Something that is called as every term is, where `data` are the named inputs."""
+
+    @abstractmethod
+    def __call__(self, data: Inputs, logprobs: object = None) -> Any:
+        """What a term returns."""
+
+    @abstractmethod
+    def check(self, who: str, inputs: Inputs) -> None:
+        """Nothing, if all it reads is there.
+
+        Raises:
+            InputError: something is not.
+        """
+
+
+@dataclass(frozen=True)
+class Reads(Named):
+    """A function, and the names of the inputs it reads, in the order of its parameters.
+
+    Called as every term is, `(data, logprobs, **options)`, where `data` are the named inputs.
+
+    Attributes:
+        fn: what is called.
+        names: the inputs that it must have.
+        optional: the inputs that it takes by keyword when they are there.
+        owner: the object that `fn` is a method of, or `fn`.
+        head: the part of the outputs it sees.
+    """
+
+    fn: Callable[..., Any]
+    names: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    owner: Any = None
+    head: str | None = None
+
+    def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
+        """What the function gives for these inputs."""
+        positional, extra = self.arguments(data)
+        return self.fn(*positional, **{**extra, **options})
+
+    def arguments(self, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
+        """What the function takes from the inputs: by position, and by keyword."""
+        seen = self.seen(inputs)
+        extra = {name: seen[name] for name in self.optional if name in seen}
+        return [find(seen, name) for name in self.names], extra
+
+    def seen(self, inputs: Inputs) -> Inputs:
+        """The inputs, as the head sees them."""
+        return inputs if self.head is None else within(inputs, self.head)
+
+    def check(self, who: str, inputs: Inputs) -> None:
+        """Nothing, if all it reads is there."""
+        seen = self.seen(inputs)
+        for name in self.names:
+            try:
+                find(seen, name)
+            except KeyError:
+                there = ", ".join(repr(each) for each in names_in(seen)) or "none"
+                raise InputError(
+                    f"{who} reads the input {name!r}, which is not there; the inputs are: {there}."
+                ) from None
+
+
+class AsyncReads(Reads):
+    """The same for an async function."""
+
+    async def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:
+        """What the function gives for these inputs."""
+        return await super().__call__(data, logprobs, **options)
+
+
+class StatefulReads(Reads):
+    """The same for an object that remembers something from batch to batch."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What it remembers."""
+        state: Mapping[str, Any] = self.owner.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.owner.load_state_dict(state)
+
+
+class AsyncStatefulReads(AsyncReads, StatefulReads):
+    """The same for both."""
+
+
+@dataclass(frozen=True)
+class BaseOfHeads(Named):
+    """The base loss of several heads: the sum of theirs, each also a metric of its own."""
+
+    heads: tuple[Reads, ...]
+
+    def __call__(self, data: Inputs, logprobs: object = None) -> Any:  # noqa: ARG002
+        """The sum, and each head's part."""
+        metrics = {}
+        total = None
+        for fn in self.heads:
+            returned = fn(data)
+            loss, own = returned if isinstance(returned, tuple) else (returned, {})
+            metrics[f"{fn.head}/loss"] = loss.detach()
+            metrics |= {f"{fn.head}/{name}": value for name, value in (own or {}).items()}
+            total = loss if total is None else total + loss
+        return total, metrics
+
+    def check(self, who: str, inputs: Inputs) -> None:
+        """Nothing, if all the heads read is there."""
+        for fn in self.heads:
+            fn.check(f"{who} of head {fn.head!r}", inputs)
+
+
+def base_of(base: Any) -> Named:
+    """The base loss: one function, or one for each head."""
+    if not isinstance(base, Mapping):
+        return reads(base)
+    if not base:
+        raise SpecError("base must be a function, or have one for at least one head, got {}.")
+    return BaseOfHeads(tuple(replace(reads(fn), head=head) for head, fn in base.items()))
+
+
+def reads(fn: Callable[..., Any], *names: str) -> Reads:
+    """`fn` as a term over named inputs.
+
+    Args:
+        fn: a function, a module, or an object with `compute`; it returns what a term returns.
+        names: the inputs for its parameters, in order; without any, those that its parameters
+            are named after. Dots lead into mappings and dataclasses.
+
+    Raises:
+        SpecError: the names cannot be told from the function.
+
+    Example:
+        >>> from torch import nn
+        >>> reads(nn.MSELoss(), "prediction", "target").names
+        ('prediction', 'target')
+        >>> reads(lambda logits, labels: ...).names
+        ('logits', 'labels')
+    """
+    if isinstance(fn, Reads):
+        return fn
+    if not callable(_called(fn)):
+        raise SpecError(f"fn must be callable over named inputs, got {fn!r}.")
+    if not all(isinstance(name, str) and name for name in names):
+        raise SpecError(f"the names of inputs must be non-empty strings, got {names!r}.")
+    optional: tuple[str, ...] = ()
+    if not names:
+        names, optional = _parameters(fn)
+    kind = _KINDS[is_async(fn), isinstance(fn, Stateful) and not isinstance(fn, nn.Module)]
+    return kind(_called(fn), names, optional, fn)
+
+
+def term(
+    fn: Callable[..., Any],
+    weight: float | Schedule,
+    name: str = "",
+    *,
+    inputs: str | Sequence[str] = (),
+    **settings: Any,
+) -> RegularizerSpec:
+    """A spec for a term over named inputs.
+
+    Args:
+        fn: returns a loss, or a loss and metrics.
+        weight: a finite number >= 0, or a schedule.
+        name: may be left out if `fn` has a `name`.
+        inputs: the inputs for the parameters of `fn`, in order; without any, those that its
+            parameters are named after.
+        settings: the other fields of `RegularizerSpec`.
+
+    Raises:
+        SpecError: a field breaks its rule.
+
+    Example:
+        >>> from steelyard import penalties
+        >>> spec = term(penalties.l2, 0.1, "activity", inputs="hidden")
+        >>> spec.name, spec.fn.names
+        ('activity', ('hidden',))
+    """
+    names = (inputs,) if isinstance(inputs, str) else tuple(inputs)
+    for key in ("run_in", "gradient"):
+        if isinstance(own := getattr(fn, key, None), str):
+            settings.setdefault(key, own)
+    return RegularizerSpec(reads(fn, *names), weight, name or _own_name(fn), **settings)
+
+
+def specs_of(terms: Any) -> list[RegularizerSpec]:
+    """The specs of a list of terms, or of one list for each head."""
+    if isinstance(terms, Mapping):
+        return [spec_of(like, head) for head, own in terms.items() for like in own]
+    return [spec_of(like) for like in terms]
+
+
+def spec_of(like: RegularizerSpec | Mapping[str, Any], head: str | None = None) -> RegularizerSpec:
+    """The spec that `like` is or describes, for a head if there is one.
+
+    A mapping has the fields of `RegularizerSpec`, and may have `inputs`.
+    """
+    if isinstance(like, Mapping) and callable(like.get("fn")) and "weight" in like:
+        fields = dict(like)
+        fn = fields["fn"]
+        if "inputs" in fields or not _takes_data(fn):
+            like = term(fields.pop("fn"), fields.pop("weight"), **fields)
+    spec = RegularizerSpec.of(like)
+    if head is None:
+        return spec
+    fn = spec.fn if isinstance(spec.fn, Reads) else reads(spec.fn, "data", "logprobs")
+    return replace(spec, fn=replace(fn, head=head), name=f"{head}/{spec.name}")
+
+
+def _takes_data(fn: Any) -> bool:
+    """Whether it is a term over `(data, logprobs)`, as those of a pipeline."""
+    return _parameters(fn)[0][:2] == ("data", "logprobs")
+
+
+def _parameters(fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the parameters that must be given, and of those that may."""
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else _called(fn))
+        named = [p for p in signature.parameters.values() if p.kind in _NAMED]
+    except (TypeError, ValueError):  # builtins and some C functions show no signature
+        named = []
+    if not named:
+        raise SpecError(f"the inputs must be named for {fn!r}, whose parameters have no names.")
+    return (
+        tuple(p.name for p in named if p.default is p.empty),
+        tuple(p.name for p in named if p.default is not p.empty),
+    )
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+# By whether it is async, and whether it remembers; the parameters of a module are not that.
+_KINDS: Mapping[tuple[bool, bool], type[Reads]] = {
+    (False, False): Reads,
+    (True, False): AsyncReads,
+    (False, True): StatefulReads,
+    (True, True): AsyncStatefulReads,
+}
+
+
+def _called(fn: Any) -> Callable[..., Any]:
+    return fn if isinstance(fn, nn.Module) else entry_point(fn)
+
+
+def _own_name(fn: object) -> str:
+    name: str = getattr(fn, "name", "") or getattr(fn, "__name__", "")
+    return "" if name == "<lambda>" else name

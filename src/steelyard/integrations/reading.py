@@ -1,0 +1,117 @@
+"""What came of one term in one call of a composite: a value that still carries its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.composition.events import TermEvents
+from steelyard.composition.term import Term
+from steelyard.errors import GradientError
+from steelyard.gradients import Evaluation, Method
+from steelyard.gradients.returned import as_scalar, split_metrics
+from steelyard.integrations.named import Inputs, Named, fields_of
+
+
+@dataclass(eq=False)
+class Reading:
+    """One term in one call.
+
+    Attributes:
+        term: the base loss or a regularizer.
+        weight: its weight at this step; a tensor inside a compiled function.
+        value: a scalar, at least float32; its graph leads to what the term read.
+        custom: the metrics the term returned.
+        method: how its gradient comes to be; None if there is none.
+        duration: seconds; on an accelerator, until its work was queued.
+        events: what telemetry hears of it; None if it was told already.
+    """
+
+    term: Term
+    weight: float | Tensor
+    value: Tensor
+    custom: Mapping[str, Any]
+    method: Method | None = None
+    duration: float = 0.0
+    events: TermEvents | None = None
+
+    def report(self, value: float, grad_norm: float | None) -> None:
+        """Tell of a success."""
+        if self.events is not None:
+            evaluation = Evaluation(value, dict(self.custom), None, self.method, self.duration, 0.0)
+            self.events.stop(evaluation, grad_norm)
+
+
+def ask(term: Term, inputs: Inputs) -> Any:
+    """What the term returns."""
+    spec = term.spec
+    if isinstance(spec.fn, Named):
+        return spec.fn(inputs, **spec.options)
+    needed = {need: inputs[need] for need in spec.needs}
+    return spec.call(inputs["data"], inputs["logprobs"], **spec.options, **needed)
+
+
+def read_inline(term: Term, weight: float, inputs: Inputs, events: TermEvents) -> Reading:
+    """A term's value, here and now, in the graph of what it reads.
+
+    Raises:
+        TermError: it is no loss, or has no gradient where one is asked for.
+    """
+    events.start()
+    began = perf_counter()
+    loss, custom = split_metrics(term.name, ask(term, inputs))
+    value = settled(term, as_scalar(term.name, loss))
+    method: Method | None = "autograd" if value.requires_grad else None
+    if method is None and differentiable(inputs):
+        _complain(term)
+    return Reading(term, weight, value, custom, method, perf_counter() - began, events)
+
+
+def read_traced(term: Term, weight: Tensor, inputs: Inputs) -> Reading:
+    """The same while a compiler watches: nothing is asked of a value, nobody is told."""
+    returned = ask(term, inputs)
+    loss, custom = returned if isinstance(returned, tuple) else (returned, {})
+    return Reading(term, weight, settled(term, loss.reshape(())), custom or {})
+
+
+def settled(term: Term, value: Tensor) -> Tensor:
+    """The value in float32 or more, since a sum of halves would lose the small terms."""
+    value = value if value.dtype in (torch.float32, torch.float64) else value.float()
+    return value.detach() if term.spec.gradient == "none" else value
+
+
+def differentiable(inputs: object) -> list[Tensor]:
+    """The tensors in the inputs, however deep, that a gradient can flow to; each once."""
+    found: dict[int, Tensor] = {}
+    if torch.is_grad_enabled():
+        _collect(inputs, found)
+    return list(found.values())
+
+
+def _collect(value: object, found: dict[int, Tensor]) -> None:
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            found[id(value)] = value
+        return
+    fields = fields_of(value)
+    if fields is not None:
+        value = list(fields.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            _collect(each, found)
+
+
+def _complain(term: Term) -> None:
+    if term.spec.gradient == "autograd":
+        raise GradientError(
+            f"gradient='autograd' needs a loss with a path to the inputs through torch, got one "
+            f"without (regularizer {term.name!r}): use gradient='none' if it is meant so.",
+            term=term.name,
+        )
+    if term.spec.gradient == "auto":
+        term.warn_detached("what it reads")

@@ -1,0 +1,189 @@
+"""What the documentation site is generated from, beside the pages in `docs/`: a hook of MkDocs.
+
+The config reference comes from the schema, the API reference from the docstrings, the diagram of
+the stages from the real imports, and each file in `examples/` becomes a page with its output.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "steelyard"
+EXAMPLES = ROOT / "examples"
+
+# From the bottom up: each imports from those before it.
+STAGES = (
+    "telemetry",
+    "output",
+    "spec",
+    "penalties",
+    "execution",
+    "gradients",
+    "composition",
+    "clients",
+    "engine",
+    "regularizers",
+    "integrations",
+    "experiment",
+    "cli",
+)
+API = (
+    "steelyard",
+    "steelyard.errors",
+    "steelyard.schedules",
+    "steelyard.penalties",
+    "steelyard.telemetry",
+    "steelyard.regularizers",
+    "steelyard.engine",
+    "steelyard.integrations.torch",
+    "steelyard.integrations.huggingface",
+    "steelyard.integrations.lightning",
+    "steelyard.integrations.optim",
+    "steelyard.integrations.jax",
+    "steelyard.experiment",
+)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages = {
+        "reference/config.md": config_reference(),
+        "reference/diagram.svg": diagram(),
+        **{f"reference/api/{name}.md": api_page(name) for name in API},
+        **{f"examples/{path.stem}.md": example_page(path) for path in example_files()},
+    }
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    """Links to files of the repository lead to their pages here."""
+    up = "../" * page.file.src_uri.count("/")
+    return re.sub(r"\]\((?:\.\./)+examples/(\w+)\.py\)", rf"]({up}examples/\1.md)", markdown)
+
+
+def example_files() -> Iterator[Path]:
+    """The examples, in order."""
+    yield from sorted(EXAMPLES.glob("*.py"))
+
+
+def example_page(path: Path) -> str:
+    """An example, and what it prints."""
+    source = path.read_text(encoding="utf-8")
+    title = path.stem.replace("_", " ").capitalize()
+    said = path.parent / "outputs" / f"{path.stem}.txt"
+    shown = f"\n```text\n{said.read_text(encoding='utf-8')}```\n" if said.exists() else ""
+    return f"# {title}\n\n```{{.python}}\n{source}```\n{shown}"
+
+
+def api_page(name: str) -> str:
+    """A module's docstrings."""
+    return f"# `{name}`\n\n::: {name}\n    options:\n      show_root_heading: false\n"
+
+
+def config_reference() -> str:
+    """Every key of a config file: its type, default and meaning."""
+    from steelyard.experiment.config import Config  # noqa: PLC0415 - loads pydantic
+
+    lines = [
+        "# Config reference",
+        "",
+        "Generated from the schema; `steelyard config --help` shows it in a terminal.",
+        "",
+    ]
+    lines += _section("(top level)", Config, [n for n, f in _fields(Config) if not _model_in(f)])
+    for name, field in _fields(Config):
+        model = _model_in(field)
+        if model is not None:
+            many = get_origin(field.annotation) is list
+            title = f"[[{name}]]" if many else f"[{name}]"
+            lines += _section(title, model, [n for n, _ in _fields(model)])
+    return "\n".join(lines)
+
+
+def _fields(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    return list(model.model_fields.items())
+
+
+def _model_in(field: FieldInfo) -> type[BaseModel] | None:
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if inspect.isclass(kind) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _section(title: str, model: type[BaseModel], names: Sequence[str]) -> list[str]:
+    summary = (model.__doc__ or "").strip().splitlines()[0]
+    lines = [f"## `{title}`", "", summary, "", "| key | type | default | |", "|---|---|---|---|"]
+    for name in names:
+        field = model.model_fields[name]
+        default = "**required**" if field.default is PydanticUndefined else f"`{field.default!r}`"
+        kind = _type(field.annotation).replace("|", "\\|")
+        lines.append(f"| `{name}` | {kind} | {default} | {field.description or ''} |")
+    return [*lines, ""]
+
+
+def _type(kind: Any) -> str:
+    args = get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return " | ".join(_type(arg) for arg in args)
+    if args and all(isinstance(arg, str) for arg in args):
+        return ", ".join(f"`{arg}`" for arg in args)
+    if kind is Any:
+        return "see right"
+    return "none" if kind is type(None) else f"{getattr(kind, '__name__', kind)}"
+
+
+def imports() -> dict[str, set[str]]:
+    """Which stage imports which, as the source has it today."""
+    found: dict[str, set[str]] = {stage: set() for stage in STAGES}
+    for stage in STAGES:
+        for path in (SOURCE / stage).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("steelyard"):
+                    parts = (node.module or "").split(".")
+                    names = parts[1:2] or [alias.name for alias in node.names]
+                    found[stage] |= {n for n in names if n in STAGES and n != stage}
+    return found
+
+
+def diagram() -> str:
+    """The stages from bottom to top, and an arc for each import."""
+    width, row, left, box = 520, 44, 10, 150
+    x = left + box
+    height = row * len(STAGES) + 20
+    at = {stage: height - 30 - row * i for i, stage in enumerate(STAGES)}
+    shape = f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="15"'
+    said = 'role="img" aria-label="The stages and their imports"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {shape} {said}>']
+    for stage, used in imports().items():
+        for other in sorted(used):
+            y, z = at[stage], at[other]
+            bend = min(280, 24 + abs(y - z) * 0.6)
+            parts.append(
+                f'<path d="M {x} {y} C {x + bend} {y}, {x + bend} {z}, {x} {z}" fill="none" '
+                f'stroke="#3f51b5" stroke-opacity="0.45">'
+                f"<title>{stage} imports {other}</title></path>"
+            )
+    for stage, y in at.items():
+        parts.append(
+            f'<rect x="{left}" y="{y - 15}" width="{box}" height="30" rx="6" fill="#fff" '
+            f'stroke="#3f51b5"/><text x="{left + box // 2}" y="{y + 5}" text-anchor="middle">'
+            f"{stage}</text>"
+        )
+    return "\n".join([*parts, "</svg>"])
