@@ -17,6 +17,7 @@ NAMES = (
     "engine",
     "regularizers",
     "scaling",
+    "optim",
 )
 
 

@@ -21,6 +21,8 @@ EXTRAS = {
     "httpx": "http",
     "lightning": "lightning",
     "pytorch_lightning": "lightning",
+    "jax": "jax",
+    "optax": "jax",
     "scipy": "fairness",
     "z3": "logic",
     "pydantic": "cli",

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 import steelyard
 from steelyard.errors import SpecError
 from steelyard.spec import schedules
-from steelyard.spec.schedules import constant, cosine, exponential, linear, piecewise, warmup
+from steelyard.spec.schedules import (
+    by_epoch,
+    constant,
+    cosine,
+    exponential,
+    linear,
+    piecewise,
+    warmup,
+)
 
 Schedule = Callable[[int], float]
 
@@ -40,6 +48,11 @@ steps = st.integers(0, 3000)
         (cosine(0.0, 1.0, 4), {0: 0.0, 1: (2 - math.sqrt(2)) / 4, 2: 0.5, 4: 1.0}),
         (cosine(5.0, 1.0, 0), {0: 1.0, 9: 1.0}),
         (piecewise({0: 0.1, 100: 0.5}), {0: 0.1, 99: 0.1, 100: 0.5, 101: 0.5, 10**9: 0.5}),
+        (
+            by_epoch(piecewise({0: 1.0, 1: 2.0, 2: 5.0}), 3),
+            {0: 1.0, 2: 1.0, 3: 2.0, 5: 2.0, 6: 5.0},
+        ),
+        (by_epoch(linear(0.0, 1.0, 2), 1), {0: 0.0, 1: 0.5, 2: 1.0}),
         (piecewise({7: 3.0, 0: 1.0, 3: 2.0}), {0: 1.0, 2: 1.0, 3: 2.0, 6: 2.0, 7: 3.0}),
     ],
 )
@@ -106,6 +119,7 @@ def test_piecewise_keeps_its_own_copy() -> None:
 
 NUMBER = "{} must be a finite number, got {}."
 STEPS = "{} must be a whole number >= 0, got {}."
+EPOCH = "steps_per_epoch must be a whole number >= 1, got {}."
 PIECES = "pieces must map steps to weights and begin at step 0, got {}."
 
 
@@ -133,6 +147,9 @@ PIECES = "pieces must map steps to weights and begin at step 0, got {}."
         (piecewise, ([0, 1],), PIECES.format("[0, 1]")),
         (piecewise, ({0: 1.0, -5: 2.0},), STEPS.format("a step of pieces", "-5")),
         (piecewise, ({0: 1.0, 1.5: 2.0},), STEPS.format("a step of pieces", "1.5")),
+        (by_epoch, (0.5, 3), "schedule must be a callable epoch -> float, got 0.5."),
+        (by_epoch, (constant(1.0), 0), EPOCH.format("0")),
+        (by_epoch, (constant(1.0), 2.5), EPOCH.format("2.5")),
         (piecewise, ({0: 1.0, 9: "x"},), NUMBER.format("pieces[9]", "'x'")),
     ],
 )
@@ -151,6 +168,7 @@ EACH: list[tuple[Callable[..., Schedule], tuple[Any, ...], tuple[Any, ...]]] = [
     (exponential, (1.0, 0.9), (1.0, 0.8)),
     (cosine, (1.0, 0.0, 10), (1.0, 0.1, 10)),
     (piecewise, ({0: 1.0, 5: 2.0},), ({0: 1.0, 6: 2.0},)),
+    (by_epoch, (linear(0.0, 1.0, 9), 2), (linear(0.0, 1.0, 9), 3)),
 ]
 
 

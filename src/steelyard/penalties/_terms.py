@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from steelyard.errors import InputError
-from steelyard.penalties._arrays import Array
+from steelyard.penalties._arrays import Array, constant
 from steelyard.penalties._options import flag, number
 from steelyard.penalties.constraints import consistency, orthogonality
 from steelyard.penalties.divergences import entropy, js_divergence, kl_divergence
@@ -70,6 +70,13 @@ class Term:
         if missing:
             raise InputError(f"penalty {self.name!r} needs the input {missing[0]!r}, got {there}.")
         return {name: inputs[name] for name in self.inputs}
+
+    def evaluate(self, inputs: Array | Mapping[str, Array]) -> Array:
+        """The unweighted value for a call's inputs; a constant if it is not differentiable."""
+        arguments = self.arguments(inputs)
+        if not self.differentiable:
+            arguments = {name: constant(x) for name, x in arguments.items()}
+        return self.value(arguments)
 
     def value(self, arguments: Mapping[str, Array]) -> Array:
         """Call the function; only a scalar can be weighed."""

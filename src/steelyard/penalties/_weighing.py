@@ -25,7 +25,7 @@ from steelyard.penalties._terms import Term
 
 
 def values_of(terms: Sequence[Term], inputs: Array | Mapping[str, Array]) -> list[Array]:
-    return [_value(term, inputs) for term in terms]
+    return [term.evaluate(inputs) for term in terms]
 
 
 def values_and_norms(
@@ -42,7 +42,7 @@ def values_and_norms(
             norms[term.name] = joint_norm(gradients)
             total = add_weighted(total, term.weight, gradients)
         else:
-            value = _value(term, inputs)
+            value = term.evaluate(inputs)
         values.append(value)
     if terms:
         norms["total"] = joint_norm(total)
@@ -80,13 +80,6 @@ def metrics_of(
     if "total" in norms:
         metrics["total_grad_norm"] = norms["total"]
     return metrics
-
-
-def _value(term: Term, inputs: Array | Mapping[str, Array]) -> Array:
-    arguments = term.arguments(inputs)
-    if not term.differentiable:
-        arguments = {name: constant(x) for name, x in arguments.items()}
-    return term.value(arguments)
 
 
 def _like_inputs(inputs: Array | Mapping[str, Array], total: float) -> Array:

@@ -57,6 +57,21 @@ class PenaltyPipeline:
         """The names of all penalties, in order."""
         return tuple(each.name for each in self._terms)
 
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The penalties that are enabled, in order: each has a `name`, a `weight`, `inputs`.
+
+        `evaluate` gives the value of one, inside transformations too and with nothing told to
+        telemetry, for those who join the penalties to something else.
+
+        Example:
+            >>> import numpy as np
+            >>> [l1, l2] = PenaltyPipeline(["l1", ("l2", {"weight": 0.5})]).terms
+            >>> print(l1.weight * l1.evaluate(np.ones(3)), l2.weight * l2.evaluate(np.ones(3)))
+            3.0 1.5
+        """
+        return tuple(each for each in self._terms if each.enabled)
+
     def compute(
         self, inputs: Array | Mapping[str, Array], *, track_grad_norms: bool = False
     ) -> tuple[Array, dict[str, float]]:
@@ -87,7 +102,7 @@ class PenaltyPipeline:
 'total_grad_norm': 5.0}
         """
         flag("track_grad_norms", track_grad_norms)
-        active = self._active()
+        active = self.terms
         started = time.perf_counter()
         telemetry.execute(
             telemetry.events.PENALTIES_START,
@@ -132,7 +147,7 @@ class PenaltyPipeline:
             >>> print(PenaltyPipeline(["l1", "l2"]).compute_total(np.array([1.0, -2.0])))
             8.0
         """
-        active = self._active()
+        active = self.terms
         return weighted_sum(active, values_of(active, inputs), inputs)
 
     def add(
@@ -204,9 +219,6 @@ class PenaltyPipeline:
             for each in self._terms
         ]
         return f"PenaltyPipeline({' + '.join(parts)})"
-
-    def _active(self) -> list[Term]:
-        return [each for each in self._terms if each.enabled]
 
     def _find(self, name: str) -> Term:
         for each in self._terms:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from steelyard.errors import SpecError
 from steelyard.spec.numbers import is_finite, is_whole
 
-__all__ = ["constant", "cosine", "exponential", "linear", "piecewise", "warmup"]
+__all__ = ["by_epoch", "constant", "cosine", "exponential", "linear", "piecewise", "warmup"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,30 @@ class _Piecewise:
 
     def __call__(self, step: int) -> float:
         return self.pieces[bisect_right(self.pieces, step, key=lambda piece: piece[0]) - 1][1]
+
+
+@dataclass(frozen=True)
+class _ByEpoch:
+    schedule: Callable[[int], float]
+    steps_per_epoch: int
+
+    def __call__(self, step: int) -> float:
+        return self.schedule(step // self.steps_per_epoch)
+
+
+def by_epoch(schedule: Callable[[int], float], steps_per_epoch: int) -> _ByEpoch:
+    """A schedule that counts epochs, for those who count steps: schedule(step // steps_per_epoch).
+
+    Example:
+        >>> weight = by_epoch(linear(0.0, 1.0, 4), steps_per_epoch=100)
+        >>> [weight(step) for step in (0, 99, 100, 250, 400)]
+        [0.0, 0.0, 0.25, 0.5, 1.0]
+    """
+    if not callable(schedule):
+        raise SpecError(f"schedule must be a callable epoch -> float, got {schedule!r}.")
+    if not is_whole(steps_per_epoch, at_least=1):
+        raise SpecError(f"steps_per_epoch must be a whole number >= 1, got {steps_per_epoch!r}.")
+    return _ByEpoch(schedule, int(steps_per_epoch))
 
 
 def constant(v: float) -> _Constant:

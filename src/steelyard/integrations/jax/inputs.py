@@ -1,0 +1,91 @@
+"""What penalties read: what the base loss gives beside its loss, and the parameters, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from steelyard.errors import InputError
+from steelyard.penalties._terms import Term
+
+PARAMS = "params"
+# A tree of arrays has no static type in JAX.
+Tree: TypeAlias = Any
+
+
+def read_base(result: Any) -> tuple[jax.Array, Tree, Tree]:
+    """The loss, what penalties may read, and what only passes through, as a base gives them."""
+    loss, outputs, aux = result, None, None
+    if isinstance(result, tuple):
+        if len(result) not in (2, 3):
+            raise InputError(
+                "base must return a loss, (loss, outputs) or (loss, outputs, aux), got a tuple of "
+                f"{len(result)}."
+            )
+        loss, outputs, aux = (*result, None)[:3]
+    if not hasattr(loss, "dtype") or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        kind = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "dtype") else type(loss).__name__
+        raise InputError(
+            f"base must return a floating-point scalar as its loss, got {kind}: reduce it, for "
+            "example with jnp.mean."
+        )
+    return loss, outputs, aux
+
+
+class Inputs:
+    """The arrays that penalties may ask for."""
+
+    def __init__(self, params: Tree, outputs: Tree) -> None:
+        self._outputs = outputs
+        self._leaves = {
+            "/".join([PARAMS, *filter(None, [_path(path)])]): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        }
+
+    def for_term(self, term: Term) -> Tree:
+        """One array for a penalty that names none, else those it names.
+
+        Raises:
+            InputError: There is none of that name, or it cannot be told which is meant.
+        """
+        if term.inputs is not None:
+            return {name: self._named(name, term.name) for name in term.inputs}
+        if self._outputs is None:
+            return self._joined(PARAMS, term.name)
+        # Of named outputs none is meant: the penalty itself says so, and lists them.
+        return self._outputs
+
+    def _named(self, name: str, term: str) -> jax.Array:
+        if isinstance(self._outputs, Mapping) and name in self._outputs:
+            found: jax.Array = self._outputs[name]
+            return found
+        return self._joined(name, term)
+
+    def _joined(self, name: str, term: str) -> jax.Array:
+        """One parameter as it is; several, or all, as one vector."""
+        found = [
+            leaf
+            for path, leaf in self._leaves.items()
+            if path == name or path.startswith(f"{name}/") or fnmatchcase(path, name)
+        ]
+        if not found:
+            given = self._outputs if isinstance(self._outputs, Mapping) else ()
+            raise InputError(
+                f"penalty {term!r} needs the input {name!r}, got from the base "
+                f"{_listed(given)}; parameters: {_listed([PARAMS, *self._leaves])}."
+            )
+        if len(found) == 1:
+            return jnp.asarray(found[0])
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in found])
+
+
+def _path(path: Any) -> str:  # a tuple of JAX's kinds of keys
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(repr(name) for name in dict.fromkeys(names)) or "none"

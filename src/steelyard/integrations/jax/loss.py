@@ -1,0 +1,159 @@
+"""A base loss and its penalties as one function that JAX can differentiate and compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from steelyard.errors import InputError
+from steelyard.integrations.jax.inputs import Inputs, Tree, read_base
+from steelyard.integrations.jax.norms import gradient_norms, wide
+from steelyard.integrations.jax.weights import check_schedules, weight_at
+from steelyard.penalties import PenaltyPipeline
+
+
+class LossFunction(Protocol):
+    """What `loss_with_penalties` gives; the arguments are the base's, hence `Any`."""
+
+    def __call__(
+        self, params: Tree, *args: Any, step: Any = None, **kwargs: Any
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """The total and the metrics."""
+
+
+def loss_with_penalties(
+    base: Callable[..., Any],
+    pipeline: PenaltyPipeline,
+    *,
+    schedules: Mapping[str, Callable[[Any], Any]] | None = None,
+    track_grad_norms: bool = False,
+) -> LossFunction:
+    """Join a base loss and penalties: `total = base + Σ weightᵢ · penaltyᵢ`.
+
+    What comes back is for `jax.value_and_grad(…, has_aux=True)`, inside `jax.jit` or not.
+
+    Args:
+        base: `base(params, *args, **kwargs)` returns a scalar loss; or `(loss, outputs)`, where
+            `outputs` is what penalties may read, one array or a dict of them; or
+            `(loss, outputs, aux)`, where `aux` is any tree and comes back as `metrics["aux"]`.
+        pipeline: The penalties. Their `inputs` name outputs of the base, or parameters:
+            `"params"` is all of them as one vector, `"params/dense/kernel"` one,
+            `"params/dense"` those below it, `"params/*/kernel"` those that match. A penalty
+            without `inputs` reads the base's one output, or without any all parameters.
+        schedules: Weights that change, `{name: step -> weight}`, in place of the pipeline's:
+            those of optax, or any function that works on a traced step.
+        track_grad_norms: Add the norms of the gradients with respect to the parameters. It
+            costs a backward pass more for the base and for each term, run as one vmapped pass,
+            and memory for as many copies of the parameters.
+
+    Returns:
+        A function of the base's arguments, and of `step=` for the schedules, that gives the
+        total and the metrics, which are arrays: `base`, `name` (raw), `name_weighted`, `total`;
+        tracked, also `base_grad_norm`, `name_grad_norm` (unweighted) and `total_grad_norm` (of
+        the weighted total). A penalty with `differentiable=False` has no norm.
+
+    Raises:
+        InputError: An argument breaks its rule. While tracing: an input is missing, the base
+            or a penalty gives no scalar, a schedule cannot be traced or lacks its `step`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from steelyard.penalties import PenaltyPipeline
+        >>> def base(params, x, y):
+        ...     hidden = jnp.tanh(x @ params["dense"]["kernel"])
+        ...     return jnp.mean((hidden.sum(-1) - y) ** 2), {"hidden": hidden}
+        >>> pipeline = PenaltyPipeline([
+        ...     ("l2", {"weight": 0.5, "inputs": "params/*/kernel"}),
+        ...     ("l1", {"weight": 0.1, "inputs": "hidden", "reduction": "mean"}),
+        ... ])
+        >>> loss = loss_with_penalties(base, pipeline)
+        >>> params = {"dense": {"kernel": jnp.ones((3, 2))}}
+        >>> x, y = jnp.zeros((4, 3)), jnp.ones(4)
+        >>> (total, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+        ...     params, x, y
+        ... )
+        >>> {name: float(value) for name, value in metrics.items()}  # jit sorts them
+        {'base': 1.0, 'l1': 0.0, 'l1_weighted': 0.0, 'l2': 6.0, 'l2_weighted': 3.0, 'total': 4.0}
+    """
+    _check_pipeline(pipeline)
+    if not callable(base):
+        raise InputError(f"base must be a function of the parameters, got {base!r}.")
+    if not isinstance(track_grad_norms, bool):
+        raise InputError(f"track_grad_norms must be True or False, got {track_grad_norms!r}.")
+    planned = check_schedules(schedules or {}, pipeline)
+    terms = pipeline.terms
+
+    def values(params: Tree, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Tree]:
+        loss, outputs, aux = read_base(base(params, *args, **kwargs))
+        inputs = Inputs(params, outputs)
+        found = {term.name: jnp.asarray(term.evaluate(inputs.for_term(term))) for term in terms}
+        return {"base": loss, **found}, aux
+
+    def loss(
+        params: Tree, *args: Any, step: Any = None, **kwargs: Any
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        weights = {
+            term.name: weight_at(term.name, planned[term.name], step)
+            if term.name in planned
+            else term.weight
+            for term in terms
+        }
+        found, aux = values(params, *args, **kwargs)
+        total = wide(found["base"])
+        for name, weight in weights.items():
+            total = total + weight * wide(found[name])
+        total = total.astype(found["base"].dtype)
+        norms: dict[str, jax.Array] = {}
+        if track_grad_norms:
+            point, fixed, named = _constant((params, args, kwargs))
+            tracked = {"base", *(term.name for term in terms if term.differentiable)}
+
+            def steep(at: Tree) -> dict[str, Any]:
+                every, _ = values(at, *fixed, **named)
+                return {name: value for name, value in every.items() if name in tracked}
+
+            norms = gradient_norms(steep, point, {"base": 1.0, **weights})
+        metrics = _metrics(found, weights, norms, total)
+        return total, metrics if aux is None else {**metrics, "aux": aux}
+
+    return loss
+
+
+def _metrics(
+    found: Mapping[str, Any], weights: Mapping[str, Any], norms: Mapping[str, Any], total: Any
+) -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    for name, value in found.items():
+        metrics[name] = value
+        if name in weights:
+            metrics[f"{name}_weighted"] = weights[name] * value
+        if f"{name}_grad_norm" in norms:
+            metrics[f"{name}_grad_norm"] = norms[f"{name}_grad_norm"]
+    metrics["total"] = total
+    if norms:
+        metrics["total_grad_norm"] = norms["total_grad_norm"]
+    return metrics
+
+
+def _constant(tree: Tree) -> Tree:
+    """Cut from what is being differentiated: norms are metrics, and need no second derivative."""
+    return jax.tree.map(
+        lambda leaf: jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf, tree
+    )
+
+
+def _check_pipeline(pipeline: PenaltyPipeline) -> None:
+    if not isinstance(pipeline, PenaltyPipeline):
+        raise InputError(
+            "pipeline must be a steelyard.penalties.PenaltyPipeline, got "
+            f"{type(pipeline).__qualname__}: write PenaltyPipeline([('l2', {{'weight': 0.1}})])."
+        )
+    for name in ("base", "aux"):
+        if name in pipeline.names:
+            raise InputError(
+                f"a penalty must not be called {name!r}, which the metrics have for the base: "
+                "set the option 'name'."
+            )
