@@ -6,7 +6,7 @@ units to differ from one another; the second term comes in slowly, epoch by epoc
     python examples/lightning_training.py
 """
 
-# ruff: noqa: D102, ARG002 - the methods and their arguments are Lightning's
+# ruff: noqa: ARG002 - the methods and their arguments are Lightning's
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from steelyard import RegularizerSpec, penalties, schedules
-from steelyard.integrations import CompositeLoss, by_epoch, reads, term
+from steelyard.integrations import CompositeLoss, reads, term
 from steelyard.integrations.lightning import RegularizedModule, RegularizerCallback
 
 EPOCHS = 4
+STEPS_PER_EPOCH = 512 // 32
 
 
 def rings(count: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
@@ -43,7 +44,7 @@ def terms(hidden: str) -> list[RegularizerSpec]:
         term(penalties.l1, 0.02, "sparsity", inputs=hidden, options={"reduction": "mean"}),
         term(
             lambda h: penalties.orthogonality(h.T),
-            by_epoch(schedules.linear(0.0, 0.02, steps=EPOCHS - 1)),
+            schedules.by_epoch(schedules.linear(0.0, 0.02, steps=EPOCHS - 1), STEPS_PER_EPOCH),
             "diversity",
             inputs=hidden,
         ),

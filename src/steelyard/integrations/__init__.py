@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from steelyard.integrations.torch import (
         CompositeLoss,
         aux_loss,
-        by_epoch,
         capture,
         collect_aux,
         reads,
         term,
     )
 
-__all__ = ["CompositeLoss", "aux_loss", "by_epoch", "capture", "collect_aux", "reads", "term"]
+__all__ = ["CompositeLoss", "aux_loss", "capture", "collect_aux", "reads", "term"]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,6 @@ from steelyard.integrations.causal import (
 from steelyard.integrations.named import Reads
 from steelyard.integrations.tally import Tally
 from steelyard.integrations.torch import CompositeLoss, TermLike, capture, collect_aux, reads
-from steelyard.spec import BASE
 
 try:
     from transformers import TrainerCallback
@@ -37,7 +36,7 @@ except ModuleNotFoundError as error:
 
 __all__ = ["RegularizerCallback", "RegularizerMixin"]
 
-STATE_FILE = "steelyard.pt"
+_STATE_FILE = "steelyard.pt"
 
 
 class RegularizerCallback(TrainerCallback):
@@ -122,7 +121,7 @@ class RegularizerCallback(TrainerCallback):
                 "does not do: call RegularizerCallback(terms).attach(trainer)."
             )
         if state.global_step > 0:
-            self._load(Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE_FILE)
+            self._load(Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE_FILE)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The optimizer has stepped."""
@@ -135,7 +134,7 @@ class RegularizerCallback(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         names = [spec.name for spec in self.composite.specs]
-        components = self._tally.read(BASE, names)
+        components = self._tally.read(names)
         logs.update(components)
         state.log_history[-1].update(components)
 
@@ -143,7 +142,7 @@ class RegularizerCallback(TrainerCallback):
         """Save what the terms remember beside the model."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            torch.save(self.composite.get_extra_state(), folder / STATE_FILE)
+            torch.save(self.composite.get_extra_state(), folder / _STATE_FILE)
 
     def _hold(self, trainer: Any) -> None:
         if self._trainer is not None:

@@ -10,6 +10,7 @@ from torch import distributed as dist
 
 from steelyard.integrations.reading import Reading
 from steelyard.integrations.weighing import Share
+from steelyard.spec import BASE
 
 _NUMBERS = ("value", "weight", "contribution")
 
@@ -51,20 +52,19 @@ class Tally:
         self._steps += bool(self._step)
         self._step = {}
 
-    def read(self, base: str, names: Sequence[str]) -> dict[str, float]:
+    def read(self, names: Sequence[str]) -> dict[str, float]:
         """The components of all steps and processes since the last reading; then it is empty.
 
         Contributions are means over all steps, so that with the base loss they add up to the
         loss; values and weights are means over the steps where the term ran.
 
         Args:
-            base: the name of the base loss.
             names: all the terms there are; the same in every process.
         """
         if not self._sums:
             return {}
         absent = torch.zeros_like(next(iter(self._sums.values())))
-        rows = torch.stack([self._sums.get(name, absent) for name in (base, *names)])
+        rows = torch.stack([self._sums.get(name, absent) for name in (BASE, *names)])
         table = torch.cat([rows, torch.full_like(rows[:1], self._steps)])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(table)

@@ -25,7 +25,6 @@ from steelyard.integrations.auxiliary import (
     collect_aux,
     end_collecting,
 )
-from steelyard.integrations.epochs import by_epoch, tell_epoch
 from steelyard.integrations.named import (
     Inputs,
     Named,
@@ -43,7 +42,7 @@ from steelyard.output import CustomLossOutput
 from steelyard.spec import RegularizerSpec, Schedule, title
 from steelyard.spec.numbers import is_whole
 
-__all__ = ["CompositeLoss", "aux_loss", "by_epoch", "capture", "collect_aux", "reads", "term"]
+__all__ = ["CompositeLoss", "aux_loss", "capture", "collect_aux", "reads", "term"]
 
 TermLike: TypeAlias = RegularizerSpec | Mapping[str, Any]
 BaseFn: TypeAlias = Callable[..., Any]
@@ -135,7 +134,6 @@ class CompositeLoss(nn.Module):
         self._base_module = base if isinstance(base, nn.Module) else None
         self.register_buffer("_weights", torch.zeros(0), persistent=False)
         self._weights: Tensor
-        self._epoch = 0
         self.step = 0
 
     @property
@@ -148,18 +146,6 @@ class CompositeLoss(nn.Module):
         if not is_whole(step, at_least=0):
             raise InputError(f"step must be a whole number >= 0, got {step!r}.")
         self._step = step
-        self._plan()
-
-    @property
-    def epoch(self) -> int:
-        """The number of the epoch that weights made with `by_epoch` follow; set it."""
-        return self._epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        if not is_whole(epoch, at_least=0):
-            raise InputError(f"epoch must be a whole number >= 0, got {epoch!r}.")
-        self._epoch = epoch
         self._plan()
 
     @property
@@ -271,18 +257,16 @@ class CompositeLoss(nn.Module):
         self._plan()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What goes into `state_dict`: the step, the epoch, and what the terms remember."""
-        return {"step": self._step, "epoch": self._epoch, "terms": self._pipeline.state_dict()}
+        """What goes into `state_dict`: the step, and what the terms remember."""
+        return {"step": self._step, "terms": self._pipeline.state_dict()}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `get_extra_state` gave."""
         self._pipeline.load_state_dict(state["terms"])
-        self.epoch = state["epoch"]
         self.step = state["step"]
 
     def _plan(self) -> None:
         """Settle what runs at this step, for a compiled call, which cannot ask."""
-        tell_epoch(self.specs, self._epoch)
         self._due = self._pipeline.due(self._step)
         track = self._pipeline.settings.track_grad_norms
         self._tracked = track and self._step % self._track_every == 0

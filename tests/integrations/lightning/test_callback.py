@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steelyard import schedules
 from steelyard.errors import InputError, SpecError
-from steelyard.integrations import by_epoch, term
+from steelyard.integrations import term
 from steelyard.integrations.lightning import RegularizerCallback
 from tests.integrations.lightning.models import (
     Batch,
@@ -251,7 +251,7 @@ def test_a_step_of_the_instance_is_given_back() -> None:
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def remembering() -> RegularizerCallback:
-        weight = by_epoch(schedules.linear(0.5, 3.5, steps=3))
+        weight = schedules.by_epoch(schedules.linear(0.5, 3.5, steps=3), len(DATA.batches))
         drift = term(Drift(), weight, inputs="net.first")
         return RegularizerCallback(
             [drift, term(saturation, WARMUP, inputs="net.first")],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steelyard import schedules
 from steelyard.errors import InputError, SpecError
-from steelyard.integrations import CompositeLoss, aux_loss, by_epoch, collect_aux, term
+from steelyard.integrations import CompositeLoss, aux_loss, collect_aux, term
 from steelyard.integrations.lightning import RegularizedModule
 from tests.integrations.lightning.models import (
     Batch,
@@ -167,7 +167,7 @@ def test_manual_optimization_equals_the_same_by_hand() -> None:
 
 
 def remembering() -> CompositeLoss:
-    weight = by_epoch(schedules.linear(0.5, 2.5, steps=2))
+    weight = schedules.by_epoch(schedules.linear(0.5, 2.5, steps=2), len(DATA.batches))
     return CompositeLoss(cross_entropy, [term(Drift(), weight), *terms()], aux={"router": 0.2})
 
 

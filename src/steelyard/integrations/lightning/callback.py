@@ -28,7 +28,7 @@ class RegularizerCallback(Callback):
     of the module, by name) and `loss` itself. A name that two of them have is read as `batch.x`,
     `outputs.x` or `activations.x`.
 
-    The step, the epoch and what terms remember are saved with the trainer's checkpoints.
+    The step and what terms remember are saved with the trainer's checkpoints.
 
     Args:
         terms: as for `CompositeLoss`.
@@ -99,7 +99,7 @@ class RegularizerCallback(Callback):
         self._undo.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, the epoch, and what the terms remember."""
+        """The step, and what the terms remember."""
         return self.composite.get_extra_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,7 +141,6 @@ class RegularizerCallback(Callback):
             self._undo.callback(setattr, module, "training_step", own)
 
     def _weighed(self, trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor:
-        self.composite.epoch = trainer.current_epoch
         self.composite.step = trainer.global_step
         total: Tensor = self.composite(inputs)  # a batch may hold any names
         return total

@@ -29,10 +29,10 @@ class RegularizedModule(_Mixed):
     """A mixin: `compose` in a step gives the composite loss and logs every part of it.
 
     Put it before `LightningModule`, and set `composite` in `__init__`. In training, schedules
-    and `every` follow the trainer's optimizer steps, and `by_epoch` its epochs; validation and
-    test use the weights of the last training step, and what terms remember stays as it was.
+    and `every` follow the trainer's optimizer steps; validation and test use the weights of the
+    last training step, and what terms remember stays as it was.
     What modules leave with `aux_loss` during a step is collected. The composite is a submodule,
-    so the step, the epoch and what terms remember are in every checkpoint.
+    so the step and what terms remember are in every checkpoint.
 
     Attributes:
         composite: the loss.
@@ -99,7 +99,6 @@ class RegularizedModule(_Mixed):
             total: Tensor = composite(*outputs, **inputs)
             return total
         if trainer.training:
-            composite.epoch = trainer.current_epoch
             composite.step = trainer.global_step
             total = composite(*outputs, **inputs)
         else:
