@@ -256,6 +256,12 @@ def test_a_penalty_that_is_not_differentiable_is_a_constant_without_a_norm() -> 
     np.testing.assert_allclose(metrics["total_grad_norm"], np.sqrt(18.0), rtol=1e-6)
 
 
+def test_norms_are_constants() -> None:
+    loss = loss_with_penalties(jnp.sum, PenaltyPipeline(["l2"]), track_grad_norms=True)
+    slope = jax.jit(jax.grad(lambda p: loss(p)[1]["l2_grad_norm"]))(np.array([3.0, 4.0]))
+    assert slope.tolist() == [0.0, 0.0]
+
+
 def test_terms_are_evaluated_in_one_pass_for_all_norms() -> None:
     """However many terms, the base is traced twice: for the total, and for the norms."""
     calls: list[int] = []
@@ -393,6 +399,12 @@ def test_a_missing_input_lists_what_there_is() -> None:
     nothing = loss_with_penalties(jnp.sum, PenaltyPipeline([("l2", {"inputs": "params/w"})]))
     with pytest.raises(InputError, match=r"got from the base none; parameters: 'params'\.$"):
         nothing(jnp.ones(2))
+
+
+def test_half_a_name_is_no_name() -> None:
+    pipeline = PenaltyPipeline([("l2", {"inputs": "params/fir"})])
+    with pytest.raises(InputError, match=r"needs the input 'params/fir', got from the base none"):
+        loss_with_penalties(lambda p: jnp.float32(0.0), pipeline)({"first": np.ones(2)})
 
 
 def test_a_penalty_without_inputs_beside_named_outputs() -> None:
