@@ -63,7 +63,8 @@ class _Captured:
         self._depth += 1
 
     def end(self, *_: object) -> None:
-        self._depth -= 1
+        # It runs even if another hook has raised before `begin` could.
+        self._depth = max(0, self._depth - 1)
 
     def hook(self, name: str) -> Any:
         def keep(_module: nn.Module, _inputs: object, output: object) -> None:
@@ -81,7 +82,7 @@ class _Captured:
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    modules = {name: module for name, module in model.named_modules() if name}
+    modules = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
         found = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
@@ -90,7 +91,8 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
             raise InputError(
                 f"a module path must match one in the model, got {pattern!r}; there are: {there}."
             )
-        chosen |= found
+        # A module that has several names stands under the first that matches.
+        chosen |= {n: m for n, m in found.items() if not any(m is c for c in chosen.values())}
     return chosen
 
 
