@@ -408,6 +408,9 @@ def test_a_term_without_a_gradient_is_told_of_once(run_in: Any) -> None:
         loss(model(x), labels=labels)
     assert [warning.filename for warning in caught] == [__file__]
     loss(model(x), labels=labels)  # warnings are errors here
+    loss = composite(term(detached, 1.0, "detached", on_error="skip", run_in=run_in))
+    with pytest.raises(DetachedTermWarning):
+        loss(model(x), labels=labels)
     loss = composite(term(detached, 1.0, "detached", gradient="none", run_in=run_in))
     value, expected = by_hand(model, total_of(model, x, labels))
     total = loss(model(x), labels=labels)

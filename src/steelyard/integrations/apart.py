@@ -22,7 +22,13 @@ from steelyard.errors import GradientError
 from steelyard.execution import Workers
 from steelyard.gradients import LogProbs, flatten, tensors_in
 from steelyard.integrations.named import Inputs, Reads
-from steelyard.integrations.packing import AsyncUnpack, Unpack, without_floats
+from steelyard.integrations.packing import (
+    AsyncUnpack,
+    Unpack,
+    with_floats,
+    with_precise_floats,
+    without_floats,
+)
 from steelyard.integrations.reading import Reading, complain, differentiable, wide
 from steelyard.spec import RegularizerSpec
 
@@ -125,9 +131,11 @@ def _asked(term: Term, inputs: Inputs) -> _Asked:
     kind = AsyncUnpack if term.spec.is_async else Unpack
     if not floats:
         return _Asked(_with(term, fn=kind(fn.fn), gradient="none"), data, [torch.empty(0)], {})
+    fill = with_precise_floats if term.spec.gradient == "numerical" else with_floats
     # One vector holds them all; each is handed to the term as what it was.
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in floats))
-    return _Asked(_with(term, fn=kind(fn.fn)), data, [tensor.to(dtype) for tensor in floats], {})
+    alike = [tensor.to(dtype) for tensor in floats]
+    return _Asked(_with(term, fn=kind(fn.fn, fill)), data, alike, {})
 
 
 def _differentiated(term: Term, data: Any, logprobs: Any, given: Mapping[str, Any]) -> _Asked:

@@ -216,7 +216,7 @@ def base_of(base: Any) -> Named:
     return BaseOfHeads(tuple(replace(reads(fn), head=head) for head, fn in base.items()))
 
 
-def reads(fn: Callable[..., Any], *names: str) -> Reads:
+def reads(fn: Any, *names: str) -> Reads:
     """`fn` as a term over named inputs.
 
     Args:
@@ -248,7 +248,7 @@ def reads(fn: Callable[..., Any], *names: str) -> Reads:
 
 
 def term(
-    fn: Callable[..., Any],
+    fn: Any,
     weight: float | Schedule,
     name: str = "",
     *,
@@ -258,7 +258,8 @@ def term(
     """A spec for a term over named inputs.
 
     Args:
-        fn: returns a loss, or a loss and metrics.
+        fn: a function, a module, or an object with `compute`; it returns a loss, or a loss and
+            metrics.
         weight: a finite number >= 0, or a schedule.
         name: may be left out if `fn` has a `name`.
         inputs: the inputs for the parameters of `fn`, in order; without any, those that its

@@ -38,8 +38,15 @@ def without_floats(value: Any, *, away: bool = False) -> tuple[Any, list[Tensor]
 
 
 def with_floats(value: Any, floats: Sequence[Tensor]) -> Any:
-    """The inverse."""
+    """The inverse: each tensor is what it was."""
     return _mapped(value, _Slot, lambda slot: floats[slot.index].to(slot.dtype))
+
+
+def with_precise_floats(value: Any, floats: Sequence[Tensor]) -> Any:
+    """The inverse, with every float in the dtype of `floats`: differences need their digits."""
+    dtype = floats[0].dtype
+    alike = _mapped(value, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return _mapped(alike, _Slot, lambda slot: floats[slot.index])
 
 
 def _mapped(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
@@ -61,13 +68,19 @@ def _mapped(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Unpack:
-    """A function over named inputs, called as a term of a pipeline is."""
+    """A function over named inputs, called as a term of a pipeline is.
+
+    Attributes:
+        fn: the function.
+        fill: how the floats come back into its arguments.
+    """
 
     fn: Callable[..., Any]
+    fill: Callable[[Any, Sequence[Tensor]], Any] = with_floats
 
     def __call__(self, data: Any, logprobs: Sequence[Tensor], **options: Any) -> Any:
         """What the function gives for the arguments whose floats are `logprobs`."""
-        positional, extra = with_floats(data, logprobs)
+        positional, extra = self.fill(data, logprobs)
         return self.fn(*positional, **{**extra, **options})
 
 

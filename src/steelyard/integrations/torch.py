@@ -217,15 +217,8 @@ class CompositeLoss(nn.Module):
 
     def watch(self, model: nn.Module) -> RemovableHandle:
         """Collect what modules leave with `aux_loss` whenever `model` is called."""
-
-        def begin(*_: object) -> None:
-            self._deposits = begin_collecting()
-
-        def end(*_: object) -> None:
-            end_collecting(self._deposits)
-
-        before = model.register_forward_pre_hook(begin)
-        after = model.register_forward_hook(end, always_call=True)
+        before = model.register_forward_pre_hook(self._begin_collecting)
+        after = model.register_forward_hook(self._end_collecting, always_call=True)
         return _Both(before, after)
 
     def add(self, like: TermLike) -> None:
@@ -256,6 +249,13 @@ class CompositeLoss(nn.Module):
         """Take back what `get_extra_state` gave."""
         self._pipeline.load_state_dict(state["terms"])
         self.step = state["step"]
+
+    # Methods rather than closures: what copies the model with the composite copies the bond.
+    def _begin_collecting(self, *_: object) -> None:
+        self._deposits = begin_collecting()
+
+    def _end_collecting(self, *_: object) -> None:
+        end_collecting(self._deposits)
 
     def _plan(self) -> None:
         """Settle what runs at this step, for a compiled call, which cannot ask."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from steelyard import telemetry
-from steelyard.composition import Pipeline
+from steelyard.composition import DetachedTermWarning, Pipeline
 from steelyard.composition.events import CallEvents, TermEvents
 from steelyard.composition.part import dropped
 from steelyard.composition.term import Term
@@ -104,6 +104,8 @@ def _read(pipeline: Pipeline, inputs: Inputs, step: int) -> tuple[list[Reading],
             events = TermEvents(term, weight, "inline")
             try:
                 by_name[term.name] = read_inline(term, weight, inputs, events)
+            except DetachedTermWarning:  # somebody makes errors of warnings
+                raise
             except Exception as error:  # noqa: BLE001 - whatever the term raised
                 skipped[term.name] = dropped(term, events, error)
     readings = [by_name[term.name] for term in due if term.name in by_name]
