@@ -77,15 +77,16 @@ def test_a_compiled_step_is_one_graph_for_all_steps() -> None:
 
 
 def test_generated_code_gives_the_same() -> None:
-    x = torch.linspace(-1, 1, 8, requires_grad=True)
+    # The gradients are tested above: each piece of generated code takes a C++ compiler seconds.
+    x = torch.linspace(-1, 1, 8)
     loss = CompositeLoss(lambda x: x.sum(), [term(lambda x: x.square().sum(), float, "t")])
-    compiled = torch.compile(loss, fullgraph=True)
-    for step in range(2):
+    quick: Any = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}
+    compiled = torch.compile(loss, fullgraph=True, options=quick)
+    for step in range(3):
         loss.step = step
-        total = compiled(x=x)
-        assert total.item() == pytest.approx((x.sum() + step * x.square().sum()).item(), abs=1e-6)
-        (gradient,) = torch.autograd.grad(total, x)
-        torch.testing.assert_close(gradient, 1 + 2 * step * x.detach())
+        expected = x.sum() + step * x.square().sum()
+        assert compiled(x=x).item() == pytest.approx(expected.item(), abs=1e-6)
+        assert loss.output.regularizers["t"].weight == step
 
 
 def test_the_composite_alone_compiled() -> None:

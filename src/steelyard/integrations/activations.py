@@ -91,8 +91,10 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
             raise InputError(
                 f"a module path must match one in the model, got {pattern!r}; there are: {there}."
             )
-        # A module that has several names stands under the first that matches.
-        chosen |= {n: m for n, m in found.items() if not any(m is c for c in chosen.values())}
+        for name, module in found.items():
+            # A module that has several names stands under the first that matches.
+            if not any(module is other for other in chosen.values()):
+                chosen[name] = module
     return chosen
 
 
