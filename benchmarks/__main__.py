@@ -19,6 +19,7 @@ NAMES = (
     "penalties",
     "engine",
     "regularizers",
+    "integrations",
 )
 
 
