@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from steelyard import DetachedTermWarning
 from steelyard.errors import InputError
 from steelyard.integrations import CompositeLoss, capture, term
 
@@ -130,6 +131,25 @@ def test_training_with_an_activity_penalty_is_that_by_hand(checkpointed: bool) -
         torch.testing.assert_close(gradients(ours), gradients(theirs), rtol=1e-5, atol=1e-8)
         for optimizer in optimizers:
             optimizer.step()
+
+
+def test_reentrant_checkpoints_have_no_graph_inside() -> None:
+    class Reentrant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": checkpoint(self.inside, x, use_reentrant=True)}
+
+    model, (x, labels) = Reentrant(), batch()
+    terms = [term(lambda a: a.square().mean(), 0.5, "deep", inputs="activations.inside.0")]
+    loss = CompositeLoss(cross_entropy, terms)
+    with (
+        capture(model, "inside.0") as activations,
+        pytest.warns(DetachedTermWarning, match="regularizer 'deep' has no gradient"),
+    ):
+        loss(model(x.requires_grad_()), labels=labels, activations=activations)
 
 
 def test_nothing_is_kept_after_the_block() -> None:

@@ -141,6 +141,11 @@ def test_a_loss_without_a_weight_is_told_of_once() -> None:
     loss(logits=model(x), labels=labels)  # warnings are errors here
 
 
+def test_an_output_may_be_called_aux() -> None:
+    loss = CompositeLoss(lambda logits: logits.sum(), [term(torch.sum, 0.5, "t", inputs="aux")])
+    assert loss({"logits": torch.ones(2), "aux": torch.ones(4)}).item() == 4.0
+
+
 def test_a_weight_without_a_loss_lists_what_there_is() -> None:
     model, (x, labels) = Deep(), batch()
     loss = CompositeLoss(cross_entropy, aux={"router": 1.0, "size": 1.0, "rooter": 1.0})

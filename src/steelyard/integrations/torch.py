@@ -188,7 +188,7 @@ class CompositeLoss(nn.Module):
         found = gather(outputs, inputs)
         if self._deposits:
             found.setdefault("aux", self._deposits)
-        self._warn_unweighed(found.get("aux", {}))
+        self._warn_unweighed(found.get("aux"))
         for each in self._due:
             _check_inputs(each, found)
         if self._traceable and torch.compiler.is_compiling():
@@ -282,7 +282,9 @@ class CompositeLoss(nn.Module):
             raise InputError("output is that of the last call, and there was none: call it first.")
         return self._weighed
 
-    def _warn_unweighed(self, deposits: Mapping[str, Tensor]) -> None:
+    def _warn_unweighed(self, deposits: object) -> None:
+        if not isinstance(deposits, Mapping):  # an output of the model that happens to be "aux"
+            return
         for name in deposits.keys() - self._read_aux - self._unweighed:
             self._unweighed.add(name)
             warnings.warn(
