@@ -164,21 +164,26 @@ def test_a_numerical_gradient_moves_what_the_term_reads_alone() -> None:
     assert calls.count(torch.float64) == len(calls) - 1 == 2 * 3
 
 
-def judged(data: Any, logprobs: list[Tensor]) -> list[float]:
-    return [1.0, 2.0, 4.0]
+def judged(data: Any, logprobs: list[Tensor], bonus: float = 0.0) -> list[float]:
+    return [1.0 + bonus, 2.0 + bonus, 4.0 + bonus]
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_score_gradients(named: bool) -> None:
+@pytest.mark.parametrize("way", ["named", "parameters", "classic"])
+def test_score_gradients(way: str) -> None:
     expected = Pipeline(nll, [RegularizerSpec(judged, 0.5, "s", gradient="score")]).compute(
         [], LOGPROBS
     )
     leaves = [lp.clone().requires_grad_() for lp in LOGPROBS]
-    if named:
+    if way == "named":
         names = ("rows", "scores")
         terms = [term(judged, 0.5, "s", inputs=names, gradient="score")]
         loss = CompositeLoss(reads(nll, *names), terms)
-        total = loss(rows=[], scores=leaves, other=torch.ones(2, requires_grad=True))
+        other = torch.ones(2, requires_grad=True)
+        total = loss(rows=[], scores=leaves, other=other)
+    elif way == "parameters":
+        terms = [term(judged, 0.5, "s", gradient="score")]
+        loss = CompositeLoss(reads(nll, "data", "logprobs"), terms)
+        total = loss(data=[], logprobs=leaves, bonus=2.0) - 0.5 * 2.0
     else:
         loss = CompositeLoss(
             reads(nll, "data", "logprobs"), [RegularizerSpec(judged, 0.5, "s", gradient="score")]

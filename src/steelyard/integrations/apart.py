@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from queue import SimpleQueue
 from typing import Any
 
@@ -123,9 +123,9 @@ def _asked(term: Term, inputs: Inputs) -> _Asked:
     if not isinstance(fn, Reads):
         given = {need: inputs[need] for need in term.spec.needs}
         return _differentiated(term, inputs["data"], inputs["logprobs"], given)
-    if _over_logprobs(term.spec, fn):
-        (data, logprobs), _ = fn.arguments(inputs)
-        return _differentiated(_with(term, fn=fn.fn), data, logprobs, {})
+    if term.spec.gradient == "score":  # it reads the data and their log-probs, by whatever name
+        (data, logprobs), extra = fn.arguments(inputs)
+        return _Asked(_with(term, fn=partial(fn.fn, **extra)), data, logprobs, {})
     away = term.spec.run_in == "process"
     data, floats = without_floats(fn.arguments(inputs), away=away)
     kind = AsyncUnpack if term.spec.is_async else Unpack
@@ -142,11 +142,6 @@ def _differentiated(term: Term, data: Any, logprobs: Any, given: Mapping[str, An
     """A term over `(data, logprobs)`, without a gradient that nobody could use."""
     unused = term.spec.gradient != "score" and not differentiable([logprobs, given])
     return _Asked(_with(term, gradient="none") if unused else term, data, logprobs, given)
-
-
-def _over_logprobs(spec: RegularizerSpec, fn: Reads) -> bool:
-    """Whether what it reads are the data and their log-probs, whatever these are called."""
-    return fn.names == ("data", "logprobs") or spec.gradient == "score"
 
 
 def _with(term: Term, **fields: Any) -> Term:
