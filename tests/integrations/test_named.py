@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +65,11 @@ def optional(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 )
 def test_parameters_name_the_inputs(fn: Any, names: tuple[str, ...]) -> None:
     assert reads(fn).names == names
+
+
+def test_an_async_function_stays_one() -> None:
+    logits = torch.randn(2, 3)
+    assert torch.equal(asyncio.run(reads(patient)({"logits": logits})), confidence(logits))
 
 
 def test_an_optional_input_is_passed_when_it_is_there() -> None:
