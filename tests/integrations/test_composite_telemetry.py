@@ -76,6 +76,15 @@ def test_a_gradient_that_is_left_to_the_caller_is_not_told() -> None:
     assert all(norm > 0 for norm in norms[2:])
 
 
+@pytest.mark.parametrize("event", ["custom_loss.gradient", "regularizer.compute.stop"])
+def test_one_who_hears_a_single_event_hears_it(event: str) -> None:
+    loss = CompositeLoss(BASE, [RegularizerSpec(l2, 0.1, "l2")], track_grad_norms=True)
+    with listening(f"steelyard.{event}") as heard:
+        loss(data=[], logprobs=leaves())
+    assert {name for name, *_ in heard} == {event}
+    assert heard[-1][2]["regularizer_name"] == "l2"
+
+
 def test_named_inputs_are_told_like_others() -> None:
     model, (x, labels) = Net(), batch()
     loss = CompositeLoss(cross_entropy, [term(activity, 0.5, "activity")])
