@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -98,6 +98,18 @@ def test_the_composite_alone_compiled() -> None:
     total = compiled(out, labels=labels, aux=aux)
     assert torch.equal(total, loss(out, labels=labels, aux=aux))
     assert loss.output.regularizers["balance"].contribution == 1.0
+    changes: list[Callable[[], None]] = [
+        lambda: loss.set_weight("confidence", 0.75),
+        lambda: loss.set_enabled("off", True),
+        lambda: loss.remove("activity"),
+        lambda: loss.add(term(activity, 0.125, "more")),
+    ]
+    for change in changes:
+        change()
+        changed = compiled(out, labels=labels, aux=aux)
+        assert changed.item() != total.item()
+        total = changed
+        assert torch.equal(total, loss(out, labels=labels, aux=aux))
 
 
 @pytest.mark.parametrize("what", ["apart", "norms"])
