@@ -16,6 +16,7 @@ NAMES = (
     "penalties",
     "engine",
     "regularizers",
+    "integrations",
     "scaling",
     "optim",
 )

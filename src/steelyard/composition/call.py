@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from steelyard.composition.events import TermEvents
 from steelyard.composition.jobs import Job, evaluate_inline, job_for
 from steelyard.composition.part import Part
 from steelyard.composition.term import Term
 from steelyard.errors import NonFiniteError, TermError
 from steelyard.execution import Batch, Ticket, Workers
 from steelyard.gradients import (
-    Layout,
     Leaf,
-    Nest,
     Pull,
     PullBeyond,
-    Question,
     check_gradient,
     combine,
     combine_beyond,
@@ -46,53 +40,20 @@ class Call:
     """The terms that are due, on one batch.
 
     Args:
-        terms: the base loss and the regularizers that run, in order.
-        step: the number of this step.
+        parts: the base loss and the regularizers that run, in order.
         settings: how to run them.
-        data: what the terms receive first.
-        layout: the structure of the log-probs.
-        flat: the log-probs.
-        given: what there is beyond them, by need.
 
     Attributes:
         parts: the terms in this call.
-        pull: their gradients, combined, once it has run.
-        beyond: their gradients beyond log-probs, combined, once it has run.
-
-    Raises:
-        SpecError: a schedule yields a bad weight at this step.
+        pull: their gradients, combined, once they are.
+        beyond: their gradients beyond log-probs, combined, once they are.
     """
 
-    def __init__(
-        self,
-        terms: Sequence[Term],
-        step: int,
-        settings: Settings,
-        data: Any,
-        layout: Layout,
-        flat: Tensor,
-        given: Mapping[str, Nest],
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], settings: Settings) -> None:
         self._settings = settings
-        self._layout, self._flat = layout, flat
+        self.parts = parts
         self.pull: Pull
         self.beyond: PullBeyond
-        self.parts: list[Part] = []
-        for term in terms:
-            spec, place, weight = term.spec, term.place(), term.spec.weight_at(step)
-            question = Question(
-                term.name,
-                spec.call,
-                spec.options,
-                spec.gradient,
-                data,
-                layout,
-                flat,
-                settings.check_finite,
-                {need: given[need] for need in spec.needs},
-            )
-            events = TermEvents(term, weight, place)
-            self.parts.append(Part(term, weight, place, question, events))
 
     def run(self, workers: Workers, stop: SimpleQueue[Ticket | None]) -> None:
         """Evaluate all terms: those that run apart first set going, then the inline ones.
@@ -109,9 +70,35 @@ class Call:
             if jobs:
                 batch = batch or stack.enter_context(self._batch(jobs, workers, stop))
                 self._gather(jobs, batch, workers)
-        self._combine()
+
+    def combine(self) -> None:
+        """Combine the gradients, all of one layout, and tell what came of the terms.
+
+        Those that are not finite are left out, if their terms may fail.
+
+        Raises:
+            TermError: one is not, and may not.
+        """
+        self._pull()
+        # The total shows what no term may have, at the cost of one look for all of them.
+        if self._settings.check_finite and not self._is_finite():
+            self.check_gradients()
+            self._pull()
         for part in self.parts:
             part.report(self.norm_of(part.term))
+
+    def check_gradients(self) -> None:
+        """Drop the terms with a gradient that is not finite.
+
+        Raises:
+            TermError: one may not be dropped.
+        """
+        for part in self.parts:
+            try:
+                for gradient in part.evaluation.gradients if part.evaluation else ():
+                    check_gradient(part.term.name, gradient)
+            except NonFiniteError as error:
+                part.fail(error)
 
     def norm_of(self, term: Term) -> float | None:
         """The norm of its gradient in its own space, if there is one and it is tracked."""
@@ -178,28 +165,18 @@ class Call:
         if not parts:
             return
         with torch.inference_mode(mode=False), torch.enable_grad():
-            leaf = Leaf.of(self._layout, self._flat)
+            leaves: dict[int, Leaf] = {}
             for part in parts:
+                layout, flat = part.question.layout, part.question.flat
+                if id(flat) not in leaves:
+                    leaves[id(flat)] = Leaf.of(layout, flat)
                 part.events.start()
                 try:
-                    evaluation = evaluate_inline(part.question, leaf)
+                    evaluation = evaluate_inline(part.question, leaves[id(flat)])
                 except Exception as error:  # noqa: BLE001 - whatever the term raised
                     part.fail(error)
                 else:
                     part.succeed(evaluation)
-
-    def _combine(self) -> None:
-        """Combine the gradients; without those that are not finite, if these may fail."""
-        self._pull()
-        # The total shows what no term may have, at the cost of one look for all of them.
-        if self._settings.check_finite and not self._is_finite():
-            for part in self.parts:
-                try:
-                    for gradient in part.evaluation.gradients if part.evaluation else ():
-                        check_gradient(part.term.name, gradient)
-                except NonFiniteError as error:
-                    part.fail(error)
-            self._pull()
 
     def _is_finite(self) -> bool:
         beyond = (t for ts in self.beyond.totals.values() for t in ts if t is not None)
@@ -215,4 +192,5 @@ class Call:
         self.beyond = combine_beyond(beyond, weights, tracked=tracked)
         gradients = {name: e.gradient for name, (_, e) in done.items() if e.gradient is not None}
         aside = {name for name, (part, _) in done.items() if part.term.grad_space != "logprobs"}
-        self.pull = combine(gradients, weights, self._flat, tracked=tracked, aside=aside)
+        like = self.parts[0].question.flat
+        self.pull = combine(gradients, weights, like, tracked=tracked, aside=aside)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from steelyard.composition.events import TermEvents
 from steelyard.composition.term import Place, Term
 from steelyard.errors import TermError
-from steelyard.gradients import Evaluation, Question
+from steelyard.gradients import Evaluation, Layout, Nest, Question
 from steelyard.spec import title
 
 
@@ -32,6 +36,46 @@ class Part:
     events: TermEvents
     evaluation: Evaluation | None = None
     skipped: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        term: Term,
+        step: int,
+        data: Any,
+        layout: Layout,
+        flat: Tensor,
+        given: Mapping[str, Nest],
+        *,
+        check_finite: bool,
+    ) -> Part:
+        """The term at `step`, asked about these log-probs.
+
+        Args:
+            term: the base loss or a regularizer.
+            step: the number of this step.
+            data: what the term receives first.
+            layout: the structure of the log-probs.
+            flat: the log-probs.
+            given: what there is beyond them, by need.
+            check_finite: whether a value that is not finite is a failure.
+
+        Raises:
+            SpecError: a schedule yields a bad weight at this step.
+        """
+        spec, place, weight = term.spec, term.place(), term.spec.weight_at(step)
+        question = Question(
+            term.name,
+            spec.call,
+            spec.options,
+            spec.gradient,
+            data,
+            layout,
+            flat,
+            check_finite,
+            {need: given[need] for need in spec.needs},
+        )
+        return cls(term, weight, place, question, TermEvents(term, weight, place))
 
     def succeed(self, evaluation: Evaluation) -> None:
         """Keep what came of it."""

@@ -17,6 +17,7 @@ import torch
 from steelyard.composition.call import Call, Settings
 from steelyard.composition.events import CallEvents
 from steelyard.composition.join import join
+from steelyard.composition.part import Part
 from steelyard.composition.term import Facts, Term
 from steelyard.errors import ClosedError, InputError, SpecError, StateError
 from steelyard.execution import Ticket, Workers, check_picklable, default_workers
@@ -239,12 +240,6 @@ class Pipeline:
         for name, fn in stateful.items():
             fn.load_state_dict(state[name])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
-
     def close(self) -> None:
         """Refuse further calls. Workers that pipelines share, or that were passed in, live on."""
         self._closed = True
@@ -254,6 +249,13 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has a lock of its own, and runs on the workers of the process it lives in.
+        return {**self.__dict__, "_lock": None, "_own_workers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     def _compute(
         self,
@@ -303,8 +305,13 @@ class Pipeline:
                     f"given must hold {list(term.spec.needs)} for regularizer {term.name!r}, "
                     f"got {sorted(given)}."
                 )
-        call = Call(due, step, self._settings, data, layout, flat, given)
+        finite = self._settings.check_finite
+        parts = [
+            Part.of(term, step, data, layout, flat, given, check_finite=finite) for term in due
+        ]
+        call = Call(parts, self._settings)
         call.run(self.workers, stop)
+        call.combine()
         began = perf_counter()
         not_run = [term.name for term in terms if not term.spec.due(step)]
         tracked = self._settings.track_grad_norms

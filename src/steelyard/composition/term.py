@@ -32,6 +32,10 @@ class Facts:
     stuck: Ticket | None = None
     travelled: object = None  # the fn that was seen to pickle
 
+    def __getstate__(self) -> dict[str, object]:
+        # A call that hangs hangs here; a copy has none.
+        return {**self.__dict__, "stuck": None}
+
 
 @dataclass(frozen=True, eq=False)
 class Term:
@@ -108,6 +112,8 @@ class Term:
 def _levels_to_the_caller() -> int:
     """How far up the stack the library was called: a warning should show that line."""
     levels, frame = 1, sys._getframe(1)  # noqa: SLF001 - the documented way to see the stack
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("steelyard."):
+    # Between a call of a torch module and what it does stands torch itself.
+    ours = ("steelyard.", "torch.")
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(ours):
         levels, frame = levels + 1, frame.f_back
     return levels

@@ -76,7 +76,8 @@ class Captured:
 
     def end(self, *_: object) -> None:
         """The pass that began last ends."""
-        self._depth -= 1
+        # It runs even if another hook has raised before `begin` could.
+        self._depth = max(0, self._depth - 1)
 
     def hook(self, name: str) -> Any:
         """A forward hook that keeps what the module of that name gives during a pass."""
@@ -96,7 +97,7 @@ class Captured:
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    modules = {name: module for name, module in model.named_modules() if name}
+    modules = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
         found = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
@@ -105,7 +106,10 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
             raise InputError(
                 f"a module path must match one in the model, got {pattern!r}; there are: {there}."
             )
-        chosen |= found
+        for name, module in found.items():
+            # A module that has several names stands under the first that matches.
+            if not any(module is other for other in chosen.values()):
+                chosen[name] = module
     return chosen
 
 

@@ -6,9 +6,9 @@ to which its gradient is attached so that the caller's own backward pass finds i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,11 +16,20 @@ import torch
 from torch import Tensor
 
 from steelyard.composition.call import Call, Settings
+from steelyard.composition.part import Part
 from steelyard.composition.term import Term
+from steelyard.errors import GradientError
 from steelyard.execution import Workers
-from steelyard.gradients import Evaluation, Layout, LogProbs, flatten, tensors_in
-from steelyard.integrations.named import Inputs, Reads, fields_of
-from steelyard.integrations.reading import Reading
+from steelyard.gradients import LogProbs, flatten, tensors_in
+from steelyard.integrations.named import Inputs, Reads
+from steelyard.integrations.packing import (
+    AsyncUnpack,
+    Unpack,
+    with_floats,
+    with_precise_floats,
+    without_floats,
+)
+from steelyard.integrations.reading import Reading, complain, differentiable, wide
 from steelyard.spec import RegularizerSpec
 
 
@@ -42,127 +51,101 @@ def read_apart(
     Raises:
         TermError: one failed that may not.
     """
-    readings: list[Reading] = []
-    skipped: dict[str, str] = {}
-    named = [term for term in terms if isinstance(term.spec.fn, Reads)]
-    plain = [term for term in terms if term not in named]
-    for batch in (_as_it_is(plain, inputs), _packed(named, inputs)):
-        if not batch.terms:
+    if not terms:
+        return [], {}
+    asked = [_asked(term, inputs) for term in terms]
+    finite = settings.check_finite
+    call = Call([each.part(step, check_finite=finite) for each in asked], settings)
+    call.run(workers, SimpleQueue())
+    if finite:
+        call.check_gradients()
+    readings = []
+    for term, each, part in zip(terms, asked, call.parts, strict=True):
+        if part.evaluation is None:
             continue
-        layout, flat = flatten(batch.logprobs)
-        call = Call(batch.terms, step, settings, batch.data, layout, flat, batch.given)
-        call.run(workers, SimpleQueue())
-        for part in call.parts:
-            if part.evaluation is None:
-                skipped[part.term.name] = part.skipped or ""
-            else:
-                value = batch.attached(part.evaluation, layout, flat)
-                told = part.evaluation
-                readings.append(
-                    Reading(part.term, part.weight, value, told.custom, told.method, told.duration)
-                )
-    return readings, skipped
+        if part.evaluation.method is None and differentiable(inputs):
+            try:
+                complain(term)
+            except GradientError as error:
+                part.fail(error)
+                continue
+        readings.append(each.reading(part))
+    return readings, {p.term.name: p.skipped for p in call.parts if p.skipped is not None}
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """What a call of a pipeline takes, and the tensors that its gradients belong to."""
+class _Asked:
+    """A term as a pipeline takes it, and the tensors that its gradients belong to."""
 
-    terms: Sequence[Term]
+    term: Term
     data: Any
     logprobs: LogProbs
-    given: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any]
 
-    def attached(self, evaluation: Evaluation, layout: Layout, flat: Tensor) -> Tensor:
-        """The value of a term with its gradient."""
+    def part(self, step: int, *, check_finite: bool) -> Part:
+        """The term's part in a call."""
+        with torch.inference_mode(mode=False):
+            layout, flat = flatten(self.logprobs)
+        return Part.of(
+            self.term, step, self.data, layout, flat, self.given, check_finite=check_finite
+        )
+
+    def reading(self, part: Part) -> Reading:
+        """What came of it: the value with its gradient."""
+        told = part.evaluation
+        assert told is not None  # noqa: S101 - for mypy: the caller has looked
         pairs: list[tuple[Tensor, Tensor | None]] = []
-        if evaluation.gradient is not None:
-            pulls = tensors_in(layout.split(evaluation.gradient))
+        if told.gradient is not None:
+            pulls = tensors_in(part.question.layout.split(told.gradient))
             pairs += zip(tensors_in(self.logprobs), pulls, strict=True)
-        for need, found in evaluation.beyond.items():
+        for need, found in told.beyond.items():
             pairs += zip(tensors_in(self.given[need]), found, strict=True)
-        value = torch.tensor(evaluation.value, device=flat.device)
+        flat = part.question.flat
+        value = torch.tensor(told.value, dtype=wide(flat.dtype), device=flat.device)
         kept = [(tensor, pull) for tensor, pull in pairs if pull is not None]
-        if not kept:
-            return value
-        tensors, gradients = zip(*kept, strict=True)
-        attached: Tensor = _Attached.apply(value, gradients, *tensors)  # type: ignore[no-untyped-call]
-        return attached
+        if kept:
+            tensors, gradients = zip(*kept, strict=True)
+            value = _Attached.apply(value, gradients, *tensors)  # type: ignore[no-untyped-call]
+        return Reading(
+            part.term,
+            part.weight,
+            value,
+            told.custom,
+            told.method,
+            told.duration,
+            part.events,
+            None if told.method is None else told.gradient_duration,
+        )
 
 
-def _as_it_is(terms: Sequence[Term], inputs: Inputs) -> _Batch:
-    """The batch of terms over `(data, logprobs)`."""
-    needs = {need for term in terms for need in term.spec.needs}
-    given = {need: inputs[need] for need in needs}
-    return _Batch(terms, inputs.get("data"), inputs.get("logprobs", ()), given)
-
-
-def _packed(terms: Sequence[Term], inputs: Inputs) -> _Batch:
-    """The batch of terms over named inputs: the floats among these take the log-probs' place."""
-    floats: dict[int, Tensor] = {}
-    data = {}
-    packed = []
-    for term in terms:
-        fn: Reads = term.spec.fn
-        data[term.name] = _without(fn.arguments(inputs), floats)
-        kind = _AsyncUnpack if term.spec.is_async else _Unpack
-        packed.append(Term(replace(term.spec, fn=kind(fn.fn, term.name)), term.facts))
+def _asked(term: Term, inputs: Inputs) -> _Asked:
+    fn = term.spec.fn
+    if not isinstance(fn, Reads):
+        given = {need: inputs[need] for need in term.spec.needs}
+        return _differentiated(term, inputs["data"], inputs["logprobs"], given)
+    if term.spec.gradient == "score":  # it reads the data and their log-probs, by whatever name
+        (data, logprobs), extra = fn.arguments(inputs)
+        return _Asked(_with(term, fn=partial(fn.fn, **extra)), data, logprobs, {})
+    away = term.spec.run_in == "process"
+    data, floats = without_floats(fn.arguments(inputs), away=away)
+    kind = AsyncUnpack if term.spec.is_async else Unpack
     if not floats:
-        return _Batch(packed, data, [torch.empty(0)])
+        return _Asked(_with(term, fn=kind(fn.fn), gradient="none"), data, [torch.empty(0)], {})
+    fill = with_precise_floats if term.spec.gradient == "numerical" else with_floats
     # One vector holds them all; each is handed to the term as what it was.
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in floats.values()))
-    return _Batch(packed, data, [tensor.to(dtype) for tensor in floats.values()])
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in floats))
+    alike = [tensor.to(dtype) for tensor in floats]
+    return _Asked(_with(term, fn=kind(fn.fn, fill)), data, alike, {})
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where a float tensor was: its place in the list, and its dtype."""
-
-    index: int
-    dtype: torch.dtype
+def _differentiated(term: Term, data: Any, logprobs: Any, given: Mapping[str, Any]) -> _Asked:
+    """A term over `(data, logprobs)`, without a gradient that nobody could use."""
+    unused = term.spec.gradient != "score" and not differentiable([logprobs, given])
+    return _Asked(_with(term, gradient="none") if unused else term, data, logprobs, given)
 
 
-def _without(value: Any, floats: dict[int, Tensor]) -> Any:
-    """The arguments with a slot for each float tensor, which goes to `floats`."""
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            return value
-        floats.setdefault(id(value), value)
-        return _Slot(list(floats).index(id(value)), value.dtype)
-    fields = fields_of(value)
-    if fields is not None:
-        return {name: _without(inner, floats) for name, inner in fields.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_without(inner, floats) for inner in value)
-    return value
-
-
-def _filled(value: Any, floats: Sequence[Tensor]) -> Any:
-    """The inverse of `_without`."""
-    if isinstance(value, _Slot):
-        return floats[value.index].to(value.dtype)
-    if isinstance(value, Mapping):
-        return {name: _filled(inner, floats) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_filled(inner, floats) for inner in value)
-    return value
-
-
-@dataclass(frozen=True)
-class _Unpack:
-    """A function over named inputs, called as a term of a pipeline is."""
-
-    fn: Callable[..., Any]
-    term: str
-
-    def __call__(self, data: Any, logprobs: Sequence[Tensor], **options: Any) -> Any:
-        positional, extra = _filled(data[self.term], logprobs)
-        return self.fn(*positional, **{**extra, **options})
-
-
-class _AsyncUnpack(_Unpack):
-    async def __call__(self, data: Any, logprobs: Sequence[Tensor], **options: Any) -> Any:
-        return await super().__call__(data, logprobs, **options)
+def _with(term: Term, **fields: Any) -> Term:
+    return Term(replace(term.spec, **fields), term.facts)
 
 
 class _Attached(torch.autograd.Function):

@@ -64,10 +64,11 @@ def aux_loss(name: str, value: Tensor) -> Tensor:
 @contextmanager
 def collect_aux() -> Iterator[Deposits]:
     """Collect the auxiliary losses that modules leave in this thread while it is open."""
+    deposits = begin_collecting()
     try:
-        yield begin_collecting()
+        yield deposits
     finally:
-        end_collecting()
+        end_collecting(deposits)
 
 
 def begin_collecting() -> Deposits:
@@ -77,6 +78,9 @@ def begin_collecting() -> Deposits:
     return deposits
 
 
-def end_collecting() -> None:
-    """Close the collection that was opened last."""
-    _open.stack.pop()
+def end_collecting(deposits: Deposits) -> None:
+    """Close a collection, if it is open."""
+    for at, each in enumerate(_open.stack):
+        if each is deposits:
+            del _open.stack[at]
+            return

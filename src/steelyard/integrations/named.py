@@ -146,8 +146,12 @@ class Reads(Named):
                 find(seen, name)
             except KeyError:
                 there = ", ".join(repr(each) for each in names_in(seen)) or "none"
+                cure = ""
+                if name.startswith("aux."):
+                    cure = " The model leaves it with aux_loss, and is watched with watch(model)."
                 raise InputError(
-                    f"{who} reads the input {name!r}, which is not there; the inputs are: {there}."
+                    f"{who} reads the input {name!r}, which is not there; the inputs are: "
+                    f"{there}.{cure}"
                 ) from None
 
 
@@ -206,10 +210,13 @@ def base_of(base: Any) -> Named:
         return reads(base)
     if not base:
         raise SpecError("base must be a function, or have one for at least one head, got {}.")
+    for head, fn in base.items():
+        if is_async(fn):
+            raise SpecError(f"the base loss of a head must not be async, got {fn!r} ({head!r}).")
     return BaseOfHeads(tuple(replace(reads(fn), head=head) for head, fn in base.items()))
 
 
-def reads(fn: Callable[..., Any], *names: str) -> Reads:
+def reads(fn: Any, *names: str) -> Reads:
     """`fn` as a term over named inputs.
 
     Args:
@@ -241,7 +248,7 @@ def reads(fn: Callable[..., Any], *names: str) -> Reads:
 
 
 def term(
-    fn: Callable[..., Any],
+    fn: Any,
     weight: float | Schedule,
     name: str = "",
     *,
@@ -251,7 +258,8 @@ def term(
     """A spec for a term over named inputs.
 
     Args:
-        fn: returns a loss, or a loss and metrics.
+        fn: a function, a module, or an object with `compute`; it returns a loss, or a loss and
+            metrics.
         weight: a finite number >= 0, or a schedule.
         name: may be left out if `fn` has a `name`.
         inputs: the inputs for the parameters of `fn`, in order; without any, those that its
@@ -271,7 +279,13 @@ def term(
     for key in ("run_in", "gradient"):
         if isinstance(own := getattr(fn, key, None), str):
             settings.setdefault(key, own)
-    return RegularizerSpec(reads(fn, *names), weight, name or _own_name(fn), **settings)
+    read = reads(fn, *names)
+    if settings.get("gradient") == "score" and len(read.names) != len(("data", "logprobs")):
+        raise SpecError(
+            f"gradient='score' needs a term that reads the data and their log-probs, got "
+            f"{list(read.names)}: name both, inputs=('data', 'logprobs') (regularizer {name!r})."
+        )
+    return RegularizerSpec(read, weight, name or _own_name(fn), **settings)
 
 
 def specs_of(terms: Any) -> list[RegularizerSpec]:

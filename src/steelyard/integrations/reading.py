@@ -29,7 +29,8 @@ class Reading:
         custom: the metrics the term returned.
         method: how its gradient comes to be; None if there is none.
         duration: seconds; on an accelerator, until its work was queued.
-        events: what telemetry hears of it; None if it was told already.
+        events: what telemetry hears of it; None inside a compiled function.
+        gradient_duration: seconds its gradient took; None if that is left to the caller.
     """
 
     term: Term
@@ -39,12 +40,16 @@ class Reading:
     method: Method | None = None
     duration: float = 0.0
     events: TermEvents | None = None
+    gradient_duration: float | None = None
 
     def report(self, value: float, grad_norm: float | None) -> None:
         """Tell of a success."""
-        if self.events is not None:
-            evaluation = Evaluation(value, dict(self.custom), None, self.method, self.duration, 0.0)
-            self.events.stop(evaluation, grad_norm)
+        if self.events is None:
+            return
+        if self.method is not None and self.gradient_duration is not None:
+            self.events.gradient(self.method, self.gradient_duration)
+        evaluation = Evaluation(value, dict(self.custom), None, self.method, self.duration, 0.0)
+        self.events.stop(evaluation, grad_norm)
 
 
 def ask(term: Term, inputs: Inputs) -> Any:
@@ -68,7 +73,7 @@ def read_inline(term: Term, weight: float, inputs: Inputs, events: TermEvents) -
     value = settled(term, as_scalar(term.name, loss))
     method: Method | None = "autograd" if value.requires_grad else None
     if method is None and differentiable(inputs):
-        _complain(term)
+        complain(term)
     return Reading(term, weight, value, custom, method, perf_counter() - began, events)
 
 
@@ -76,13 +81,19 @@ def read_traced(term: Term, weight: Tensor, inputs: Inputs) -> Reading:
     """The same while a compiler watches: nothing is asked of a value, nobody is told."""
     returned = ask(term, inputs)
     loss, custom = returned if isinstance(returned, tuple) else (returned, {})
-    return Reading(term, weight, settled(term, loss.reshape(())), custom or {})
+    kept = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (custom or {}).items()}
+    return Reading(term, weight, settled(term, loss.reshape(())), kept)
 
 
 def settled(term: Term, value: Tensor) -> Tensor:
     """The value in float32 or more, since a sum of halves would lose the small terms."""
-    value = value if value.dtype in (torch.float32, torch.float64) else value.float()
+    value = value.to(wide(value.dtype))
     return value.detach() if term.spec.gradient == "none" else value
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What values of this dtype are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def differentiable(inputs: object) -> list[Tensor]:
@@ -106,7 +117,12 @@ def _collect(value: object, found: dict[int, Tensor]) -> None:
             _collect(each, found)
 
 
-def _complain(term: Term) -> None:
+def complain(term: Term) -> None:
+    """Say that the term has no gradient, unless that is meant so.
+
+    Raises:
+        GradientError: it asks for one.
+    """
     if term.spec.gradient == "autograd":
         raise GradientError(
             f"gradient='autograd' needs a loss with a path to the inputs through torch, got one "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from steelyard.integrations.auxiliary import (
 from steelyard.integrations.named import (
     Inputs,
     Named,
+    Reads,
     base_of,
     gather,
     reads,
@@ -65,7 +66,7 @@ class CompositeLoss(nn.Module):
             `(data, logprobs)`, which read the inputs of these names. Or a list for each head.
         aux: the weights of auxiliary losses, by name; see `aux_loss` and `watch`.
         track_grad_norms: also compute each term's gradient norm and all cosines.
-        wrt: tensors, or a module, that the norms are with respect to; None is all the inputs.
+        wrt: a module or tensors that the norms are with respect to; None is all the inputs.
         track_every: compute the norms at steps that this divides.
         timeout: seconds each term that runs apart may take, unless its spec says otherwise.
         parallel: let terms that run apart overlap.
@@ -102,7 +103,7 @@ class CompositeLoss(nn.Module):
         *,
         aux: Mapping[str, float | Schedule] | None = None,
         track_grad_norms: bool = False,
-        wrt: nn.Module | Iterable[Tensor] | None = None,
+        wrt: nn.Module | Tensor | Iterable[Tensor] | None = None,
         track_every: int = 1,
         timeout: float = 30.0,
         parallel: bool = True,
@@ -128,7 +129,7 @@ class CompositeLoss(nn.Module):
         self.share: Share = 1.0
         self._wrt = _targets(wrt)
         self._track_every = track_every
-        self._known_aux = set(aux or ())
+        self._unweighed: set[str] = set()
         self._deposits: Deposits = {}
         self._weighed: Weighed | None = None
         self._base_module = base if isinstance(base, nn.Module) else None
@@ -195,14 +196,15 @@ class CompositeLoss(nn.Module):
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
         found = gather(outputs, inputs)
-        if self._known_aux or self._deposits:
+        if self._deposits:
             found.setdefault("aux", self._deposits)
-        if isinstance(deposits := found.get("aux"), Mapping):
-            self._warn_unweighed(deposits)
+        self._warn_unweighed(found.get("aux"))
         for each in self._due:
             _check_inputs(each, found)
         if self._traceable and torch.compiler.is_compiling():
-            total, self._weighed = weigh_traced(self._due, self._weights, found, self.share)
+            total, self._weighed = weigh_traced(
+                self._due, self._weights, found, self.share, self._not_run
+            )
         else:
             total, self._weighed = weigh(
                 self._pipeline,
@@ -225,15 +227,8 @@ class CompositeLoss(nn.Module):
 
     def watch(self, model: nn.Module) -> RemovableHandle:
         """Collect what modules leave with `aux_loss` whenever `model` is called."""
-
-        def begin(*_: object) -> None:
-            self._deposits = begin_collecting()
-
-        def end(*_: object) -> None:
-            end_collecting()
-
-        before = model.register_forward_pre_hook(begin)
-        after = model.register_forward_hook(end, always_call=True)
+        before = model.register_forward_pre_hook(self._begin_collecting)
+        after = model.register_forward_hook(self._end_collecting, always_call=True)
         return _Both(before, after)
 
     def add(self, like: TermLike) -> None:
@@ -265,27 +260,47 @@ class CompositeLoss(nn.Module):
         self._pipeline.load_state_dict(state["terms"])
         self.step = state["step"]
 
+    # Methods rather than closures: what copies the model with the composite copies the bond.
+    def _begin_collecting(self, *_: object) -> None:
+        self._deposits = begin_collecting()
+
+    def _end_collecting(self, *_: object) -> None:
+        end_collecting(self._deposits)
+
     def _plan(self) -> None:
         """Settle what runs at this step, for a compiled call, which cannot ask."""
         self._due = self._pipeline.due(self._step)
         track = self._pipeline.settings.track_grad_norms
         self._tracked = track and self._step % self._track_every == 0
         self._traceable = not self._tracked and not any(runs_apart(t.spec) for t in self._due)
+        self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
+        self._read_aux = {name for spec in self.specs for name in _aux_of(spec)}
         weights = [each.spec.weight_at(self._step) for each in self._due]
-        self._weights = torch.tensor(weights, device=self._weights.device)
+        self._weights = torch.tensor(weights, dtype=torch.float32, device=self._weights.device)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._plan()  # a change of dtype would have rounded the weights
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What the last forward pass left is of the graph of that pass.
+        return {**self.__dict__, "_deposits": {}}
 
     def _last(self) -> Weighed:
         if self._weighed is None:
             raise InputError("output is that of the last call, and there was none: call it first.")
         return self._weighed
 
-    def _warn_unweighed(self, deposits: Mapping[str, Tensor]) -> None:
-        for name in deposits.keys() - self._known_aux:
-            self._known_aux.add(name)
+    def _warn_unweighed(self, deposits: object) -> None:
+        if not isinstance(deposits, Mapping):  # an output of the model that happens to be "aux"
+            return
+        for name in deposits.keys() - self._read_aux - self._unweighed:
+            self._unweighed.add(name)
             warnings.warn(
                 f"the model leaves the auxiliary loss {name!r}, which has no weight and is not "
                 f"part of the loss: give it one with aux={{{name!r}: ...}}.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
@@ -304,9 +319,17 @@ def _itself(value: Tensor) -> Tensor:
     return value
 
 
-def _targets(wrt: nn.Module | Iterable[Tensor] | None) -> list[Tensor] | None:
+def _aux_of(spec: RegularizerSpec) -> list[str]:
+    """The auxiliary losses that a term reads."""
+    names = spec.fn.names if isinstance(spec.fn, Reads) else ()
+    return [name.removeprefix("aux.") for name in names if name.startswith("aux.")]
+
+
+def _targets(wrt: nn.Module | Tensor | Iterable[Tensor] | None) -> list[Tensor] | None:
     if wrt is None:
         return None
+    if isinstance(wrt, Tensor):
+        wrt = [wrt]
     every = list(wrt.parameters() if isinstance(wrt, nn.Module) else wrt)
     targets = [each for each in every if isinstance(each, Tensor) and each.requires_grad]
     if not targets:

@@ -39,12 +39,10 @@ class Weighed:
     @cached_property
     def numbers(self) -> dict[str, tuple[float, float]]:
         """Value and weight of each term by name: the one time the device is waited for."""
-        values = [reading.value.detach().double() for reading in self.readings]
-        device = values[0].device
-        weights = torch.stack([_scalar(reading.weight, device) for reading in self.readings])
-        both = torch.stack([torch.stack([value.to(device) for value in values]), weights])
         names = [reading.term.name for reading in self.readings]
-        return dict(zip(names, zip(*both.tolist(), strict=True), strict=True))
+        values = _as_floats([reading.value.detach() for reading in self.readings])
+        weights = _as_floats([reading.weight for reading in self.readings])
+        return dict(zip(names, zip(values, weights, strict=True), strict=True))
 
     @cached_property
     def output(self) -> CustomLossOutput:
@@ -123,5 +121,10 @@ class Weighed:
         )
 
 
-def _scalar(weight: float | Tensor, device: torch.device) -> Tensor:
-    return torch.as_tensor(weight, dtype=torch.float64).to(device)
+def _as_floats(numbers: Sequence[float | Tensor]) -> list[float]:
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    if not tensors:
+        return [float(number) for number in numbers]
+    device = tensors[0].device
+    floats: list[float] = torch.stack([tensor.to(device) for tensor in tensors]).tolist()
+    return floats

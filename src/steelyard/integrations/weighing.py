@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
 from time import perf_counter
 from typing import TypeAlias
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from steelyard import telemetry
-from steelyard.composition import Pipeline
+from steelyard.composition import DetachedTermWarning, Pipeline
 from steelyard.composition.events import CallEvents, TermEvents
 from steelyard.composition.part import dropped
 from steelyard.composition.term import Term
@@ -26,7 +26,7 @@ from steelyard.telemetry import events as told
 
 Share: TypeAlias = float | Tensor
 
-_NUMBERS_TOLD = (told.CUSTOM_LOSS_STOP, told.TERM_STOP, told.COMPOSE_COMPLETE)
+_NUMBERS_TOLD = (told.CUSTOM_LOSS_STOP, told.GRADIENT, told.TERM_STOP, told.COMPOSE_COMPLETE)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it so
@@ -56,7 +56,7 @@ def weigh(
     events = CallEvents(
         {
             "model_id": pipeline.model_id,
-            "data_count": None,
+            "data_count": _count(inputs.get("data")),
             "regularizer_count": len(pipeline.specs),
             "track_grad_norms": tracked,
         }
@@ -66,11 +66,9 @@ def weigh(
         began = perf_counter()
         total = _added(readings, share)
         pull = None
-        targets = differentiable(inputs) if wrt is None else wrt
-        if tracked and targets and torch.is_grad_enabled():
-            values = {reading.term.name: reading.value for reading in readings}
-            weights = {r.term.name: r.weight for r in readings if isinstance(r.weight, float)}
-            pull = term_pulls(values, weights, targets)
+        targets = differentiable(inputs if wrt is None else wrt) if tracked else []
+        if targets:
+            pull = term_pulls(readings, targets)
     except BaseException as error:
         events.exception(error)
         raise
@@ -87,12 +85,12 @@ def weigh(
 
 
 def weigh_traced(
-    due: Sequence[Term], weights: Tensor, inputs: Inputs, share: Share
+    due: Sequence[Term], weights: Tensor, inputs: Inputs, share: Share, not_run: tuple[str, ...]
 ) -> tuple[Tensor, Weighed]:
     """The same while a compiler watches: tensors alone, no events, no failures to catch."""
     readings = [read_traced(term, weights[i], inputs) for i, term in enumerate(due)]
     kept = [replace(reading, value=reading.value.detach()) for reading in readings]
-    return _added(readings, share), Weighed(kept)
+    return _added(readings, share), Weighed(kept, not_run=not_run)
 
 
 def _read(pipeline: Pipeline, inputs: Inputs, step: int) -> tuple[list[Reading], dict[str, str]]:
@@ -106,6 +104,8 @@ def _read(pipeline: Pipeline, inputs: Inputs, step: int) -> tuple[list[Reading],
             events = TermEvents(term, weight, "inline")
             try:
                 by_name[term.name] = read_inline(term, weight, inputs, events)
+            except DetachedTermWarning:  # somebody makes errors of warnings
+                raise
             except Exception as error:  # noqa: BLE001 - whatever the term raised
                 skipped[term.name] = dropped(term, events, error)
     readings = [by_name[term.name] for term in due if term.name in by_name]
@@ -122,8 +122,8 @@ def _finite(readings: Sequence[Reading], skipped: dict[str, str]) -> list[Readin
         try:
             check_finite(name, numbers[name][0])
         except NonFiniteError as error:
-            events = reading.events or TermEvents(reading.term, 0.0, "inline")
-            skipped[name] = dropped(reading.term, events, error)
+            assert reading.events is not None  # noqa: S101 - for mypy: outside a compiled function
+            skipped[name] = dropped(reading.term, reading.events, error)
         else:
             kept.append(reading)
     return kept
@@ -132,13 +132,17 @@ def _finite(readings: Sequence[Reading], skipped: dict[str, str]) -> list[Readin
 def _added(readings: Sequence[Reading], share: Share) -> Tensor:
     """Base + weight * term + ..., in the order in which a person would write it."""
     base, *rest = readings
-    if isinstance(share, float) and share == 1:
+    if not isinstance(share, Tensor) and share == 1:
         total = base.value
         for reading in rest:
             total = total + reading.weight * reading.value
         return total
     terms = sum(reading.weight * reading.value for reading in rest)
     return base.value + share * terms
+
+
+def _count(data: object) -> int | None:
+    return len(data) if isinstance(data, Sized) else None
 
 
 def _tell(events: CallEvents, weighed: Weighed, began: float) -> None:

@@ -1,0 +1,171 @@
+"""`CompositeLoss` with five terms in a training step of a small transformer, and by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.measure import Timing, in_turn, show
+from steelyard.integrations import CompositeLoss, term
+
+ROWS, TOKENS, WIDTH, VOCABULARY, LAYERS = 8, 64, 128, 512, 4
+WEIGHTS = {"entropy": 0.01, "activity": 0.1, "l1": 0.01, "z": 1e-4, "smooth": 0.1}
+EVERY = 10
+
+
+class Transformer(nn.Module):
+    """An encoder with a head, whose outputs are named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Logits, and the hidden states they come from."""
+        hidden = self.layers(self.embedding(tokens))
+        return {"logits": self.head(hidden), "hidden": hidden}
+
+
+def base(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def entropy(logits: Tensor) -> Tensor:
+    logprobs = logits.log_softmax(-1)
+    return (logprobs.exp() * logprobs).sum(-1).mean()
+
+
+def activity(hidden: Tensor) -> Tensor:
+    return hidden.square().mean()
+
+
+def l1(hidden: Tensor) -> Tensor:
+    return hidden.abs().mean()
+
+
+def z(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1).square().mean()
+
+
+def smooth(hidden: Tensor) -> Tensor:
+    return (hidden[:, 1:] - hidden[:, :-1]).square().mean()
+
+
+TERMS = {"entropy": entropy, "activity": activity, "l1": l1, "z": z, "smooth": smooth}
+
+
+def stepper(
+    model: Transformer, loss_of: Callable[[dict[str, Tensor], Tensor], Tensor]
+) -> Callable[[], None]:
+    """One training step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def by_hand(out: dict[str, Tensor], labels: Tensor) -> Tensor:
+    """The sum, with the values read for a log as anybody would."""
+    values = {
+        "entropy": entropy(out["logits"]),
+        "activity": activity(out["hidden"]),
+        "l1": l1(out["hidden"]),
+        "z": z(out["logits"]),
+        "smooth": smooth(out["hidden"]),
+    }
+    total = base(out["logits"], labels)
+    for name, value in values.items():
+        total = total + WEIGHTS[name] * value
+    logged = {name: value.item() for name, value in values.items()}
+    if not all(math.isfinite(value) for value in logged.values()):
+        raise ValueError(logged)
+    return total
+
+
+def composed(*, tracked: bool = False, every: int = 1, last: bool = False) -> Callable[[], None]:
+    """The same with a composite, and its output read."""
+    model = Transformer()
+    terms = [term(fn, WEIGHTS[name], name) for name, fn in TERMS.items()]
+    wrt = (model.head if last else model) if tracked else None
+    loss = CompositeLoss(base, terms, track_grad_norms=tracked, wrt=wrt, track_every=every)
+
+    def loss_of(out: dict[str, Tensor], labels: Tensor) -> Tensor:
+        total: Tensor = loss(out, labels=labels)
+        loss.output.metrics  # noqa: B018 - a logger would read them
+        loss.step += 1
+        return total
+
+    return stepper(model, loss_of)
+
+
+def measure(repeats: int = 60) -> dict[str, Timing]:
+    """Time all ways in turn; one with norms every 10 steps is timed 10 steps at a time."""
+    seldom = composed(tracked=True, every=EVERY)
+    reference = stepper(Transformer(), by_hand)
+
+    def ten(step: Callable[[], None]) -> Callable[[], None]:
+        def steps() -> None:
+            for _ in range(EVERY):
+                step()
+
+        return steps
+
+    single = in_turn(
+        {
+            "by hand": stepper(Transformer(), by_hand),
+            "composite": composed(),
+            "norms": composed(tracked=True),
+            "head": composed(tracked=True, last=True),
+        },
+        repeats=repeats,
+        warmup=5,
+    )
+    tens = in_turn(
+        {"ten by hand": ten(reference), "seldom": ten(seldom)},
+        repeats=max(4, repeats // EVERY),
+        warmup=1,
+    )
+    return {**single, **tens}
+
+
+def main() -> None:
+    """Measure and print."""
+    timings = measure()
+
+    def row(
+        name: str, label: str, target: float | None = None
+    ) -> tuple[str, str, str, bool | None]:
+        timing = timings[name]
+        low, high = timing.spread
+        measured = f"{timing.ratio:.2f} x ({low:.2f} to {high:.2f}), {timing.median * 1e3:.2f} ms"
+        if target is None:
+            return label, measured, "", None
+        return label, measured, f"<= {target:.2f} x", timing.ratio <= target
+
+    show(
+        f"A training step, {LAYERS} layers of {WIDTH}, {ROWS} x {TOKENS} tokens: base + 5 terms",
+        [
+            row("by hand", "by hand, values read"),
+            row("composite", "CompositeLoss, output read", 1.05),
+            row("head", "norms with respect to the head, each step"),
+            row("norms", "norms with respect to all parameters, each step"),
+            row("seldom", f"the same every {EVERY} steps"),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

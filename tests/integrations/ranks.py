@@ -1,0 +1,81 @@
+"""What each of two processes does in the tests of distributed training; they import this file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from steelyard.errors import InputError
+from steelyard.integrations import CompositeLoss, term
+
+from .models import Net, activity, batch, confidence, cross_entropy, gradients
+
+RANKS = 2
+
+
+def rows_of(rank: int) -> tuple[Tensor, Tensor]:
+    x, labels = batch(rows=8)
+    return x[rank::RANKS], labels[rank::RANKS]
+
+
+def composite(rank: int = 0, **settings: Any) -> CompositeLoss:
+    def sometimes(logits: Tensor) -> Tensor:
+        if rank == 1:
+            raise ValueError("not on this one")
+        return logits.square().mean()
+
+    terms = [
+        term(activity, 0.5, "activity"),
+        term(sometimes, 0.25, "sometimes", on_error="skip"),
+        term(confidence, 1.0, "never", enabled=False),
+    ]
+    return CompositeLoss(cross_entropy, terms, aux={"balance": 0.1}, **settings)
+
+
+def train(rank: int) -> dict[str, Any]:
+    model = Net()
+    wrapped = DistributedDataParallel(model)
+    loss = composite(rank, track_grad_norms=True, wrt=model, track_every=2)
+    loss.watch(wrapped)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.follow(optimizer)
+    x, labels = rows_of(rank)
+    found: dict[str, Any] = {"gradients": [], "outputs": [], "across": []}
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(wrapped(x), labels=labels).backward()
+        found["gradients"].append(gradients(model))
+        found["outputs"].append(loss.output.to_dict())
+        found["across"].append(loss.output_across_ranks().to_dict())
+        optimizer.step()
+    found["parameters"] = [p.detach() for p in model.parameters()]
+    found["different"] = different_terms(rank)
+    return found
+
+
+def different_terms(rank: int) -> str:
+    loss = CompositeLoss(lambda x: x.sum(), [term(lambda x: x.sum(), 1.0, f"of rank {rank}")])
+    loss(x=torch.ones(2))
+    try:
+        loss.output_across_ranks()
+    except InputError as error:
+        return str(error)
+    return "no error"
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    torch.save(train(rank), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

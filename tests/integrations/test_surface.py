@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import steelyard.integrations
+
+
+def test_the_package_itself_is_light_and_names_the_extra() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import steelyard.integrations
+from steelyard.errors import MissingExtraError
+try:
+    steelyard.integrations.CompositeLoss
+except MissingExtraError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == (
+        "steelyard.integrations.CompositeLoss needs torch, which is not installed: "
+        'pip install "steelyard[torch]".'
+    )
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"'steelyard.integrations' has no attribute 'Loss'"):
+        _ = steelyard.integrations.Loss
+    assert set(steelyard.integrations.__all__) <= set(dir(steelyard.integrations))
