@@ -39,12 +39,14 @@ def none(data: Any, logprobs: list[Tensor]) -> Tensor:
 
 
 def main() -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Validator)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    judge = ExternalValidation(
-        url=f"http://127.0.0.1:{server.server_port}/check",
-        payload=lambda datum, _index: {"text": datum["text"]},
-    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Validator) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        train(f"http://127.0.0.1:{server.server_port}/check")
+        server.shutdown()
+
+
+def train(url: str) -> None:
+    judge = ExternalValidation(url=url, payload=lambda datum, _index: {"text": datum["text"]})
     spec = RegularizerSpec(judge, weight=1.0, name="judge", timeout=10, on_error="skip")
     data = [{"text": text} for text in ANSWERS]
     scores = torch.zeros(len(ANSWERS))  # a model of four answers: their logits
@@ -53,14 +55,11 @@ def main() -> None:
             logprobs = scores.log_softmax(0)
             output = pipeline.compute(data, [row.reshape(1) for row in logprobs], step)
             if step % 10 == 0:
+                penalty = output.regularizers["judge"].value
                 chances = ", ".join(f"{p:.2f}" for p in logprobs.exp().tolist())
-                print(
-                    f"step {step:2d}  mean penalty {output.regularizers['judge'].value:.2f}"
-                    f"  chances {chances}"
-                )
+                print(f"step {step:2d}  mean penalty {penalty:.2f}  chances {chances}")
             pull = torch.cat(output.gradients)
             scores -= pull - logprobs.exp() * pull.sum()  # through the softmax
-    server.shutdown()
 
 
 if __name__ == "__main__":

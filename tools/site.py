@@ -58,6 +58,14 @@ API = (
 )
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the generated pages into the navigation."""
+    examples = [f"examples/{path.stem}.md" for path in example_files()]
+    api = [{name: f"reference/api/{name}.md"} for name in API]
+    config.nav = [*(config.nav or []), {"Examples": examples}, {"API": api}]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     pages = {
@@ -168,7 +176,7 @@ def diagram() -> str:
     x = left + box
     height = row * len(STAGES) + 20
     at = {stage: height - 30 - row * i for i, stage in enumerate(STAGES)}
-    shape = f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="15"'
+    shape = f'width="{width}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="15"'
     said = 'role="img" aria-label="The stages and their imports"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {shape} {said}>']
     for stage, used in imports().items():
