@@ -176,9 +176,9 @@ def diagram() -> str:
     x = left + box
     height = row * len(STAGES) + 20
     at = {stage: height - 30 - row * i for i, stage in enumerate(STAGES)}
-    shape = f'width="{width}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="15"'
+    shape = f'width="{width}" viewBox="0 0 {width} {height}" font-family="sans-serif"'
     said = 'role="img" aria-label="The stages and their imports"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {shape} {said}>']
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-size="15" {said}>']
     for stage, used in imports().items():
         for other in sorted(used):
             y, z = at[stage], at[other]
