@@ -43,7 +43,7 @@ stress: $(READY) ## what takes too long for `make test`: a thousand faults
 	@$(BIN)/python -m benchmarks.stress
 
 docs: $(READY) ## build the documentation site into site/; a broken link fails
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: $(READY) ## build sdist and wheel, and try the wheel in an environment of its own
 	@$(BIN)/python tools/release.py
