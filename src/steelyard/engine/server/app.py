@@ -103,7 +103,9 @@ class Guard:
         if scope["type"] == "http":
             refused = self._refusal(Request(scope))
             if refused is not None:
-                await _refused(Request(scope), refused)(scope, receive, send)
+                response = _refused(Request(scope), refused)
+                response.headers["connection"] = "close"  # whoever it is, we are done with them
+                await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -30,6 +30,7 @@ from steelyard.engine.training import LocalTrainingClient
 T = TypeVar("T")
 
 _LONGEST_NAP = 5.0
+_LAST_WORDS = 1.0
 
 
 @dataclass(eq=False)
@@ -193,6 +194,10 @@ class Desk:
             ticket.settle(failure("the server has stopped.", RequestErrorCategory.Server))
         self.samplers.wake()
         self.runs.clear()
+        if list(self.sessions):
+            # They fetch the bad news and report it, to a server that must still be there: else
+            # the SDK tries to for half a minute before it raises.
+            await asyncio.sleep(_LAST_WORDS)
 
     def _done(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)

@@ -30,9 +30,8 @@ async def retrieve_future(desk: Desk, request: Request) -> Response:
     ticket = desk.tickets.get(asked.request_id)
     if ticket is None:
         raise not_found("request_id", asked.request_id, "answers are kept for a while only")
-    desk.sessions.heard(ticket.session_id)
-    answer = await ticket.wait(desk.settings.poll_seconds)
-    desk.sessions.heard(ticket.session_id)
+    with desk.sessions.waiting(ticket.session_id):
+        answer = await ticket.wait(desk.settings.poll_seconds)
     if answer is not None:
         return exchange.handed_out(answer)
     pending = TryAgainResponse(request_id=ticket.name, queue_state="active")
@@ -43,13 +42,13 @@ async def retrieve_futures(desk: Desk, request: Request) -> Response:
     """Which requests of a sampler are done; held until one is, for a while."""
     asked = await exchange.json_of(request, FuturesRetrieveRequest, desk.settings.max_body)
     sampler = desk.samplers.get(asked.target.sampling_session_id)
-    desk.sessions.heard(sampler.session_id)
     for name in asked.retrieved_request_ids:
         ticket = desk.tickets.get(name)
         if ticket is not None and name.startswith(f"{sampler.sampler_id}:"):
             desk.tickets.drop(ticket)
     news = sampler.news_of(asked.target.cloned_sampler_id)
-    completions, cursor = await news.after(asked.prev_cursor, desk.settings.poll_seconds)
+    with desk.sessions.waiting(sampler.session_id):
+        completions, cursor = await news.after(asked.prev_cursor, desk.settings.poll_seconds)
     return exchange.reply(FuturesRetrieveResponse(completions=completions, cursor=cursor))
 
 

@@ -17,7 +17,7 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from steelyard.engine.server.operations import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
+from steelyard.engine.server.operations import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS, PARTS
 from steelyard.engine.trainer import LossOfLogprobs
 from steelyard.errors import InputError
 
@@ -173,7 +173,7 @@ def _allowed(node: types.CustomLossNode) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     if node.op == "call_function" and node.target == "getattr":
-        return len(node.args) == _PARTS and _one_of(node.args[1], ATTRIBUTES)
+        return len(node.args) == _PARTS and _one_of(node.args[1], ATTRIBUTES | PARTS)
     if node.op == "call_function":
         return node.target in FUNCTIONS
     return node.op == "call_method" and node.target in METHODS and bool(node.args)
@@ -251,10 +251,7 @@ def _decode(arg: Any, values: Mapping[str, Any]) -> Any:  # noqa: PLR0911 - as a
 
 def _apply(node: types.CustomLossNode, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if node.target == "getattr":
-        tensor, name = args
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{node.name} must read an attribute of a tensor.")
-        return builtins.getattr(tensor, name)
+        return _attribute(node.name, *args)
     if node.op == "call_method":
         if not isinstance(args[0], Tensor):
             raise InputError(f"{node.name} must call a method of a tensor.")
@@ -265,6 +262,14 @@ def _apply(node: types.CustomLossNode, args: list[Any], kwargs: dict[str, Any]) 
         return _plain(fn, args, kwargs)
     _check_size(fn, args, kwargs)
     return fn(*args, **kwargs)
+
+
+def _attribute(where: str, thing: Any, name: str) -> Any:
+    if not isinstance(thing, Tensor) or name not in ATTRIBUTES:
+        # What sort, max and topk give: a tuple whose parts have names.
+        if not isinstance(thing, tuple) or name not in PARTS:
+            raise InputError(f"{where} must read an attribute of a tensor, got {name!r}.")
+    return builtins.getattr(thing, name)
 
 
 def _plain(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

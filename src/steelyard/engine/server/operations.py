@@ -58,6 +58,7 @@ FUNCTIONS = {
 }
 METHODS = frozenset((_BOTH + _METHODS).split())
 ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device", "T", "mT"})
+PARTS = frozenset({"values", "indices"})
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")

@@ -34,7 +34,8 @@ def is_clients_fault(error: BaseException) -> bool:
 def sentence(error: BaseException) -> str:
     """What an error says, in one line."""
     said = error.detail if isinstance(error, HTTPException) else str(error)
-    return " ".join(said.split()) or type(error).__name__
+    line = " ".join(said.split()) or type(error).__name__
+    return line if line.endswith(".") else f"{line}."
 
 
 def not_found(what: str, name: str, cure: str) -> HTTPException:

@@ -50,7 +50,10 @@ async def healthz(_: Desk, __: Request) -> Response:
 async def client_config(desk: Desk, request: Request) -> Response:
     """What the server can do."""
     await exchange.json_of(request, types.ClientConfigRequest, desk.settings.max_body)
-    return exchange.reply(CONFIG)
+    response = exchange.reply(CONFIG)
+    # The SDK asks for this over a connection that it then leaves open, and forgets.
+    response.headers["connection"] = "close"
+    return response
 
 
 async def client_dynamic_config(desk: Desk, request: Request) -> Response:

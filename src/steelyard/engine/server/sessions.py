@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class Session:
         created: when it came, in seconds since the epoch.
         seen: when it was last heard of, by the monotonic clock.
         heartbeats: how often it said that it is there.
+        waiting: how many of its requests are held until there is an answer.
     """
 
     session_id: str
@@ -38,6 +40,7 @@ class Session:
     created: float = field(default_factory=time.time)
     seen: float = field(default_factory=time.monotonic)
     heartbeats: int = 0
+    waiting: int = 0
 
 
 class Sessions:
@@ -84,6 +87,20 @@ class Sessions:
         if session_id in self._by_id:
             self._by_id[session_id].seen = time.monotonic()
 
+    @contextmanager
+    def waiting(self, session_id: str) -> Iterator[None]:
+        """While a client waits for an answer, it is there."""
+        session = self._by_id.get(session_id)
+        if session is None:
+            yield
+            return
+        session.waiting += 1
+        try:
+            yield
+        finally:
+            session.waiting -= 1
+            session.seen = time.monotonic()
+
     def end(self, session_id: str) -> None:
         """A client has gone."""
         if self._by_id.pop(session_id, None) is not None:
@@ -94,4 +111,4 @@ class Sessions:
     def silent(self, seconds: float) -> list[str]:
         """Those that were not heard of for so long."""
         now = time.monotonic()
-        return [session.session_id for session in self if now - session.seen > seconds]
+        return [s.session_id for s in self if not s.waiting and now - s.seen > seconds]

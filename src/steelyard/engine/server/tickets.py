@@ -76,6 +76,8 @@ class Ticket:
             self._there.set()
             for listener in self._listeners:
                 listener(self)
+            # They know this ticket: a circle would keep what they hold, a model perhaps.
+            self.work, self._listeners = None, []
 
     def when_settled(self, listener: Callable[[Ticket], None]) -> None:
         """Call `listener` when the answer is there."""
