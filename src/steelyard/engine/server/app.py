@@ -86,7 +86,7 @@ def make_app(desk: Desk) -> Starlette:
             for method, path, handler in ROUTES
         ],
         middleware=[Middleware(Guard, api_key=desk.settings.api_key)],
-        exception_handlers={HTTPException: _refused, Exception: _failed},
+        exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
     )
 
@@ -123,8 +123,10 @@ class Guard:
 async def _handle(desk: Desk, handler: Handler, request: Request) -> Response:
     try:
         return await handler(desk, request)
-    except SteelyardError as error:
-        raise refusal(error) from error
+    except (HTTPException, SteelyardError) as error:
+        return _refused(request, error)
+    except Exception as error:  # noqa: BLE001 - the server lives
+        return _failed(request, error)
 
 
 def _refused(_: Request, error: Exception) -> Response:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import pydantic
 from starlette.exceptions import HTTPException
@@ -16,6 +17,7 @@ from steelyard.engine.server.tickets import JSON, Answer, Ticket
 from steelyard.engine.server.wire import read_json, unpacked
 
 M = TypeVar("M", bound=pydantic.BaseModel)
+T = TypeVar("T")
 
 
 async def body_of(request: Request, limit: int) -> bytes:
@@ -48,6 +50,21 @@ async def json_of(request: Request, model: type[M], limit: int) -> M:
         HTTPException: it is none of this kind.
     """
     return await asyncio.to_thread(read_json, model, await body_of(request, limit))
+
+
+async def while_there(request: Request, waiting: Coroutine[Any, Any, T]) -> T | None:
+    """What `waiting` gives; None if the client has gone before.
+
+    The body must have been read: what comes next is the end of the connection.
+    """
+    gone = asyncio.ensure_future(request.receive())
+    work = asyncio.ensure_future(waiting)
+    try:
+        await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        gone.cancel()
+        work.cancel()
 
 
 def reply(model: pydantic.BaseModel) -> Response:

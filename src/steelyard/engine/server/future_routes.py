@@ -31,7 +31,7 @@ async def retrieve_future(desk: Desk, request: Request) -> Response:
     if ticket is None:
         raise not_found("request_id", asked.request_id, "answers are kept for a while only")
     with desk.sessions.waiting(ticket.session_id):
-        answer = await ticket.wait(desk.settings.poll_seconds)
+        answer = await exchange.while_there(request, ticket.wait(desk.settings.poll_seconds))
     if answer is not None:
         return exchange.handed_out(answer)
     pending = TryAgainResponse(request_id=ticket.name, queue_state="active")
@@ -48,7 +48,9 @@ async def retrieve_futures(desk: Desk, request: Request) -> Response:
             desk.tickets.drop(ticket)
     news = sampler.news_of(asked.target.cloned_sampler_id)
     with desk.sessions.waiting(sampler.session_id):
-        completions, cursor = await news.after(asked.prev_cursor, desk.settings.poll_seconds)
+        waiting = news.after(asked.prev_cursor, desk.settings.poll_seconds)
+        found = await exchange.while_there(request, waiting)
+    completions, cursor = found or ([], asked.prev_cursor)
     return exchange.reply(FuturesRetrieveResponse(completions=completions, cursor=cursor))
 
 
