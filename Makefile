@@ -15,6 +15,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Steelyard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# Only the server's tests use it. It asks for an older transformers than ours, and works with ours.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tinker-cookbook
 	touch $@
 
 test: lint ## ruff, mypy, every test, doctest and README block, coverage
@@ -39,8 +41,9 @@ demo: $(READY) ## fine-tune a small model with five terms, and write a report
 bench: $(READY) ## the speed figures, as ratios of one run
 	@$(BIN)/python -m benchmarks
 
-stress: $(READY) ## what takes too long for `make test`: a thousand faults
+stress: $(READY) ## what takes too long for `make test`: a thousand faults, the server under load
 	@$(BIN)/python -m benchmarks.stress
+	@$(BIN)/python -m benchmarks.stress_server
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage dist

@@ -11,6 +11,9 @@ from steelyard.engine.server.running import Running
 
 from .wire_client import Wire, start
 
+# A program of its own, not a module to look for examples in.
+collect_ignore = ["cookbook.py"]
+
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -88,7 +88,8 @@ class Target:
                 "inputs": [{"name": "logprobs", "rank": 1}], "graph": graph,
             },
             "telemetry": {
-                "events": [], "platform": "x", "sdk_version": "0", "session_id": session, "process_uuid": "x",
+                "events": [], "platform": "x", "sdk_version": "0", "session_id": session,
+                "process_uuid": "x",
             },
             "create_model": {
                 "session_id": session, "model_seq_id": 77, "base_model": "tiny-random",
@@ -96,7 +97,7 @@ class Target:
             },
             "get_info": {"model_id": model},
             "unload_model": {"model_id": "nobody"},
-            "optim_step": {"model_id": "nobody", "seq_id": 1, "adam_params": {"learning_rate": 0.1}},
+            "optim_step": {"model_id": "nobody", "adam_params": {"learning_rate": 0.1}},
             "save_weights": {"model_id": model, "seq_id": -1, "path": "x"},
             "load_weights": {"model_id": model, "seq_id": -1, "path": path, "optimizer": False},
             "save_weights_for_sampler": {"model_id": model, "seq_id": -1, "path": "x"},
@@ -212,7 +213,7 @@ def _batches(target: Target) -> st.SearchStrategy[bytes]:
     ) | st.builds(
         lambda values, crow, col, shape: pb.Tensor(
             sparse_csr=pb.SparseCsr(values=values, crow_indices=crow, col_indices=col),
-            dtype=1,
+            dtype=pb.DTYPE_FLOAT32,
             shape=shape,
         ),
         st.binary(max_size=16),

@@ -16,12 +16,14 @@ from .wire_client import Wire, start
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp("fuzzed")
-    with start(folder, poll_seconds=0.01, max_models=10**6, max_sessions=10**6) as running:
-        with Wire(running.base_url) as wire:
-            yield Target(running, wire)
+    with (
+        start(folder, poll_seconds=0.01, max_models=10**6, max_sessions=10**6) as running,
+        Wire(running.base_url) as wire,
+    ):
+        yield Target(running, wire)
 
 
-@pytest.mark.parametrize(("method", "path"), [route[:2] for route in ROUTES], ids=" ".join)
+@pytest.mark.parametrize(("method", "path"), [route[:2] for route in ROUTES], ids=str)
 def test_random_bodies_do_no_harm(target: Target, method: str, path: str) -> None:
     @settings(
         max_examples=200,

@@ -47,7 +47,7 @@ DATA = {
         [
             types.Datum(
                 model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")]),
-                loss_fn_inputs={"target_tokens": [1]},
+                loss_fn_inputs={"target_tokens": types.TensorData(data=[1], dtype="int64")},
             )
         ],
         "text tokens alone",
@@ -115,7 +115,7 @@ def create(wire: Wire, **changed: Any) -> httpx.Response:
 
 
 def test_a_model_that_cannot_be_made_is_turned_away(wire: Wire) -> None:
-    for changed, why in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"base_model": "Qwen/Qwen3-8B"}, "was started with (tiny-random), got 'Qwen/Qwen3-8B'"),
         ({"base_model": "/etc"}, "was started with (tiny-random), got '/etc'"),
         ({"lora_config": {"rank": 0}}, "rank must be a whole number >= 1, got 0"),
@@ -125,7 +125,8 @@ def test_a_model_that_cannot_be_made_is_turned_away(wire: Wire) -> None:
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, "optimizer must be Adam"),
         ({"model_seq_id": "x"}, "CreateModelRequest.model_seq_id is not right"),
         ({"more": 1}, "CreateModelRequest.more is not right: Extra inputs"),
-    ]:
+    ]
+    for changed, why in cases:
         response = create(wire, **changed)
         assert response.status_code == 400, changed
         assert why in said(response)
@@ -216,30 +217,29 @@ def test_samples_that_cannot_be_are_turned_away(wire: Wire) -> None:
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
         "sampling_params": {"max_tokens": 2},
     }
-    for number, (changed, status, why) in enumerate(
-        [
-            ({"prompt": {"chunks": []}}, 400, "1 to 512 tokens"),
-            ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [512]}]}}, 400, "511"),
-            ({"num_samples": 0}, 400, "num_samples"),
-            ({"sampling_params": {"max_tokens": 2, "temperature": -1}}, 400, "temperature"),
-            ({"sampling_params": {"max_tokens": 2**20}}, 413, "at most 1048576 tokens"),
-            ({"topk_sample_logprobs": 513}, 400, "topk_sample_logprobs"),
-            ({"sampling_session_id": None}, 400, "must be given"),
-            ({"sampling_session_id": "nobody"}, 404, "nobody"),
-            ({"seq_id": 10**9}, 404, "join the sampling session first"),
-            ({"seq_id": -1}, 404, "join the sampling session first"),
-            (
-                {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [10**9, 99]}},
-                413,
-                "cells",
-            ),
-            (
-                {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [3]}},
-                400,
-                "whole tensor",
-            ),
-        ]
-    ):
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"prompt": {"chunks": []}}, 400, "1 to 512 tokens"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [512]}]}}, 400, "511"),
+        ({"num_samples": 0}, 400, "num_samples"),
+        ({"sampling_params": {"max_tokens": 2, "temperature": -1}}, 400, "temperature"),
+        ({"sampling_params": {"max_tokens": 2**20}}, 413, "at most 1048576 tokens"),
+        ({"topk_sample_logprobs": 513}, 400, "topk_sample_logprobs"),
+        ({"sampling_session_id": None}, 400, "must be given"),
+        ({"sampling_session_id": "nobody"}, 404, "nobody"),
+        ({"seq_id": 10**9}, 404, "join the sampling session first"),
+        ({"seq_id": -1}, 404, "join the sampling session first"),
+        (
+            {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [10**9, 99]}},
+            413,
+            "cells",
+        ),
+        (
+            {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [3]}},
+            400,
+            "whole tensor",
+        ),
+    ]
+    for number, (changed, status, why) in enumerate(cases):
         response = wire.post("asample", {**good, "seq_id": number, **changed})
         assert response.status_code == status, (changed, response.text)
         assert why in said(response)
@@ -274,9 +274,7 @@ def test_the_wrong_key_is_turned_away_at_once(strict: Running) -> None:
     assert time.monotonic() - began < 20, "it did not try again and again"
     bare = httpx.get(f"{strict.base_url}/api/v1/healthz")
     assert bare.status_code == 401
-    odd = httpx.get(
-        f"{strict.base_url}/api/v1/healthz", headers={"X-API-Key": "tml-secrét".encode("latin-1")}
-    )
+    odd = httpx.get(f"{strict.base_url}/api/v1/healthz", headers=[(b"X-API-Key", b"tml-secr\xe9t")])
     assert odd.status_code == 401
     right = httpx.get(f"{strict.base_url}/api/v1/healthz", headers={"X-API-Key": "tml-secret"})
     assert right.json() == {"status": "ok"}
@@ -304,6 +302,9 @@ def test_everything_has_a_limit(strict: Running) -> None:
         def small(logprobs: Any) -> Any:
             return logprobs.sum(), {}
 
+        def other(logprobs: Any) -> Any:
+            return logprobs.mean(), {}
+
         def large(logprobs: Any) -> Any:
             return (logprobs + 1 + 2 + 3 + 4 + 5).sum(), {}
 
@@ -311,9 +312,7 @@ def test_everything_has_a_limit(strict: Running) -> None:
             service.create_custom_loss(large, {"logprobs": 1}).result()
         service.create_custom_loss(small, {"logprobs": 1}).result()
         with pytest.raises(tinker.PermissionDeniedError, match="at most 1 losses"):
-            service.create_custom_loss(
-                lambda logprobs: (logprobs.mean(), {}), {"logprobs": 1}
-            ).result()
+            service.create_custom_loss(other, {"logprobs": 1}).result()
         samplers = [service.create_sampling_client(base_model="tiny-random") for _ in range(3)]
         assert samplers[2].get_base_model()
         with pytest.raises(tinker.NotFoundError, match="at most 2 are kept"):

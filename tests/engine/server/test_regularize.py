@@ -55,7 +55,7 @@ def test_the_terms_are_those_of_the_local_client(
     training: tinker.TrainingClient, local: LocalServiceClient
 ) -> None:
     mine = local.create_lora_training_client("tiny-random", rank=4, seed=0)
-    near = {"rel": 1e-5, "abs": 1e-5}
+    near: Any = {"rel": 1e-5, "abs": 1e-5}
     for (told, step), (expected, local_step) in zip(steps(training), steps(mine), strict=True):
         assert told.loss_total == pytest.approx(expected.loss_total, **near)
         assert told.base_loss.grad_norm == pytest.approx(expected.base_loss.grad_norm, **near)

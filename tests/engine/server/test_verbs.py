@@ -21,16 +21,15 @@ from tests.engine.data import SMALL, datum, ragged
 PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> Any:  # noqa: PLR0911 - one for each kind
     """A result as numbers, strings and lists of them, without what differs between runs."""
     if isinstance(value, types.ForwardBackwardOutput):
         return [value.loss_fn_output_type, plain(value.loss_fn_outputs), plain(value.metrics)]
     if isinstance(value, types.TensorData):
         return [value.dtype, list(value.to_numpy().shape), value.to_numpy()]
     if isinstance(value, types.SampledSequence):
-        return [
-            value.stop_reason, value.tokens, plain(np.array(value.logprobs)), plain(value.topk_logprobs),
-        ]  # fmt: skip
+        logprobs = np.array(value.logprobs)
+        return [value.stop_reason, value.tokens, logprobs, plain(value.topk_logprobs)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: plain(getattr(value, field.name))
@@ -91,8 +90,8 @@ def story(service: Any) -> list[Any]:
     told.append(training.forward_backward(ragged(0, [9, 4]), "cross_entropy").result())
     told.append(training.forward_backward(ragged(1, [5, 3, 7], 3), "cross_entropy").result())
     told.append(training.optim_step(SMALL).result())
-    for loss in ("importance_sampling", "ppo", "cispo", "dro"):
-        told.append(training.forward_backward(POLICY, loss).result())
+    losses = ("importance_sampling", "ppo", "cispo", "dro")
+    told += [training.forward_backward(POLICY, loss).result() for loss in losses]
     told.append(training.forward_backward(POLICY, "ppo", {"clip_low_threshold": 0.99}).result())
     told.append(
         training.optim_step(types.AdamParams(learning_rate=0.02, grad_clip_norm=1.0)).result()
@@ -213,10 +212,11 @@ def test_a_batch_in_parts_is_the_sum_of_its_parts(
     data = ragged(4, [5, 9, 2, 7, 3, 3, 8, 1, 6, 4])
     handle = sdk.create_custom_loss(traced, {"logprobs": 1, "weights": 1}).result()
     local_handle = local.create_custom_loss(traced, {"logprobs": 1, "weights": 1}).result()
-    told, expected = [], []
+    told: list[Any] = []
+    expected: list[Any] = []
     for client, loss, into in ((theirs, handle, told), (mine, local_handle, expected)):
         into.append(client.forward_backward(data, "cross_entropy").result())
-        into.append(client.forward_backward_custom(data, loss).result())  # type: ignore[arg-type]
+        into.append(client.forward_backward_custom(data, loss).result())
         into.append(client.optim_step(SMALL).result())
         into.append(client.forward(data, "cross_entropy").result())
     for ours, others in zip(told, expected, strict=True):
@@ -245,7 +245,7 @@ def test_the_tokenizer_comes_from_this_machine(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     sampling = sdk.create_sampling_client(base_model="tiny-random")
     for client in (training, sampling):
-        tokenizer = client.get_tokenizer()  # type: ignore[attr-defined]
+        tokenizer = client.get_tokenizer()
         assert tokenizer.decode(tokenizer.encode("Hej, world")) == "Hej, world"
     named = sampling.get_base_model()
     again = sdk.create_lora_training_client(named, rank=2, seed=0)
@@ -259,14 +259,14 @@ def test_a_custom_loss_runs_forward_and_back_once(
     handle = sdk.create_custom_loss(traced, {"logprobs": 1, "weights": 1}).result()
     assert handle.loss_id is not None
     model = running._desk.runs[training.model_id].client._host.model
-    calls = []
-    monkeypatch.setattr(
-        type(model),
-        "__call__",
-        lambda self, *a, _old=type(model).__call__, **k: (
-            calls.append(threading.current_thread().name) or _old(self, *a, **k)
-        ),
-    )
+    calls: list[str] = []
+    original = type(model).__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(threading.current_thread().name)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "__call__", counted)
     training.forward_backward_custom(ragged(3, [6, 2]), handle).result()
     assert [name.startswith("steelyard-engine") for name in calls] == [True]
 

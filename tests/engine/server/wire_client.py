@@ -136,6 +136,6 @@ def encoded(
 PROBE = [
     types.Datum(
         model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
-        loss_fn_inputs={"target_tokens": [6, 7, 8, 9]},
+        loss_fn_inputs={"target_tokens": types.TensorData(data=[6, 7, 8, 9], dtype="int64")},
     )
 ]

@@ -265,10 +265,11 @@ def _apply(node: types.CustomLossNode, args: list[Any], kwargs: dict[str, Any]) 
 
 
 def _attribute(where: str, thing: Any, name: str) -> Any:
-    if not isinstance(thing, Tensor) or name not in ATTRIBUTES:
-        # What sort, max and topk give: a tuple whose parts have names.
-        if not isinstance(thing, tuple) or name not in PARTS:
-            raise InputError(f"{where} must read an attribute of a tensor, got {name!r}.")
+    of_tensor = isinstance(thing, Tensor) and name in ATTRIBUTES
+    # What sort, max and topk give: a tuple whose parts have names.
+    of_result = isinstance(thing, tuple) and name in PARTS
+    if not (of_tensor or of_result):
+        raise InputError(f"{where} must read an attribute of a tensor, got {name!r}.")
     return builtins.getattr(thing, name)
 
 
