@@ -134,6 +134,7 @@ def test_the_key_is_asked_for(kitchen: Kitchen, tmp_path: Path) -> None:
     with tinker.ServiceClient(base_url=url, api_key="tml-mine") as service:
         sampling = service.create_sampling_client(base_model="tiny-random")
         prompt = types.ModelInput.from_ints([1])
-        assert sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+        drawn = sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+        assert len(drawn.sequences[0].tokens) == 1
     started.kill(signal.SIGTERM)
     assert started.wait().code == 0

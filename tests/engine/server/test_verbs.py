@@ -224,6 +224,30 @@ def test_a_batch_in_parts_is_the_sum_of_its_parts(
     assert len(told[0].loss_fn_outputs) == 10
 
 
+def test_sparse_targets_arrive_whole(
+    training: tinker.TrainingClient, local: LocalServiceClient
+) -> None:
+    mine = local.create_lora_training_client("tiny-random", rank=4, seed=0)
+    targets = torch.randint(1, 512, (6, 8))
+    weights = torch.zeros(6, 8)
+    weights[2, 1], weights[4, 7] = 0.5, -1.5
+    asked: Any = {"target_tokens": targets, "weights": weights}
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints([1, 2, 3, 4, 5, 6]), loss_fn_inputs=asked
+        )
+    ]
+    assert data[0].loss_fn_inputs["weights"].sparse_crow_indices is not None, "the SDK packs them"
+    for client in (training, mine):
+        result = client.forward_backward(data, "cross_entropy").result()
+        if client is training:
+            told = result
+    alike(plain(told), plain(result))
+    logprobs = result.loss_fn_outputs[0]["logprobs"].to_torch()
+    by_hand = -(0.5 * logprobs[2, 1] - 1.5 * logprobs[4, 7]).item()
+    assert told.metrics["loss:sum"] == pytest.approx(by_hand, abs=1e-5)
+
+
 def test_a_copy_of_a_sampling_client_in_another_place_works(
     training: tinker.TrainingClient,
 ) -> None:

@@ -19,7 +19,7 @@ from tinker.types import RequestErrorCategory
 
 from steelyard.engine.server.line import Line
 from steelyard.engine.server.models import BaseModels
-from steelyard.engine.server.refusals import FORBIDDEN, not_found
+from steelyard.engine.server.refusals import FORBIDDEN, STOPPING, not_found
 from steelyard.engine.server.samplers import Samplers
 from steelyard.engine.server.sessions import Sessions
 from steelyard.engine.server.settings import Settings
@@ -188,12 +188,11 @@ class Desk:
         """Finish what runs, and give up what waits."""
         self.stopping = True
         for ticket in self.tickets:
-            ticket.abandon("the server is stopping.")
+            ticket.abandon(STOPPING, RequestErrorCategory.Server)
         await asyncio.to_thread(self.service.close, "success")
         for ticket in self.tickets:
-            ticket.settle(failure("the server has stopped.", RequestErrorCategory.Server))
+            ticket.settle(failure(STOPPING, RequestErrorCategory.Server))
         self.samplers.wake()
-        self.runs.clear()
         if list(self.sessions):
             # They fetch the bad news and report it, to a server that must still be there: else
             # the SDK tries to for half a minute before it raises.

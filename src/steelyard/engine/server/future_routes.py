@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pydantic
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tinker.types.future_retrieve_request import FutureRetrieveRequest
@@ -12,7 +13,7 @@ from tinker.types.try_again_response import TryAgainResponse
 
 from steelyard.engine.server import exchange
 from steelyard.engine.server.desk import Desk
-from steelyard.engine.server.refusals import not_found
+from steelyard.engine.server.refusals import GONE, STOPPING, not_found
 
 # Not a refusal: with this status the SDK asks again at once.
 _TRY_AGAIN = 408
@@ -41,6 +42,8 @@ async def retrieve_future(desk: Desk, request: Request) -> Response:
 async def retrieve_futures(desk: Desk, request: Request) -> Response:
     """Which requests of a sampler are done; held until one is, for a while."""
     asked = await exchange.json_of(request, FuturesRetrieveRequest, desk.settings.max_body)
+    if desk.stopping:
+        raise HTTPException(GONE, STOPPING)
     sampler = desk.samplers.get(asked.target.sampling_session_id)
     for name in asked.retrieved_request_ids:
         ticket = desk.tickets.get(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from starlette.exceptions import HTTPException
 
-from steelyard.errors import SteelyardError
+from steelyard.errors import ClosedError, SteelyardError
 
 BAD_REQUEST = 400
 UNAUTHORIZED = 401
@@ -17,6 +17,8 @@ NOT_FOUND = 404
 GONE = 410
 TOO_LARGE = 413
 ENGINE_FAILED = 500
+
+STOPPING = "the server is stopping."
 
 
 def refusal(error: Exception) -> HTTPException:
@@ -27,8 +29,9 @@ def refusal(error: Exception) -> HTTPException:
 
 
 def is_clients_fault(error: BaseException) -> bool:
-    """Whether an error comes from what was asked, not from the engine."""
-    return isinstance(error, SteelyardError | HTTPException)
+    """Whether an error comes from what was asked, not from the engine or its end."""
+    asked = isinstance(error, SteelyardError | HTTPException)
+    return asked and not isinstance(error, ClosedError)
 
 
 def sentence(error: BaseException) -> str:

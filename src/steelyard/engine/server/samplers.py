@@ -129,10 +129,13 @@ class Samplers:
         return [s.sampler_id for s in self._by_id.values() if s.session_id == session_id]
 
     def end_session(self, session_id: str) -> None:
-        """A client has gone, and its samplers with it."""
+        """A client has gone, and its samplers with it.
+
+        Whoever waits for news of them is not woken: that is the SDK, about to hang up, and it
+        would only ask again, and complain.
+        """
         for sampler_id in self.of_session(session_id):
-            for news in self._by_id.pop(sampler_id).news.values():
-                news.wake()
+            del self._by_id[sampler_id]
 
     def wake(self) -> None:
         """Let everybody go who waits for news."""

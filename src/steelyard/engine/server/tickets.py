@@ -20,9 +20,11 @@ from tinker.types import RequestErrorCategory, RequestFailedResponse
 from steelyard.engine.server.refusals import (
     BAD_REQUEST,
     ENGINE_FAILED,
+    STOPPING,
     is_clients_fault,
     sentence,
 )
+from steelyard.errors import ClosedError
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 _MOST_KEPT = 8192
@@ -135,10 +137,10 @@ class Ticket:
         if self.refused is not None:
             raise self.refused
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str, category: RequestErrorCategory = RequestErrorCategory.User) -> None:
         """Give up what was not begun; what runs is finished."""
         if self.work is None or self.work.cancel():
-            self.settle(failure(why, RequestErrorCategory.User))
+            self.settle(failure(why, category))
 
     async def wait(self, seconds: float) -> Answer | None:
         """The answer, or None if it takes longer."""
@@ -209,5 +211,7 @@ def _answer_of(work: Future[T], encode: Callable[[T], Answer]) -> Answer:
 def _failure_of(error: Exception) -> Answer:
     if is_clients_fault(error):
         return failure(sentence(error), RequestErrorCategory.User)
+    if isinstance(error, ClosedError):
+        return failure(STOPPING, RequestErrorCategory.Server)
     why = f"the engine failed: {type(error).__name__}: {sentence(error)}"
     return failure(why, RequestErrorCategory.Server)
