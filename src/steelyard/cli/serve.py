@@ -38,9 +38,12 @@ def serve(
     max_body: Annotated[int, typer.Option(help="The most bytes of a request.")] = 64 * 2**20,
 ) -> None:
     """Serve the embedded engine to the Tinker SDK, until Ctrl-C."""
-    from steelyard import engine  # noqa: PLC0415 - takes seconds
+    from transformers.utils import logging  # noqa: PLC0415 - takes seconds
+
+    from steelyard import engine  # noqa: PLC0415 - as above
     from steelyard.cli.interruption import Interruption  # noqa: PLC0415 - as above
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
     names = base_model or ["smollm2-135m"]
     with (
         Interruption(lambda: typer.echo(_ASKED, err=True), lambda: None) as interruption,
