@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,31 @@ def test_a_request_that_is_turned_away_keeps_nobody_waiting(
     assert (again.status_code, again.json()) == (400, refused.json()), "and again"
     output = wire.answer(wire.batch(model, 3, ragged(0, [4, 3])).json())
     assert output.metrics["loss:sum"] == pytest.approx(reference[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("optim_step", {"adam_params": {"learning_rate": None}}),
+        ("optim_step", {"adam_params": {"learning_rate": -1}}),
+        ("save_weights", {"path": 3}),
+        ("save_weights", {"path": "../x"}),
+        ("save_weights_for_sampler", {"path": "a/b"}),
+        ("save_weights_for_sampler", {"more": 1}),
+        ("load_weights", {"path": "/etc", "optimizer": False}),
+        ("load_weights", {"path": "tinker://x", "optimizer": "maybe"}),
+        ("load_weights", {"path": "tinker://x", "optimizer": False, "weights_access_token": "x"}),
+    ],
+)
+def test_no_request_that_is_turned_away_keeps_others_waiting(
+    wire: Wire, path: str, body: dict[str, Any]
+) -> None:
+    model = wire.model()
+    behind = send_later(wire, model, 2)
+    for _ in range(2):
+        refused = wire.post(path, {"model_id": model, "seq_id": 1, **body})
+        assert refused.status_code == 400, refused.text
+    assert "metrics" in wire.answer(behind)
 
 
 def send_later(wire: Wire, model: str, number: int) -> dict[str, str]:

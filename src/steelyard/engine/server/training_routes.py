@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import pydantic
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from tinker import types
@@ -25,9 +28,17 @@ from steelyard.engine.service import check_optimizer
 from steelyard.engine.training import LocalTrainingClient
 from steelyard.errors import InputError
 
+M = TypeVar("M", bound=pydantic.BaseModel)
 Output = types.ForwardBackwardOutput
 
 _FOR_SAMPLER = "save_weights_for_sampler"
+
+
+class Numbered(pydantic.BaseModel):
+    """Whose request it is, and which, whatever else is wrong with it."""
+
+    model_id: str
+    seq_id: int
 
 
 async def create_model(desk: Desk, request: Request) -> Response:
@@ -50,20 +61,19 @@ async def create_model(desk: Desk, request: Request) -> Response:
 
 async def load_weights(desk: Desk, request: Request) -> Response:
     """Saved weights, into a model or into a new one."""
-    asked = await exchange.json_of(request, types.LoadWeightsRequest, desk.settings.max_body)
-    if asked.weights_access_token is not None:
-        raise InputError("weights_access_token is for the Tinker service, and there is none.")
-    check_path(asked.path)
+    asked = await _numbered(desk, request, types.LoadWeightsRequest, "load_weights")
     if asked.session_id is not None and asked.model_seq_id is not None:
         return await _resume(desk, asked, asked.session_id, asked.model_seq_id)
     if asked.model_id is None:
         raise InputError("model_id, or session_id and model_seq_id, must be given.")
     run = desk.run(asked.model_id)
 
-    def load() -> Future[types.LoadWeightsResponse]:
-        return run.client.begin_loading(asked.path, optimizer=asked.optimizer).future()
+    def check() -> Callable[[], Future[types.LoadWeightsResponse]]:
+        _check_source(asked)
+        load = run.client.begin_loading
+        return lambda: _future(load(asked.path, optimizer=asked.optimizer))
 
-    ticket = await desk.submit(run, asked.seq_id, "load_weights", lambda: load, wire.json_answer)
+    ticket = await desk.submit(run, asked.seq_id, "load_weights", check, wire.json_answer)
     return exchange.promise(ticket, run.model_id)
 
 
@@ -86,7 +96,7 @@ async def forward_backward(desk: Desk, request: Request) -> Response:
 
 async def optim_step(desk: Desk, request: Request) -> Response:
     """A step with the gathered gradients."""
-    asked = await exchange.json_of(request, types.OptimStepRequest, desk.settings.max_body)
+    asked = await _numbered(desk, request, types.OptimStepRequest, "optim_step")
     run = desk.run(asked.model_id)
 
     def check() -> Callable[[], Future[types.OptimStepResponse]]:
@@ -99,7 +109,7 @@ async def optim_step(desk: Desk, request: Request) -> Response:
 
 async def save_weights(desk: Desk, request: Request) -> Response:
     """A checkpoint to go on from."""
-    asked = await exchange.json_of(request, types.SaveWeightsRequest, desk.settings.max_body)
+    asked = await _numbered(desk, request, types.SaveWeightsRequest, "save_weights")
     run = desk.run(asked.model_id)
     name = asked.path
 
@@ -114,9 +124,7 @@ async def save_weights(desk: Desk, request: Request) -> Response:
 
 async def save_weights_for_sampler(desk: Desk, request: Request) -> Response:
     """Weights to sample from: a checkpoint, or a sampler with a copy of the weights."""
-    asked = await exchange.json_of(
-        request, types.SaveWeightsForSamplerRequest, desk.settings.max_body
-    )
+    asked = await _numbered(desk, request, types.SaveWeightsForSamplerRequest, _FOR_SAMPLER)
     run = desk.run(asked.model_id)
     if asked.path is None:
         ticket = await _copied(desk, run, asked)
@@ -150,6 +158,28 @@ async def unload_model(desk: Desk, request: Request) -> Response:
     return exchange.promise(ticket, run.model_id)
 
 
+async def _numbered(desk: Desk, request: Request, model: type[M], verb: str) -> M:
+    """A request in JSON that has a number; if it is wrong, what stands behind goes on.
+
+    Raises:
+        HTTPException: it is none of this kind.
+    """
+    body = await exchange.body_of(request, desk.settings.max_body)
+    try:
+        return await asyncio.to_thread(wire.read_json, model, body)
+    except HTTPException as error:
+        refused = error
+    with contextlib.suppress(HTTPException, pydantic.ValidationError):
+        numbered = Numbered.model_validate_json(body)
+
+        def refuse() -> Any:
+            raise refused
+
+        run = desk.run(numbered.model_id)
+        await desk.submit(run, numbered.seq_id, verb, refuse, wire.json_answer)
+    raise refused
+
+
 async def _copied(desk: Desk, run: Run, asked: types.SaveWeightsForSamplerRequest) -> Ticket:
     """A sampler with a copy of the weights as they are at this request's turn."""
     if asked.sampling_session_seq_id is None:
@@ -174,6 +204,7 @@ async def _resume(
     desk: Desk, asked: types.LoadWeightsRequest, session_id: str, number: int
 ) -> Response:
     desk.sessions.get(session_id)
+    _check_source(asked)
     if asked.optimizer_config is not None:
         check_optimizer(asked.optimizer_config)
     base = None if asked.base_model is None else desk.models.find(asked.base_model).name
@@ -255,6 +286,12 @@ def _batch_call(
             )
         call = client.checked_custom(batch.data, loss.of(batch.data))
     return lambda: call().future()
+
+
+def _check_source(asked: types.LoadWeightsRequest) -> None:
+    if asked.weights_access_token is not None:
+        raise InputError("weights_access_token is for the Tinker service, and there is none.")
+    check_path(asked.path)
 
 
 def _created(client: LocalTrainingClient) -> Answer:
