@@ -13,7 +13,7 @@ from tinker import types
 from tinker.lib.public_interfaces.custom_loss import encode_graph, run_loss_handle, trace_loss
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.graphs import read_loss
+from steelyard.engine.server.uploads import read_loss
 from steelyard.errors import InputError
 from tests.engine.data import SMALL, datum, ragged
 
@@ -270,6 +270,14 @@ def test_a_loss_that_fails_is_the_clients_fault(nodes: list[dict[str, Any]], why
     data = [datum([1, 2, 3, 4])]
     with pytest.raises(InputError, match=why):
         loss.of(data)([torch.randn(4).requires_grad_()])
+
+
+@pytest.mark.parametrize("metric", ["text", {"tuple": [1, 2]}, LP, None])
+def test_a_metric_is_one_number(metric: Any) -> None:
+    output = {"tuple": [X, {"dict": {"custom/a:sum": metric}}]}
+    loss = read_loss(upload(SUM, output=output), 99)
+    with pytest.raises(InputError, match="the metric 'custom/a:sum' must be one number"):
+        loss.of([datum([1, 2])])([torch.randn(2).requires_grad_()])
 
 
 def test_numbers_that_are_no_tensors_can_be_reckoned_with() -> None:

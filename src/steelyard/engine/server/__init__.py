@@ -2,7 +2,8 @@
 
 A request goes this way: `app` lets it in and finds its route (`*_routes`); `exchange` and `wire`
 read it; the `desk` hands out a ticket (`tickets`) and lets it wait in its model's `line`; then
-the engine works, and the SDK comes back for the answer. `graphs` runs uploaded losses.
+the engine works, and the SDK comes back for the answer. `uploads` checks the losses that clients
+upload, and `graphs` runs them.
 """
 
 from steelyard.engine.server.serving import serve

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +16,12 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from steelyard.engine.server.operations import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS, PARTS
+from steelyard.engine.server.operations import ATTRIBUTES, DTYPES, FUNCTIONS, PARTS
 from steelyard.engine.trainer import LossOfLogprobs
 from steelyard.errors import InputError
 
-# The custom/ keeps them apart from the engine's own; the SDK splits a key at its one colon.
-_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _MOST_ELEMENTS = 2**24
-_LARGEST_INT = 2**53
-_PARTS = 2
+LARGEST_INT = 2**53
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class TracedLoss:
                 value, found = self._run([row, *given])
                 total = total + value
                 for key, metric in found.items():
-                    metrics[key] = metrics.get(key, 0.0) + float(metric)
+                    metrics[key] = metrics.get(key, 0.0) + metric
             if not (total.requires_grad and bool(torch.isfinite(total))):
                 raise InputError(
                     f"the loss {self.name!r} must be finite and come from the log-probs, "
@@ -93,7 +89,7 @@ class TracedLoss:
             found.append(tensor)
         return found[1:]
 
-    def _run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
+    def _run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         given = iter(inputs)
         values: dict[str, Any] = {}
         for node in self.nodes:
@@ -115,114 +111,20 @@ class TracedLoss:
                 ) from error
         raise InputError(f"the loss {self.name!r} must have an output.")
 
-    def _result(self, output: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    def _result(self, output: Any) -> tuple[Tensor, dict[str, float]]:
         loss, metrics = output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss {self.name!r} must be one number, got {shape}.")
-        for key, metric in metrics.items():
-            if isinstance(metric, Tensor) and metric.numel() != 1:
-                raise InputError(f"the metric {key!r} must be one number, got {metric.shape}.")
-        return loss, {
-            key: metric.detach().item() if isinstance(metric, Tensor) else metric
-            for key, metric in metrics.items()
-        }
+        return loss, {key: _number(key, metric) for key, metric in metrics.items()}
 
 
-def read_loss(request: types.CreateCustomLossRequest, max_nodes: int) -> TracedLoss:
-    """An uploaded loss, checked node by node.
-
-    Raises:
-        InputError: it does something that is not on the list, or does not hold together.
-    """
-    nodes = request.graph.nodes
-    if not 0 < len(nodes) <= max_nodes:
-        raise InputError(f"graph.nodes must hold 1 to {max_nodes} nodes, got {len(nodes)}.")
-    names = [given.name for given in request.inputs]
-    taken = [node.target for node in nodes if node.op == "placeholder"]
-    if taken != names or names[:1] != ["logprobs"] or not request.inputs[0].rank:
-        raise InputError(
-            f"inputs must be those of the graph, {taken}, with 'logprobs' of rank 1 or 2 first, "
-            f"got {names}."
-        )
-    known: set[str] = set()
-    for position, node in enumerate(nodes):
-        _check_node(node, known, last=position == len(nodes) - 1)
-        known.add(node.name)
-    _check_output(nodes[-1])
-    return TracedLoss(request.name, tuple(request.inputs), tuple(nodes))
-
-
-def _check_node(node: types.CustomLossNode, known: set[str], *, last: bool) -> None:
-    if (node.op == "output") is not last:
-        raise InputError("graph.nodes must end with the one output, and it does not.")
-    if node.name in known:
-        raise InputError(f"the name of a node must be unique, got {node.name!r} twice.")
-    if not _allowed(node):
-        raise InputError(
-            f"a custom loss may use torch's elementwise, reducing and indexing operations, "
-            f"got {node.op} {node.target!r} in {node.name!r}, which is not on the list."
-        )
-    if "out" in node.kwargs:
-        raise InputError(f"a custom loss may not write into tensors, got out= in {node.name!r}.")
-    for arg in [*node.args, *node.kwargs.values()]:
-        _check_arg(arg, known, node.name)
-
-
-def _allowed(node: types.CustomLossNode) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    if node.op == "call_function" and node.target == "getattr":
-        return len(node.args) == _PARTS and _one_of(node.args[1], ATTRIBUTES | PARTS)
-    if node.op == "call_function":
-        return node.target in FUNCTIONS
-    return node.op == "call_method" and node.target in METHODS and bool(node.args)
-
-
-def _check_output(node: types.CustomLossNode) -> None:
-    match node.args:
-        case [{"tuple": [{"ref": str()}, {"dict": dict() as metrics}]}]:
-            odd = [key for key in metrics if not _METRIC.fullmatch(str(key))]
-            if odd:
-                raise InputError(
-                    f"a metric must be named custom/<name>:sum or custom/<name>:mean in lower "
-                    f"case, got {odd[0]!r}."
-                )
-        case _:
-            raise InputError("the output of a custom loss must be (loss, metrics).")
-
-
-def _check_arg(arg: Any, known: set[str], where: str) -> None:  # noqa: C901, PLR0912 - one case for each form
-    match arg:
-        case None | bool() | float() | str():
-            pass
-        case int():
-            if abs(arg) > _LARGEST_INT:
-                raise InputError(f"a whole number in {where!r} must be at most 2**53, got {arg}.")
-        case list():
-            for each in arg:
-                _check_arg(each, known, where)
-        case {"ref": str(name), **rest} if not rest:
-            if name not in known:
-                raise InputError(f"{where!r} must use nodes before it, got {name!r}.")
-        case {"tuple": list(held), **rest} | {"slice": list(held), **rest} if not rest:
-            if "slice" in arg and len(held) != 3:  # noqa: PLR2004 - start, stop, step
-                raise InputError(f"a slice in {where!r} must have three parts, got {len(held)}.")
-            for each in held:
-                _check_arg(each, known, where)
-        case {"dict": dict(held), **rest} if not rest:
-            for each in held.values():
-                _check_arg(each, known, where)
-        case {"ellipsis": True, **rest} if not rest:
-            pass
-        case {"float": "inf" | "-inf" | "nan", **rest} if not rest:
-            pass
-        case {"dtype": str(name), **rest} if not rest and name in DTYPES:
-            pass
-        case {"device": "cpu", **rest} if not rest:
-            pass
-        case _:
-            raise InputError(f"an argument of {where!r} must be one that the SDK writes.")
+def _number(key: str, metric: Any) -> float:
+    if isinstance(metric, Tensor) and metric.numel() == 1:
+        return float(metric.detach())
+    if isinstance(metric, int | float):
+        return float(metric)
+    raise InputError(f"the metric {key!r} must be one number, got {type(metric).__name__}.")
 
 
 def _decode(arg: Any, values: Mapping[str, Any]) -> Any:  # noqa: PLR0911 - as above
@@ -278,7 +180,7 @@ def _plain(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if fn is operator.getitem or fn is torch.arange:
         _check_size(fn, args, kwargs)
         return fn(*args, **kwargs)
-    if not all(isinstance(arg, int | float) and abs(arg) <= _LARGEST_INT for arg in args):
+    if not all(isinstance(arg, int | float) and abs(arg) <= LARGEST_INT for arg in args):
         raise InputError("what is no tensor must be a number of at most 2**53.")
     if fn is operator.pow:
         args = [float(arg) for arg in args]
@@ -325,7 +227,3 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [t for each in value for t in _tensors(each)]
     return []
-
-
-def _one_of(value: Any, allowed: frozenset[str]) -> bool:
-    return isinstance(value, str) and value in allowed

@@ -14,8 +14,8 @@ from tinker import types
 from steelyard.engine.checkpoints import SCHEME, Listed
 from steelyard.engine.server import exchange, listing
 from steelyard.engine.server.desk import Desk
+from steelyard.engine.server.model_routes import check_path
 from steelyard.engine.server.refusals import not_found
-from steelyard.engine.server.training_routes import check_path
 from steelyard.errors import CheckpointError, InputError
 
 _LONGEST_PAGE = 1000

@@ -15,10 +15,10 @@ from tinker import types
 from steelyard.engine.sampling import LocalSamplingClient
 from steelyard.engine.server import exchange, wire
 from steelyard.engine.server.desk import Desk
+from steelyard.engine.server.model_routes import check_path
 from steelyard.engine.server.refusals import TOO_LARGE
 from steelyard.engine.server.samplers import BLOCK, Sampler
 from steelyard.engine.server.tickets import Ticket
-from steelyard.engine.server.training_routes import check_path
 from steelyard.errors import InputError
 
 

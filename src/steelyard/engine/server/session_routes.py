@@ -15,7 +15,7 @@ from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 from tinker.types.session_heartbeat_response import SessionHeartbeatResponse
 from tinker.types.telemetry_response import TelemetryResponse
 
-from steelyard.engine.server import exchange, graphs, wire
+from steelyard.engine.server import exchange, uploads, wire
 from steelyard.engine.server.desk import Desk
 from steelyard.engine.server.refusals import FORBIDDEN
 
@@ -101,7 +101,7 @@ async def create_custom_loss(desk: Desk, request: Request) -> Response:
             raise HTTPException(
                 FORBIDDEN, f"a client may upload at most {desk.settings.max_losses} losses."
             )
-        loss = await asyncio.to_thread(graphs.read_loss, asked, desk.settings.max_nodes)
+        loss = await asyncio.to_thread(uploads.read_loss, asked, desk.settings.max_nodes)
         session.losses.setdefault(loss_id, loss)
         ticket = desk.tickets.issue(loss_id, "create_custom_loss", session.session_id)
         ticket.settle(wire.json_answer(types.CreateCustomLossResponse(loss_id=loss_id)))
