@@ -113,6 +113,25 @@ def test_checkpoints_expire_and_are_deleted(
         ).result()
 
 
+def test_what_a_client_says_of_itself_is_kept(running: Running, rest: tinker.RestClient) -> None:
+    told = {"user_metadata": {"who": "us", "what": "test"}, "display_name": "A test"}
+    with tinker.ServiceClient(
+        base_url=running.base_url,
+        api_key="tml-local",
+        **told,  # type: ignore[arg-type]
+    ) as service:
+        training = service.create_lora_training_client(
+            "tiny-random", rank=2, user_metadata={"who": "me"}
+        )
+        path = training.save_state("told").result().path
+        resumed = service.create_training_client_from_state(path)
+        session = rest.get_session(service.holder.get_session_id()).result()
+        runs = [rest.get_training_run(t.model_id).result() for t in (training, resumed)]
+    assert (session.display_name, session.user_metadata) == ("A test", told["user_metadata"])
+    assert runs[0].user_metadata == {"who": "me", "what": "test"}
+    assert runs[1].user_metadata == told["user_metadata"]
+
+
 def test_everything_can_be_awaited(rest: tinker.RestClient, saved: tinker.TrainingClient) -> None:
     async def told() -> tuple[int, int, str]:
         runs = await rest.list_training_runs_async(limit=1)

@@ -26,7 +26,7 @@ from steelyard.errors import InputError
 async def create_model(desk: Desk, request: Request) -> Response:
     """A fresh adapter."""
     asked = await exchange.json_of(request, types.CreateModelRequest, desk.settings.max_body)
-    desk.sessions.get(asked.session_id)
+    session = desk.sessions.get(asked.session_id)
     base = desk.models.find(asked.base_model)
     check_optimizer(asked.optimizer_config)
     if asked.lora_config is None:
@@ -35,7 +35,7 @@ async def create_model(desk: Desk, request: Request) -> Response:
     if settings.rank > desk.settings.max_rank:
         raise InputError(f"rank must be at most {desk.settings.max_rank}, got {settings.rank}.")
     model_id = _model_id(asked.session_id, asked.model_seq_id)
-    metadata = _texts(asked.user_metadata)
+    metadata = _texts(session.user_metadata) | _texts(asked.user_metadata)
     make = partial(desk.service.begin_training, base.name, settings, metadata, model_id)
     ticket = await _make(desk, asked.session_id, model_id, "create_model", make, _created)
     return exchange.promise(ticket, model_id)
@@ -64,7 +64,7 @@ async def resume(
     desk: Desk, asked: types.LoadWeightsRequest, session_id: str, number: int
 ) -> Response:
     """A model that goes on from saved weights."""
-    desk.sessions.get(session_id)
+    session = desk.sessions.get(session_id)
     check_source(asked)
     if asked.optimizer_config is not None:
         check_optimizer(asked.optimizer_config)
@@ -77,7 +77,7 @@ async def resume(
         return desk.service.begin_resuming(
             asked.path,
             base,
-            _texts(asked.user_metadata),
+            _texts(session.user_metadata) | _texts(asked.user_metadata),
             model_id,
             with_optimizer=asked.optimizer,
         )

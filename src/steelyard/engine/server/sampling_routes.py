@@ -67,7 +67,7 @@ async def asample(desk: Desk, request: Request) -> Response:
         raise InputError("sampling_session_id and seq_id must be given.")
     sampler = desk.samplers.get(asked.sampling_session_id)
     desk.sessions.heard(sampler.session_id)
-    _check_size(asked, desk)
+    _check_size(asked, desk.models.find(sampler.base_model).context, desk.settings.max_tokens)
     news = sampler.news_of(asked.seq_id // BLOCK)
     name = f"{sampler.sampler_id}:{asked.seq_id}"
     ticket = desk.tickets.get(name)
@@ -135,11 +135,10 @@ def _targets(given: pydantic.BaseModel) -> types.TensorData:
         raise InputError(f"target_prompt_logprobs must be a whole tensor: {error}") from error
 
 
-def _check_size(asked: types.SampleRequest, desk: Desk) -> None:
-    most = desk.settings.max_tokens
-    tokens = asked.prompt.length + max(asked.num_samples, 1) * (
-        asked.sampling_params.max_tokens or 1
-    )
+def _check_size(asked: types.SampleRequest, context: int, most: int) -> None:
+    wanted = asked.sampling_params.max_tokens
+    each = context if wanted is None else min(max(wanted, 1), context)
+    tokens = asked.prompt.length + max(asked.num_samples, 1) * each
     if tokens > most:
         raise HTTPException(
             TOO_LARGE,
