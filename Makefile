@@ -11,11 +11,12 @@ EXACT  := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+# tinker-cookbook, for the server's tests, asks for an older transformers than ours, and works with
+# ours: it comes without its dependencies, and the extra `dev` has those that the tests need.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Steelyard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	# Only the server's tests use it. It asks for an older transformers than ours, and works with ours.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tinker-cookbook
 	touch $@
 

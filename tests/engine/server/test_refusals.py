@@ -236,6 +236,19 @@ def test_samples_that_cannot_be_are_turned_away(wire: Wire) -> None:
             "cells",
         ),
         (
+            {
+                "target_prompt_logprobs": {
+                    "data": [1],
+                    "dtype": "int64",
+                    "shape": [-5, -5],
+                    "sparse_crow_indices": [0],
+                    "sparse_col_indices": [9],
+                }
+            },
+            400,
+            "whole tensor",
+        ),
+        (
             {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [3]}},
             400,
             "whole tensor",

@@ -130,9 +130,11 @@ def _sample(
 
 def _targets(given: pydantic.BaseModel) -> types.TensorData:
     try:
-        return types.TensorData(**given.model_dump())
-    except (TypeError, ValueError, OverflowError) as error:
+        tensor = types.TensorData(**given.model_dump())
+        tensor.to_torch(pad_value=-1)  # sparse ones are put together here
+    except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"target_prompt_logprobs must be a whole tensor: {error}") from error
+    return tensor
 
 
 def _check_size(asked: types.SampleRequest, context: int, most: int) -> None:
