@@ -274,7 +274,7 @@ def _listed(run: str, kind: Kind, link: Path) -> Listed | None:
         info = json.loads((link / "checkpoint.json").read_text("utf-8"))
         size = sum(file.stat().st_size for file in link.iterdir())
         expires = info.get("expires_at")
-        whole = {"base_model", "lora"} <= info.keys()
+        whole = "base_model" in info and isinstance(info.get("lora"), dict)
     except (OSError, ValueError, AttributeError):
         return None
     if not whole or (expires is not None and expires < time.time()):

@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_not_listed(wire: Wire, folder: Path) -> None:
     model = wire.model()
     asked = {"model_id": model, "seq_id": 1, "path": "damaged"}
     wire.answer(wire.ok("save_weights", asked))
-    for content in ("{", "[]", "{}"):
+    for content in ("{", "[]", "{}", '{"base_model": "x", "lora": 3}'):
         (folder / model / "weights" / "damaged" / "checkpoint.json").write_text(content)
         listed = wire.http.get(f"training_runs/{model}/checkpoints").json()
         assert listed["checkpoints"] == []

@@ -215,6 +215,17 @@ def test_an_answer_is_kept_for_a_while_once_it_was_fetched(impatient: Running) -
         assert "got 1, which has been" in repeated.json()["detail"]
 
 
+def test_what_was_turned_away_is_not_kept(impatient: Running) -> None:
+    with Wire(impatient.base_url) as wire:
+        model = wire.model()
+        assert wire.batch(model, 1, BAD).status_code == 400
+        name = f"{model}:1"
+        ticket = impatient._desk.tickets.get(name)
+        assert ticket is None or ticket.refused == (400, wire.batch(model, 1, BAD).json()["detail"])
+        until(lambda: impatient._desk.tickets.get(name) is None)
+        assert wire.batch(model, 1, BAD).status_code == 400
+
+
 def test_an_answer_that_is_not_there_is_waited_for(impatient: Running) -> None:
     with Wire(impatient.base_url) as wire:
         model = wire.model()

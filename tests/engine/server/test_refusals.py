@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -199,6 +200,29 @@ def test_a_path_may_not_lead_elsewhere(wire: Wire, path: str) -> None:
     assert sampled.status_code == 400
     said(sampled)
     assert wire.post("weights_info", {"tinker_path": path}).status_code in (400, 404)
+
+
+def test_folders_of_the_servers_machine_are_none_of_a_clients_business(
+    wire: Wire, folder: Path
+) -> None:
+    model = wire.model()
+    wire.answer(wire.ok("save_weights", {"model_id": model, "seq_id": 1, "path": "real"}))
+    path = str(folder / model / "weights" / "real")
+    assert Path(path, "adapter_model.safetensors").is_file()
+    asked = {"session_id": wire.session_id, "path": path, "optimizer": False}
+    for response in (
+        wire.post("load_weights", {**asked, "model_seq_id": 9}),
+        wire.post(
+            "load_weights", {"model_id": model, "seq_id": 2, "path": path, "optimizer": False}
+        ),
+        wire.post(
+            "create_sampling_session",
+            {"session_id": wire.session_id, "sampling_session_seq_id": 0, "model_path": path},
+        ),
+        wire.post("weights_info", {"tinker_path": path}),
+    ):
+        assert response.status_code == 400
+        assert "path must start with tinker://" in said(response)
 
 
 def sampler(wire: Wire) -> str:

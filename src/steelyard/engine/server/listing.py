@@ -81,10 +81,10 @@ def weights_info(listed: Listed) -> types.WeightsInfoResponse:
     return types.WeightsInfoResponse(
         base_model=listed.info["base_model"],
         is_lora=True,
-        lora_rank=lora["rank"],
-        train_unembed=lora["train_unembed"],
-        train_mlp=lora["train_mlp"],
-        train_attn=lora["train_attn"],
+        lora_rank=lora.get("rank"),
+        train_unembed=lora.get("train_unembed"),
+        train_mlp=lora.get("train_mlp"),
+        train_attn=lora.get("train_attn"),
     )
 
 

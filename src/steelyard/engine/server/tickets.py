@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
 from steelyard.engine.server.refusals import (
@@ -22,6 +23,7 @@ from steelyard.engine.server.refusals import (
     ENGINE_FAILED,
     STOPPING,
     is_clients_fault,
+    refusal,
     sentence,
 )
 from steelyard.errors import ClosedError
@@ -57,7 +59,7 @@ class Ticket:
         session_id: of the client.
         work: the engine's future, once it was begun.
         answer: None until it is there.
-        refused: why it was turned away at once, if it was.
+        refused: the status and the sentence with which it was turned away at once, if it was.
         fetched: when its answer was first fetched.
     """
 
@@ -66,7 +68,7 @@ class Ticket:
     session_id: str
     work: Future[Any] | None = None
     answer: Answer | None = None
-    refused: Exception | None = None
+    refused: tuple[int, str] | None = None
     fetched: float | None = None
     _there: asyncio.Event = field(default_factory=asyncio.Event)
     _listeners: list[Callable[[Ticket], None]] = field(default_factory=list)
@@ -122,20 +124,21 @@ class Ticket:
             Exception: the error, if it comes from what was asked. If it does not, the client
                 hears of it when it comes for the answer: a status of 500 would have it ask again.
         """
-        if is_clients_fault(error):
-            self.refused = error
         self.settle(_failure_of(error))
-        if self.refused is not None:
+        if is_clients_fault(error):
+            # Not the error itself: it would keep what was asked, which may be large.
+            self.refused = refusal(error).status_code, sentence(error)
+            self.fetched = time.monotonic()
             raise error
 
     def check(self) -> None:
         """Nothing, unless the request was turned away: then so is whoever sends it again.
 
         Raises:
-            Exception: what it was turned away with.
+            HTTPException: what it was turned away with.
         """
         if self.refused is not None:
-            raise self.refused
+            raise HTTPException(*self.refused)
 
     def abandon(self, why: str, category: RequestErrorCategory = RequestErrorCategory.User) -> None:
         """Give up what was not begun; what runs is finished."""
