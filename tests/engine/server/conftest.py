@@ -15,13 +15,13 @@ from .wire_client import Wire, start
 collect_ignore = ["cookbook.py"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of the server that most tests share."""
     return tmp_path_factory.mktemp("served")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def running(folder: Path) -> Iterator[Running]:
     """One server for all tests that do not need their own."""
     with start(folder) as running:
