@@ -11,10 +11,13 @@ EXACT  := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+# tinker-cookbook, for the server's tests, asks for an older transformers than ours, and works with
+# ours: it comes without its dependencies, and the extra `dev` has those that the tests need.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Steelyard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tinker-cookbook
 	touch $@
 
 test: lint ## ruff, mypy, every test, doctest and README block, coverage
@@ -39,8 +42,9 @@ demo: $(READY) ## fine-tune a small model with five terms, and write a report
 bench: $(READY) ## the speed figures, as ratios of one run
 	@$(BIN)/python -m benchmarks
 
-stress: $(READY) ## what takes too long for `make test`: a thousand faults
+stress: $(READY) ## what takes too long for `make test`: a thousand faults, the server under load
 	@$(BIN)/python -m benchmarks.stress
+	@$(BIN)/python -m benchmarks.stress_server
 
 docs: $(READY) ## build the documentation site into site/; a broken link fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

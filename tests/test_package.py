@@ -357,6 +357,25 @@ except MissingExtraError as error:
     )
 
 
+@pytest.mark.parametrize("module", ["starlette", "uvicorn", "zstandard"])
+def test_serving_without_its_extra(module: str) -> None:
+    code = f"""
+import sys
+import steelyard.engine
+sys.modules[{module!r}] = None
+from steelyard.errors import MissingExtraError
+try:
+    with steelyard.engine.serve("tiny-random"):
+        pass
+except MissingExtraError as error:
+    print(error)
+"""
+    assert python(code) == (
+        f"steelyard.engine.serve needs {module}, which is not installed: "
+        'pip install "steelyard[serve]".'
+    )
+
+
 def test_regularize_needs_no_sdk() -> None:
     code = "import sys; sys.modules['tinker'] = None; from steelyard import regularize; print('ok')"
     assert python(code) == "ok"

@@ -18,6 +18,7 @@ from steelyard.cli.demo import demo
 from steelyard.cli.failures import report as fail
 from steelyard.cli.models import app as models
 from steelyard.cli.report import report
+from steelyard.cli.serve import serve
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
 
@@ -35,6 +36,7 @@ app.command("ablate")(ablate)
 app.command("tune")(tune)
 app.command("report")(report)
 app.command("demo")(demo)
+app.command("serve")(serve)
 app.add_typer(config, name="config")
 app.add_typer(models, name="models")
 

@@ -4,15 +4,17 @@ A call goes this way: `service` finds a base model (`sources`) and loads it once
 `host` with one thread); `training` and `sampling` check what they are given (`examples`) and
 queue the work; `trainer` packs sequences into rows (`packing`), runs them forward and back
 (`run`), and gathers gradients in an `adapter`; `sampler` draws tokens; `checkpoints` are on disk.
+`server` puts all of it behind the wire protocol of the Tinker SDK.
 """
 
 from steelyard._extras import cure as _cure
 
 try:
     from steelyard.engine.sampling import LocalSamplingClient
+    from steelyard.engine.server.serving import serve
     from steelyard.engine.service import LocalServiceClient
     from steelyard.engine.training import LocalTrainingClient
 except ModuleNotFoundError as error:
     raise _cure("steelyard.engine", error, extra="engine") from error
 
-__all__ = ["LocalSamplingClient", "LocalServiceClient", "LocalTrainingClient"]
+__all__ = ["LocalSamplingClient", "LocalServiceClient", "LocalTrainingClient", "serve"]

@@ -26,8 +26,9 @@ from torch import Tensor
 from steelyard.errors import CheckpointError
 
 Kind = Literal["weights", "sampler_weights"]
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 
-_SCHEME = "tinker://"
+SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,199}")
 _ABANDONED = 3600  # seconds after which nobody is still writing into a folder
 
@@ -47,6 +48,30 @@ class Checkpoint:
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor] | None
     config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint that was found, without its weights.
+
+    Attributes:
+        run: the training run.
+        kind: what it is for.
+        name: the name it was saved with.
+        info: what is saved with it.
+        size: the bytes of its files.
+    """
+
+    run: str
+    kind: Kind
+    name: str
+    info: Mapping[str, Any]
+    size: int
+
+    @property
+    def path(self) -> str:
+        """As the SDK writes paths."""
+        return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
 
 
 class Checkpoints:
@@ -89,7 +114,7 @@ class Checkpoints:
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
         _sweep(link.parent)
-        return f"{_SCHEME}{run}/{kind}/{name}"
+        return f"{SCHEME}{run}/{kind}/{name}"
 
     def read(self, path: str) -> Checkpoint:
         """The checkpoint at `path`: what `write` gave, or the path of its folder.
@@ -114,27 +139,74 @@ class Checkpoints:
             raise CheckpointError(f"path must be that of a checkpoint, and {path!r} has expired.")
         return found
 
+    def listed(self, run: str | None = None) -> list[Listed]:
+        """The whole checkpoints of a run, or of all, that have not expired; the newest first."""
+        runs = [self._root / check_name("run", run)] if run is not None else _folders(self._root)
+        found = [
+            listed
+            for folder in runs
+            for kind in KINDS
+            for entry in _folders(folder / kind)
+            if (listed := _listed(folder.name, kind, entry)) is not None
+        ]
+        return sorted(found, key=lambda listed: listed.info.get("created_at", 0), reverse=True)
+
+    def delete(self, path: str) -> None:
+        """Remove a checkpoint, at once and for good.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        link = self._find(path)
+        folder = _target(link)
+        if folder is None or not link.is_symlink():
+            raise _none(path)
+        link.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def set_expiry(self, path: str, expires_at: float | None) -> None:
+        """Let a checkpoint expire at a time, or never.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        folder = _target(self._find(path))
+        if folder is None:
+            raise _none(path)
+        info = {**self.read(path).info, "expires_at": expires_at}
+        fresh = folder / f".checkpoint.{uuid.uuid4().hex}"
+        _write_files(folder, {fresh.name: _json(info)})
+        fresh.replace(folder / "checkpoint.json")
+
     def _link(self, run: str, kind: str, name: str) -> Path:
-        for what, value in (("run", run), ("name", name)):
-            if not isinstance(value, str) or not _NAME.fullmatch(value):
-                raise CheckpointError(
-                    f"the {what} of a checkpoint must be 1 to 200 letters, digits or ._:- that "
-                    f"start with a letter or a digit, got {value!r}."
-                )
-        return self._root / run / kind / name
+        return self._root / check_name("run", run) / kind / check_name("name", name)
 
     def _find(self, path: str) -> Path:
         if not isinstance(path, str | Path):
             raise _none(path)
-        if not isinstance(path, str) or not path.startswith(_SCHEME):
+        if not isinstance(path, str) or not path.startswith(SCHEME):
             return Path(path).expanduser()
-        parts = path.removeprefix(_SCHEME).split("/")
-        if len(parts) != 3 or parts[1] not in ("weights", "sampler_weights"):  # noqa: PLR2004
+        parts = path.removeprefix(SCHEME).split("/")
+        if len(parts) != 3 or parts[1] not in KINDS:  # noqa: PLR2004
             raise CheckpointError(
-                f"path must look like {_SCHEME}run/weights/name or "
-                f"{_SCHEME}run/sampler_weights/name, got {path!r}."
+                f"path must look like {SCHEME}run/weights/name or "
+                f"{SCHEME}run/sampler_weights/name, got {path!r}."
             )
         return self._link(*parts)
+
+
+def check_name(what: str, value: object) -> str:
+    """`value`, if a run or a checkpoint may be called so: it is a folder's name.
+
+    Raises:
+        CheckpointError: it may not.
+    """
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise CheckpointError(
+            f"the {what} of a checkpoint must be 1 to 200 letters, digits or ._:- that "
+            f"start with a letter or a digit, got {value!r}."
+        )
+    return value
 
 
 def _target(link: Path) -> Path | None:
@@ -188,6 +260,26 @@ def _read_files(folder: Path | None, path: str) -> Checkpoint:
             f"the checkpoint {path!r} must be whole, and it is damaged: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _folders(parent: Path) -> list[Path]:
+    if not parent.is_dir():
+        return []
+    return sorted(entry for entry in parent.iterdir() if not entry.name.startswith("."))
+
+
+def _listed(run: str, kind: Kind, link: Path) -> Listed | None:
+    """A checkpoint by its link; None if it is damaged, has expired, or was just removed."""
+    try:
+        info = json.loads((link / "checkpoint.json").read_text("utf-8"))
+        size = sum(file.stat().st_size for file in link.iterdir())
+        expires = info.get("expires_at")
+        whole = "base_model" in info and isinstance(info.get("lora"), dict)
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not whole or (expires is not None and expires < time.time()):
+        return None
+    return Listed(run, kind, link.name, info, size)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -20,6 +21,7 @@ from tinker.lib.public_interfaces.custom_loss import LossHandle, trace_loss
 from steelyard.engine import sources
 from steelyard.engine.adapter import LoraSettings
 from steelyard.engine.checkpoints import Checkpoints
+from steelyard.engine.examples import Limits
 from steelyard.engine.host import Host, done
 from steelyard.engine.model import Model
 from steelyard.engine.sampling import LocalSamplingClient
@@ -134,14 +136,43 @@ class LocalServiceClient:
             InputError: another argument breaks a rule.
         """
         settings = LoraSettings(rank, seed, train_mlp, train_attn, train_unembed)
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
+        return self.begin_training(base_model, settings, user_metadata).result()
+
+    def begin_training(
+        self,
+        base_model: str,
+        settings: LoraSettings,
+        user_metadata: Mapping[str, str] | None = None,
+        model_id: str | None = None,
+        then: Callable[[LocalTrainingClient], object] = lambda _: None,
+    ) -> Future[LocalTrainingClient]:
+        """As `create_lora_training_client`, without waiting, unless the base model is new.
+
+        Args:
+            base_model: a known name, the path of a folder, or a Hub id.
+            settings: of the adapter.
+            user_metadata: kept with its checkpoints.
+            model_id: the name of the training run; None makes one.
+            then: called with the client on the engine's thread, before anybody has it.
+
+        Raises:
+            ModelError: the base model is unknown or cannot be had.
+        """
         host = self._host(base_model)
-        adapter = host.later(host.model.add, settings).result()
-        with self._lock:
-            model_id = f"{self.session_id}:train:{self._trained}"
-            self._trained += 1
+        if model_id is None:
+            with self._lock:
+                model_id = f"{self.session_id}:train:{self._trained}"
+                self._trained += 1
         metadata = {**(self._user_metadata or {}), **(user_metadata or {})}
-        return LocalTrainingClient(self, host, adapter, model_id, metadata)
+
+        def make() -> LocalTrainingClient:
+            adapter = host.model.add(settings)
+            client = LocalTrainingClient(self, host, adapter, model_id, metadata)
+            then(client)
+            return client
+
+        return host.later(make)
 
     async def create_lora_training_client_async(
         self,
@@ -181,7 +212,7 @@ class LocalServiceClient:
             CheckpointError: there is no such checkpoint, or it is of another model.
             InputError: the optimizer is not AdamW.
         """
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
         return self._resume(
             path, base_model, user_metadata, weights_access_token, with_optimizer=False
         )
@@ -250,20 +281,27 @@ class LocalServiceClient:
             CheckpointError: there are no weights at `model_path`.
             ModelError: the base model is unknown or cannot be had.
         """
+        return self.begin_sampling(model_path, base_model).result()
+
+    def begin_sampling(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> Future[LocalSamplingClient]:
+        """As `create_sampling_client`, without waiting, unless the base model is new."""
         if model_path is None:
             if base_model is None:
                 raise InputError("model_path or base_model must be given, got neither.")
-            return LocalSamplingClient(self._host(base_model), None)
+            host = self._host(base_model)
+            return done(LocalSamplingClient(host, None)).future()
         checkpoint = self.checkpoints.read(model_path)
         host = self._host(_base_of(checkpoint.info, base_model, model_path))
         settings = LoraSettings(**checkpoint.info["lora"])
 
-        def restore() -> Any:
+        def restore() -> LocalSamplingClient:
             adapter = host.model.add(settings)
             adapter.load(checkpoint.weights, None)
-            return adapter
+            return LocalSamplingClient(host, adapter)
 
-        return LocalSamplingClient(host, host.later(restore).result())
+        return host.later(restore)
 
     async def create_sampling_client_async(
         self,
@@ -286,6 +324,14 @@ class LocalServiceClient:
             ValueError: it cannot be traced.
         """
         return done(trace_loss(fn, input_ranks, self.session_id))
+
+    def load(self, base_model: str) -> Limits:
+        """What a base model can take; it is loaded, if it was not.
+
+        Raises:
+            ModelError: it is unknown or cannot be had.
+        """
+        return self._host(base_model).model.limits
 
     def check_handle(self, handle: LossHandle) -> None:
         """Nothing, if a traced loss was made by this service.
@@ -322,6 +368,25 @@ class LocalServiceClient:
                 self._hosts[base_model] = Host(model, self._max_tokens)
             return self._hosts[base_model]
 
+    def begin_resuming(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        model_id: str | None = None,
+        *,
+        with_optimizer: bool,
+    ) -> Future[LocalTrainingClient]:
+        """As `create_training_client_from_state`, without waiting, unless the model is new."""
+        info = self.checkpoints.read(path).info
+        base = _base_of(info, base_model, path)
+        settings = LoraSettings(**info["lora"])
+
+        def load(client: LocalTrainingClient) -> None:
+            client.load_now(path, optimizer=with_optimizer)
+
+        return self.begin_training(base, settings, user_metadata, model_id, load)
+
     def _resume(
         self,
         path: str,
@@ -333,16 +398,17 @@ class LocalServiceClient:
     ) -> LocalTrainingClient:
         if token is not None:
             raise InputError("weights_access_token is for the Tinker service, and there is none.")
-        checkpoint = self.checkpoints.read(path)
-        lora = checkpoint.info["lora"]
-        base = _base_of(checkpoint.info, base_model, path)
-        client = self.create_lora_training_client(base, **lora, user_metadata=user_metadata)
-        load = client.load_state_with_optimizer if with_optimizer else client.load_state
-        load(path).result()
-        return client
+        return self.begin_resuming(
+            path, base_model, user_metadata, with_optimizer=with_optimizer
+        ).result()
 
 
-def _check_optimizer(optimizer: types.OptimizerConfig | None) -> None:
+def check_optimizer(optimizer: types.OptimizerConfig | None) -> None:
+    """Nothing, if the engine has this optimizer.
+
+    Raises:
+        InputError: it has not.
+    """
     if optimizer is not None and optimizer.type != "adamw":
         raise InputError(f"optimizer must be AdamOptimizerConfig, got {optimizer!r}.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from steelyard.engine.room import Room
 from steelyard.engine.run import MADE, Pulls, Run, forward
 
 Settings = Mapping[str, float]
+LossOfLogprobs = Callable[[list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 
 
 @dataclass
@@ -77,6 +78,26 @@ class Trainer:
             return _output([f["logprobs"] for f in found], each)
 
         return self._room.within(self.adapter, work)
+
+    def custom(
+        self, examples: Sequence[Example], loss: LossOfLogprobs
+    ) -> types.ForwardBackwardOutput:
+        """A loss of one's own, `logprobs -> (loss, metrics)`, and its gradient gathered.
+
+        The loss has the log-probs in float32 on the CPU, as the SDK's custom losses do.
+        """
+        opened = self.open(examples, ())
+        leaves = [
+            found["logprobs"].detach().cpu().float().requires_grad_() for found in opened.found
+        ]
+        with torch.enable_grad():
+            value, metrics = loss(leaves)
+            slopes = torch.autograd.grad(value, leaves, allow_unused=True)
+        pulls = [
+            torch.zeros_like(leaf) if slope is None else slope
+            for leaf, slope in zip(leaves, slopes, strict=True)
+        ]
+        return with_metrics(self.close(opened, Pulls(pulls)), value.item(), metrics)
 
     def open(self, examples: Sequence[Example], needs: Sequence[str]) -> Opened:
         """A forward pass; its graph is kept for the way back, if there is room for it."""
@@ -159,6 +180,16 @@ class Trainer:
 
     def _weights(self) -> list[Tensor]:
         return list(self.adapter.parameters.values())
+
+
+def with_metrics(
+    output: types.ForwardBackwardOutput, total: float, metrics: Mapping[str, float]
+) -> types.ForwardBackwardOutput:
+    """The output of a custom loss: its own value and metrics beside the surrogate's."""
+    surrogate = output.metrics.pop("loss:sum")
+    output.metrics.update(metrics)
+    output.metrics.update({"loss:sum": total, "surrogate_loss:sum": surrogate})
+    return output
 
 
 class _Sum:

@@ -6,7 +6,7 @@ import asyncio
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from tinker import types
@@ -25,7 +25,7 @@ from steelyard.engine.host import Host
 from steelyard.engine.losses import find_loss
 from steelyard.engine.passes import ForwardPass
 from steelyard.engine.sampling import LocalSamplingClient
-from steelyard.engine.trainer import Trainer
+from steelyard.engine.trainer import LossOfLogprobs, Trainer, with_metrics
 from steelyard.errors import CheckpointError, InputError, StateError
 from steelyard.spec.numbers import is_whole
 from steelyard.spec.protocol import Stateful
@@ -33,6 +33,8 @@ from steelyard.spec.protocol import Stateful
 if TYPE_CHECKING:
     from steelyard.engine.service import LocalServiceClient
 
+T = TypeVar("T")
+Call = Callable[[], AwaitableConcurrentFuture[T]]
 CustomLoss = Callable[[list[types.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
 
@@ -46,6 +48,7 @@ class LocalTrainingClient:
 
     Attributes:
         model_id: the name of this training run.
+        user_metadata: kept with its checkpoints.
 
     Example:
         >>> from tinker import types
@@ -77,7 +80,7 @@ class LocalTrainingClient:
         user_metadata: Mapping[str, str],
     ) -> None:
         self.model_id = model_id
-        self._user_metadata = user_metadata
+        self.user_metadata = user_metadata
         self._service = service
         self._host = host
         self._trainer = Trainer(host.model, adapter, host.room)
@@ -96,9 +99,7 @@ class LocalTrainingClient:
         Raises:
             InputError: the data or the loss break a rule.
         """
-        loss, settings = find_loss(loss_fn, loss_fn_config)
-        examples = read_examples(data, loss.fields, self._host.model.limits)
-        return self._host.submit(self._trainer.forward, examples, loss, settings)
+        return self.checked(data, loss_fn, loss_fn_config, backward=False)()
 
     async def forward_async(
         self,
@@ -120,9 +121,7 @@ class LocalTrainingClient:
         Raises:
             InputError: the data or the loss break a rule.
         """
-        loss, settings = find_loss(loss_fn, loss_fn_config)
-        examples = read_examples(data, loss.fields, self._host.model.limits)
-        return self._host.submit(self._trainer.forward_backward, examples, loss, settings)
+        return self.checked(data, loss_fn, loss_fn_config, backward=True)()
 
     async def forward_backward_async(
         self,
@@ -132,6 +131,37 @@ class LocalTrainingClient:
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """As `forward_backward`."""
         return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    def checked(
+        self,
+        data: list[types.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        backward: bool,
+    ) -> Call[types.ForwardBackwardOutput]:
+        """A call of `forward` or `forward_backward`, its data checked, not made yet.
+
+        Raises:
+            InputError: the data or the loss break a rule.
+        """
+        loss, settings = find_loss(loss_fn, loss_fn_config)
+        examples = read_examples(data, loss.fields, self._host.model.limits)
+        work = self._trainer.forward_backward if backward else self._trainer.forward
+        return lambda: self._host.submit(work, examples, loss, settings)
+
+    def checked_custom(
+        self, data: list[types.Datum], loss: LossOfLogprobs
+    ) -> Call[types.ForwardBackwardOutput]:
+        """A call with a loss of one's own that runs on the engine's thread, not made yet.
+
+        Forward and back are one call: nothing comes between them.
+
+        Raises:
+            InputError: the data break a rule.
+        """
+        examples = read_examples(data, {}, self._host.model.limits)
+        return lambda: self._host.submit(self._trainer.custom, examples, loss)
 
     def open_pass(self, data: list[types.Datum], needs: Sequence[str] = ()) -> ForwardPass:
         """One forward pass: its log-probs, and the way back with d loss / d log-probs.
@@ -185,14 +215,7 @@ class LocalTrainingClient:
             loss.backward()  # type: ignore[no-untyped-call]  # torch's has no types
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         total = loss.detach().sum().item()
-
-        def with_metrics(output: types.ForwardBackwardOutput) -> types.ForwardBackwardOutput:
-            surrogate = output.metrics.pop("loss:sum")
-            output.metrics.update(metrics)
-            output.metrics.update({"loss:sum": total, "surrogate_loss:sum": surrogate})
-            return output
-
-        return opened.backward(gradients, then=with_metrics)
+        return opened.backward(gradients, then=lambda out: with_metrics(out, total, metrics))
 
     async def forward_backward_custom_async(
         self,
@@ -343,13 +366,7 @@ class LocalTrainingClient:
                 stacklevel=2,
             )
 
-        def snapshot() -> Adapter:
-            mine = self._trainer.adapter
-            copy = self._host.model.add(mine.settings)
-            copy.load(mine.weights(), None)
-            return copy
-
-        return LocalSamplingClient(self._host, self._host.later(snapshot).result())
+        return self.snapshot().result()
 
     async def save_weights_and_get_sampling_client_async(
         self,
@@ -361,6 +378,17 @@ class LocalTrainingClient:
         return await asyncio.to_thread(
             self.save_weights_and_get_sampling_client, name, retry_config, record_stability_info
         )
+
+    def snapshot(self) -> AwaitableConcurrentFuture[LocalSamplingClient]:
+        """As `save_weights_and_get_sampling_client`, without waiting."""
+
+        def copied() -> LocalSamplingClient:
+            mine = self._trainer.adapter
+            copy = self._host.model.add(mine.settings)
+            copy.load(mine.weights(), None)
+            return LocalSamplingClient(self._host, copy)
+
+        return self._host.submit(copied)
 
     def create_sampling_client(
         self,
@@ -429,18 +457,28 @@ class LocalTrainingClient:
     ) -> AwaitableConcurrentFuture[types.LoadWeightsResponse]:
         if token is not None:
             raise InputError("weights_access_token is for the Tinker service, and there is none.")
-
-        def load() -> types.LoadWeightsResponse:
-            checkpoint = self._service.checkpoints.read(path)
-            self._take(checkpoint, path, optimizer=optimizer)
-            self._loaded = dict(checkpoint.info.get("companions", {}))
-            return types.LoadWeightsResponse(path=path, model_id=self.model_id)
-
-        future = self._host.later(load)
-        if future.exception() is None:
+        loading = self.begin_loading(path, optimizer=optimizer)
+        if loading.future().exception() is None:
             for name in self._companions.keys() & self._loaded.keys():
                 self._companions[name].load_state_dict(self._loaded[name])
-        return AwaitableConcurrentFuture(future)
+        return loading
+
+    def begin_loading(
+        self, path: str, *, optimizer: bool
+    ) -> AwaitableConcurrentFuture[types.LoadWeightsResponse]:
+        """As `load_state`, for the model alone, without waiting."""
+        return self._host.submit(self.load_now, path, optimizer=optimizer)
+
+    def load_now(self, path: str, *, optimizer: bool) -> types.LoadWeightsResponse:
+        """Take back saved weights at once. For the engine's thread alone.
+
+        Raises:
+            CheckpointError: it is not there, is damaged, or does not fit; the client is as it was.
+        """
+        checkpoint = self._service.checkpoints.read(path)
+        self._take(checkpoint, path, optimizer=optimizer)
+        self._loaded = dict(checkpoint.info.get("companions", {}))
+        return types.LoadWeightsResponse(path=path, model_id=self.model_id)
 
     def _take(self, checkpoint: Checkpoint, path: str, *, optimizer: bool) -> None:
         mine, theirs = self._host.model.source.name, checkpoint.info.get("base_model")
@@ -474,7 +512,7 @@ class LocalTrainingClient:
             "model_id": self.model_id,
             "created_at": now,
             "expires_at": None if ttl_seconds is None else now + ttl_seconds,
-            "user_metadata": {**self._user_metadata, **(user_metadata or {})},
+            "user_metadata": {**self.user_metadata, **(user_metadata or {})},
             "lora": {
                 "rank": settings.rank,
                 "seed": settings.seed,

@@ -1,0 +1,145 @@
+"""The routes of the Tinker protocol, and who may take them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from steelyard.engine.server import (
+    future_routes,
+    listing_routes,
+    model_routes,
+    sampling_routes,
+    session_routes,
+    training_routes,
+)
+from steelyard.engine.server.desk import Desk
+from steelyard.engine.server.refusals import FORBIDDEN, UNAUTHORIZED, refusal, sentence
+from steelyard.errors import SteelyardError
+
+_LOG = logging.getLogger(__name__)
+
+Handler = Callable[[Desk, Request], Awaitable[Response]]
+_CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
+ROUTES: list[tuple[str, str, Handler]] = [
+    ("GET", "healthz", session_routes.healthz),
+    ("POST", "client/config", session_routes.client_config),
+    ("POST", "client/dynamic_config", session_routes.client_dynamic_config),
+    ("GET", "get_server_capabilities", session_routes.get_server_capabilities),
+    ("POST", "create_session", session_routes.create_session),
+    ("POST", "session_heartbeat", session_routes.session_heartbeat),
+    ("POST", "sessions/{session_id}/finish", session_routes.finish_session),
+    ("POST", "create_custom_loss", session_routes.create_custom_loss),
+    ("POST", "telemetry", session_routes.telemetry),
+    ("POST", "create_model", model_routes.create_model),
+    ("POST", "get_info", model_routes.get_info),
+    ("POST", "unload_model", model_routes.unload_model),
+    ("POST", "forward_backward", training_routes.forward_backward),
+    ("POST", "optim_step", training_routes.optim_step),
+    ("POST", "save_weights", training_routes.save_weights),
+    ("POST", "load_weights", training_routes.load_weights),
+    ("POST", "save_weights_for_sampler", training_routes.save_weights_for_sampler),
+    ("POST", "create_sampling_session", sampling_routes.create_sampling_session),
+    ("POST", "join_sampling_session", sampling_routes.join_sampling_session),
+    ("POST", "asample", sampling_routes.asample),
+    ("GET", "samplers/{sampler_id}", sampling_routes.get_sampler),
+    ("POST", "retrieve_future", future_routes.retrieve_future),
+    ("POST", "retrieve_futures", future_routes.retrieve_futures),
+    ("POST", "cancel_future", future_routes.cancel_future),
+    ("GET", "training_runs", listing_routes.list_training_runs),
+    ("GET", "training_runs/{run}", listing_routes.get_training_run),
+    ("GET", "training_runs/{run}/checkpoints", listing_routes.list_checkpoints),
+    ("PUT", f"{_CHECKPOINT}/ttl", listing_routes.set_checkpoint_ttl),
+    ("POST", f"{_CHECKPOINT}/publish", listing_routes.publish_checkpoint),
+    ("DELETE", f"{_CHECKPOINT}/publish", listing_routes.publish_checkpoint),
+    ("DELETE", _CHECKPOINT, listing_routes.delete_checkpoint),
+    ("GET", "checkpoints", listing_routes.list_user_checkpoints),
+    ("POST", "weights_info", listing_routes.weights_info),
+    ("GET", "sessions", listing_routes.list_sessions),
+    ("GET", "sessions/{session_id}", listing_routes.get_session),
+]
+
+
+def make_app(desk: Desk) -> Starlette:
+    """The application that serves a desk."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        order = asyncio.create_task(desk.keep_order())
+        yield
+        order.cancel()
+
+    return Starlette(
+        routes=[
+            Route(f"/api/v1/{path}", partial(_handle, desk, handler), methods=[method])
+            for method, path, handler in ROUTES
+        ],
+        middleware=[Middleware(Guard, api_key=desk.settings.api_key)],
+        exception_handlers={HTTPException: _refused},
+        lifespan=lifespan,
+    )
+
+
+class Guard:
+    """Lets in those who have the key, and no web page: a browser says where a page comes from."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or turn it away."""
+        if scope["type"] == "http":
+            refused = self._refusal(Request(scope))
+            if refused is not None:
+                response = _refused(Request(scope), refused)
+                response.headers["connection"] = "close"  # whoever it is, we are done with them
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, request: Request) -> HTTPException | None:
+        if "origin" in request.headers:
+            return HTTPException(FORBIDDEN, "a web page may not use this server.")
+        given = request.headers.get("x-api-key", "").encode()
+        if self._key is not None and not hmac.compare_digest(given, self._key):
+            return HTTPException(
+                UNAUTHORIZED, "the API key must be the one the server was started with."
+            )
+        return None
+
+
+async def _handle(desk: Desk, handler: Handler, request: Request) -> Response:
+    try:
+        return await handler(desk, request)
+    except (HTTPException, SteelyardError) as error:
+        return _refused(request, error)
+    except Exception as error:  # noqa: BLE001 - the server lives
+        return _failed(request, error)
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    refused = refusal(error)
+    return JSONResponse({"detail": sentence(refused)}, status_code=refused.status_code)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    _LOG.error("%s failed", request.url.path, exc_info=error)
+    # The SDK obeys the header and does not ask again.
+    return JSONResponse(
+        {"detail": f"the server failed: {type(error).__name__}"},
+        status_code=500,
+        headers={"x-should-retry": "false"},
+    )

@@ -1,0 +1,63 @@
+"""`serve`: a server in a thread of this process, for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from steelyard._extras import cure
+
+
+@contextmanager
+def serve(
+    base_model: str | Sequence[str] = "smollm2-135m",
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    checkpoint_dir: str | Path | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    **settings: Any,
+) -> Iterator[str]:
+    """Serve the engine to the unmodified Tinker SDK; the URL for its `base_url`.
+
+    At the end of the block the step that runs is finished, and what waits is given up.
+
+    Args:
+        base_model: the base models on offer: names as `LocalServiceClient` knows them.
+        host: where to listen.
+        port: so too; 0 takes a free one.
+        checkpoint_dir: see `LocalServiceClient`; so the next two.
+        device: where models run.
+        dtype: of the base weights.
+        settings: see `steelyard.engine.server.settings.Settings`: `api_key`, `client_timeout`,
+            `max_models`, ...
+
+    Raises:
+        InputError: a setting breaks a rule, the port is taken, or the host can be reached by
+            others and there is no `api_key`.
+        ModelError: a base model is unknown or cannot be had.
+        MissingExtraError: the extra `serve` is not installed.
+
+    Example:
+        >>> import tinker
+        >>> from steelyard.engine import serve
+        >>> with serve("tiny-random") as base_url:
+        ...     with tinker.ServiceClient(base_url=base_url, api_key="tml-local") as service:
+        ...         training = service.create_lora_training_client("tiny-random", rank=4)
+        ...         training.get_info().model_name
+        'tiny-random'
+    """
+    try:
+        from steelyard.engine.server.running import Running  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise cure("steelyard.engine.serve", error, extra="serve") from error
+    names = [base_model] if isinstance(base_model, str) else list(base_model)
+    engine = {"checkpoint_dir": checkpoint_dir, "device": device, "dtype": dtype}
+    running = Running(names, host, port, engine, settings)
+    try:
+        yield running.base_url
+    finally:
+        running.stop()

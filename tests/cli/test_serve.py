@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.engine.data import ragged
+
+from .command import Kitchen, Started
+
+
+def url_of(started: Started) -> str:
+    """Where it listens, when it does."""
+    while True:
+        said = started.out.read_text() if started.out.exists() else ""
+        if found := re.search(r"TINKER_BASE_URL=(\S+)\n.*\n", said):
+            return found[1]
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def served(kitchen: Kitchen, tmp_path: Path) -> Iterator[Started]:
+    args = ("--port", "0", "--base-model", "tiny-random", "--checkpoints", str(tmp_path / "c"))
+    started = kitchen.start("serve", *args, cwd=tmp_path)
+    try:
+        yield started
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(started.pid, signal.SIGKILL)
+
+
+def test_it_says_what_to_do_serves_and_stops(served: Started) -> None:
+    url = url_of(served)
+    assert served.out.read_text() == (
+        f"Serving tiny-random at {url}\n"
+        "In the shell of the program that uses the Tinker SDK:\n"
+        f"  export TINKER_BASE_URL={url}\n"
+        "  export TINKER_API_KEY=tml-local\n"
+    )
+    with tinker.ServiceClient(base_url=url, api_key="tml-local") as service:
+        training = service.create_lora_training_client("tiny-random", rank=2, seed=0)
+        assert training.forward_backward(ragged(0, [4]), "cross_entropy").result().metrics
+    served.kill(signal.SIGINT)
+    done = served.wait()
+    assert done.code == 0, done.err
+    assert done.out.endswith("\nStopped.\n")
+    assert done.err == "Stopping when this step is done. Ctrl-C again ends at once.\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_step_under_way_is_finished(served: Started, number: int, tmp_path: Path) -> None:
+    url = url_of(served)
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny-random", rank=2, seed=0)
+    data = ragged(0, [500] * 8)
+    training.forward_backward(ragged(0, [4]), "cross_entropy").result()
+    futures: list[Any] = [training.forward_backward(data, "cross_entropy") for _ in range(40)]
+    futures[0].result()
+    served.kill(number)
+    outcomes = []
+    for future in futures:
+        try:
+            outcomes.append(future.result().metrics["loss:sum"])
+        except tinker.RequestFailedError as error:
+            outcomes.append("stopping" if "the server" in str(error) else str(error))
+    done = served.wait()
+    assert done.code == 0, done.err
+    answered = [each for each in outcomes if isinstance(each, float)]
+    assert len(set(answered)) == 1, "those that were begun are right"
+    assert outcomes == [*answered, *["stopping"] * (40 - len(answered))]
+    assert 1 <= len(answered) < 40
+    service.holder.close()
+
+
+def test_a_port_that_is_taken(kitchen: Kitchen, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        args = ("--port", port, "--base-model", "tiny-random")
+        done = kitchen.run("serve", *args, cwd=tmp_path)
+    assert done.code == 1
+    assert f"host and port must be free to listen on, and 127.0.0.1:{port} is not" in done.err
+    assert "Choose another port" in done.err
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "example.com", "::"])
+def test_others_may_not_reach_it_without_a_key(kitchen: Kitchen, tmp_path: Path, host: str) -> None:
+    done = kitchen.run("serve", "--host", host, "--base-model", "tiny-random", cwd=tmp_path)
+    assert done.code == 1
+    assert done.err == (
+        "InputError: host must be a loopback address such as 127.0.0.1 unless there is an API "
+        f"key, got {host!r}: pass an api_key, or others could use this machine.\n"
+    )
+
+
+def test_a_key_of_another_kind_is_not_shown(kitchen: Kitchen, tmp_path: Path) -> None:
+    args = ("--api-key", "hunter2", "--base-model", "tiny-random")
+    done = kitchen.run("serve", *args, cwd=tmp_path)
+    assert done.code == 1
+    assert "api_key must start with 'tml-'" in done.err
+    assert "hunter2" not in done.err + done.out
+
+
+def test_a_model_that_is_unknown(kitchen: Kitchen, tmp_path: Path) -> None:
+    done = kitchen.run("serve", "--port", "0", "--base-model", "no-such", cwd=tmp_path)
+    assert done.code == 1
+    assert done.err.startswith(
+        "ModelError: base_model must be a known name (smollm2-135m, tiny-random)"
+    )
+
+
+def test_the_key_is_asked_for(kitchen: Kitchen, tmp_path: Path) -> None:
+    started = kitchen.start(
+        "serve", "--port", "0", "--base-model", "tiny-random",
+        cwd=tmp_path, env={"STEELYARD_API_KEY": "tml-mine"},
+    )  # fmt: skip
+    url = url_of(started)
+    assert "export TINKER_API_KEY=tml-mine" in started.out.read_text()
+    with pytest.raises(tinker.AuthenticationError):
+        tinker.ServiceClient(base_url=url, api_key="tml-local").create_sampling_client(
+            base_model="x"
+        )
+    with tinker.ServiceClient(base_url=url, api_key="tml-mine") as service:
+        sampling = service.create_sampling_client(base_model="tiny-random")
+        prompt = types.ModelInput.from_ints([1])
+        drawn = sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+        assert len(drawn.sequences[0].tokens) == 1
+    started.kill(signal.SIGTERM)
+    assert started.wait().code == 0

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+
+from steelyard.engine import LocalServiceClient
+from steelyard.engine.server.running import Running
+
+from .wire_client import Wire, start
+
+# A program of its own, not a module to look for examples in.
+collect_ignore = ["cookbook.py"]
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of the server that most tests share."""
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="package")
+def running(folder: Path) -> Iterator[Running]:
+    """One server for all tests that do not need their own."""
+    with start(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def sdk(running: Running) -> Iterator[tinker.ServiceClient]:
+    """The SDK, unmodified, connected to the server."""
+    with tinker.ServiceClient(base_url=running.base_url, api_key="tml-local") as service:
+        yield service
+
+
+@pytest.fixture
+def training(sdk: tinker.ServiceClient) -> tinker.TrainingClient:
+    return sdk.create_lora_training_client("tiny-random", rank=4, seed=0)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServiceClient]:
+    """The engine in this process, to compare with."""
+    with LocalServiceClient(checkpoint_dir=tmp_path_factory.mktemp("local")) as service:
+        yield service
+
+
+@pytest.fixture
+def wire(running: Running) -> Iterator[Wire]:
+    """Plain requests, for what the SDK would never send."""
+    with Wire(running.base_url) as wire:
+        yield wire

@@ -1,0 +1,69 @@
+"""Many clients at once, and whatever a network can do to them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+
+from steelyard.engine import LocalServiceClient
+from steelyard.engine.server.running import Running
+from tests.engine.data import SMALL, ragged
+
+from .load import steps_of, work
+from .proxy import proxy
+from .wire_client import start
+
+
+def test_many_clients_at_once_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
+    """Eight clients with twelve requests each; `make stress` has 32 with fifty."""
+    with start(tmp_path) as running:
+        made = work(running.base_url, clients=8, requests=12)
+        models = sorted(tmp_path.iterdir())
+        assert len(models) == len(made) == 8
+        assert sorted(steps_of(running, model.name) for model in models) == sorted(made.values())
+        assert len(running._desk.tickets) == 0, "who has gone leaves nothing behind"
+        assert running._desk.runs == {}
+
+
+def test_replies_that_are_lost_on_the_way_change_nothing(
+    running: Running, local: LocalServiceClient
+) -> None:
+    losses = {"forward_backward": 1, "optim_step": 1, "retrieve_future": 1, "create_model": 1}
+    with proxy(running.base_url, losses) as (url, between):
+        service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+        theirs = service.create_lora_training_client("tiny-random", rank=4, seed=0)
+        mine = local.create_lora_training_client("tiny-random", rank=4, seed=0)
+        for step in range(2):
+            told: Any = theirs.forward_backward(ragged(step, [4, 2]), "cross_entropy")
+            stepped = theirs.optim_step(SMALL)
+            expected = mine.forward_backward(ragged(step, [4, 2]), "cross_entropy").result()
+            other = mine.optim_step(SMALL).result()
+            assert told.result().metrics == pytest.approx(expected.metrics, abs=1e-5)
+            assert stepped.result().metrics == pytest.approx(other.metrics, rel=1e-5)
+        assert set(between.losses.values()) == {0}, "each was lost once"
+        service.close("success").result()
+
+
+def test_samples_of_many_threads_each_have_their_answer(sdk: tinker.ServiceClient) -> None:
+    sampling = sdk.create_sampling_client(base_model="tiny-random")
+    params = types.SamplingParams(max_tokens=3, temperature=0.0)
+    found: dict[int, list[int]] = {}
+
+    def ask(first: int) -> None:
+        prompt = types.ModelInput.from_ints([first, 2, 3])
+        found[first] = sampling.sample(prompt, 1, params).result().sequences[0].tokens
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    for first, tokens in found.items():
+        prompt = types.ModelInput.from_ints([first, 2, 3])
+        assert sampling.sample(prompt, 1, params).result().sequences[0].tokens == tokens

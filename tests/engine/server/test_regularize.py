@@ -1,0 +1,144 @@
+"""`regularize` around the real SDK, over a real connection."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import tinker
+import torch
+from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
+
+from steelyard import RegularizerSpec, regularize
+from steelyard.engine import LocalServiceClient
+from steelyard.engine.server.running import Running
+from tests.engine.data import SMALL, ragged
+
+DATA = ragged(0, [9, 4, 6])
+
+
+def nll(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    rows = zip(data, logprobs, strict=True)
+    loss = -sum((row * d.loss_fn_inputs["weights"].to_torch()).sum() for d, row in rows)
+    return torch.as_tensor(loss), {"data": float(len(data))}
+
+
+def confidence(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(logprobs).exp().mean()
+
+
+async def drift(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    flat = torch.cat(logprobs)
+    return (flat + 6).square().mean(), {"largest": flat.max().item()}
+
+
+SPECS = [
+    RegularizerSpec(confidence, weight=10.0, name="confidence", run_in="thread"),
+    RegularizerSpec(drift, weight=0.3, name="drift"),
+]
+
+
+def steps(training: Any) -> list[Any]:
+    client = regularize(training)
+    outputs = []
+    for _ in range(3):
+        future = client.forward_backward_custom(
+            DATA, nll, regularizers=SPECS, track_grad_norms=True
+        )
+        step = client.optim_step(SMALL)
+        outputs.append((future.result(), step.result().metrics))
+    return outputs
+
+
+def test_the_terms_are_those_of_the_local_client(
+    training: tinker.TrainingClient, local: LocalServiceClient
+) -> None:
+    mine = local.create_lora_training_client("tiny-random", rank=4, seed=0)
+    near: Any = {"rel": 1e-5, "abs": 1e-5}
+    for (told, step), (expected, local_step) in zip(steps(training), steps(mine), strict=True):
+        assert told.loss_total == pytest.approx(expected.loss_total, **near)
+        assert told.base_loss.grad_norm == pytest.approx(expected.base_loss.grad_norm, **near)
+        assert told.regularizers.keys() == expected.regularizers.keys()
+        for name, term in told.regularizers.items():
+            other = expected.regularizers[name]
+            for field in ("value", "weight", "contribution", "grad_norm", "grad_norm_weighted"):
+                assert getattr(term, field) == pytest.approx(getattr(other, field), **near), field
+            assert term.custom == pytest.approx(other.custom, **near)
+        assert told.cosines == pytest.approx(expected.cosines, **near)
+        assert told.server_metrics == pytest.approx(expected.server_metrics, **near)
+        assert step == pytest.approx(local_step, **near)
+        for ours, theirs in zip(told.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+            torch.testing.assert_close(
+                ours["logprobs"].to_torch(), theirs["logprobs"].to_torch(), atol=1e-5, rtol=1e-5
+            )
+
+
+def beat(training: tinker.TrainingClient) -> Any:
+    """A heartbeat as the SDK sends it every ten seconds: on its own event loop."""
+    holder = training.holder
+
+    async def send() -> None:
+        with holder.aclient(ClientConnectionPoolType.SESSION) as client:
+            await client.service.session_heartbeat(session_id=holder.get_session_id())
+
+    return holder.run_coroutine_threadsafe(send())
+
+
+def test_a_slow_term_does_not_delay_a_heartbeat(
+    training: tinker.TrainingClient, running: Running
+) -> None:
+    session = running._desk.sessions.get(training.holder.get_session_id())
+
+    def slow(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+        before = session.heartbeats
+        for _ in range(3):
+            beat(training).result(timeout=20)
+        assert session.heartbeats == before + 3
+        return logprobs[0].sum()
+
+    client = regularize(training)
+    spec = RegularizerSpec(slow, weight=1.0, name="slow")
+    output = client.forward_backward_custom(DATA, nll, regularizers=[spec]).result()
+    assert output.regularizers["slow"].value == pytest.approx(output.regularizer_total)
+
+
+def test_the_sdk_alone_would_delay_it(training: tinker.TrainingClient, running: Running) -> None:
+    """Why terms do not run on the SDK's event loop: this is what its own custom loss does."""
+    session = running._desk.sessions.get(training.holder.get_session_id())
+    seen = []
+
+    def slow(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        before, sent = session.heartbeats, beat(training)
+        threading.Event().wait(0.2)
+        seen.append((session.heartbeats - before, sent.future().done()))
+        return torch.stack([row.sum() for row in logprobs]).sum(), {}
+
+    training.forward_backward_custom(DATA, slow).result()
+    assert seen == [(0, False)]
+
+
+def test_a_term_may_call_the_client_back(training: tinker.TrainingClient) -> None:
+    client = regularize(training)
+
+    def curious(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+        told = client.forward(DATA, "cross_entropy").result()
+        mine = torch.cat([row.detach() for row in logprobs])
+        theirs = torch.cat([each["logprobs"].to_torch() for each in told.loss_fn_outputs])
+        torch.testing.assert_close(mine, theirs)
+        return torch.cat(logprobs).mean()
+
+    spec = RegularizerSpec(curious, weight=1.0, name="curious")
+    output = client.forward_backward_custom(DATA, nll, regularizers=[spec]).result()
+    assert output.regularizers["curious"].value < 0
+
+
+def test_a_term_that_fails_sends_nothing(training: tinker.TrainingClient) -> None:
+    def broken(_: Any, __: Any) -> torch.Tensor:
+        raise ValueError("on purpose")
+
+    client = regularize(training)
+    spec = RegularizerSpec(broken, weight=1.0, name="broken")
+    with pytest.raises(RuntimeError, match="broken"):
+        client.forward_backward_custom(DATA, nll, regularizers=[spec])
+    assert client.optim_step(SMALL).result().metrics == {"unclipped_grad_l2:mean": 0.0}
