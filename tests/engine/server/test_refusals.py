@@ -331,6 +331,7 @@ def test_everything_has_a_limit(strict: Running) -> None:
             first.forward_backward(ragged(0, [30, 30]), "cross_entropy").result()
         with pytest.raises(tinker.APIStatusError, match="at most 4000 bytes"):
             first.forward_backward(ragged(0, [45], 40), "cross_entropy").result()
+        assert first.optim_step(SMALL).result().metrics, "what stands behind goes on"
         service.create_lora_training_client("tiny-random", rank=2, seed=0)
         with pytest.raises(tinker.PermissionDeniedError, match="at most 2 models"):
             service.create_lora_training_client("tiny-random", rank=2, seed=0)
@@ -370,6 +371,10 @@ def test_a_body_that_was_packed_has_the_same_limit(wire: Wire, running: Running)
     assert len(bomb) < 100_000
     response = wire.http.post("forward_backward", content=bomb, headers=zipped)
     assert response.status_code == 413
+    large = encoded(model, 2, ragged(0, [3])) + bytes(running._desk.settings.max_body)
+    packed = zstandard.ZstdCompressor().compress(large)
+    assert wire.http.post("forward_backward", content=packed, headers=zipped).status_code == 413
+    assert "metrics" in wire.answer(wire.step(model, 3).json()), "what stands behind goes on"
     assert "bytes unpacked" in said(response)
     assert wire.http.post("forward_backward", content=body, headers=zipped).status_code == 400
     odd = wire.http.post("forward_backward", content=body, headers={"Content-Encoding": "br"})

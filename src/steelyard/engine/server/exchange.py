@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from tinker import types
 
-from steelyard.engine.server.refusals import BAD_REQUEST, TOO_LARGE
+from steelyard.engine.server.refusals import BAD_REQUEST, Oversized
 from steelyard.engine.server.tickets import JSON, Answer, Ticket
 from steelyard.engine.server.wire import read_json, unpacked
 
@@ -26,14 +26,14 @@ async def body_of(request: Request, limit: int) -> bytes:
     Raises:
         HTTPException: it is larger than it may be, or breaks off.
     """
-    parts, size = [], 0
+    parts: list[bytes] = []
+    size = 0
     try:
         async for part in request.stream():
             size += len(part)
             if size > limit:
-                raise HTTPException(
-                    TOO_LARGE, f"the body must have at most {limit} bytes, got more."
-                )
+                start = b"".join([*parts[:1], part])
+                raise Oversized(f"the body must have at most {limit} bytes, got more.", start)
             parts.append(part)
     except ClientDisconnect as error:
         raise HTTPException(BAD_REQUEST, "the body must be whole, and it broke off.") from error

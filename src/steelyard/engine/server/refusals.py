@@ -19,6 +19,15 @@ TOO_LARGE = 413
 ENGINE_FAILED = 500
 
 STOPPING = "the server is stopping."
+_START = 1024
+
+
+class Oversized(HTTPException):
+    """A body is over the limit; `start` is how it begins."""
+
+    def __init__(self, detail: str, start: bytes) -> None:
+        super().__init__(TOO_LARGE, detail)
+        self.start = start[:_START]
 
 
 def refusal(error: Exception) -> HTTPException:

@@ -21,6 +21,7 @@ from steelyard.engine.server import exchange, wire
 from steelyard.engine.server.desk import Desk, Run
 from steelyard.engine.server.graphs import TracedLoss
 from steelyard.engine.server.model_routes import check_source, resume
+from steelyard.engine.server.refusals import Oversized
 from steelyard.engine.server.samplers import Sampler
 from steelyard.engine.server.tickets import Answer, Ticket
 from steelyard.engine.training import LocalTrainingClient
@@ -60,7 +61,13 @@ async def load_weights(desk: Desk, request: Request) -> Response:
 async def forward_backward(desk: Desk, request: Request) -> Response:
     """Losses, log-probs and gradients."""
     limits = desk.settings
-    body = await exchange.body_of(request, limits.max_body)
+    try:
+        body = await exchange.body_of(request, limits.max_body)
+    except Oversized as error:
+        found = wire.start_of_batch(error.start)
+        if found is not None:
+            await _refuse(desk, *found, "forward_backward", error)
+        raise
     message = await asyncio.to_thread(wire.parse_batch, body)
     run = desk.run(message.model_id)
     losses = desk.sessions.get(run.session_id).losses
@@ -130,15 +137,20 @@ async def _numbered(desk: Desk, request: Request, model: type[M], verb: str) -> 
         return await asyncio.to_thread(wire.read_json, model, body)
     except HTTPException as error:
         refused = error
-    with contextlib.suppress(HTTPException, pydantic.ValidationError):
+    with contextlib.suppress(pydantic.ValidationError):
         numbered = Numbered.model_validate_json(body)
-
-        def refuse() -> Any:
-            raise refused
-
-        run = desk.run(numbered.model_id)
-        await desk.submit(run, numbered.seq_id, verb, refuse, wire.json_answer)
+        await _refuse(desk, numbered.model_id, numbered.seq_id, verb, refused)
     raise refused
+
+
+async def _refuse(desk: Desk, model_id: str, number: int, verb: str, error: HTTPException) -> None:
+    """Turn a request away in its place, so that what stands behind goes on."""
+
+    def refuse() -> Any:
+        raise error
+
+    with contextlib.suppress(HTTPException):
+        await desk.submit(desk.run(model_id), number, verb, refuse, wire.json_answer)
 
 
 async def _copied(desk: Desk, run: Run, asked: types.SaveWeightsForSamplerRequest) -> Ticket:

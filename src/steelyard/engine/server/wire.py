@@ -24,12 +24,13 @@ from tinker.proto.request_conv import _tensor_data_to_proto as tensor_to_proto
 from tinker.proto.response_conv import _tensor_data_from_proto as tensor_from_proto
 from tinker.types.topk_logprobs import TopkLogprobs
 
-from steelyard.engine.server.refusals import BAD_REQUEST, TOO_LARGE
+from steelyard.engine.server.refusals import BAD_REQUEST, TOO_LARGE, Oversized
 from steelyard.engine.server.tickets import PROTOBUF, Answer
 from steelyard.errors import InputError
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
+_MORE = 0x80  # in protobuf's numbers: another byte follows
 _WIDEST = 2  # targets are [T] or [T, K]
 _DTYPES = (pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_INT32)
 
@@ -66,9 +67,7 @@ def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
             BAD_REQUEST, f"the body must be zstd, and it is not: {error}"
         ) from error
     if len(plain) > limit:
-        raise HTTPException(
-            TOO_LARGE, f"the body must have at most {limit} bytes unpacked, got more."
-        )
+        raise Oversized(f"the body must have at most {limit} bytes unpacked, got more.", plain)
     return plain
 
 
@@ -101,6 +100,21 @@ def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
             BAD_REQUEST, "the body must be a ForwardBackwardRequest in protobuf, and it is not."
         ) from error
     return message
+
+
+def start_of_batch(start: bytes) -> tuple[str, int] | None:
+    """The model and the number of a batch of which only the beginning is there.
+
+    The SDK writes them first: a tag, a length and the model's name, a tag and the number.
+    """
+    try:
+        end = 2 + start[1]
+        while start[end := end + 1] & _MORE:
+            pass
+        message = pb.ForwardBackwardRequest.FromString(start[: end + 1])
+    except (IndexError, DecodeError):
+        return None
+    return message.model_id, message.seq_id
 
 
 def read_batch(message: pb.ForwardBackwardRequest, max_tokens: int, max_bytes: int) -> Batch:
