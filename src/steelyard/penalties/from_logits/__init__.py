@@ -1,0 +1,28 @@
+"""Penalties of whole distributions, straight from logits.
+
+* `terms`: `entropy`, `kl`, `js`, `z_loss`, `cross_entropy`, `target_logprobs`
+* `composition`: `compose_logits`: several of them, one read and one write
+
+On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows at a time.
+"""
+
+from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
+from steelyard.penalties.from_logits.terms import (
+    cross_entropy,
+    entropy,
+    js,
+    kl,
+    target_logprobs,
+    z_loss,
+)
+
+__all__ = [
+    "ComposedLogits",
+    "compose_logits",
+    "cross_entropy",
+    "entropy",
+    "js",
+    "kl",
+    "target_logprobs",
+    "z_loss",
+]

@@ -1,0 +1,304 @@
+"""The sweep as operators of torch: opaque to `torch.compile`, and differentiable."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from array_api_compat import torch as xp
+from torch import Tensor
+
+from steelyard.errors import GradientError, InputError
+from steelyard.penalties.from_logits._components import Component
+from steelyard.penalties.from_logits._sweep import Swept, Wants, sweep
+
+# The components, flat: an operator takes no tuples of its own.
+_PROBLEM = (
+    "Tensor logits, Tensor? reference, Tensor? targets, Tensor? scale, "
+    "int[] kinds, float[] temperatures, float[] limits, float[] weights"
+)
+
+
+def _compose(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,
+    scale: Tensor | None,
+    kinds: list[int],
+    temperatures: list[float],
+    limits: list[float],
+    weights: list[float],
+    share: float,
+    wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The total, each component's reduced value, the gradients and the inner products."""
+    components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
+    counts = [share * weight for weight in weights]
+    swept = _swept(logits, reference, targets, scale, components, counts, Wants(*wants))
+    rows = swept.values.double()
+    values = share * (rows.sum(1) if scale is None else rows @ scale.double())
+    total = values @ torch.tensor(weights, dtype=torch.float64).to(values.device)
+    products = None if swept.gram is None else share**2 * swept.gram
+    wide = swept.values.dtype
+    return (
+        total.to(wide),
+        values.to(wide),
+        _or_nothing(swept.logits, logits),
+        _or_nothing(swept.reference, logits),
+        _or_nothing(products, logits),
+    )
+
+
+compose = torch.library.custom_op(
+    "steelyard::compose_logits",
+    _compose,
+    mutates_args=(),
+    schema=f"({_PROBLEM}, float share, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@compose.register_fake
+def _(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,  # noqa: ARG001
+    scale: Tensor | None,  # noqa: ARG001
+    kinds: list[int],
+    temperatures: list[float],  # noqa: ARG001
+    limits: list[float],  # noqa: ARG001
+    weights: list[float],  # noqa: ARG001
+    share: float,  # noqa: ARG001
+    wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide, count = _wide(logits), len(kinds)
+    return (
+        logits.new_empty((), dtype=wide),
+        logits.new_empty(count, dtype=wide),
+        torch.empty_like(logits) if wants[0] else logits.new_empty(0),
+        torch.empty_like(reference) if wants[1] else logits.new_empty(0),  # type: ignore[arg-type]
+        logits.new_empty((count, count) if wants[2] else 0, dtype=torch.float64),
+    )
+
+
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    del inputs
+    ctx.save_for_backward(output[2], output[3])
+    ctx.set_materialize_grads(False)
+
+
+def _scale_gradients(ctx: Any, by_total: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+    """Give the gradients that the forward pass made, times the upstream factor, in place.
+
+    The factor is 1 as a rule, and then nothing is read or written. A second backward pass
+    through the same graph is refused by torch, which sees that they were changed.
+    """
+    del others
+    _refuse_second_order()
+    found: list[Tensor | None] = [None, None]
+    if by_total is not None:
+        for i, gradient in enumerate(ctx.saved_tensors):
+            if gradient.numel() and ctx.needs_input_grad[i]:
+                found[i] = gradient.detach()
+                torch.ops.steelyard.scale_(found[i], by_total.detach())
+    return (*found, *[None] * 8)
+
+
+compose.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
+def _scale(x: Tensor, factor: Tensor) -> None:
+    if _has_kernels(x):
+        from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
+
+        _launch.scale(x, factor)
+    elif x.is_cuda or factor.item() != 1:  # on a GPU asking would wait for it
+        x.mul_(factor)
+
+
+torch.library.custom_op(
+    "steelyard::scale_", _scale, mutates_args=("x",), schema="(Tensor(a!) x, Tensor factor) -> ()"
+).register_fake(lambda x, factor: None)  # noqa: ARG005
+
+
+def _rows(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,
+    scale: Tensor | None,
+    kinds: list[int],
+    temperatures: list[float],
+    limits: list[float],
+    weights: list[float],
+) -> tuple[Tensor, Tensor]:
+    """One weighted sum of components per row, and the components."""
+    components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
+    swept = _swept(logits, reference, targets, scale, components, weights, Wants())
+    counts = torch.tensor(weights, dtype=swept.values.dtype).to(logits.device)
+    return counts @ swept.values, swept.values
+
+
+rows = torch.library.custom_op(
+    "steelyard::logit_rows", _rows, mutates_args=(), schema=f"({_PROBLEM}) -> (Tensor, Tensor)"
+)
+
+
+@rows.register_fake
+def _(logits: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    count, wide = len(logits), _wide(logits)
+    return (
+        logits.new_empty(count, dtype=wide),
+        logits.new_empty((len(problem[3]), count), dtype=wide),
+    )
+
+
+def _save_problem(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    del output
+    ctx.save_for_backward(*inputs[:4])
+    ctx.components = inputs[4:]
+    ctx.set_materialize_grads(False)
+
+
+def _sweep_back(ctx: Any, by_rows: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+    """Compute the gradients from the logits again: only now is each row's factor known."""
+    del others
+    _refuse_second_order()
+    found: list[Tensor | None] = [None, None]
+    if by_rows is not None:
+        logits, reference, targets, scale = ctx.saved_tensors
+        factor = by_rows if scale is None else by_rows * (scale != 0)
+        wants = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+        both = rows_back(
+            logits.detach(),
+            None if reference is None else reference.detach(),
+            targets,
+            factor.detach(),
+            *ctx.components,
+            wants,
+        )
+        found = [each if wanted else None for each, wanted in zip(both, wants, strict=True)]
+    return (*found, *[None] * 6)
+
+
+rows.register_autograd(_sweep_back, setup_context=_save_problem)
+
+
+def _rows_back(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,
+    scale: Tensor | None,
+    kinds: list[int],
+    temperatures: list[float],
+    limits: list[float],
+    weights: list[float],
+    wants: list[bool],
+) -> tuple[Tensor, Tensor]:
+    components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
+    swept = _swept(logits, reference, targets, scale, components, weights, Wants(*wants))
+    return _or_nothing(swept.logits, logits), _or_nothing(swept.reference, logits)
+
+
+rows_back = torch.library.custom_op(
+    "steelyard::logit_rows_back",
+    _rows_back,
+    mutates_args=(),
+    schema=f"({_PROBLEM}, bool[] wants) -> (Tensor, Tensor)",
+)
+
+
+@rows_back.register_fake
+def _(logits: Tensor, reference: Tensor | None, *problem: Any) -> tuple[Tensor, Tensor]:
+    wants = problem[-1]
+    return (
+        torch.empty_like(logits) if wants[0] else logits.new_empty(0),
+        torch.empty_like(reference) if wants[1] else logits.new_empty(0),  # type: ignore[arg-type]
+    )
+
+
+def _swept(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,
+    scale: Tensor | None,
+    components: Sequence[Component],
+    weights: Sequence[float],
+    wants: Wants,
+) -> Swept:
+    if _has_kernels(logits):
+        from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
+
+        if _launch.fits(logits, reference, components):
+            return _launch.sweep(logits, reference, targets, scale, components, weights, wants)
+    elif targets is not None:
+        _check_targets(targets, scale, logits.shape[-1])
+    return sweep(xp, logits, reference, targets, scale, components, weights, wants)
+
+
+def flat(components: Sequence[Component]) -> tuple[list[int], list[float], list[float]]:
+    """The components as the operators take them."""
+    return (
+        [each.kind for each in components],
+        [each.temperature for each in components],
+        [each.limit for each in components],
+    )
+
+
+def wanted(logits: Tensor, reference: Tensor | None) -> list[bool]:
+    """Whether a gradient by the logits and one by the reference will be asked for."""
+    enabled = torch.is_grad_enabled()
+    return [
+        enabled and logits.requires_grad,
+        enabled and reference is not None and reference.requires_grad,
+    ]
+
+
+def is_late(logits: Tensor, reference: Tensor | None) -> bool:
+    """Whether gradients have to wait for the upstream factor.
+
+    float16 cannot hold the gradient of a mean over many rows; a loss scale, which mends that,
+    is known in the backward pass alone.
+    """
+    return any(
+        x is not None and x.dtype == torch.float16 and asked
+        for x, asked in zip((logits, reference), wanted(logits, reference), strict=True)
+    )
+
+
+def _check_targets(targets: Tensor, scale: Tensor | None, classes: int) -> None:
+    """On a GPU this would wait for it; there such a row's loss is NaN."""
+    bad = (targets < 0) | (targets >= classes)
+    if scale is not None:
+        bad &= scale != 0
+    if bad.any():
+        raise InputError(
+            f"targets must be in [0, {classes - 1}] where the mask is true, got "
+            f"{int(targets[bad][0])}; mask the rows that have no target."
+        )
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return (x.is_cuda or _interpreted()) and importlib.util.find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    import os  # noqa: PLC0415
+
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _refuse_second_order() -> None:
+    if torch.is_grad_enabled():
+        raise GradientError(
+            "a penalty from logits must be differentiated once, got create_graph=True; for second "
+            "derivatives use the penalties of log-probabilities, on logits.log_softmax(-1)."
+        )
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _or_nothing(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
