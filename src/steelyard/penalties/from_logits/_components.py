@@ -128,13 +128,13 @@ def _read(like: LogitTermLike, classes: int) -> LogitTerm:
 
 
 def components_of(terms: Sequence[LogitTerm]) -> list[Component]:
-    """Each component once, in the order in which the terms name them."""
+    """Each component once, by kind."""
     found: list[Component] = []
     for term in terms:
         for component, _ in term.parts:
             if component not in found:
                 found.append(component)
-    return found
+    return sorted(found)
 
 
 def shares_of(terms: Sequence[LogitTerm], components: Sequence[Component]) -> list[list[float]]:

@@ -40,7 +40,7 @@ def value_rows(rows: Rows, components: Sequence[Component]) -> Array:
         components,
         [1.0] * len(components),
         Wants(),
-    ).values
+    ).values[:-1]
 
 
 def check_targets(rows: Rows) -> None:

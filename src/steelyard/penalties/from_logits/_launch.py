@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations_with_replacement, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from steelyard.penalties.from_logits._components import FORWARD, REVERSE, Component
-from steelyard.penalties.from_logits._kernels import (
-    COEFFICIENTS,
-    STATISTICS,
-    scale_kernel,
-    sweep_kernel,
-)
+from steelyard.penalties.from_logits._components import ENTROPY, FORWARD, JS, REVERSE, Component
+from steelyard.penalties.from_logits._kernels import COEFFICIENTS, scale_kernel, sweep_kernel
 from steelyard.penalties.from_logits._sweep import Swept, Wants
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _KINDS = 6
+import os
+_LAG = lambda p, n: int(float(os.environ.get("SY_LAG", "1")) * p) + 2 * n
 
 
 class Shape(NamedTuple):
-    """How the work is cut: classes in a piece, warps of a program, programs on a processor."""
+    """How the work is cut.
 
-    tile: int
-    warps: int
+    Attributes:
+        tiles: Of 64 · 16 bytes make a piece of a row.
+        programs: On a processor.
+    """
+
+    tiles: int
     programs: int
 
 
-def shape_for(classes: int, wants: Wants) -> Shape:
-    """The shape that measured best on an H200; small rows make one piece."""
-    tile = 4096
-    shape = Shape(tile, 8 if wants.gram else 4, 4)
-    if classes < tile:
-        small = max(triton.next_power_of_2(classes), 128)
-        return Shape(small, max(min(small // 512, shape.warps), 1), 8)
-    return shape
+def shape_for(wants: Wants) -> Shape:
+    """The shape that measured best on an H200."""
+    del wants
+    return Shape(8, 16)
 
 
 def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Component]) -> bool:
@@ -47,7 +45,7 @@ def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Componen
     return (
         all(x is None or x.dtype in _FLOATS for x in (logits, reference))
         and logits.numel() > 0
-        and len(set(kinds)) == len(kinds)
+        and all(a < b for a, b in pairwise(kinds))
         and len({each.temperature for each in components}) == 1
     )
 
@@ -80,62 +78,74 @@ def sweep(
     z = _rows(logits)
     r = z if reference is None else _rows(reference)
     rows, classes = z.shape
-    shape = shape or shape_for(classes, wants)
-    pieces = triton.cdiv(classes, shape.tile)
-    made = z.new_empty((_KINDS, rows), dtype=torch.float32)
+    vector = 16 // z.element_size()
+    shape = shape or shape_for(wants)
+    tiles = min(shape.tiles, triton.cdiv(classes, 64 * vector))
+    pieces = triton.cdiv(classes, 64 * vector * tiles)
+    kinds = [each.kind for each in components]
+    # The components' values, then the weighted total without JS, then what JS adds to it.
+    made = z.new_empty((len(kinds) + 1 + (JS in kinds), rows), dtype=torch.float32)
     by_logits = (torch.empty_like(z) if into is None else into) if wants.logits else None
     by_reference = torch.empty_like(r) if wants.reference else None
-    count = len(components)
-    pairs = count * (count + 1) // 2
-    products = (
-        z.new_empty((rows, pieces, pairs), dtype=torch.float32) if wants.gram else None
-    )
-    stats = z.new_empty(rows * pieces * STATISTICS, dtype=torch.float32)
-    coefs = z.new_empty(rows * COEFFICIENTS, dtype=torch.float32)
-    sync = torch.zeros(1 + 4 * rows, dtype=torch.int32, device=z.device)
-    by_kind = {each.kind: weight for each, weight in zip(components, weights, strict=True)}
+    pairs = len(kinds) * (len(kinds) + 1) // 2
+    products = z.new_empty((rows, pieces, pairs), dtype=torch.float32) if wants.gram else None
+    statistics = _statistics(kinds)
+    # Numbers that are not there yet: the tickets drawn, those of pieces, those of rows.
+    size = 1 + rows * pieces * statistics
+    shared = torch.full((size + rows * COEFFICIENTS.value,), -1, dtype=torch.int32, device=z.device)
+    by_kind = dict(zip(kinds, weights, strict=True))
     limits = {each.kind: each.limit for each in components}
     programs = min(_processors(z) * shape.programs, rows * pieces)
     sweep_kernel[(programs,)](
-        z, r, targets if targets is not None else sync, scale if scale is not None else made,
-        made, _or(by_logits, z), _or(by_reference, r), _or(products, made), stats, coefs, sync,
-        rows, classes, pieces, programs + 2 * pieces,
+        z, r, _or(targets, shared), _or(scale, made), made, _or(by_logits, z),
+        _or(by_reference, r), _or(products, made), shared[1:], shared[size:], shared,
+        rows, classes, pieces, tiles, _LAG(programs, pieces),
         z.stride(0), r.stride(0), _or(by_logits, z).stride(0), _or(by_reference, r).stride(0),
         1.0 / components[0].temperature, *(by_kind.get(kind, 0.0) for kind in range(_KINDS)),
         limits.get(FORWARD, math.inf), limits.get(REVERSE, math.inf),
-        KINDS=sum(1 << kind for kind in by_kind),
+        KINDS=sum(1 << kind for kind in kinds), COUNT=len(kinds),
         SCALED=scale is not None, GZ=wants.logits, GR=wants.reference, GRAM=wants.gram,
-        PAIRS=pairs, TILE=shape.tile, PIECES=triton.next_power_of_2(pieces),
-        num_warps=shape.warps,
+        STATS=statistics, PAIRS=pairs, VECTOR=vector, PACKED=_is_packed(z, r),
+        PIECES=triton.next_power_of_2(pieces), num_warps=1, enable_fp_fusion=True, maxnreg=int(os.environ["SY_NREG"]) if "SY_NREG" in os.environ else None,
     )  # fmt: skip
-    values = made[[each.kind for each in components]]
-    gram = None if products is None else _gram(products, scale, components)
-    return Swept(values, by_logits, by_reference, gram)
+    gram = None if products is None else _gram(products, scale, len(kinds))
+    return Swept(made, by_logits, by_reference, gram)
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
     """Multiply a dense tensor in place by a number on its device, without waiting for it."""
     tile = 4096
-    scale_kernel[(triton.cdiv(x.numel(), tile),)](x, factor, x.numel(), TILE=tile)
+    programs = min(triton.cdiv(x.numel(), tile), 8 * _processors(x))
+    scale_kernel[(programs,)](x, factor, x.numel(), TILE=tile)
 
 
-def _gram(products: Tensor, scale: Tensor | None, components: Sequence[Component]) -> Tensor:
-    """The symmetric matrix of inner products, from those of each piece, by order of kind."""
+def _statistics(kinds: Sequence[int]) -> int:
+    """How many numbers a piece hands on."""
+    compares = any(kind in kinds for kind in (FORWARD, REVERSE, JS))
+    ratios = sum(kind in kinds for kind in (FORWARD, REVERSE))
+    own = 2 + (ENTROPY in kinds) + 2 * compares
+    return own + ratios + (ratios > 0) + 2 * (JS in kinds)
+
+
+def _gram(products: Tensor, scale: Tensor | None, count: int) -> Tensor:
+    """The symmetric matrix of inner products, from those of each piece."""
     by_row = products.sum(1, dtype=torch.float64)
     total = by_row.sum(0) if scale is None else scale.double().square() @ by_row
-    count = len(components)
-    order = sorted(range(count), key=lambda i: components[i].kind)
-    index = torch.zeros(count, count, dtype=torch.int64)
-    n = 0
-    for i in range(count):
-        for j in range(i, count):
-            index[order[i], order[j]] = index[order[j], order[i]] = n
-            n += 1
-    return total[index.to(total.device)]
+    found = dict(zip(combinations_with_replacement(range(count), 2), total, strict=True))
+    pairs = [found[min(i, j), max(i, j)] for i in range(count) for j in range(count)]
+    return torch.stack(pairs).view(count, count)
 
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _is_packed(z: Tensor, r: Tensor) -> bool:
+    """Whether both hold narrow floats that pair up in words."""
+    return all(
+        x.element_size() == 2 and (x.shape[1] | x.stride(0)) % 2 == 0 and x.data_ptr() % 4 == 0
+        for x in (z, r)
+    )
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:

@@ -37,9 +37,8 @@ def _compose(
     components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
     counts = [share * weight for weight in weights]
     swept = _swept(logits, reference, targets, scale, components, counts, Wants(*wants))
-    rows = swept.values.double()
-    values = share * (rows.sum(1) if scale is None else rows @ scale.double())
-    total = values @ torch.tensor(weights, dtype=torch.float64).to(values.device)
+    sums = swept.values.sum(1, dtype=torch.float64)
+    values, total = share * sums[: len(kinds)], sums[len(kinds) :].sum()
     products = None if swept.gram is None else share**2 * swept.gram
     wide = swept.values.dtype
     return (
@@ -132,11 +131,10 @@ def _rows(
     limits: list[float],
     weights: list[float],
 ) -> tuple[Tensor, Tensor]:
-    """One weighted sum of components per row, and the components."""
+    """One weighted sum of components per row, and the components, each scaled."""
     components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
     swept = _swept(logits, reference, targets, scale, components, weights, Wants())
-    counts = torch.tensor(weights, dtype=swept.values.dtype).to(logits.device)
-    return counts @ swept.values, swept.values
+    return swept.values[len(kinds) :].sum(0), swept.values[: len(kinds)].clone()
 
 
 rows = torch.library.custom_op(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from steelyard.penalties._arrays import Array, Namespace, gram, is_torch, widen
 from steelyard.penalties.from_logits._components import Component
-from steelyard.penalties.from_logits._gradients import component_slopes
+from steelyard.penalties.from_logits._gradients import Slope, component_slopes
 from steelyard.penalties.from_logits._rows import component_rows, rows_at_once
 
 
@@ -27,7 +27,8 @@ class Swept(NamedTuple):
     """What came of it; what was not wanted is None.
 
     Attributes:
-        values: `[components, rows]`, unscaled; 0 in rows whose scale is 0.
+        values: `[components + 1 or more, rows]`, scaled: the components', then what adds up to the
+            weighted total.
         logits: Σ weight · scale · gradient by the logits, in their dtype.
         reference: The same by the reference.
         gram: Inner products of the components' scaled gradients by the logits.
@@ -63,7 +64,8 @@ def sweep(
     """
     rows, classes = logits.shape
     wide = widen(xp, logits[:0]).dtype
-    values = _new(xp, logits, (len(components), rows), wide)
+    values = _new(xp, logits, (len(components) + 1, rows), wide)
+    values[-1, :] = 0.0
     by_logits = xp.empty_like(logits) if wants.logits else None
     by_reference = xp.empty_like(reference) if wants.reference else None
     products = _new(xp, logits, (len(components), len(components)), xp.float64)
@@ -74,12 +76,14 @@ def sweep(
         share = None if scale is None else scale[at]
         z, r, t = (_block(xp, x, at, share) for x in (logits, reference, targets))
         if not wants.any:
-            for i, found in enumerate(component_rows(xp, components, z, r, t)):
-                values[i, at] = _kept(xp, found, share)
-            continue
-        slopes = component_slopes(xp, components, z, r, t)
-        for i, (found, _, _) in enumerate(slopes):
-            values[i, at] = _kept(xp, found, share)
+            found = component_rows(xp, components, z, r, t)
+            slopes: list[Slope] = []
+        else:
+            slopes = component_slopes(xp, components, z, r, t)
+            found = [each[0] for each in slopes]
+        for i, (each, weight) in enumerate(zip(found, weights, strict=True)):
+            values[i, at] = _scaled(xp, each, share)
+            values[-1, at] += weight * values[i, at]
         if by_logits is not None:
             by_logits[at] = _weighed(xp, [each[1] for each in slopes], weights, share, z)
         if by_reference is not None:
@@ -104,15 +108,13 @@ def _block(xp: Namespace, x: Array | None, at: slice, share: Array | None) -> Ar
     return widen(xp, part)
 
 
-def _kept(xp: Namespace, rows: Array, share: Array | None) -> Array:
-    return rows if share is None else xp.where(share != 0, rows, 0.0)
-
-
-def _scaled(xp: Namespace, slope: Array, share: Array | None) -> Array:
+def _scaled(xp: Namespace, x: Array, share: Array | None) -> Array:
     if share is None:
-        return slope
-    column = xp.astype(share, slope.dtype)[:, None]
-    return xp.where(column != 0, slope * column, 0.0)
+        return x
+    factor = xp.astype(share, x.dtype)
+    if x.ndim > 1:
+        factor = factor[:, None]
+    return xp.where(factor != 0, x * factor, 0.0)
 
 
 def _weighed(
