@@ -17,8 +17,7 @@ from steelyard.penalties.from_logits._sweep import Swept, Wants
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _KINDS = 6
-import os
-_LAG = lambda p, n: int(float(os.environ.get("SY_LAG", "1")) * p) + 2 * n
+_STAGES = 3
 
 
 class Shape(NamedTuple):
@@ -27,16 +26,18 @@ class Shape(NamedTuple):
     Attributes:
         tiles: Of 64 · 16 bytes make a piece of a row.
         programs: On a processor.
+        registers: Of a thread, at most, so that so many programs find room.
     """
 
     tiles: int
     programs: int
+    registers: int
 
 
-def shape_for(wants: Wants) -> Shape:
+def shape_for(components: Sequence[Component], wants: Wants) -> Shape:
     """The shape that measured best on an H200."""
-    del wants
-    return Shape(8, 16)
+    del components, wants
+    return Shape(4, 16, 128)
 
 
 def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Component]) -> bool:
@@ -79,8 +80,8 @@ def sweep(
     r = z if reference is None else _rows(reference)
     rows, classes = z.shape
     vector = 16 // z.element_size()
-    shape = shape or shape_for(wants)
-    tiles = min(shape.tiles, triton.cdiv(classes, 64 * vector))
+    shape = shape or shape_for(components, wants)
+    tiles = min(shape.tiles, triton.next_power_of_2(triton.cdiv(classes, 64 * vector)))
     pieces = triton.cdiv(classes, 64 * vector * tiles)
     kinds = [each.kind for each in components]
     # The components' values, then the weighted total without JS, then what JS adds to it.
@@ -91,23 +92,26 @@ def sweep(
     products = z.new_empty((rows, pieces, pairs), dtype=torch.float32) if wants.gram else None
     statistics = _statistics(kinds)
     # Numbers that are not there yet: the tickets drawn, those of pieces, those of rows.
-    size = 1 + rows * pieces * statistics
+    size = _STAGES + rows * pieces * statistics
     shared = torch.full((size + rows * COEFFICIENTS.value,), -1, dtype=torch.int32, device=z.device)
     by_kind = dict(zip(kinds, weights, strict=True))
     limits = {each.kind: each.limit for each in components}
     programs = min(_processors(z) * shape.programs, rows * pieces)
-    sweep_kernel[(programs,)](
-        z, r, _or(targets, shared), _or(scale, made), made, _or(by_logits, z),
-        _or(by_reference, r), _or(products, made), shared[1:], shared[size:], shared,
-        rows, classes, pieces, tiles, _LAG(programs, pieces),
-        z.stride(0), r.stride(0), _or(by_logits, z).stride(0), _or(by_reference, r).stride(0),
-        1.0 / components[0].temperature, *(by_kind.get(kind, 0.0) for kind in range(_KINDS)),
-        limits.get(FORWARD, math.inf), limits.get(REVERSE, math.inf),
-        KINDS=sum(1 << kind for kind in kinds), COUNT=len(kinds),
-        SCALED=scale is not None, GZ=wants.logits, GR=wants.reference, GRAM=wants.gram,
-        STATS=statistics, PAIRS=pairs, VECTOR=vector, PACKED=_is_packed(z, r),
-        PIECES=triton.next_power_of_2(pieces), num_warps=1, enable_fp_fusion=True, maxnreg=int(os.environ["SY_NREG"]) if "SY_NREG" in os.environ else None,
-    )  # fmt: skip
+    # The interpreter runs one program after another: there nobody may wait for a later one.
+    for i, stages in enumerate((7,) if z.is_cuda else (1, 2, 4)):
+        sweep_kernel[(programs,)](
+            z, r, _or(targets, shared), _or(scale, made), made, _or(by_logits, z),
+            _or(by_reference, r), _or(products, made), shared[_STAGES:], shared[size:], shared[i:],
+            rows, classes, pieces, z.stride(0), r.stride(0),
+            _or(by_logits, z).stride(0), _or(by_reference, r).stride(0),
+            1.0 / components[0].temperature, *(by_kind.get(kind, 0.0) for kind in range(_KINDS)),
+            limits.get(FORWARD, math.inf), limits.get(REVERSE, math.inf),
+            KINDS=sum(1 << kind for kind in kinds), COUNT=len(kinds),
+            SCALED=scale is not None, GZ=wants.logits, GR=wants.reference, GRAM=wants.gram,
+            STATS=statistics, PAIRS=pairs, TILES=tiles, VECTOR=vector, PACKED=_is_packed(z, r),
+            PIECES=triton.next_power_of_2(pieces), STAGES=stages, num_warps=1,
+            maxnreg=shape.registers, enable_fp_fusion=True,
+        )  # fmt: skip
     gram = None if products is None else _gram(products, scale, len(kinds))
     return Swept(made, by_logits, by_reference, gram)
 
