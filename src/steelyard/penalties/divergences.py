@@ -192,7 +192,7 @@ def entropy(
 def kl_rows(
     xp: Namespace, p: Array, q: Array, direction: str, axis: int, limit: float | None
 ) -> Array:
-    """One divergence per row, `axis` counted from the end; shared with `consistency`."""
+    """One divergence per row, `axis` counted from the end; `consistency` shares it."""
 
     def formula(p: Array, q: Array) -> Array:
         if direction == "forward":
@@ -217,6 +217,7 @@ def _kl(xp: Namespace, p: Array, q: Array, axis: int, limit: float | None) -> Ar
 
 
 def js_rows(xp: Namespace, p: Array, q: Array, axis: int) -> Array:
+    """One divergence per row; shared with `from_logits`."""
     p, q = clamp(xp, p, LOG_ZERO), clamp(xp, q, LOG_ZERO)
     middle = logaddexp(xp, p, q) - math.log(2)
     classes = xp.exp(p) * (p - middle) + xp.exp(q) * (q - middle)
@@ -226,6 +227,7 @@ def js_rows(xp: Namespace, p: Array, q: Array, axis: int) -> Array:
 
 
 def negative_entropy_rows(xp: Namespace, logprobs: Array, temperature: float, axis: int) -> Array:
+    """`Σ p · log p` of each row; shared with `from_logits`."""
     if temperature != 1:
         logprobs = _tempered(xp, logprobs, temperature, axis)
     logprobs = clamp(xp, logprobs, LOG_ZERO)

@@ -2,11 +2,13 @@
 
 * `terms`: `entropy`, `kl`, `js`, `z_loss`, `cross_entropy`, `target_logprobs`
 * `composition`: `compose_logits`: several of them, one read and one write
+* `linear`: `compose_linear`: the same without ever having all logits
 
 On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows at a time.
 """
 
 from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
+from steelyard.penalties.from_logits.linear import compose_linear
 from steelyard.penalties.from_logits.terms import (
     cross_entropy,
     entropy,
@@ -18,6 +20,7 @@ from steelyard.penalties.from_logits.terms import (
 
 __all__ = [
     "ComposedLogits",
+    "compose_linear",
     "compose_logits",
     "cross_entropy",
     "entropy",

@@ -138,7 +138,7 @@ def components_of(terms: Sequence[LogitTerm]) -> list[Component]:
 
 
 def shares_of(terms: Sequence[LogitTerm], components: Sequence[Component]) -> list[list[float]]:
-    """How much of each component each term is: value = shares · values, Gram = shares · G · sharesᵀ."""
+    """How much of each component each term is: its value is the product with their values."""
     return [
         [sum(count for part, count in term.parts if part == component) for component in components]
         for term in terms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from steelyard.penalties._arrays import Array, Namespace, clamp, logaddexp
 from steelyard.penalties.divergences import LOG_ZERO
@@ -17,8 +18,9 @@ from steelyard.penalties.from_logits._components import (
 )
 from steelyard.penalties.from_logits._rows import log_probs, log_sum, taken
 
-# Values by row, and the gradients by logits and by reference, None being 0 throughout.
-Slope = tuple[Array, Array | None, Array | None]
+# Values by row, and the gradients by logits and by reference, None being 0 throughout; an array
+# is `Any`, which takes in None.
+Slope: TypeAlias = tuple[Array, Array, Array]
 
 
 def component_slopes(
@@ -41,7 +43,7 @@ def _slope(
     component: Component,
     logits: Array,
     reference: Array | None,
-    targets: Array | None,
+    targets: Array,
 ) -> Slope:
     kind, temperature, limit = component
     a = log_probs(xp, logits, temperature)

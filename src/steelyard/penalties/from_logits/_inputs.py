@@ -6,7 +6,15 @@ import math
 from typing import Any, NamedTuple
 
 from steelyard.errors import InputError
-from steelyard.penalties._arrays import Array, Namespace, dtype_name, is_floating, namespace, widen
+from steelyard.penalties._arrays import (
+    Array,
+    Namespace,
+    dtype_name,
+    is_floating,
+    is_torch,
+    namespace,
+    widen,
+)
 from steelyard.penalties._reduction import accept_mask
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
@@ -83,13 +91,20 @@ def accept_rows(
     mask = accept_mask(xp, mask, logits, len(shape) - 1)
     return Rows(
         xp,
-        xp.reshape(logits, (-1, shape[-1])) if math.prod(shape) else logits.reshape(0, shape[-1]),
-        None if reference is None else xp.reshape(reference, (-1, shape[-1])),
+        _matrix(xp, logits),
+        None if reference is None else _matrix(xp, reference),
         None if targets is None else xp.reshape(targets, (-1,)),
         None if mask is None else xp.reshape(mask, (-1,)),
         shape[:-1],
         widen(xp, logits[:0] if len(shape) > 1 else logits).dtype,
     )
+
+
+def _matrix(xp: Namespace, x: Array) -> Array:
+    """`[rows, classes]`, a row's classes beside each other."""
+    if is_torch(x) and x.stride(-1) != 1:
+        x = x.contiguous()
+    return xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def _check_targets(targets: Array, shape: tuple[int, ...]) -> None:

@@ -1,19 +1,20 @@
-"""The Triton kernels: every component of a row in one visit.
+"""The Triton kernels: every component of a row in two visits, the second one served by the L2.
 
-A row is cut into pieces; a program, which is one warp, holds one piece of one row in its
-registers. It sums up the piece's statistics, hands them on, waits for those of the whole row,
-and makes the gradient from what it holds: nothing is read twice. Programs draw tickets, so that
-the pieces of a row are in work at the same time; whoever has the last one combines them, in the
-order of the pieces: the numbers do not depend on the schedule.
+A row is cut into pieces; a work item is one piece. Programs draw tickets in order. Ticket t
+stands for the statistics of item t, then the gradient of item t - lag (with JS, in between, the
+divergences from the mean, and 2 lag): by then the row's statistics are complete, as a rule, and
+the piece is still in the L2. Whoever has the last piece of a row combines them, in the order of
+the pieces: the numbers do not depend on the schedule. An item waits only for items of lower
+tickets, which running programs hold, so that any number of programs comes to an end, even one.
 
 There are no barriers and no fences: a number that another program waits for is its own flag,
-UNSET until it is written. Each thread sums up its own share, and only the sums go through the
-warp. While one program waits, the others of its processor compute.
+UNSET until it is written. A program is one warp, so that one computes while another waits; each
+thread sums up its own share of a piece, and only the sums go through the warp.
 
-Logarithms are to the base 2 inside, and relative to a level near the row's largest logit.
+Logarithms are to the base 2 inside, and relative to the row's largest logit, in float32.
 """
 
-# ruff: noqa: N803, N806  # what is known when compiled is written in capitals
+# what is known when compiled is written in capitals
 import os
 
 import triton
@@ -21,7 +22,6 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-AGAIN = tl.constexpr(os.environ.get('SY_AGAIN','1') == '1')
 LOG_ZERO = tl.constexpr(-1e30)  # stands for log 0, as in `divergences`
 HUGE = tl.constexpr(1e29)
 TINY = tl.constexpr(1e-37)
@@ -120,7 +120,7 @@ def _both(first, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _load(row, start, bound, VECTOR: tl.constexpr, PACKED: tl.constexpr):
+def _load(row, start, bound, VECTOR: tl.constexpr, PACKED: tl.constexpr, POLICY: tl.constexpr):
     """A tile as it is in memory; narrow floats two to a word, to take few registers."""
     if PACKED:
         words = row.to(tl.pointer_type(tl.int32), bitcast=True) + start // 2
@@ -129,34 +129,15 @@ def _load(row, start, bound, VECTOR: tl.constexpr, PACKED: tl.constexpr):
         # Two times -inf, of either kind.
         nothing = -8323200 if row.dtype.element_ty == tl.bfloat16 else -67044352
         left = (bound - start) // 2
-        a = tl.load(words + at, mask=at < left, other=nothing)
+        a = tl.load(words + at, mask=at < left, other=nothing, eviction_policy=POLICY)
         at += 32 * half
-        b = tl.load(words + at, mask=at < left, other=nothing)
+        b = tl.load(words + at, mask=at < left, other=nothing, eviction_policy=POLICY)
     else:
         at = start + _columns(VECTOR)
-        a = tl.load(row + at, mask=at < bound, other=float("-inf"))
+        a = tl.load(row + at, mask=at < bound, other=float("-inf"), eviction_policy=POLICY)
         at += 32 * VECTOR
-        b = tl.load(row + at, mask=at < bound, other=float("-inf"))
+        b = tl.load(row + at, mask=at < bound, other=float("-inf"), eviction_policy=POLICY)
     return tl.join(a, b)
-
-
-@triton.jit
-def _hold(row, start, bound, TILES: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr):
-    """The tiles of a piece."""
-    tiles = (_load(row, start, bound, VECTOR, PACKED),)
-    for i in tl.static_range(1, TILES):
-        tiles = tiles + (_load(row, start + i * (64 * VECTOR), bound, VECTOR, PACKED),)  # noqa: RUF005, PLR6104  # Triton knows no other way
-    return tiles
-
-
-@triton.jit
-def _again(raw, PACKED: tl.constexpr):
-    """The same tile, as if it were another: what was made of it is not kept but made again."""
-    if PACKED and not INTERPRETED and AGAIN:
-        raw = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [raw], dtype=tl.int32, is_pure=False, pack=1
-        )
-    return raw
 
 
 @triton.jit
@@ -201,26 +182,44 @@ def _most_by_thread(x):
 
 
 @triton.jit
-def _top(tile, unit, KIND: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr):
-    return tl.max(_most_by_thread(_floats(tile, KIND, VECTOR, PACKED)), 0) * unit
+def _largest(row, start, stop, unit):
+    """The largest of some classes; one at a time would do, it is that seldom."""
+    top = float("-inf")
+    for i in range(start, stop, FEW):
+        column = i + tl.arange(0, FEW)
+        x = tl.load(row + column, mask=column < stop, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(top, tl.max(x, 0) * unit)
+    return top
 
 
 @triton.jit
 def _statistics(
-    zs, rs, piece, unit, stats, pieces, KINDS: tl.constexpr, Z: tl.constexpr, R: tl.constexpr,
-    TILES: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    z_row, r_row, piece, tiles, classes, unit, stats, pieces, KINDS: tl.constexpr,
+    VECTOR: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One piece: a level, Σ 2 ** (x - level) and what the components need beside it."""
     ENT: tl.constexpr = KINDS & 1
     FWD: tl.constexpr = (KINDS >> 1) & 1
     REV: tl.constexpr = (KINDS >> 2) & 1
     COMPARES: tl.constexpr = (KINDS & 14) != 0
-    # The level is the largest logit of the first tile. Should the sum overflow, which takes one
-    # that is 70 greater, or that tile be -inf throughout, the largest of all is looked for.
-    top = _top(zs[0], unit, Z, VECTOR, PACKED)
+    TILE: tl.constexpr = 64 * VECTOR
+    start = piece * (tiles * TILE)
+    bound = tl.minimum(start + tiles * TILE, classes)
+    z_type: tl.constexpr = z_row.dtype.element_ty
+    r_type: tl.constexpr = r_row.dtype.element_ty
+    z = _load(z_row, start, bound, VECTOR, PACKED, "evict_last")
+    z_next = _load(z_row, start + TILE, bound, VECTOR, PACKED, "evict_last")
+    r = z
+    r_next = z
+    if COMPARES:
+        r = _load(r_row, start, bound, VECTOR, PACKED, "evict_last")
+        r_next = _load(r_row, start + TILE, bound, VECTOR, PACKED, "evict_last")
+    top = tl.max(_most_by_thread(_floats(z, z_type, VECTOR, PACKED)), 0) * unit
     top_r = 0.0
     if COMPARES:
-        top_r = _top(rs[0], unit, R, VECTOR, PACKED)
+        top_r = tl.max(_most_by_thread(_floats(r, r_type, VECTOR, PACKED)), 0) * unit
+    # The level is the largest of the first tile. Should the sum overflow, which takes a logit that
+    # is 70 greater, or that tile be -inf throughout, the largest of all is looked for.
     tries = 0
     total = 0.0
     total_r = 0.0
@@ -237,14 +236,18 @@ def _statistics(
         sum_ed = tl.zeros([32], tl.float32)
         sum_fd = tl.zeros([32], tl.float32)
         max_d = tl.zeros([32], tl.float32)
-        for i in tl.static_range(TILES):
-            x = _logs(_floats(zs[i], Z, VECTOR, PACKED), unit, base)
+        for i in range(tiles):
+            z_last = _load(z_row, start + (i + 2) * TILE, bound, VECTOR, PACKED, "evict_last")
+            r_last = z_last
+            if COMPARES:
+                r_last = _load(r_row, start + (i + 2) * TILE, bound, VECTOR, PACKED, "evict_last")
+            x = _logs(_floats(z, z_type, VECTOR, PACKED), unit, base)
             e = tl.exp2(x)
             sum_e += _by_thread(e)
             if ENT:
                 sum_ex += _by_thread(e * x)
             if COMPARES:
-                y = _logs(_floats(rs[i], R, VECTOR, PACKED), unit, base_r)
+                y = _logs(_floats(r, r_type, VECTOR, PACKED), unit, base_r)
                 f = tl.exp2(y)
                 sum_f += _by_thread(f)
                 d = x - y
@@ -254,6 +257,10 @@ def _statistics(
                     sum_fd += _by_thread(f * d)
                 if FWD or REV:
                     max_d = tl.maximum(max_d, _most_by_thread(tl.abs(d)))
+            z = z_next
+            r = r_next
+            z_next = z_last
+            r_next = r_last
         total = tl.sum(sum_e, 0)
         if ENT:
             moment = tl.sum(sum_ex, 0)
@@ -272,10 +279,13 @@ def _statistics(
         if fine:
             tries = 2
         elif tries == 1:
-            for i in tl.static_range(1, TILES):
-                top = tl.maximum(top, _top(zs[i], unit, Z, VECTOR, PACKED))
-                if COMPARES:
-                    top_r = tl.maximum(top_r, _top(rs[i], unit, R, VECTOR, PACKED))
+            top = _largest(z_row, start, bound, unit)
+            z = _load(z_row, start, bound, VECTOR, PACKED, "evict_last")
+            z_next = _load(z_row, start + TILE, bound, VECTOR, PACKED, "evict_last")
+            if COMPARES:
+                top_r = _largest(r_row, start, bound, unit)
+                r = _load(r_row, start, bound, VECTOR, PACKED, "evict_last")
+                r_next = _load(r_row, start + TILE, bound, VECTOR, PACKED, "evict_last")
     _publish(stats + piece, top)
     _publish(stats + pieces + piece, total)
     slot = stats + 2 * pieces + piece
@@ -425,11 +435,19 @@ def _combine(
 
 @triton.jit
 def _means(
-    zs, rs, value, total, coefs, sums, piece, pieces, share, unit, w_js, Z: tl.constexpr,
-    R: tl.constexpr, TILES: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
-    PIECES: tl.constexpr,
+    z_row, r_row, value, total, coefs, sums, piece, tiles, classes, pieces, share, unit, w_js,
+    VECTOR: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """One piece of JS: Σ p · log(p / m) and Σ q · log(q / m); the last one adds them up."""
+    TILE: tl.constexpr = 64 * VECTOR
+    start = piece * (tiles * TILE)
+    bound = tl.minimum(start + tiles * TILE, classes)
+    z_type: tl.constexpr = z_row.dtype.element_ty
+    r_type: tl.constexpr = r_row.dtype.element_ty
+    z = _load(z_row, start, bound, VECTOR, PACKED, "evict_last")
+    r = _load(r_row, start, bound, VECTOR, PACKED, "evict_last")
+    z_next = _load(z_row, start + TILE, bound, VECTOR, PACKED, "evict_last")
+    r_next = _load(r_row, start + TILE, bound, VECTOR, PACKED, "evict_last")
     bits = tl.load(coefs + Z_TOP, volatile=True)
     bits_level = tl.load(coefs + Z_LEVEL, volatile=True)
     bits_r = tl.load(coefs + R_TOP, volatile=True)
@@ -440,14 +458,20 @@ def _means(
     level_r = _settled(coefs + R_LEVEL, bits_level_r)
     of_p = tl.zeros([32], tl.float32)
     of_q = tl.zeros([32], tl.float32)
-    for i in tl.static_range(TILES):
-        a = _logs(_floats(_again(zs[i], PACKED), Z, VECTOR, PACKED), unit, top) - level
-        b = _logs(_floats(_again(rs[i], PACKED), R, VECTOR, PACKED), unit, top_r) - level_r
+    for i in range(tiles):
+        z_last = _load(z_row, start + (i + 2) * TILE, bound, VECTOR, PACKED, "evict_last")
+        r_last = _load(r_row, start + (i + 2) * TILE, bound, VECTOR, PACKED, "evict_last")
+        a = _logs(_floats(z, z_type, VECTOR, PACKED), unit, top) - level
+        b = _logs(_floats(r, r_type, VECTOR, PACKED), unit, top_r) - level_r
         p = tl.exp2(a)
         q = tl.exp2(b)
         mean = _log2(tl.maximum(0.5 * (p + q), TINY))
         of_p += _by_thread(p * (a - mean))
         of_q += _by_thread(q * (b - mean))
+        z = z_next
+        r = r_next
+        z_next = z_last
+        r_next = r_last
     _publish(sums + piece, tl.sum(of_p, 0))
     _publish(sums + pieces + piece, tl.sum(of_q, 0))
     if piece == pieces - 1:
@@ -532,12 +556,11 @@ def _added(s, g, KINDS: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    zs, rs, gz_row, gr_row, products, start, bound, target, by, slope, unit,
-    constant, top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q, whole,
-    w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+    z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, start, tiles, classes, target,
+    by, slope, unit, constant, top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q,
+    whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
     KINDS: tl.constexpr, LIMITED: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr,
-    GRAM: tl.constexpr, Z: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
-    VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    GRAM: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some tiles, once all of the row's coefficients are known."""
     ENT: tl.constexpr = KINDS & 1
@@ -553,12 +576,19 @@ def _tiles(
         nothing, nothing, nothing, nothing, nothing, nothing, nothing,
         nothing, nothing, nothing, nothing, nothing, nothing, nothing,
     )  # fmt: skip
-    for i in tl.static_range(TILES):
+    bound = tl.minimum(start + tiles * TILE, classes)
+    z_type: tl.constexpr = z_row.dtype.element_ty
+    r_type: tl.constexpr = r_row.dtype.element_ty
+    for i in range(tiles):
         here = start + i * TILE
-        a = _logs(_floats(_again(zs[i], PACKED), Z, VECTOR, PACKED), unit, top) - level
+        z_last = _load(z_row, here + 2 * TILE, bound, VECTOR, PACKED, "evict_first")
+        r_last = z_last
+        if COMPARES:
+            r_last = _load(r_row, here + 2 * TILE, bound, VECTOR, PACKED, "evict_first")
+        a = _logs(_floats(z, z_type, VECTOR, PACKED), unit, top) - level
         p = tl.exp2(a)
         if COMPARES:
-            b = _logs(_floats(_again(rs[i], PACKED), R, VECTOR, PACKED), unit, top_r) - level_r
+            b = _logs(_floats(r, r_type, VECTOR, PACKED), unit, top_r) - level_r
             q = tl.exp2(b)
             d = a - b
         if JSD:
@@ -566,8 +596,8 @@ def _tiles(
         if GRAM or LIMITED:
             slopes = _separate(
                 p, q if COMPARES else p, a, d if COMPARES else p, mean if JSD else p,
-                _both(here + _columns(VECTOR), VECTOR) == target, h, k_f, mass_f, mass_r, k_p, whole, limit_f, limit_r,
-                KINDS, LIMITED,
+                _both(here + _columns(VECTOR), VECTOR) == target, h, k_f, mass_f, mass_r, k_p,
+                whole, limit_f, limit_r, KINDS, LIMITED,
             )  # fmt: skip
             if GZ:
                 weights = (w_ent, w_fwd, w_rev, w_js, w_z, w_ce)
@@ -612,6 +642,10 @@ def _tiles(
             if JSD:
                 pull_r += (0.5 * w_js * LN2) * q * (b - mean - k_q)
             _store(gr_row, here, by * pull_r, bound, VECTOR)
+        z = z_next
+        r = r_next
+        z_next = z_last
+        r_next = r_last
     if GRAM:
         n = 0
         for i in tl.static_range(6):
@@ -624,12 +658,13 @@ def _tiles(
 
 @triton.jit
 def _slopes(
-    zs, rs, t_row, gz_row, gr_row, products, coefs, start, bound, share, slope, unit,
+    z_row, r_row, t_row, gz_row, gr_row, products, coefs, piece, tiles, classes, share, slope, unit,
     w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-    KINDS: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr, GRAM: tl.constexpr, Z: tl.constexpr,
-    R: tl.constexpr, TILES: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    KINDS: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr, GRAM: tl.constexpr,
+    VECTOR: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One piece of the gradients, once all of the row's coefficients are there."""
+    """One piece of the gradients."""
+    TILE: tl.constexpr = 64 * VECTOR
     ENT: tl.constexpr = KINDS & 1
     FWD: tl.constexpr = (KINDS >> 1) & 1
     REV: tl.constexpr = (KINDS >> 2) & 1
@@ -637,6 +672,15 @@ def _slopes(
     ZL: tl.constexpr = (KINDS >> 4) & 1
     CE: tl.constexpr = (KINDS >> 5) & 1
     COMPARES: tl.constexpr = (KINDS & 14) != 0
+    start = piece * (tiles * TILE)
+    bound = tl.minimum(start + tiles * TILE, classes)
+    z = _load(z_row, start, bound, VECTOR, PACKED, "evict_first")
+    z_next = _load(z_row, start + TILE, bound, VECTOR, PACKED, "evict_first")
+    r = z
+    r_next = z
+    if COMPARES:
+        r = _load(r_row, start, bound, VECTOR, PACKED, "evict_first")
+        r_next = _load(r_row, start + TILE, bound, VECTOR, PACKED, "evict_first")
     # A first look at everything, at once; then it is waited for one by one.
     top_bits = tl.load(coefs + Z_TOP, volatile=True)
     level_bits = tl.load(coefs + Z_LEVEL, volatile=True)
@@ -716,97 +760,119 @@ def _slopes(
     constant *= by
     if limited:  # seldom
         _tiles(
-            zs, rs, gz_row, gr_row, products, start, bound, target, by, slope, unit, constant,
-            top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q, whole,
-            w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-            KINDS, True, GZ, GR, GRAM, Z, R, TILES, VECTOR, PACKED,
+            _load(z_row, start, bound, FEW // 64, False, "evict_first"),
+            _load(r_row, start, bound, FEW // 64, False, "evict_first"),
+            _load(z_row, start + FEW, bound, FEW // 64, False, "evict_first"),
+            _load(r_row, start + FEW, bound, FEW // 64, False, "evict_first"),
+            z_row, r_row, gz_row, gr_row, products, start, tiles * (TILE // FEW),
+            classes, target, by, slope, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
+            k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+            KINDS, True, GZ, GR, GRAM, FEW // 64, False,
         )  # fmt: skip
     else:
         _tiles(
-            zs, rs, gz_row, gr_row, products, start, bound, target, by, slope, unit, constant,
-            top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q, whole,
-            w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-            KINDS, False, GZ, GR, GRAM, Z, R, TILES, VECTOR, PACKED,
+            z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, start, tiles,
+            classes, target, by, slope, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
+            k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+            KINDS, False, GZ, GR, GRAM, VECTOR, PACKED,
         )  # fmt: skip
 
 
 # Whether these are multiples of 16 is of no use: no kernel of its own for that.
-@triton.jit(do_not_specialize=["rows", "pieces"])
+@triton.jit(do_not_specialize=["rows", "pieces", "tiles", "lag"])
 def sweep_kernel(
     z_ptr, r_ptr, t_ptr, scale_ptr, values, gz_ptr, gr_ptr, gram_ptr, stats_ptr, coefs_ptr, drawn,
-    rows, classes, pieces, z_stride, r_stride, gz_stride, gr_stride,
+    rows, classes, pieces, tiles, lag, z_stride, r_stride, gz_stride, gr_stride,
     slope, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
     KINDS: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, GZ: tl.constexpr,
     GR: tl.constexpr, GRAM: tl.constexpr, STATS: tl.constexpr, PAIRS: tl.constexpr,
-    TILES: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr,
-    STAGES: tl.constexpr,
+    VECTOR: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Sweep over all rows; what each argument is says `_launch.sweep`."""
-    Z: tl.constexpr = z_ptr.dtype.element_ty
-    R: tl.constexpr = r_ptr.dtype.element_ty
-    COMPARES: tl.constexpr = (KINDS & 14) != 0
     JSD: tl.constexpr = (KINDS >> 3) & 1
     BEFORE: tl.constexpr = (KINDS & 1) + ((KINDS >> 1) & 1) + ((KINDS >> 2) & 1)
-    PIECE: tl.constexpr = TILES * 64 * VECTOR
+    SLOPES: tl.constexpr = GZ or GR or GRAM
     unit = slope * LOG2E
+    items = rows * pieces
+    behind = 0
+    if JSD:
+        behind += lag
+    if SLOPES:
+        behind += lag
+    thread = tl.arange(0, 32)
+    counter = drawn + thread * 0
     ticket = tl.atomic_add(drawn, 1, sem="relaxed") + 1
-    while ticket < rows * pieces:
-        row = ticket // pieces
-        piece = ticket - row * pieces
-        start = piece * PIECE
-        bound = tl.minimum(start + PIECE, classes)
-        z_row = z_ptr + row.to(tl.int64) * z_stride
-        r_row = r_ptr + row.to(tl.int64) * r_stride
-        gz_row = gz_ptr + row.to(tl.int64) * gz_stride
-        gr_row = gr_ptr + row.to(tl.int64) * gr_stride
-        stats = stats_ptr + row.to(tl.int64) * (STATS * pieces)
-        coefs = coefs_ptr + row * COEFFICIENTS
-        products = gram_ptr + ticket.to(tl.int64) * PAIRS
-        share = 1.0
-        if SCALED:
-            share = tl.load(scale_ptr + row)
-        if share != 0:
-            zs = _hold(z_row, start, bound, TILES, VECTOR, PACKED)
-            rs = zs
-            if COMPARES:
-                rs = _hold(r_row, start, bound, TILES, VECTOR, PACKED)
-            if STAGES & 1:
+    while ticket < items + behind:
+        # By the first thread alone, and looked at only at the end: the others do not wait for it.
+        draw = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
+        if ticket < items:
+            row = ticket // pieces
+            piece = ticket - row * pieces
+            share = 1.0
+            if SCALED:
+                share = tl.load(scale_ptr + row)
+            if share != 0:
+                z_row = z_ptr + row.to(tl.int64) * z_stride
+                r_row = r_ptr + row.to(tl.int64) * r_stride
+                stats = stats_ptr + row.to(tl.int64) * (STATS * pieces)
                 _statistics(
-                    zs, rs, piece, unit, stats, pieces, KINDS, Z, R, TILES, VECTOR, PACKED
+                    z_row, r_row, piece, tiles, classes, unit, stats, pieces, KINDS, VECTOR, PACKED
                 )
                 if piece == pieces - 1:
                     _combine(
-                        z_row, r_row, t_ptr + row, values + row, coefs, stats, rows, classes,
-                        pieces, share, unit, w_ent, w_fwd, w_rev, w_z, w_ce, limit_f, limit_r,
-                        KINDS, PIECES,
+                        z_row, r_row, t_ptr + row, values + row, coefs_ptr + row * COEFFICIENTS,
+                        stats, rows, classes, pieces, share, unit,
+                        w_ent, w_fwd, w_rev, w_z, w_ce, limit_f, limit_r, KINDS, PIECES,
                     )  # fmt: skip
-            if JSD and (STAGES & 2):
-                _means(
-                    zs, rs, values + BEFORE * rows + row, values + (COUNT + 1) * rows + row, coefs,
-                    stats + (STATS - 2) * pieces, piece, pieces, share, unit, w_js,
-                    Z, R, TILES, VECTOR, PACKED, PIECES,
-                )  # fmt: skip
-            if (GZ or GR or GRAM) and (STAGES & 4):
-                _slopes(
-                    zs, rs, t_ptr + row, gz_row, gr_row, products, coefs, start, bound, share,
-                    slope, unit, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-                    KINDS, GZ, GR, GRAM, Z, R, TILES, VECTOR, PACKED,
-                )  # fmt: skip
-        else:
-            if piece == 0:
+            elif piece == 0:
                 for i in tl.static_range(COUNT + 1 + JSD):
                     tl.store(values + i * rows + row, 0.0)
-            for i in tl.static_range(TILES):
-                nothing = tl.zeros([32, VECTOR, 2], tl.float32)
-                if GZ:
-                    _store(gz_row, start + i * (64 * VECTOR), nothing, bound, VECTOR)
-                if GR:
-                    _store(gr_row, start + i * (64 * VECTOR), nothing, bound, VECTOR)
-            if GRAM:
-                for i in tl.static_range(PAIRS):
-                    tl.store(products + i, 0.0)
-        # Not before: a program that waits must not hold a piece that others wait for.
-        ticket = tl.atomic_add(drawn, 1, sem="relaxed") + 1
+        if JSD:
+            item = ticket - lag
+            if (item >= 0) & (item < items):
+                row = item // pieces
+                share = 1.0
+                if SCALED:
+                    share = tl.load(scale_ptr + row)
+                if share != 0:
+                    sums = stats_ptr + row.to(tl.int64) * (STATS * pieces) + (STATS - 2) * pieces
+                    _means(
+                        z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
+                        values + BEFORE * rows + row, values + (COUNT + 1) * rows + row,
+                        coefs_ptr + row * COEFFICIENTS, sums, item - row * pieces, tiles, classes,
+                        pieces, share, unit, w_js, VECTOR, PACKED, PIECES,
+                    )  # fmt: skip
+        if SLOPES:
+            item = ticket - behind
+            if (item >= 0) & (item < items):
+                row = item // pieces
+                piece = item - row * pieces
+                gz_row = gz_ptr + row.to(tl.int64) * gz_stride
+                gr_row = gr_ptr + row.to(tl.int64) * gr_stride
+                products = gram_ptr + item.to(tl.int64) * PAIRS
+                share = 1.0
+                if SCALED:
+                    share = tl.load(scale_ptr + row)
+                if share != 0:
+                    _slopes(
+                        z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
+                        t_ptr + row, gz_row, gr_row, products, coefs_ptr + row * COEFFICIENTS,
+                        piece, tiles, classes, share, slope, unit,
+                        w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+                        KINDS, GZ, GR, GRAM, VECTOR, PACKED,
+                    )  # fmt: skip
+                else:
+                    for i in range(tiles):
+                        here = (piece * tiles + i) * (64 * VECTOR)
+                        nothing = tl.zeros([32, VECTOR, 2], tl.float32)
+                        if GZ:
+                            _store(gz_row, here, nothing, classes, VECTOR)
+                        if GR:
+                            _store(gr_row, here, nothing, classes, VECTOR)
+                    if GRAM:
+                        for i in tl.static_range(PAIRS):
+                            tl.store(products + i, 0.0)
+        ticket = tl.sum(tl.where(thread == 0, draw, 0), 0) + 1
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations_with_replacement, pairwise
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from steelyard.penalties.from_logits._kernels import COEFFICIENTS, scale_kernel,
 from steelyard.penalties.from_logits._sweep import Swept, Wants
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_NARROW = (torch.bfloat16, torch.float16)
 _KINDS = 6
-_STAGES = 3
 
 
 class Shape(NamedTuple):
@@ -26,18 +27,17 @@ class Shape(NamedTuple):
     Attributes:
         tiles: Of 64 · 16 bytes make a piece of a row.
         programs: On a processor.
-        registers: Of a thread, at most, so that so many programs find room.
+        registers: Of a thread, at most; None leaves it to the compiler.
     """
 
     tiles: int
     programs: int
-    registers: int
+    registers: int | None = None
 
 
-def shape_for(components: Sequence[Component], wants: Wants) -> Shape:
-    """The shape that measured best on an H200."""
-    del components, wants
-    return Shape(4, 16, 128)
+def shape_for(wants: Wants) -> Shape:
+    """The shape that measured best on an H200, at 128256 classes of bfloat16."""
+    return Shape(16, 24, 160 if wants.gram else None)
 
 
 def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Component]) -> bool:
@@ -80,8 +80,8 @@ def sweep(
     r = z if reference is None else _rows(reference)
     rows, classes = z.shape
     vector = 16 // z.element_size()
-    shape = shape or shape_for(components, wants)
-    tiles = min(shape.tiles, triton.next_power_of_2(triton.cdiv(classes, 64 * vector)))
+    shape = shape or shape_for(wants)
+    tiles = min(shape.tiles, triton.cdiv(classes, 64 * vector))
     pieces = triton.cdiv(classes, 64 * vector * tiles)
     kinds = [each.kind for each in components]
     # The components' values, then the weighted total without JS, then what JS adds to it.
@@ -92,26 +92,24 @@ def sweep(
     products = z.new_empty((rows, pieces, pairs), dtype=torch.float32) if wants.gram else None
     statistics = _statistics(kinds)
     # Numbers that are not there yet: the tickets drawn, those of pieces, those of rows.
-    size = _STAGES + rows * pieces * statistics
+    size = 1 + rows * pieces * statistics
     shared = torch.full((size + rows * COEFFICIENTS.value,), -1, dtype=torch.int32, device=z.device)
     by_kind = dict(zip(kinds, weights, strict=True))
     limits = {each.kind: each.limit for each in components}
-    programs = min(_processors(z) * shape.programs, rows * pieces)
-    # The interpreter runs one program after another: there nobody may wait for a later one.
-    for i, stages in enumerate((7,) if z.is_cuda else (1, 2, 4)):
-        sweep_kernel[(programs,)](
-            z, r, _or(targets, shared), _or(scale, made), made, _or(by_logits, z),
-            _or(by_reference, r), _or(products, made), shared[_STAGES:], shared[size:], shared[i:],
-            rows, classes, pieces, z.stride(0), r.stride(0),
-            _or(by_logits, z).stride(0), _or(by_reference, r).stride(0),
-            1.0 / components[0].temperature, *(by_kind.get(kind, 0.0) for kind in range(_KINDS)),
-            limits.get(FORWARD, math.inf), limits.get(REVERSE, math.inf),
-            KINDS=sum(1 << kind for kind in kinds), COUNT=len(kinds),
-            SCALED=scale is not None, GZ=wants.logits, GR=wants.reference, GRAM=wants.gram,
-            STATS=statistics, PAIRS=pairs, TILES=tiles, VECTOR=vector, PACKED=_is_packed(z, r),
-            PIECES=triton.next_power_of_2(pieces), STAGES=stages, num_warps=1,
-            maxnreg=shape.registers, enable_fp_fusion=True,
-        )  # fmt: skip
+    programs = min(_processors(z.device) * shape.programs, rows * pieces)
+    sweep_kernel[(programs,)](
+        z, r, _or(targets, shared), _or(scale, made), made, _or(by_logits, z),
+        _or(by_reference, r), _or(products, made), shared[1:], shared[size:], shared,
+        rows, classes, pieces, tiles, programs + 2 * pieces,
+        z.stride(0), r.stride(0), _or(by_logits, z).stride(0), _or(by_reference, r).stride(0),
+        1.0 / components[0].temperature, *(by_kind.get(kind, 0.0) for kind in range(_KINDS)),
+        limits.get(FORWARD, math.inf), limits.get(REVERSE, math.inf),
+        KINDS=sum(1 << kind for kind in kinds), COUNT=len(kinds),
+        SCALED=scale is not None, GZ=wants.logits, GR=wants.reference, GRAM=wants.gram,
+        STATS=statistics, PAIRS=pairs, VECTOR=vector, PACKED=_is_packed(z, r),
+        PIECES=triton.next_power_of_2(pieces), num_warps=1, enable_fp_fusion=True,
+        maxnreg=shape.registers,
+    )  # fmt: skip
     gram = None if products is None else _gram(products, scale, len(kinds))
     return Swept(made, by_logits, by_reference, gram)
 
@@ -119,7 +117,7 @@ def sweep(
 def scale(x: Tensor, factor: Tensor) -> None:
     """Multiply a dense tensor in place by a number on its device, without waiting for it."""
     tile = 4096
-    programs = min(triton.cdiv(x.numel(), tile), 8 * _processors(x))
+    programs = min(triton.cdiv(x.numel(), tile), 8 * _processors(x.device))
     scale_kernel[(programs,)](x, factor, x.numel(), TILE=tile)
 
 
@@ -147,7 +145,7 @@ def _rows(x: Tensor) -> Tensor:
 def _is_packed(z: Tensor, r: Tensor) -> bool:
     """Whether both hold narrow floats that pair up in words."""
     return all(
-        x.element_size() == 2 and (x.shape[1] | x.stride(0)) % 2 == 0 and x.data_ptr() % 4 == 0
+        x.dtype in _NARROW and (x.shape[1] | x.stride(0)) % 2 == 0 and x.data_ptr() % 4 == 0
         for x in (z, r)
     )
 
@@ -157,8 +155,9 @@ def _or(x: Tensor | None, other: Tensor) -> Tensor:
     return other if x is None else x
 
 
-def _processors(x: Tensor) -> int:
-    if not x.is_cuda:
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
         return 1  # the interpreter
-    properties: Any = torch.cuda.get_device_properties(x.device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,32 @@ from steelyard.errors import GradientError, InputError
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._sweep import Swept, Wants, sweep
 
+_LIBRARY = torch.library.Library("steelyard", "DEF")
+
 # The components, flat: an operator takes no tuples of its own.
 _PROBLEM = (
     "Tensor logits, Tensor? reference, Tensor? targets, Tensor? scale, "
     "int[] kinds, float[] temperatures, float[] limits, float[] weights"
 )
+
+
+def operator(
+    name: str,
+    schema: str,
+    fn: Callable[..., Any],
+    shapes: Callable[..., Any],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """An operator of torch; `custom_op` would do it too, at ten times the cost of a call."""
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"steelyard::{name}", shapes, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"steelyard::{name}", backward, setup_context=save, lib=_LIBRARY
+        )
+    return getattr(torch.ops.steelyard, name).default
 
 
 def _compose(
@@ -36,30 +57,21 @@ def _compose(
     """The total, each component's reduced value, the gradients and the inner products."""
     components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
     counts = [share * weight for weight in weights]
-    swept = _swept(logits, reference, targets, scale, components, counts, Wants(*wants))
-    sums = swept.values.sum(1, dtype=torch.float64)
+    found = swept(logits, reference, targets, scale, components, counts, Wants(*wants))
+    sums = found.values.sum(1, dtype=torch.float64)
     values, total = share * sums[: len(kinds)], sums[len(kinds) :].sum()
-    products = None if swept.gram is None else share**2 * swept.gram
-    wide = swept.values.dtype
+    products = None if found.gram is None else share**2 * found.gram
+    wide = found.values.dtype
     return (
         total.to(wide),
         values.to(wide),
-        _or_nothing(swept.logits, logits),
-        _or_nothing(swept.reference, logits),
+        _or_nothing(found.logits, logits),
+        _or_nothing(found.reference, logits),
         _or_nothing(products, logits),
     )
 
 
-compose = torch.library.custom_op(
-    "steelyard::compose_logits",
-    _compose,
-    mutates_args=(),
-    schema=f"({_PROBLEM}, float share, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@compose.register_fake
-def _(
+def _compose_shapes(
     logits: Tensor,
     reference: Tensor | None,
     targets: Tensor | None,  # noqa: ARG001
@@ -94,7 +106,7 @@ def _scale_gradients(ctx: Any, by_total: Tensor | None, *others: Tensor | None) 
     through the same graph is refused by torch, which sees that they were changed.
     """
     del others
-    _refuse_second_order()
+    refuse_second_order()
     found: list[Tensor | None] = [None, None]
     if by_total is not None:
         for i, gradient in enumerate(ctx.saved_tensors):
@@ -104,11 +116,18 @@ def _scale_gradients(ctx: Any, by_total: Tensor | None, *others: Tensor | None) 
     return (*found, *[None] * 8)
 
 
-compose.register_autograd(_scale_gradients, setup_context=_save_gradients)
+compose = operator(
+    "compose_logits",
+    f"({_PROBLEM}, float share, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _compose,
+    _compose_shapes,
+    _save_gradients,
+    _scale_gradients,
+)
 
 
 def _scale(x: Tensor, factor: Tensor) -> None:
-    if _has_kernels(x):
+    if _has_kernels(x) and x.dtype != torch.float64:
         from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
 
         _launch.scale(x, factor)
@@ -116,9 +135,7 @@ def _scale(x: Tensor, factor: Tensor) -> None:
         x.mul_(factor)
 
 
-torch.library.custom_op(
-    "steelyard::scale_", _scale, mutates_args=("x",), schema="(Tensor(a!) x, Tensor factor) -> ()"
-).register_fake(lambda x, factor: None)  # noqa: ARG005
+operator("scale_", "(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda x, factor: None)  # noqa: ARG005
 
 
 def _rows(
@@ -133,17 +150,11 @@ def _rows(
 ) -> tuple[Tensor, Tensor]:
     """One weighted sum of components per row, and the components, each scaled."""
     components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
-    swept = _swept(logits, reference, targets, scale, components, weights, Wants())
-    return swept.values[len(kinds) :].sum(0), swept.values[: len(kinds)].clone()
+    found = swept(logits, reference, targets, scale, components, weights, Wants())
+    return found.values[len(kinds) :].sum(0), found.values[: len(kinds)].clone()
 
 
-rows = torch.library.custom_op(
-    "steelyard::logit_rows", _rows, mutates_args=(), schema=f"({_PROBLEM}) -> (Tensor, Tensor)"
-)
-
-
-@rows.register_fake
-def _(logits: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+def _rows_shapes(logits: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
     count, wide = len(logits), _wide(logits)
     return (
         logits.new_empty(count, dtype=wide),
@@ -161,7 +172,7 @@ def _save_problem(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def _sweep_back(ctx: Any, by_rows: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
     """Compute the gradients from the logits again: only now is each row's factor known."""
     del others
-    _refuse_second_order()
+    refuse_second_order()
     found: list[Tensor | None] = [None, None]
     if by_rows is not None:
         logits, reference, targets, scale = ctx.saved_tensors
@@ -179,7 +190,14 @@ def _sweep_back(ctx: Any, by_rows: Tensor | None, *others: Tensor | None) -> tup
     return (*found, *[None] * 6)
 
 
-rows.register_autograd(_sweep_back, setup_context=_save_problem)
+rows = operator(
+    "logit_rows",
+    f"({_PROBLEM}) -> (Tensor, Tensor)",
+    _rows,
+    _rows_shapes,
+    _save_problem,
+    _sweep_back,
+)
 
 
 def _rows_back(
@@ -194,20 +212,13 @@ def _rows_back(
     wants: list[bool],
 ) -> tuple[Tensor, Tensor]:
     components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
-    swept = _swept(logits, reference, targets, scale, components, weights, Wants(*wants))
-    return _or_nothing(swept.logits, logits), _or_nothing(swept.reference, logits)
+    found = swept(logits, reference, targets, scale, components, weights, Wants(*wants))
+    return _or_nothing(found.logits, logits), _or_nothing(found.reference, logits)
 
 
-rows_back = torch.library.custom_op(
-    "steelyard::logit_rows_back",
-    _rows_back,
-    mutates_args=(),
-    schema=f"({_PROBLEM}, bool[] wants) -> (Tensor, Tensor)",
-)
-
-
-@rows_back.register_fake
-def _(logits: Tensor, reference: Tensor | None, *problem: Any) -> tuple[Tensor, Tensor]:
+def _rows_back_shapes(
+    logits: Tensor, reference: Tensor | None, *problem: Any
+) -> tuple[Tensor, Tensor]:
     wants = problem[-1]
     return (
         torch.empty_like(logits) if wants[0] else logits.new_empty(0),
@@ -215,7 +226,15 @@ def _(logits: Tensor, reference: Tensor | None, *problem: Any) -> tuple[Tensor, 
     )
 
 
-def _swept(
+rows_back = operator(
+    "logit_rows_back",
+    f"({_PROBLEM}, bool[] wants) -> (Tensor, Tensor)",
+    _rows_back,
+    _rows_back_shapes,
+)
+
+
+def swept(
     logits: Tensor,
     reference: Tensor | None,
     targets: Tensor | None,
@@ -223,12 +242,18 @@ def _swept(
     components: Sequence[Component],
     weights: Sequence[float],
     wants: Wants,
+    *,
+    in_place: bool = False,
 ) -> Swept:
+    """Sweep by the kernels where they can; `in_place` allows the gradient to replace the logits."""
     if _has_kernels(logits):
         from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
 
         if _launch.fits(logits, reference, components):
-            return _launch.sweep(logits, reference, targets, scale, components, weights, wants)
+            into = logits if in_place else None
+            return _launch.sweep(
+                logits, reference, targets, scale, components, weights, wants, into=into
+            )
     elif targets is not None:
         _check_targets(targets, scale, logits.shape[-1])
     return sweep(xp, logits, reference, targets, scale, components, weights, wants)
@@ -276,17 +301,14 @@ def _check_targets(targets: Tensor, scale: Tensor | None, classes: int) -> None:
         )
 
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def _has_kernels(x: Tensor) -> bool:
-    return (x.is_cuda or _interpreted()) and importlib.util.find_spec("triton") is not None
+    return x.is_cuda and _HAS_TRITON
 
 
-def _interpreted() -> bool:
-    import os  # noqa: PLC0415
-
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _refuse_second_order() -> None:
+def refuse_second_order() -> None:
     if torch.is_grad_enabled():
         raise GradientError(
             "a penalty from logits must be differentiated once, got create_graph=True; for second "

@@ -88,7 +88,7 @@ def _scaled(xp: Namespace, x: Array, dead: Array, temperature: float) -> Array:
     return xp.where(dead, LOG_ZERO, x if temperature == 1 else x / temperature)
 
 
-def taken(xp: Namespace, logs: Array, targets: Array | None) -> Array:
+def taken(xp: Namespace, logs: Array, targets: Array) -> Array:
     """The log-probability of each row's target; NaN where there is no such class."""
     there = (targets >= 0) & (targets < logs.shape[-1])
     index = xp.astype(xp.where(there, targets, 0), xp.int64)

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Literal
 
 from steelyard.errors import InputError
-from steelyard.penalties._arrays import Array, constant, is_jax, is_torch
+from steelyard.penalties._arrays import Array, Namespace, constant, is_jax, is_torch
 from steelyard.penalties._options import flag, one_of
 from steelyard.penalties.from_logits._components import (
     Component,
@@ -97,7 +97,7 @@ def compose_logits(
     rows = accept_rows(logits, reference, targets, mask)
     read = read_terms(terms, rows.logits.shape[-1])
     components = components_of(read)
-    _check_inputs(rows, components)
+    check_inputs(components, reference, targets)
     if not needs_reference(components):
         rows = rows._replace(reference=None)
     if not needs_targets(components):
@@ -115,14 +115,18 @@ def compose_logits(
     )
 
 
-def _check_inputs(rows: Rows, components: list[Component]) -> None:
-    for name, needed, given in (
-        ("reference", needs_reference(components), rows.reference),
-        ("targets", needs_targets(components), rows.targets),
-    ):
-        if needed and given is None:
-            what = "kl and js compare with" if name == "reference" else "cross_entropy reads"
-            raise InputError(f"{name} must be given, since {what} it, got None.")
+def check_inputs(
+    components: list[Component], reference: object | None, targets: object | None
+) -> None:
+    """Nothing, if what the components read was given.
+
+    Raises:
+        InputError: The reference or the targets are missing.
+    """
+    if needs_reference(components) and reference is None:
+        raise InputError("reference must be given, since kl and js compare with it, got None.")
+    if needs_targets(components) and targets is None:
+        raise InputError("targets must be given, since cross_entropy reads them, got None.")
 
 
 def _torch(
@@ -131,21 +135,19 @@ def _torch(
     from steelyard.penalties.from_logits import _operators  # noqa: PLC0415  # needs torch
 
     shares = shares_of(terms, components)
-    weights = _weights(terms, shares)
+    weights = weights_of(terms, shares)
     problem = (rows.logits, rows.reference, rows.targets)
     scale, share = rows.scale(reduction)
     by_logits, by_reference = _operators.wanted(rows.logits, rows.reference)
     late = _operators.is_late(rows.logits, rows.reference)
     flat = (*_operators.flat(components), weights)
     wants = [not late and (by_logits or tracked), not late and by_reference, tracked]
-    total, values, gradient, _, products = _operators.compose(
-        *problem, scale, *flat, share, wants
-    )
+    total, values, gradient, _, products = _operators.compose(*problem, scale, *flat, share, wants)
     if late:
         each = _operators.rows(*problem, scale, *flat)[0]
         total = share * (each if scale is None else each * scale).sum()
-    return _result(
-        rows,
+    return composed(
+        rows.xp,
         terms,
         shares,
         total,
@@ -160,7 +162,7 @@ def _elsewhere(
 ) -> ComposedLogits:
     """NumPy and JAX."""
     xp, shares = rows.xp, shares_of(terms, components)
-    weights = _weights(terms, shares)
+    weights = weights_of(terms, shares)
     scale, share = rows.scale(reduction)
     if scale is None:
         scale = xp.full(rows.logits.shape[0], share, dtype=rows.dtype)
@@ -168,7 +170,7 @@ def _elsewhere(
     total = sum(weight * values[i] for i, weight in enumerate(weights))
     values = constant(values)
     if not tracked:
-        return _result(rows, terms, shares, total, values, None, None)
+        return composed(rows.xp, terms, shares, total, values, None, None)
     arrays = (constant(rows.logits), rows.reference, rows.targets)
     if is_jax(rows.logits):
         from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX
@@ -177,17 +179,17 @@ def _elsewhere(
     else:
         check_targets(rows)
         swept = sweep(xp, *arrays, scale, components, weights, Wants(logits=True, gram=True))
-    return _result(rows, terms, shares, total, values, swept.logits, swept.gram)
+    return composed(rows.xp, terms, shares, total, values, swept.logits, swept.gram)
 
 
-def _weights(terms: list[LogitTerm], shares: list[list[float]]) -> list[float]:
+def weights_of(terms: list[LogitTerm], shares: list[list[float]]) -> list[float]:
     """What each component counts in the weighted total."""
     columns = zip(*shares, strict=True)
     return [sum(t.weight * s for t, s in zip(terms, column, strict=True)) for column in columns]
 
 
-def _result(
-    rows: Rows,
+def composed(
+    xp: Namespace,
     terms: list[LogitTerm],
     shares: list[list[float]],
     total: Array,
@@ -195,21 +197,20 @@ def _result(
     gradient: Array | None,
     products: Array | None,
 ) -> ComposedLogits:
+    """From components to terms: their values, and norms and cosines from inner products."""
     by_name = {
         term.name: sum(share * values[i] for i, share in enumerate(own) if share)
         for term, own in zip(terms, shares, strict=True)
     }
     if products is None:
         return ComposedLogits(total, by_name, gradient)
-    norms, cosines = _tracked(rows, terms, shares, products)
+    norms, cosines = _tracked(xp, terms, shares, products)
     return ComposedLogits(total, by_name, gradient, norms, cosines)
 
 
 def _tracked(
-    rows: Rows, terms: list[LogitTerm], shares: list[list[float]], products: Array
+    xp: Namespace, terms: list[LogitTerm], shares: list[list[float]], products: Array
 ) -> tuple[dict[str, Array], dict[tuple[str, str], Array]]:
-    xp = rows.xp
-
     def inner(a: list[float], b: list[float]) -> Array:
         return sum(
             x * y * products[i, j] for i, x in enumerate(a) for j, y in enumerate(b) if x * y
@@ -225,5 +226,5 @@ def _tracked(
         both = norms[a.name] * norms[b.name]
         product = inner(own_a, own_b)
         cosines[a.name, b.name] = xp.where(both == 0, 0.0, product / xp.where(both == 0, 1.0, both))
-    norms["total"] = norm(_weights(terms, shares))
+    norms["total"] = norm(weights_of(terms, shares))
     return norms, cosines
