@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations_with_replacement
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,14 +105,15 @@ def check(
     )
     share = torch.ones(rows) if scale is None else scale
     given = {key: value for key, value in options.items() if key == "temperature"}
-    values, gradients = {}, {}
+    values: dict[str, Tensor] = {}
+    gradients: dict[str, list[Tensor]] = {}
     for name in names:
         own = dict(given)
         if name in ("forward", "reverse"):
             own["max_log_ratio"] = options.get("limit", 100.0)
         value, gradient = by_autograd([name], *tensors, share.double(), **own)
         values |= value
-        gradients |= dict(gradient)
+        gradients |= gradient
     weights = {name: TERMS[name]["weight"] for name in names}
     total = sum(weights[name] * values[name] for name in names)
     sums = found.values.double().sum(1).cpu()
@@ -209,6 +210,17 @@ def test_what_does_not_fit(launch: ModuleType) -> None:
     assert not launch.fits(z, z, [one, Component(3, 2.0)])
     assert not launch.fits(z.double(), z, [one])
     assert not launch.fits(z[:0], z[:0], [one])
+
+
+def test_programs_are_as_many_as_processors(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=device.index),
+    )
+    assert launch._processors(torch.device("cuda", 7)) == 7
 
 
 # Through the front door.

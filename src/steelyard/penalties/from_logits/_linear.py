@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from steelyard.penalties.from_logits._components import Component
-from steelyard.penalties.from_logits._operators import operator, refuse_second_order, swept
+from steelyard.penalties.from_logits._operators import (
+    operator,
+    save_gradients,
+    scale_gradients,
+    swept,
+)
 from steelyard.penalties.from_logits._sweep import Wants
 
 _SCHEMA = (
@@ -86,7 +91,7 @@ def _add_product(total: Tensor, slopes: Tensor, rows: Tensor) -> None:
     """`total += slopesᵀ · rows`, added up in the total's precision."""
     if total.dtype == slopes.dtype:
         total.addmm_(slopes.t(), rows)
-    elif slopes.is_cuda:
+    elif slopes.is_cuda:  # pragma: no cover  # by `make test-gpu`
         torch.ops.aten.addmm.dtype_out(total, slopes.t(), rows, total.dtype, out=total)
     else:
         total.addmm_(slopes.t().to(total.dtype), rows.to(total.dtype))
@@ -103,26 +108,8 @@ def _shapes(hidden: Tensor, weight: Tensor, *problem: Any) -> tuple[Tensor, ...]
     )
 
 
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    del inputs
-    ctx.save_for_backward(output[2], output[3])
-    ctx.set_materialize_grads(False)
-
-
-def _scale_gradients(ctx: Any, by_total: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
-    del others
-    refuse_second_order()
-    found: list[Tensor | None] = [None, None]
-    if by_total is not None:
-        for i, gradient in enumerate(ctx.saved_tensors):
-            if gradient.numel() and ctx.needs_input_grad[i]:
-                found[i] = gradient.detach()
-                torch.ops.steelyard.scale_(found[i], by_total.detach())
-    return (*found, *[None] * 12)
-
-
 compose_linear = operator(
-    "compose_linear", _SCHEMA, _compose_linear, _shapes, _save_gradients, _scale_gradients
+    "compose_linear", _SCHEMA, _compose_linear, _shapes, save_gradients, scale_gradients
 )
 
 

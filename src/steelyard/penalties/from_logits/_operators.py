@@ -14,7 +14,8 @@ from steelyard.errors import GradientError, InputError
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._sweep import Swept, Wants, sweep
 
-_LIBRARY = torch.library.Library("steelyard", "DEF")
+_library: Any = torch.library.Library  # it has no types
+_LIBRARY = _library("steelyard", "DEF")
 
 # The components, flat: an operator takes no tuples of its own.
 _PROBLEM = (
@@ -93,13 +94,13 @@ def _compose_shapes(
     )
 
 
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     del inputs
     ctx.save_for_backward(output[2], output[3])
     ctx.set_materialize_grads(False)
 
 
-def _scale_gradients(ctx: Any, by_total: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+def scale_gradients(ctx: Any, by_total: Tensor, *others: None) -> tuple[Any, ...]:
     """Give the gradients that the forward pass made, times the upstream factor, in place.
 
     The factor is 1 as a rule, and then nothing is read or written. A second backward pass
@@ -107,13 +108,12 @@ def _scale_gradients(ctx: Any, by_total: Tensor | None, *others: Tensor | None) 
     """
     del others
     refuse_second_order()
-    found: list[Tensor | None] = [None, None]
-    if by_total is not None:
-        for i, gradient in enumerate(ctx.saved_tensors):
-            if gradient.numel() and ctx.needs_input_grad[i]:
-                found[i] = gradient.detach()
-                torch.ops.steelyard.scale_(found[i], by_total.detach())
-    return (*found, *[None] * 8)
+    found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    for i, gradient in enumerate(ctx.saved_tensors):
+        if gradient.numel() and ctx.needs_input_grad[i]:
+            found[i] = gradient.detach()
+            torch.ops.steelyard.scale_(found[i], by_total.detach())
+    return tuple(found)
 
 
 compose = operator(
@@ -121,8 +121,8 @@ compose = operator(
     f"({_PROBLEM}, float share, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _compose,
     _compose_shapes,
-    _save_gradients,
-    _scale_gradients,
+    save_gradients,
+    scale_gradients,
 )
 
 
@@ -169,24 +169,22 @@ def _save_problem(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     ctx.set_materialize_grads(False)
 
 
-def _sweep_back(ctx: Any, by_rows: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+def _sweep_back(ctx: Any, by_rows: Tensor, *others: None) -> tuple[Any, ...]:
     """Compute the gradients from the logits again: only now is each row's factor known."""
     del others
     refuse_second_order()
-    found: list[Tensor | None] = [None, None]
-    if by_rows is not None:
-        logits, reference, targets, scale = ctx.saved_tensors
-        factor = by_rows if scale is None else by_rows * (scale != 0)
-        wants = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
-        both = rows_back(
-            logits.detach(),
-            None if reference is None else reference.detach(),
-            targets,
-            factor.detach(),
-            *ctx.components,
-            wants,
-        )
-        found = [each if wanted else None for each, wanted in zip(both, wants, strict=True)]
+    logits, reference, targets, scale = ctx.saved_tensors
+    factor = by_rows if scale is None else by_rows * (scale != 0)
+    wants = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+    both = rows_back(
+        logits.detach(),
+        None if reference is None else reference.detach(),
+        targets,
+        factor.detach(),
+        *ctx.components,
+        wants,
+    )
+    found = [each if wanted else None for each, wanted in zip(both, wants, strict=True)]
     return (*found, *[None] * 6)
 
 
