@@ -27,7 +27,7 @@ test: lint ## ruff, mypy, every test, doctest and README block, coverage
 # Not the environment of this Makefile, whose torch has no CUDA: PYTHON is one that has.
 test-gpu: ## the kernels for real, and every penalty on CUDA; PYTHON= a python with CUDA
 	$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "test-gpu needs a GPU and a torch with CUDA: make test-gpu PYTHON=...")'
-	PYTHONPATH=src $(PYTHON) -m pytest tests/penalties
+	PYTHONPATH=src JAX_PLATFORMS=cpu $(PYTHON) -m pytest tests/penalties
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check --quiet .
