@@ -109,6 +109,14 @@ def test_terms_of_one_kind_that_differ(limits: tuple[float | None, float]) -> No
         torch.testing.assert_close(found.values[name], values["forward"])
 
 
+def test_norms_of_a_mean_without_a_mask() -> None:
+    logits, reference, targets = inputs(18, 4, 9)
+    scale = torch.full((4,), 0.25, dtype=torch.float64)
+    _, gradients = by_autograd(["reverse"], logits, reference, targets, scale)
+    found = compose_logits(logits, written(["reverse"]), reference=reference, track_grad_norms=True)
+    torch.testing.assert_close(found.grad_norms["reverse"], gradients["reverse"][0].norm())
+
+
 def test_nothing_to_pull() -> None:
     """At p = q a divergence has no gradient: norm 0, and no cosine to speak of."""
     z = torch.zeros(2, 4)
@@ -163,7 +171,7 @@ def test_bad_terms_are_named(terms: Any, options: dict[str, Any], message: str) 
 # Without logits.
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("chunk", [None, 7])  # 15 tokens: the last chunk has one
 @pytest.mark.parametrize("paired", [False, True])
 def test_linear_is_compose_logits(chunk: int | None, paired: bool) -> None:
     made = torch.Generator().manual_seed(16)

@@ -132,6 +132,10 @@ def test_nothing_counts(autodiff: Backend) -> None:
     [gradient] = autodiff.gradients(lambda z: from_logits.cross_entropy(z, t, mask=mask), z)
     wanted = np.array([[-0.75, 0.25, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]])
     np.testing.assert_allclose(gradient, wanted, rtol=1e-12)
+    [gradient] = autodiff.gradients(
+        lambda z: from_logits.cross_entropy(z, t, mask=mask, reduction="none").sum(), z
+    )
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-12)
     none = autodiff.mask([False])
     assert autodiff.numpy(from_logits.entropy(z, mask=none)) == 0
     [gradient] = autodiff.gradients(lambda z: from_logits.entropy(z, mask=none), z)
