@@ -6,10 +6,10 @@ READY  := $(VENV)/.ready
 EXACT  := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format demo bench stress docs dist clean
+.PHONY: help test test-gpu lint format demo bench stress docs dist clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # tinker-cookbook, for the server's tests, asks for an older transformers than ours, and works with
 # ours: it comes without its dependencies, and the extra `dev` has those that the tests need.
@@ -26,6 +26,11 @@ test: lint ## ruff, mypy, every test, doctest and README block, coverage
 	@$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
 	  echo 'Coverage of penalties, spec, output, gradients and composition must be 100 %:'; \
 	  $(BIN)/python -m coverage report --include='$(EXACT)'; exit 1; }
+
+# Not the environment of this Makefile, whose torch has no CUDA: PYTHON is one that has.
+test-gpu: ## the kernels for real, and every penalty on CUDA; PYTHON= a python with CUDA
+	$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "test-gpu needs a GPU and a torch with CUDA: make test-gpu PYTHON=...")'
+	PYTHONPATH=src JAX_PLATFORMS=cpu $(PYTHON) -m pytest tests/penalties
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check --quiet .

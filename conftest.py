@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+# Without a GPU the kernels run through Triton's interpreter, which has to be chosen before
+# anything imports Triton.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],

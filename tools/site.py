@@ -46,6 +46,7 @@ API = (
     "steelyard.errors",
     "steelyard.schedules",
     "steelyard.penalties",
+    "steelyard.penalties.from_logits",
     "steelyard.telemetry",
     "steelyard.regularizers",
     "steelyard.engine",

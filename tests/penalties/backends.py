@@ -23,12 +23,13 @@ Function = Callable[..., Any]
 @dataclass(frozen=True)
 class Backend:
     name: str
+    device: str = "cpu"
 
     def array(self, values: Any, dtype: str = "float64") -> Any:
         """Build an array; bfloat16 of NumPy is that of ml_dtypes."""
         wide = np.asarray(values)
         if self.name == "torch":
-            return torch.as_tensor(wide.copy()).to(getattr(torch, dtype))
+            return torch.as_tensor(wide.copy()).to(self.device, getattr(torch, dtype))
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
         return jnp.asarray(wide, dtype=kind) if self.name == "jax" else wide.astype(kind)
 
@@ -37,7 +38,7 @@ class Backend:
 
     def numpy(self, x: Any) -> Floats:
         if isinstance(x, torch.Tensor):
-            x = x.detach().to(torch.float64).numpy()
+            x = x.detach().to(torch.float64).cpu().numpy()
         return np.asarray(x, dtype=np.float64)
 
     def is_mine(self, x: Any) -> bool:
@@ -61,5 +62,6 @@ class Backend:
 
 
 NUMPY, TORCH, JAX = Backend("numpy"), Backend("torch"), Backend("jax")
-EVERY = [NUMPY, TORCH, JAX]
-DIFFERENTIABLE = [TORCH, JAX]
+ON_GPU = [Backend("torch", "cuda")] if torch.cuda.is_available() else []  # `make test-gpu`
+EVERY = [NUMPY, TORCH, JAX, *ON_GPU]
+DIFFERENTIABLE = [TORCH, JAX, *ON_GPU]

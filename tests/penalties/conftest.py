@@ -13,14 +13,18 @@ with warnings.catch_warnings():
     importlib.import_module("torch._inductor.compile_fx")
 
 
-@pytest.fixture(params=EVERY, ids=lambda backend: backend.name, scope="session")
+def _label(backend: Backend) -> str:
+    return backend.name if backend.device == "cpu" else f"{backend.name}-{backend.device}"
+
+
+@pytest.fixture(params=EVERY, ids=_label, scope="session")
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Every kind of array."""
     chosen: Backend = request.param
     return chosen
 
 
-@pytest.fixture(params=DIFFERENTIABLE, ids=lambda backend: backend.name, scope="session")
+@pytest.fixture(params=DIFFERENTIABLE, ids=_label, scope="session")
 def autodiff(request: pytest.FixtureRequest) -> Backend:
     """The kinds of arrays that have gradients."""
     chosen: Backend = request.param

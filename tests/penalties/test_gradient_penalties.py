@@ -40,7 +40,9 @@ def column(x: Any) -> Any:
 
 
 def generator_of(backend: Backend, seed: int) -> Any:
-    return torch.Generator().manual_seed(seed) if backend == TORCH else jax.random.key(seed)
+    if backend.name == "torch":
+        return torch.Generator(backend.device).manual_seed(seed)
+    return jax.random.key(seed)
 
 
 @pytest.mark.parametrize("f", [half_square, total_half_square, column])
@@ -145,7 +147,7 @@ def test_interpolated_points_lie_between(autodiff: Backend, per_sample: bool) ->
         x,
         reference,
         per_sample=per_sample,
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator(autodiff.device).manual_seed(0),
     )
     points = autodiff.numpy(seen[0])
     assert np.all((points >= -1) & (points < 1))

@@ -21,6 +21,8 @@ p.kl_divergence(x, x); p.kl_divergence(x, x, max_log_ratio=None); p.js_divergenc
 p.entropy(x, temperature=2.0)
 p.orthogonality(x); p.orthogonality(x, mode="spectral"); p.consistency(x, x, metric="cosine")
 p.output_magnitude_penalty(x); p.validate(x)
+from steelyard.penalties import from_logits
+from_logits.kl(x, x); from_logits.compose_logits(x, ["z_loss"], track_grad_norms=True)
 pipeline = p.PenaltyPipeline(["l1", ("l2", {{"differentiable": False}})])
 total, metrics = pipeline.compute(x)
 assert metrics["total"] == float(total)

@@ -7,6 +7,7 @@
   `output_magnitude_penalty`: how steep, how large
 * `validation`: `validate`: stops NaN and infinity
 * `pipeline`: `PenaltyPipeline`: a weighted sum of them, with metrics
+* `from_logits`: entropy, divergences and likelihoods of whole vocabularies, fused
 """
 
 from steelyard.penalties.constraints import consistency, orthogonality

@@ -125,7 +125,7 @@ def js_divergence(
     axis = class_axis(axis, p.ndim)
     mask = accept_mask(xp, mask, p, axis)
     p, q, axis = keep(xp, p, mask, axis), keep(xp, q, mask, axis), axis - p.ndim
-    rows = by_rows(lambda p, q: _js(xp, p, q, axis), [p, q], axis)
+    rows = by_rows(lambda p, q: js_rows(xp, p, q, axis), [p, q], axis)
     return cast(xp, reduce(xp, rows, reduction, mask), dtype)
 
 
@@ -181,7 +181,7 @@ def entropy(
     axis = class_axis(axis, logprobs.ndim)
     mask = accept_mask(xp, mask, logprobs, axis)
     logprobs, axis = keep(xp, logprobs, mask, axis), axis - logprobs.ndim
-    rows = by_rows(lambda x: _negative_entropy(xp, x, temperature, axis), [logprobs], axis)
+    rows = by_rows(lambda x: negative_entropy_rows(xp, x, temperature, axis), [logprobs], axis)
     sign = -1.0 if mode == "penalty" else 1.0
     classes = logprobs.shape[axis]
     if normalize:
@@ -192,7 +192,7 @@ def entropy(
 def kl_rows(
     xp: Namespace, p: Array, q: Array, direction: str, axis: int, limit: float | None
 ) -> Array:
-    """One divergence per row, `axis` counted from the end; shared with `consistency`."""
+    """One divergence per row, `axis` counted from the end; `consistency` shares it."""
 
     def formula(p: Array, q: Array) -> Array:
         if direction == "forward":
@@ -216,7 +216,8 @@ def _kl(xp: Namespace, p: Array, q: Array, axis: int, limit: float | None) -> Ar
     return xp.sum(weight * ratio, axis=axis)
 
 
-def _js(xp: Namespace, p: Array, q: Array, axis: int) -> Array:
+def js_rows(xp: Namespace, p: Array, q: Array, axis: int) -> Array:
+    """One divergence per row; shared with `from_logits`."""
     p, q = clamp(xp, p, LOG_ZERO), clamp(xp, q, LOG_ZERO)
     middle = logaddexp(xp, p, q) - math.log(2)
     classes = xp.exp(p) * (p - middle) + xp.exp(q) * (q - middle)
@@ -225,7 +226,8 @@ def _js(xp: Namespace, p: Array, q: Array, axis: int) -> Array:
     return rows + constant(clamp(xp, rows, 0.0) - rows)
 
 
-def _negative_entropy(xp: Namespace, logprobs: Array, temperature: float, axis: int) -> Array:
+def negative_entropy_rows(xp: Namespace, logprobs: Array, temperature: float, axis: int) -> Array:
+    """`Σ p · log p` of each row; shared with `from_logits`."""
     if temperature != 1:
         logprobs = _tempered(xp, logprobs, temperature, axis)
     logprobs = clamp(xp, logprobs, LOG_ZERO)

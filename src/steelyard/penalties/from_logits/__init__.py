@@ -1,0 +1,36 @@
+"""Penalties of whole distributions, straight from logits.
+
+* `terms`: `entropy`, `kl`, `js`, `z_loss`, `cross_entropy`, `target_logprobs`
+* `composition`: `compose_logits`: several of them, one read and one write
+* `linear`: `compose_linear`: the same without ever having all logits
+* `fusion`: `fusable`: which calls of a loss go together
+
+On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows at a time.
+"""
+
+from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
+from steelyard.penalties.from_logits.fusion import Fused, LogitCall, fusable
+from steelyard.penalties.from_logits.linear import compose_linear
+from steelyard.penalties.from_logits.terms import (
+    cross_entropy,
+    entropy,
+    js,
+    kl,
+    target_logprobs,
+    z_loss,
+)
+
+__all__ = [
+    "ComposedLogits",
+    "Fused",
+    "LogitCall",
+    "compose_linear",
+    "compose_logits",
+    "cross_entropy",
+    "entropy",
+    "fusable",
+    "js",
+    "kl",
+    "target_logprobs",
+    "z_loss",
+]

@@ -1,0 +1,117 @@
+"""What the functions over logits accept, and in which form it goes on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from steelyard.errors import InputError
+from steelyard.penalties._arrays import (
+    Array,
+    Namespace,
+    dtype_name,
+    is_floating,
+    is_torch,
+    namespace,
+    widen,
+)
+from steelyard.penalties._reduction import accept_mask
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+
+
+class Rows(NamedTuple):
+    """Checked inputs with their leading axes made one.
+
+    Attributes:
+        xp: Their namespace.
+        logits: `[rows, classes]`.
+        reference: The same shape, or None.
+        targets: `[rows]`, or None.
+        mask: `[rows]`, or None.
+        shape: The leading axes.
+        dtype: That of the results: float32, or float64 for float64 logits.
+    """
+
+    xp: Namespace
+    logits: Array
+    reference: Array | None
+    targets: Array | None
+    mask: Array | None
+    shape: tuple[int, ...]
+    dtype: Any  # each backend's own class
+
+    def scale(self, reduction: str) -> tuple[Array | None, float]:
+        """What each row counts: an array where there is a mask, and one factor for all."""
+        if self.mask is None:
+            count = max(self.logits.shape[0], 1)
+            return None, 1.0 / count if reduction == "mean" else 1.0
+        xp = self.xp
+        weights = xp.astype(self.mask, self.dtype)
+        if reduction == "mean":
+            kept = xp.sum(xp.astype(self.mask, xp.int32))
+            weights = weights / xp.astype(xp.where(kept == 0, 1, kept), self.dtype)
+        return weights, 1.0
+
+
+def accept_rows(
+    logits: Array,
+    reference: Array | None = None,
+    targets: Array | None = None,
+    mask: Array | None = None,
+) -> Rows:
+    """Check the inputs of a function over logits.
+
+    Raises:
+        InputError: They are not arrays of one kind; logits or reference are not floating or have
+            no classes; their shapes differ; targets are not integers with the leading shape; the
+            mask is not boolean or does not broadcast to it.
+    """
+    given = {"logits": logits, "reference": reference, "targets": targets}
+    arrays = {name: x for name, x in given.items() if x is not None}
+    xp = namespace(**arrays)
+    for name in ("logits", "reference"):
+        if name in arrays and not is_floating(arrays[name]):
+            raise InputError(
+                f"{name} must hold floating-point numbers, got {dtype_name(arrays[name])}; "
+                "cast it first."
+            )
+    shape = tuple(logits.shape)
+    if not shape or shape[-1] == 0:
+        raise InputError(
+            f"logits must have classes on their last axis, at least one, got shape {shape}."
+        )
+    if reference is not None and tuple(reference.shape) != shape:
+        raise InputError(
+            f"logits and reference must have the same shape, got {shape} and "
+            f"{tuple(reference.shape)}; broadcast them first."
+        )
+    if targets is not None:
+        _check_targets(targets, shape[:-1])
+    mask = accept_mask(xp, mask, logits, len(shape) - 1)
+    return Rows(
+        xp,
+        _matrix(xp, logits),
+        None if reference is None else _matrix(xp, reference),
+        None if targets is None else xp.reshape(targets, (-1,)),
+        None if mask is None else xp.reshape(mask, (-1,)),
+        shape[:-1],
+        widen(xp, logits[:0] if len(shape) > 1 else logits).dtype,
+    )
+
+
+def _matrix(xp: Namespace, x: Array) -> Array:
+    """`[rows, classes]`, a row's classes beside each other."""
+    if is_torch(x) and x.stride(-1) != 1:
+        x = x.contiguous()
+    return xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+def _check_targets(targets: Array, shape: tuple[int, ...]) -> None:
+    if dtype_name(targets) not in _INTEGERS:
+        raise InputError(f"targets must hold integers, got {dtype_name(targets)}; cast them first.")
+    if tuple(targets.shape) != shape:
+        raise InputError(
+            f"targets must have the shape of logits without its last axis, {shape}, got "
+            f"{tuple(targets.shape)}."
+        )

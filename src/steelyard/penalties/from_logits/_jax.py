@@ -1,0 +1,77 @@
+"""The plain formulas over the rows of JAX arrays: traceable, differentiable, in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from steelyard.penalties._arrays import Array, namespace, widen
+from steelyard.penalties.from_logits._components import Component
+from steelyard.penalties.from_logits._gradients import component_slopes
+from steelyard.penalties.from_logits._rows import component_rows, rows_at_once
+from steelyard.penalties.from_logits._sweep import Swept
+
+
+def value_rows(
+    logits: Array,
+    reference: Array | None,
+    targets: Array | None,
+    mask: Array | None,
+    components: Sequence[Component],
+) -> Array:
+    """`[components, rows]`; a block is computed again for its gradient rather than kept."""
+    xp = namespace(logits=logits)
+
+    def values(z: Array, r: Array | None, t: Array | None) -> Array:
+        return jnp.stack([rows[0] for rows in component_rows(xp, components, z, r, t)])
+
+    return _mapped(jax.checkpoint(values), logits, reference, targets, mask).T
+
+
+def tracked(
+    logits: Array,
+    reference: Array | None,
+    targets: Array | None,
+    scale: Array,
+    components: Sequence[Component],
+    weights: Sequence[float],
+) -> Swept:
+    """The gradient of the weighted total by the logits, and the components' inner products."""
+    xp = namespace(logits=logits)
+
+    def slopes(z: Array, r: Array | None, t: Array | None) -> tuple[Array, Array, Array]:
+        found = component_slopes(xp, components, z, r, t)
+        rows = jnp.stack([slope[0] for _, slope, _ in found])
+        total = jnp.asarray(weights, dtype=rows.dtype) @ rows
+        products = jnp.matmul(rows, rows.T, precision="highest")
+        return jnp.stack([value[0] for value, _, _ in found]), total, products
+
+    values, total, products = _mapped(slopes, logits, reference, targets, scale != 0)
+    gradient = jnp.where((scale != 0)[:, None], total * scale[:, None], 0.0)
+    kept = jnp.where((scale != 0)[:, None, None], products * scale[:, None, None] ** 2, 0.0)
+    return Swept(values.T, gradient.astype(logits.dtype), None, kept.sum(0))
+
+
+def _mapped(
+    fn: Callable[..., Array],
+    logits: Array,
+    reference: Array | None,
+    targets: Array | None,
+    mask: Array | None,
+) -> Array:
+    """Call `fn` with each row as a matrix of one, a block of rows at a time."""
+    xp = namespace(logits=logits)
+
+    def row(arrays: tuple[Array, Array | None, Array | None, Array | None]) -> Array:
+        counts = arrays[3]
+        kept = (
+            x if x is None or counts is None else jnp.where(counts, x, jnp.zeros_like(x))
+            for x in arrays[:3]
+        )
+        z, r, t = (None if x is None else widen(xp, x)[None] for x in kept)
+        return fn(z, r, t)
+
+    arrays = (logits, reference, targets, mask)
+    return jax.lax.map(row, arrays, batch_size=rows_at_once(logits.shape[-1]))

@@ -1,0 +1,146 @@
+"""The Triton kernels: every component of a row in two visits, the second one served by the L2.
+
+A row is cut into pieces; a work item is one piece. Programs draw tickets in order. Ticket t
+stands for the statistics of item t, then the gradient of item t - lag (with JS, in between, the
+divergences from the mean, and 2 lag): by then the row's statistics are complete, as a rule, and
+the piece is still in the L2. Whoever has the last piece of a row combines them, in the order of
+the pieces: the numbers do not depend on the schedule. An item waits only for items of lower
+tickets, which running programs hold, so that any number of programs comes to an end, even one.
+
+There are no barriers and no fences: a number that another program waits for is its own flag,
+UNSET until it is written. A program is one warp, so that one computes while another waits; each
+thread sums up its own share of a piece, and only the sums go through the warp.
+
+Logarithms are to the base 2 inside, and relative to the row's largest logit, in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from steelyard.penalties.from_logits._kernel_exchange import (
+    COEFFICIENTS,
+)
+from steelyard.penalties.from_logits._kernel_rows import (
+    combine,
+    means,
+)
+from steelyard.penalties.from_logits._kernel_slopes import (
+    slopes_of,
+)
+from steelyard.penalties.from_logits._kernel_statistics import (
+    statistics,
+)
+from steelyard.penalties.from_logits._kernel_tiles import (
+    LOG2E,
+    store_tile,
+)
+
+
+# Whether these are multiples of 16 is of no use: no kernel of its own for that.
+@triton.jit(do_not_specialize=["rows", "pieces", "tiles", "lag"])
+def sweep_kernel(
+    z_ptr, r_ptr, t_ptr, scale_ptr, values, gz_ptr, gr_ptr, gram_ptr, stats_ptr, coefs_ptr, drawn,
+    rows, classes, pieces, tiles, lag, z_stride, r_stride, gz_stride, gr_stride,
+    slope, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+    KINDS: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, GZ: tl.constexpr,
+    GR: tl.constexpr, GRAM: tl.constexpr, STATS: tl.constexpr, PAIRS: tl.constexpr,
+    VECTOR: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Sweep over all rows; what each argument is says `_launch.sweep`."""
+    JSD: tl.constexpr = (KINDS >> 3) & 1
+    BEFORE: tl.constexpr = (KINDS & 1) + ((KINDS >> 1) & 1) + ((KINDS >> 2) & 1)
+    SLOPES: tl.constexpr = GZ or GR or GRAM
+    unit = slope * LOG2E
+    items = rows * pieces
+    behind = 0
+    if JSD:
+        behind += lag
+    if SLOPES:
+        behind += lag
+    thread = tl.arange(0, 32)
+    counter = drawn + thread * 0
+    ticket = tl.atomic_add(drawn, 1, sem="relaxed") + 1
+    while ticket < items + behind:
+        # By the first thread alone, and looked at only at the end: the others do not wait for it.
+        draw = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
+        if ticket < items:
+            row = ticket // pieces
+            piece = ticket - row * pieces
+            share = 1.0
+            if SCALED:
+                share = tl.load(scale_ptr + row)
+            if share != 0:
+                z_row = z_ptr + row.to(tl.int64) * z_stride
+                r_row = r_ptr + row.to(tl.int64) * r_stride
+                stats = stats_ptr + row.to(tl.int64) * (STATS * pieces)
+                statistics(
+                    z_row, r_row, piece, tiles, classes, unit, stats, pieces, KINDS, VECTOR, PACKED
+                )
+                if piece == pieces - 1:
+                    combine(
+                        z_row, r_row, t_ptr + row, values + row, coefs_ptr + row * COEFFICIENTS,
+                        stats, rows, classes, pieces, share, unit,
+                        w_ent, w_fwd, w_rev, w_z, w_ce, limit_f, limit_r, KINDS, PIECES,
+                    )  # fmt: skip
+            elif piece == 0:
+                for i in tl.static_range(COUNT + 1 + JSD):
+                    tl.store(values + i * rows + row, 0.0)
+        if JSD:
+            item = ticket - lag
+            if (item >= 0) & (item < items):
+                row = item // pieces
+                share = 1.0
+                if SCALED:
+                    share = tl.load(scale_ptr + row)
+                if share != 0:
+                    sums = stats_ptr + row.to(tl.int64) * (STATS * pieces) + (STATS - 2) * pieces
+                    means(
+                        z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
+                        values + BEFORE * rows + row, values + (COUNT + 1) * rows + row,
+                        coefs_ptr + row * COEFFICIENTS, sums, item - row * pieces, tiles, classes,
+                        pieces, share, unit, w_js, VECTOR, PACKED, PIECES,
+                    )  # fmt: skip
+        if SLOPES:
+            item = ticket - behind
+            if (item >= 0) & (item < items):
+                row = item // pieces
+                piece = item - row * pieces
+                gz_row = gz_ptr + row.to(tl.int64) * gz_stride
+                gr_row = gr_ptr + row.to(tl.int64) * gr_stride
+                products = gram_ptr + item.to(tl.int64) * PAIRS
+                share = 1.0
+                if SCALED:
+                    share = tl.load(scale_ptr + row)
+                if share != 0:
+                    slopes_of(
+                        z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
+                        t_ptr + row, gz_row, gr_row, products, coefs_ptr + row * COEFFICIENTS,
+                        piece, tiles, classes, share, slope, unit,
+                        w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+                        KINDS, GZ, GR, GRAM, VECTOR, PACKED,
+                    )  # fmt: skip
+                else:
+                    for i in range(tiles):
+                        here = (piece * tiles + i) * (64 * VECTOR)
+                        nothing = tl.zeros([32, VECTOR, 2], tl.float32)
+                        if GZ:
+                            store_tile(gz_row, here, nothing, classes, VECTOR)
+                        if GR:
+                            store_tile(gr_row, here, nothing, classes, VECTOR)
+                    if GRAM:
+                        for i in tl.static_range(PAIRS):
+                            tl.store(products + i, 0.0)
+        ticket = tl.sum(tl.where(thread == 0, draw, 0), 0) + 1
+
+
+@triton.jit
+def scale_kernel(x_ptr, factor_ptr, size, TILE: tl.constexpr):
+    """Multiply in place, unless by 1: then nothing else is read."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        first = tl.program_id(0).to(tl.int64) * TILE
+        for start in range(first, size, tl.num_programs(0) * TILE):
+            at = start + tl.arange(0, TILE)
+            x = tl.load(x_ptr + at, mask=at < size)
+            scaled = x.to(tl.float32) * factor
+            tl.store(x_ptr + at, scaled.to(x_ptr.dtype.element_ty), mask=at < size)

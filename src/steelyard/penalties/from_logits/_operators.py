@@ -1,0 +1,322 @@
+"""The sweep as operators of torch: opaque to `torch.compile`, and differentiable."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from array_api_compat import torch as xp
+from torch import Tensor
+
+from steelyard.errors import GradientError, InputError
+from steelyard.penalties.from_logits._components import Component
+from steelyard.penalties.from_logits._sweep import Swept, Wants, sweep
+
+_library: Any = torch.library.Library  # it has no types
+_LIBRARY = _library("steelyard", "DEF")
+
+# The components, flat: an operator takes no tuples of its own.
+_PROBLEM = (
+    "Tensor logits, Tensor? reference, Tensor? targets, Tensor? scale, "
+    "int[] kinds, float[] temperatures, float[] limits, float[] weights"
+)
+
+
+def operator(
+    name: str,
+    schema: str,
+    fn: Callable[..., Any],
+    shapes: Callable[..., Any],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """An operator of torch; `custom_op` would do it too, at ten times the cost of a call."""
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"steelyard::{name}", shapes, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"steelyard::{name}", backward, setup_context=save, lib=_LIBRARY
+        )
+    return getattr(torch.ops.steelyard, name).default
+
+
+def _compose(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,
+    scale: Tensor | None,
+    kinds: list[int],
+    temperatures: list[float],
+    limits: list[float],
+    weights: list[float],
+    share: float,
+    wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The total, each component's reduced value, the gradients and the inner products."""
+    components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
+    counts = [share * weight for weight in weights]
+    found = swept(logits, reference, targets, scale, components, counts, Wants(*wants))
+    sums = found.values.sum(1, dtype=torch.float64)
+    values, total = share * sums[: len(kinds)], sums[len(kinds) :].sum()
+    products = None if found.gram is None else share**2 * found.gram
+    wide = found.values.dtype
+    return (
+        total.to(wide),
+        values.to(wide),
+        _or_nothing(found.logits, logits),
+        _or_nothing(found.reference, logits),
+        _or_nothing(products, logits),
+    )
+
+
+def _compose_shapes(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,  # noqa: ARG001
+    scale: Tensor | None,  # noqa: ARG001
+    kinds: list[int],
+    temperatures: list[float],  # noqa: ARG001
+    limits: list[float],  # noqa: ARG001
+    weights: list[float],  # noqa: ARG001
+    share: float,  # noqa: ARG001
+    wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide, count = _wide(logits), len(kinds)
+    return (
+        logits.new_empty((), dtype=wide),
+        logits.new_empty(count, dtype=wide),
+        torch.empty_like(logits) if wants[0] else logits.new_empty(0),
+        torch.empty_like(reference) if wants[1] else logits.new_empty(0),  # type: ignore[arg-type]
+        logits.new_empty((count, count) if wants[2] else 0, dtype=torch.float64),
+    )
+
+
+def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    del inputs
+    ctx.save_for_backward(output[2], output[3])
+    ctx.set_materialize_grads(False)
+
+
+def scale_gradients(ctx: Any, by_total: Tensor, *others: None) -> tuple[Any, ...]:
+    """Give the gradients that the forward pass made, times the upstream factor, in place.
+
+    The factor is 1 as a rule, and then nothing is read or written. A second backward pass
+    through the same graph is refused by torch, which sees that they were changed.
+    """
+    del others
+    refuse_second_order()
+    found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    for i, gradient in enumerate(ctx.saved_tensors):
+        if gradient.numel() and ctx.needs_input_grad[i]:
+            found[i] = gradient.detach()
+            torch.ops.steelyard.scale_(found[i], by_total.detach())
+    return tuple(found)
+
+
+compose = operator(
+    "compose_logits",
+    f"({_PROBLEM}, float share, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _compose,
+    _compose_shapes,
+    save_gradients,
+    scale_gradients,
+)
+
+
+def _scale(x: Tensor, factor: Tensor) -> None:
+    if _has_kernels(x) and x.dtype != torch.float64:
+        from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
+
+        _launch.scale(x, factor)
+    elif x.is_cuda or factor.item() != 1:  # on a GPU asking would wait for it
+        x.mul_(factor)
+
+
+operator("scale_", "(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda x, factor: None)  # noqa: ARG005
+
+
+def _rows(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,
+    scale: Tensor | None,
+    kinds: list[int],
+    temperatures: list[float],
+    limits: list[float],
+    weights: list[float],
+) -> tuple[Tensor, Tensor]:
+    """One weighted sum of components per row, and the components, each scaled."""
+    components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
+    found = swept(logits, reference, targets, scale, components, weights, Wants())
+    return found.values[len(kinds) :].sum(0), found.values[: len(kinds)].clone()
+
+
+def _rows_shapes(logits: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    count, wide = len(logits), _wide(logits)
+    return (
+        logits.new_empty(count, dtype=wide),
+        logits.new_empty((len(problem[3]), count), dtype=wide),
+    )
+
+
+def _save_problem(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    del output
+    ctx.save_for_backward(*inputs[:4])
+    ctx.components = inputs[4:]
+    ctx.set_materialize_grads(False)
+
+
+def _sweep_back(ctx: Any, by_rows: Tensor, *others: None) -> tuple[Any, ...]:
+    """Compute the gradients from the logits again: only now is each row's factor known."""
+    del others
+    refuse_second_order()
+    logits, reference, targets, scale = ctx.saved_tensors
+    factor = by_rows if scale is None else by_rows * (scale != 0)
+    wants = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+    both = rows_back(
+        logits.detach(),
+        None if reference is None else reference.detach(),
+        targets,
+        factor.detach(),
+        *ctx.components,
+        wants,
+    )
+    found = [each if wanted else None for each, wanted in zip(both, wants, strict=True)]
+    return (*found, *[None] * 6)
+
+
+rows = operator(
+    "logit_rows",
+    f"({_PROBLEM}) -> (Tensor, Tensor)",
+    _rows,
+    _rows_shapes,
+    _save_problem,
+    _sweep_back,
+)
+
+
+def _rows_back(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,
+    scale: Tensor | None,
+    kinds: list[int],
+    temperatures: list[float],
+    limits: list[float],
+    weights: list[float],
+    wants: list[bool],
+) -> tuple[Tensor, Tensor]:
+    components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
+    found = swept(logits, reference, targets, scale, components, weights, Wants(*wants))
+    return _or_nothing(found.logits, logits), _or_nothing(found.reference, logits)
+
+
+def _rows_back_shapes(
+    logits: Tensor, reference: Tensor | None, *problem: Any
+) -> tuple[Tensor, Tensor]:
+    wants = problem[-1]
+    return (
+        torch.empty_like(logits) if wants[0] else logits.new_empty(0),
+        torch.empty_like(reference) if wants[1] else logits.new_empty(0),  # type: ignore[arg-type]
+    )
+
+
+rows_back = operator(
+    "logit_rows_back",
+    f"({_PROBLEM}, bool[] wants) -> (Tensor, Tensor)",
+    _rows_back,
+    _rows_back_shapes,
+)
+
+
+def swept(
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,
+    scale: Tensor | None,
+    components: Sequence[Component],
+    weights: Sequence[float],
+    wants: Wants,
+    *,
+    in_place: bool = False,
+) -> Swept:
+    """Sweep by the kernels where they can; `in_place` allows the gradient to replace the logits."""
+    if _has_kernels(logits):
+        from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
+
+        if _launch.fits(logits, reference, components):
+            into = logits if in_place else None
+            return _launch.sweep(
+                logits, reference, targets, scale, components, weights, wants, into=into
+            )
+    elif targets is not None:
+        _check_targets(targets, scale, logits.shape[-1])
+    return sweep(xp, logits, reference, targets, scale, components, weights, wants)
+
+
+def flat(components: Sequence[Component]) -> tuple[list[int], list[float], list[float]]:
+    """The components as the operators take them."""
+    return (
+        [each.kind for each in components],
+        [each.temperature for each in components],
+        [each.limit for each in components],
+    )
+
+
+def wanted(logits: Tensor, reference: Tensor | None) -> list[bool]:
+    """Whether a gradient by the logits and one by the reference will be asked for."""
+    enabled = torch.is_grad_enabled()
+    return [
+        enabled and logits.requires_grad,
+        enabled and reference is not None and reference.requires_grad,
+    ]
+
+
+def is_late(logits: Tensor, reference: Tensor | None) -> bool:
+    """Whether gradients have to wait for the upstream factor.
+
+    float16 cannot hold the gradient of a mean over many rows; a loss scale, which mends that,
+    is known in the backward pass alone.
+    """
+    return any(
+        x is not None and x.dtype == torch.float16 and asked
+        for x, asked in zip((logits, reference), wanted(logits, reference), strict=True)
+    )
+
+
+def _check_targets(targets: Tensor, scale: Tensor | None, classes: int) -> None:
+    """On a GPU this would wait for it; there such a row's loss is NaN."""
+    bad = (targets < 0) | (targets >= classes)
+    if scale is not None:
+        bad &= scale != 0
+    if bad.any():
+        raise InputError(
+            f"targets must be in [0, {classes - 1}] where the mask is true, got "
+            f"{int(targets[bad][0])}; mask the rows that have no target."
+        )
+
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and _HAS_TRITON
+
+
+def refuse_second_order() -> None:
+    if torch.is_grad_enabled():
+        raise GradientError(
+            "a penalty from logits must be differentiated once, got create_graph=True; for second "
+            "derivatives use the penalties of log-probabilities, on logits.log_softmax(-1)."
+        )
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _or_nothing(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x

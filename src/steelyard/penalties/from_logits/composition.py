@@ -1,0 +1,230 @@
+"""Several terms over the same logits: one read, one write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Literal
+
+from steelyard.errors import InputError
+from steelyard.penalties._arrays import Array, Namespace, constant, is_jax, is_torch
+from steelyard.penalties._options import flag, one_of
+from steelyard.penalties.from_logits._components import (
+    Component,
+    LogitTerm,
+    LogitTermLike,
+    components_of,
+    needs_reference,
+    needs_targets,
+    read_terms,
+    shares_of,
+)
+from steelyard.penalties.from_logits._evaluation import check_targets, value_rows
+from steelyard.penalties.from_logits._inputs import Rows, accept_rows
+from steelyard.penalties.from_logits._sweep import Wants, sweep
+
+
+@dataclass(frozen=True)
+class ComposedLogits:
+    """What several terms over the same logits came to; every number an array without axes.
+
+    Attributes:
+        total: Σ weight · value; differentiable.
+        values: Each term's unweighted value, by name; not differentiable.
+        gradient: d total / d logits, where it was computed: in torch for logits that require
+            it, and wherever norms are tracked. `total.backward()` hands this very tensor on, and
+            multiplies it by what comes from above. None for float16, which waits for that.
+        grad_norms: The L2 norm of each unweighted term's gradient by the logits, and that of the
+            weighted `"total"`; empty unless tracked.
+        cosines: Of each pair of terms' gradients, 0 where one has none; empty unless tracked.
+    """
+
+    total: Array
+    values: Mapping[str, Array]
+    gradient: Array | None = None
+    grad_norms: Mapping[str, Array] = field(default_factory=dict)
+    cosines: Mapping[tuple[str, str], Array] = field(default_factory=dict)
+
+
+def compose_logits(
+    logits: Array,
+    terms: Iterable[LogitTermLike],
+    *,
+    reference: Array | None = None,
+    targets: Array | None = None,
+    mask: Array | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    track_grad_norms: bool = False,
+) -> ComposedLogits:
+    """Compute any set of terms over logits together.
+
+    On CUDA the logits and the reference are read once from memory and the gradient is written
+    once, however many terms there are, norms and cosines included, if the terms share one
+    temperature and name each kind of divergence once; other sets, and other devices, get the
+    same numbers from the plain formulas, a block of rows at a time.
+
+    Args:
+        logits: Any leading shape, classes last.
+        terms: Each a name, `entropy`, `kl`, `js`, `z_loss` or `cross_entropy`, or a pair of one
+            with its options: `weight` (1.0), `name` (to have one twice) and the function's own.
+        reference: Logits of the same shape, for `kl` and `js`.
+        targets: Integers in the leading shape, for `cross_entropy`.
+        mask: Booleans over rows, as for the functions.
+        reduction: `"mean"` or `"sum"` over rows, of every term.
+        track_grad_norms: Add the norm of each term's gradient and all cosines.
+
+    Returns:
+        The total, the values and what was tracked.
+
+    Raises:
+        InputError: The arrays, a term or an option break a rule; a term's input is missing.
+        GradientError: A second derivative of the total in torch.
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]], requires_grad=True)
+        >>> terms = ["cross_entropy", ("z_loss", {"weight": 0.5})]
+        >>> found = compose_logits(logits, terms, targets=torch.tensor([1]))
+        >>> found.total.backward()
+        >>> {name: round(float(value), 4) for name, value in found.values.items()}
+        {'cross_entropy': 1.3863, 'z_loss': 1.9218}
+        >>> logits.grad.sum().round(decimals=4)
+        tensor(1.3863)
+    """
+    one_of("reduction", reduction, ("mean", "sum"))
+    flag("track_grad_norms", track_grad_norms)
+    rows = accept_rows(logits, reference, targets, mask)
+    read = read_terms(terms, rows.logits.shape[-1])
+    components = components_of(read)
+    check_inputs(components, reference, targets)
+    if not needs_reference(components):
+        rows = rows._replace(reference=None)
+    if not needs_targets(components):
+        rows = rows._replace(targets=None)
+    evaluate = _torch if is_torch(logits) else _elsewhere
+    found = evaluate(rows, read, components, reduction, track_grad_norms)
+    if found.gradient is None:
+        return found
+    return ComposedLogits(
+        found.total,
+        found.values,
+        found.gradient.reshape(logits.shape),
+        found.grad_norms,
+        found.cosines,
+    )
+
+
+def check_inputs(
+    components: list[Component], reference: object | None, targets: object | None
+) -> None:
+    """Nothing, if what the components read was given.
+
+    Raises:
+        InputError: The reference or the targets are missing.
+    """
+    if needs_reference(components) and reference is None:
+        raise InputError("reference must be given, since kl and js compare with it, got None.")
+    if needs_targets(components) and targets is None:
+        raise InputError("targets must be given, since cross_entropy reads them, got None.")
+
+
+def _torch(
+    rows: Rows, terms: list[LogitTerm], components: list[Component], reduction: str, tracked: bool
+) -> ComposedLogits:
+    from steelyard.penalties.from_logits import _operators  # noqa: PLC0415  # needs torch
+
+    shares = shares_of(terms, components)
+    weights = weights_of(terms, shares)
+    problem = (rows.logits, rows.reference, rows.targets)
+    scale, share = rows.scale(reduction)
+    by_logits, by_reference = _operators.wanted(rows.logits, rows.reference)
+    late = _operators.is_late(rows.logits, rows.reference)
+    flat = (*_operators.flat(components), weights)
+    wants = [not late and (by_logits or tracked), not late and by_reference, tracked]
+    total, values, gradient, _, products = _operators.compose(*problem, scale, *flat, share, wants)
+    if late:
+        each = _operators.rows(*problem, scale, *flat)[0]
+        total = share * (each if scale is None else each * scale).sum()
+    return composed(
+        rows.xp,
+        terms,
+        shares,
+        total,
+        values.detach(),
+        gradient.detach() if wants[0] else None,
+        products.detach() if tracked else None,
+    )
+
+
+def _elsewhere(
+    rows: Rows, terms: list[LogitTerm], components: list[Component], reduction: str, tracked: bool
+) -> ComposedLogits:
+    """NumPy and JAX."""
+    xp, shares = rows.xp, shares_of(terms, components)
+    weights = weights_of(terms, shares)
+    scale, share = rows.scale(reduction)
+    if scale is None:
+        scale = xp.full(rows.logits.shape[0], share, dtype=rows.dtype)
+    values = xp.sum(value_rows(rows, components) * scale, axis=-1)
+    total = sum(weight * values[i] for i, weight in enumerate(weights))
+    values = constant(values)
+    if not tracked:
+        return composed(rows.xp, terms, shares, total, values, None, None)
+    arrays = (constant(rows.logits), rows.reference, rows.targets)
+    if is_jax(rows.logits):
+        from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX
+
+        swept = _jax.tracked(*arrays, scale, components, weights)
+    else:
+        check_targets(rows)
+        swept = sweep(xp, *arrays, scale, components, weights, Wants(logits=True, gram=True))
+    return composed(rows.xp, terms, shares, total, values, swept.logits, swept.gram)
+
+
+def weights_of(terms: list[LogitTerm], shares: list[list[float]]) -> list[float]:
+    """What each component counts in the weighted total."""
+    columns = zip(*shares, strict=True)
+    return [sum(t.weight * s for t, s in zip(terms, column, strict=True)) for column in columns]
+
+
+def composed(
+    xp: Namespace,
+    terms: list[LogitTerm],
+    shares: list[list[float]],
+    total: Array,
+    values: Array,
+    gradient: Array | None,
+    products: Array | None,
+) -> ComposedLogits:
+    """From components to terms: their values, and norms and cosines from inner products."""
+    by_name = {
+        term.name: sum(share * values[i] for i, share in enumerate(own) if share)
+        for term, own in zip(terms, shares, strict=True)
+    }
+    if products is None:
+        return ComposedLogits(total, by_name, gradient)
+    norms, cosines = _tracked(xp, terms, shares, products)
+    return ComposedLogits(total, by_name, gradient, norms, cosines)
+
+
+def _tracked(
+    xp: Namespace, terms: list[LogitTerm], shares: list[list[float]], products: Array
+) -> tuple[dict[str, Array], dict[tuple[str, str], Array]]:
+    def inner(a: list[float], b: list[float]) -> Array:
+        return sum(
+            x * y * products[i, j] for i, x in enumerate(a) for j, y in enumerate(b) if x * y
+        )
+
+    def norm(a: list[float]) -> Array:
+        square = inner(a, a) + 0.0 * products[0, 0]
+        return xp.sqrt(xp.where(square < 0, 0.0, square))
+
+    norms = {term.name: norm(own) for term, own in zip(terms, shares, strict=True)}
+    cosines = {}
+    for (a, own_a), (b, own_b) in combinations(zip(terms, shares, strict=True), 2):
+        both = norms[a.name] * norms[b.name]
+        product = inner(own_a, own_b)
+        cosines[a.name, b.name] = xp.where(both == 0, 0.0, product / xp.where(both == 0, 1.0, both))
+    norms["total"] = norm(weights_of(terms, shares))
+    return norms, cosines

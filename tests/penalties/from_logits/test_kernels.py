@@ -1,0 +1,273 @@
+"""The Triton kernels: for real on a GPU, elsewhere through Triton's interpreter."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from steelyard.penalties.from_logits import (
+    _launch,
+    _operators,
+    compose_linear,
+    compose_logits,
+    cross_entropy,
+    entropy,
+    kl,
+    target_logprobs,
+)
+from steelyard.penalties.from_logits._components import (
+    Component,
+    components_of,
+    needs_reference,
+    needs_targets,
+    read_terms,
+)
+from steelyard.penalties.from_logits._sweep import Wants
+from tests.penalties.from_logits.cases import TERMS, by_autograd, inputs, written
+
+REAL = torch.cuda.is_available()
+DEVICE = "cuda" if REAL else "cpu"
+EVERY = ["entropy", "forward", "reverse", "js", "z_loss", "cross_entropy"]
+FOUR = ["cross_entropy", "entropy", "z_loss", "reverse"]
+
+# The interpreter is slow, and all six together have every pair: there one stands for the rest.
+PAIRS = [*map(list, combinations_with_replacement(EVERY, 2))] if REAL else [["entropy", "js"]]
+
+# The interpreter computes masked lanes, infinities and all, with NumPy.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernels, cut so small that a row has several pieces, and a piece several tiles."""
+    monkeypatch.setattr(_operators, "_has_kernels", lambda x: True)
+    monkeypatch.setattr(_launch, "shape_for", lambda wants: _launch.Shape(2, 2))
+    return _launch
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    size = wanted.norm()
+    return float((found.double().cpu() - wanted).norm() / (size or 1))
+
+
+def swept(
+    launch: ModuleType,
+    names: list[str],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scale: Tensor | None,
+    *,
+    limit: float | None = 100.0,
+    temperature: float = 1.0,
+    **wants: bool,
+) -> Any:
+    """A sweep into poisoned memory."""
+    logits, reference, targets = (x.to(DEVICE) for x in tensors)
+    options: dict[str, Any] = {"temperature": temperature}
+    terms = read_terms(
+        [
+            (kind, {**own, **options, **({"max_log_ratio": limit} if kind == "kl" else {})})
+            for kind, own in written(names)
+        ],
+        logits.shape[1],
+    )
+    components = components_of(terms)
+    weights = [sum(t.weight * s for t in terms for c, s in t.parts if c == k) for k in components]
+    assert launch.fits(logits, reference, components)
+    return launch.sweep(
+        logits,
+        reference if needs_reference(components) else None,
+        targets if needs_targets(components) else None,
+        None if scale is None else scale.to(DEVICE),
+        components,
+        weights,
+        Wants(**wants),
+        into=torch.full_like(logits, torch.nan) if wants.get("logits") else None,
+    )
+
+
+def check(
+    launch: ModuleType,
+    names: list[str],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scale: Tensor | None = None,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> None:
+    rows = len(tensors[0])
+    compares = any(name in ("forward", "reverse", "js", "symmetric") for name in names)
+    found = swept(
+        launch, names, tensors, scale, logits=True, reference=compares, gram=True, **options
+    )
+    share = torch.ones(rows) if scale is None else scale
+    given = {key: value for key, value in options.items() if key == "temperature"}
+    values: dict[str, Tensor] = {}
+    gradients: dict[str, list[Tensor]] = {}
+    for name in names:
+        own = dict(given)
+        if name in ("forward", "reverse"):
+            own["max_log_ratio"] = options.get("limit", 100.0)
+        value, gradient = by_autograd([name], *tensors, share.double(), **own)
+        values |= value
+        gradients |= gradient
+    weights = {name: TERMS[name]["weight"] for name in names}
+    total = sum(weights[name] * values[name] for name in names)
+    sums = found.values.double().sum(1).cpu()
+    torch.testing.assert_close(sums[len(names) :].sum(), total, rtol=1e-5, atol=1e-6)
+    for i, side in enumerate(("logits", "reference")[: 1 + compares]):
+        wanted = torch.as_tensor(sum(weights[n] * gradients[n][i] for n in names))
+        assert relative(getattr(found, side), wanted) < tolerance, side
+    kinds = sorted(names, key=EVERY.index)
+    sign = torch.tensor([-1.0 if name == "entropy" else 1.0 for name in kinds]).double()
+    torch.testing.assert_close(
+        sums[: len(kinds)] * sign, torch.stack([values[n] for n in kinds]), rtol=1e-5, atol=1e-6
+    )
+    each = torch.stack([gradients[n][0].flatten() for n in kinds]) * sign[:, None]
+    assert relative(found.gram, each @ each.T) < 1e-5
+
+
+@pytest.mark.parametrize("names", [[name] for name in EVERY] + [FOUR, EVERY])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 37), (5, 50257)] if REAL else [(2, 530)])
+def test_against_autograd_in_float64(
+    launch: ModuleType, names: list[str], rows: int, classes: int
+) -> None:
+    check(launch, names, inputs(rows + classes, rows, classes, torch.float32))
+
+
+@pytest.mark.parametrize("names", PAIRS)
+def test_every_pair(launch: ModuleType, names: list[str]) -> None:
+    check(launch, list(dict.fromkeys(names)), inputs(21, 2, 45, torch.float32), temperature=1.5)
+
+
+@pytest.mark.parametrize("limit", [100.0, 2.0])
+def test_hard_rows_and_scales(launch: ModuleType, limit: float) -> None:
+    tensors = inputs(22, 8, 300, torch.float32, hard=True)
+    tensors[0][6] = torch.nan
+    scale = torch.tensor([1.0, 0.5, 2.0, 0.3, 0.7, 1.0, 0.0, 0.1])
+    check(launch, ["entropy", "forward", "reverse", "js"], tensors, scale, limit=limit)
+    found = swept(launch, ["z_loss", "cross_entropy"], tensors, scale, logits=True)
+    assert torch.all(found.logits[6] == 0)
+    assert torch.all(found.values[:, 6] == 0)
+
+
+def test_the_exact_ratio_may_be_infinite(launch: ModuleType) -> None:
+    tensors = inputs(23, 6, 40, torch.float32, hard=True)
+    found = swept(launch, ["forward", "reverse"], tensors, None, limit=None)
+    infinite = found.values[:2].cpu().isinf()
+    assert infinite.tolist() == [
+        [False, False, True, False, False, False],
+        [False, True, False, False, False, True],
+    ]
+
+
+def test_no_probability_at_all(launch: ModuleType) -> None:
+    z = torch.full((1, 20), -torch.inf)
+    tensors = (z, z.clone(), torch.zeros(1, dtype=torch.int64))
+    found = swept(launch, ["entropy", "forward", "js", "z_loss"], tensors, None, logits=True)
+    assert found.values[:4, 0].tolist() == [0, 0, 0, torch.inf]
+    assert torch.all(found.logits == 0)
+
+
+def test_nan_is_seen(launch: ModuleType) -> None:
+    for place in (0, 1):
+        tensors = inputs(24, 2, 300, torch.float32)
+        tensors[place][1, 250] = torch.nan
+        found = swept(launch, ["forward", "reverse", "js"], tensors, None, logits=True)
+        assert found.values.isnan().any(0).tolist() == [False, True]
+        assert found.logits.isnan().any(1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("classes", [258, 259])
+def test_narrow_floats(
+    launch: ModuleType, dtype: torch.dtype, tolerance: float, classes: int
+) -> None:
+    """In pairs, and where an odd number of classes leaves none; rounding is all that is lost."""
+    check(launch, FOUR, inputs(25, 2, classes, dtype), tolerance=tolerance)
+
+
+def test_as_it_is_cut_in_earnest(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    rows, classes, tolerance = (64, 128256, 2e-3) if REAL else (1, 600, 8e-3)
+    check(launch, FOUR, inputs(31, rows, classes, torch.bfloat16), tolerance=tolerance)
+
+
+def test_mixed_floats(launch: ModuleType) -> None:
+    logits, _, targets = inputs(26, 2, 64, torch.float32)
+    reference = inputs(27, 2, 64, torch.bfloat16)[1]
+    check(launch, ["forward"], (logits, reference, targets), tolerance=2e-3)
+
+
+def test_what_does_not_fit(launch: ModuleType) -> None:
+    z = torch.zeros(2, 3, device=DEVICE)
+    one, other = Component(1, 1.0, 100.0), Component(1, 1.0, 5.0)
+    assert launch.fits(z, z, [one])
+    assert not launch.fits(z, z, [one, other])
+    assert not launch.fits(z, z, [one, Component(3, 2.0)])
+    assert not launch.fits(z.double(), z, [one])
+    assert not launch.fits(z[:0], z[:0], [one])
+
+
+def test_programs_are_as_many_as_processors(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=device.index),
+    )
+    assert launch._processors(torch.device("cuda", 7)) == 7
+
+
+# Through the front door.
+
+
+def test_functions_and_backward() -> None:
+    logits, reference, targets = (x.to(DEVICE) for x in inputs(28, 4, 50, torch.float32))
+    z, r = logits.clone().requires_grad_(), reference.clone().requires_grad_()
+    mask = torch.tensor([True, True, False, True], device=DEVICE)
+    loss = 2 * kl(z, r, mask=mask, direction="symmetric") + entropy(z)
+    loss = loss + target_logprobs(z, targets)[0] + cross_entropy(z, targets, reduction="none")[1]
+    loss.backward()
+    zz, rr = logits.double().requires_grad_(), reference.double().requires_grad_()
+    exact = 2 * kl(zz, rr, mask=mask, direction="symmetric") + entropy(zz)
+    exact = exact + target_logprobs(zz, targets)[0]
+    exact = exact + cross_entropy(zz, targets, reduction="none")[1]
+    exact.backward()
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-6)
+    for a, b in ((z, zz), (r, rr)):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert relative(a.grad, b.grad.cpu()) < 1e-5
+
+
+def test_composition_and_linear() -> None:
+    _, reference, targets = (x.to(DEVICE) for x in inputs(29, 6, 40, torch.float32))
+    made = torch.Generator().manual_seed(30)
+    hidden = torch.randn(6, 5, generator=made).to(DEVICE).requires_grad_()
+    weight = torch.randn(40, 5, generator=made).to(DEVICE).requires_grad_()
+    found = compose_linear(
+        hidden, weight, written(FOUR), reference=reference, targets=targets, chunk=4,
+        track_grad_norms=True,
+    )  # fmt: skip
+    exact = compose_logits(
+        (hidden @ weight.T).double(), written(FOUR), reference=reference.double(),
+        targets=targets, track_grad_norms=True,
+    )  # fmt: skip
+    torch.testing.assert_close(found.total.double(), exact.total, rtol=1e-5, atol=1e-6)
+    for name, norm in exact.grad_norms.items():
+        torch.testing.assert_close(found.grad_norms[name], norm, rtol=1e-5, atol=1e-7)
+    gradients = torch.autograd.grad(found.total, (hidden, weight))
+    wanted = torch.autograd.grad(exact.total, (hidden, weight))
+    for a, b in zip(gradients, wanted, strict=True):
+        assert relative(a, b.double().cpu()) < 1e-5
+
+
+def test_a_target_that_is_no_class_is_nan() -> None:
+    z = torch.zeros(2, 3, device=DEVICE)
+    rows = cross_entropy(z, torch.tensor([0, 3], device=DEVICE), reduction="none")
+    assert rows.isnan().tolist() == [False, True]
