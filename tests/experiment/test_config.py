@@ -95,7 +95,8 @@ def test_every_schedule_can_be_written(value: Any, made: Any) -> None:
 
 
 def test_the_schedules_are_those_of_the_library() -> None:
-    assert list(SCHEDULES) == schedules.__all__
+    # By epoch, a schedule of another: a run counts steps.
+    assert list(SCHEDULES) == [name for name in schedules.__all__ if name != "by_epoch"]
 
 
 @pytest.mark.parametrize(
