@@ -100,7 +100,7 @@ def test_others_may_not_reach_it_without_a_key(kitchen: Kitchen, tmp_path: Path,
     assert done.code == 1
     assert done.err == (
         "InputError: host must be a loopback address such as 127.0.0.1 unless there is an API "
-        f"key, got {host!r}: pass an api_key, or others could use this machine.\n"
+        f"key, got {host!r}: pass api_key (--api-key), or others could use this machine.\n"
     )
 
 

@@ -73,7 +73,7 @@ def check_host(host: str, api_key: str | None) -> None:
     if api_key is None and not is_loopback(host):
         raise InputError(
             f"host must be a loopback address such as 127.0.0.1 unless there is an API key, "
-            f"got {host!r}: pass an api_key, or others could use this machine."
+            f"got {host!r}: pass api_key (--api-key), or others could use this machine."
         )
 
 
