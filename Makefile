@@ -1,7 +1,6 @@
 # One way to do each chore; CI calls the same targets.
 PYTHON ?= python3
 VENV   := .venv
-WORKERS ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 EXACT  := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
@@ -22,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: lint ## ruff, mypy, every test, doctest and README block, coverage
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report=
+	$(BIN)/python -m pytest --cov --cov-report=
 	$(BIN)/python -m coverage report
 	@$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
 	  echo 'Coverage of penalties, spec, output, gradients and composition must be 100 %:'; \

@@ -24,18 +24,24 @@ def uninterrupted(kitchen: Kitchen, tmp_path_factory: pytest.TempPathFactory) ->
     return folder, time.monotonic() - began
 
 
+def lines_in(file: Path) -> int:
+    return file.read_text().count("\n") if file.exists() else 0
+
+
 def test_a_run_that_was_killed_ends_with_the_same_bits(
     kitchen: Kitchen, uninterrupted: tuple[Path, float]
 ) -> None:
     folder, seconds = uninterrupted
+    whole = metrics_of(folder / "whole")
     chance = random.Random(0)
     checkpoints = []
     for number in range(KILLS):
         run = folder / f"killed-{number}"
         started = kitchen.start("train", "c.toml", "--run", run.name, cwd=folder)
-        while not (run / "config.json").exists():
+        steps = chance.randrange(len(whole))
+        while lines_in(run / "metrics.jsonl") < steps or not (run / "config.json").exists():
             time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.9 * seconds))
+        time.sleep(chance.uniform(0, 0.9 * seconds / len(whole)))
         started.kill(signal.SIGKILL)
         started.wait()
         checkpoints.append(len(list(run.glob("checkpoints/step-*.json"))))
