@@ -58,7 +58,10 @@ def test_it_says_what_to_do_serves_and_stops(served: Started) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_step_under_way_is_finished(served: Started, number: int, tmp_path: Path) -> None:
+def test_a_step_under_way_is_finished(
+    served: Started, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")  # the SDK would send it to a dead server for ever
     url = url_of(served)
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client("tiny-random", rank=2, seed=0)
@@ -120,7 +123,10 @@ def test_a_model_that_is_unknown(kitchen: Kitchen, tmp_path: Path) -> None:
     )
 
 
-def test_the_key_is_asked_for(kitchen: Kitchen, tmp_path: Path) -> None:
+def test_the_key_is_asked_for(
+    kitchen: Kitchen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")  # the SDK would send it with a wrong key for ever
     started = kitchen.start(
         "serve", "--port", "0", "--base-model", "tiny-random",
         cwd=tmp_path, env={"STEELYARD_API_KEY": "tml-mine"},

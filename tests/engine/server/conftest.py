@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tinker
+from tinker.lib.internal_client_holder import InternalClientHolder
 
 from steelyard.engine import LocalServiceClient
 from steelyard.engine.server.running import Running
@@ -26,6 +28,10 @@ def running(folder: Path) -> Iterator[Running]:
     """One server for all tests that do not need their own."""
     with start(folder) as running:
         yield running
+        # A client that outlives its server asks for it for ever, in a thread that draws from
+        # `random`, which tests elsewhere notice.
+        for holder in [each for each in gc.get_objects() if type(each) is InternalClientHolder]:
+            holder.run_coroutine_threadsafe(holder.aclose()).result(timeout=30)
 
 
 @pytest.fixture

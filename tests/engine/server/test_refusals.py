@@ -303,7 +303,10 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def test_the_wrong_key_is_turned_away_at_once(strict: Running) -> None:
+def test_the_wrong_key_is_turned_away_at_once(
+    strict: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")  # the SDK would send it with a wrong key for ever
     with pytest.raises(tinker.AuthenticationError, match="the API key must be the one"):
         tinker.ServiceClient(
             base_url=strict.base_url, api_key="tml-wrong"
