@@ -14,7 +14,7 @@ from torch.nn import functional
 from steelyard import RegularizerSpec
 from steelyard.errors import InputError, SpecError
 from steelyard.integrations import CompositeLoss, reads, term
-from steelyard.integrations.named import find, gather, names_in, within
+from steelyard.integrations.inputs import find, gather, names_in, within
 
 from .models import activity, confidence, cross_entropy, patient
 

@@ -21,7 +21,8 @@ from steelyard.composition.term import Term
 from steelyard.errors import GradientError
 from steelyard.execution import Workers
 from steelyard.gradients import LogProbs, flatten, tensors_in
-from steelyard.integrations.named import Inputs, Reads
+from steelyard.integrations.inputs import Inputs
+from steelyard.integrations.named import Reads
 from steelyard.integrations.packing import (
     AsyncUnpack,
     Unpack,

@@ -15,7 +15,8 @@ from steelyard.composition.term import Term
 from steelyard.errors import GradientError
 from steelyard.gradients import Evaluation, Method
 from steelyard.gradients.returned import as_scalar, split_metrics
-from steelyard.integrations.named import Inputs, Named, fields_of
+from steelyard.integrations.inputs import Inputs, fields_of
+from steelyard.integrations.named import Named
 
 
 @dataclass(eq=False)

@@ -25,17 +25,8 @@ from steelyard.integrations.auxiliary import (
     collect_aux,
     end_collecting,
 )
-from steelyard.integrations.named import (
-    Inputs,
-    Named,
-    Reads,
-    base_of,
-    gather,
-    reads,
-    spec_of,
-    specs_of,
-    term,
-)
+from steelyard.integrations.inputs import Inputs, gather
+from steelyard.integrations.named import Named, Reads, base_of, reads, spec_of, specs_of, term
 from steelyard.integrations.reading import Reading
 from steelyard.integrations.weighed import Weighed
 from steelyard.integrations.weighing import Share, weigh, weigh_traced

@@ -18,7 +18,7 @@ from steelyard.composition.term import Term
 from steelyard.errors import NonFiniteError
 from steelyard.gradients.returned import check_finite
 from steelyard.integrations.apart import read_apart, runs_apart
-from steelyard.integrations.named import Inputs
+from steelyard.integrations.inputs import Inputs
 from steelyard.integrations.norms import term_pulls
 from steelyard.integrations.reading import Reading, differentiable, read_inline, read_traced
 from steelyard.integrations.weighed import Weighed

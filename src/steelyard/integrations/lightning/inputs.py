@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steelyard.errors import InputError
-from steelyard.integrations.named import Inputs, fields_of
+from steelyard.integrations.inputs import Inputs, fields_of
 
 
 def of_batch(batch: object, names: Sequence[str]) -> Inputs:

@@ -1,0 +1,80 @@
+"""What a call of a composite holds, by name: finding it in mappings, dataclasses and heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from steelyard.errors import InputError
+
+# Tensors as a rule, and whatever else a term may want to read.
+Inputs: TypeAlias = Mapping[str, Any]
+
+
+def fields_of(value: object) -> Inputs | None:
+    """A mapping or a dataclass as a mapping; None if `value` is neither."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return None
+
+
+def gather(outputs: Sequence[object], inputs: Inputs) -> dict[str, Any]:
+    """What was passed to a call, by name: the fields of each output, then the keywords.
+
+    Raises:
+        InputError: an output has no names, or a name stands twice.
+    """
+    found: dict[str, Any] = {}
+    for output in (*outputs, inputs):
+        fields = fields_of(output)
+        if fields is None:
+            raise InputError(
+                f"an output must be a mapping or a dataclass, which give names to what they hold, "
+                f"got {type(output).__name__}: pass it by name, for example logits=...."
+            )
+        for name, value in fields.items():
+            if name in found and found[name] is not value:
+                raise InputError(f"an input must stand once, and {name!r} came twice.")
+            found[name] = value
+    return found
+
+
+def within(inputs: Inputs, head: str) -> dict[str, Any]:
+    """What the terms of a head see: what lies under its name, and what all heads share.
+
+    A mapping or dataclass with an entry for the head gives that entry, so that both
+    `{"value": {"logits": ...}}` and `{"logits": {"value": ...}}` are read as `logits`.
+    """
+    seen = {}
+    for name, value in inputs.items():
+        fields = fields_of(value)
+        seen[name] = value if fields is None else fields.get(head, value)
+    return {**seen, **(fields_of(inputs.get(head)) or {})}
+
+
+def find(inputs: Inputs, name: str) -> Any:
+    """The input of that name; dots lead into mappings and dataclasses.
+
+    Raises:
+        KeyError: it is not there.
+    """
+    if name in inputs:
+        return inputs[name]
+    for at, letter in enumerate(name):
+        inner = fields_of(inputs.get(name[:at])) if letter == "." else None
+        if inner is not None:
+            return find(inner, name[at + 1 :])
+    raise KeyError(name)
+
+
+def names_in(inputs: Inputs, prefix: str = "") -> Iterator[str]:
+    """Every name that `find` knows, for messages."""
+    for name, value in inputs.items():
+        fields = fields_of(value)
+        if fields:
+            yield from names_in(fields, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
