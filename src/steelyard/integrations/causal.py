@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steelyard.penalties import from_logits
+from steelyard.penalties.from_logits import Projection
+
 IGNORED = -100
 
 
@@ -72,15 +75,17 @@ def logits_of(inner: Any, seen: Forward) -> Tensor | None:
     return again
 
 
-def target_logprobs(seen: Forward, logits: Tensor | None) -> list[Tensor] | None:
+def target_logprobs(seen: Forward, logits: Tensor | Projection | None) -> list[Tensor] | None:
     """The log-probs of each sequence's next tokens, as the terms over `(data, logprobs)` read."""
     fused = getattr(seen.outputs, "log_probs", None)
     if fused is not None:
         return list(fused)
     labels = seen.inputs.get("labels")
-    if logits is None or labels is None or labels.dim() + 1 != logits.dim():
+    if logits is None or labels is None or labels.dim() + 1 != len(logits.shape):
         return None
     targets = labels[:, 1:].clamp(min=0)
+    if isinstance(logits, Projection):
+        return list(from_logits.target_logprobs(logits[:, :-1], targets))
     logprobs = logits[:, :-1].float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     return list(logprobs)
 
@@ -93,10 +98,23 @@ def data_of(labels: Tensor) -> list[dict[str, Any]]:
     ]
 
 
+def next_labels(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
+    """The label that each position of a batch is compared with; None if there are none.
+
+    Args:
+        inputs: with `labels`, or `shift_labels`, where each is at its position already.
+        shifted: whether the loss compares with the label of the next position.
+    """
+    labels: Tensor | None = inputs.get("shift_labels")
+    if labels is not None:
+        return labels
+    labels = inputs.get("labels")
+    if labels is None or not shifted:
+        return labels
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
+
+
 def token_count(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
     """How many labels of a batch count in its loss; None if it has none."""
-    labels = inputs.get("shift_labels")
-    if labels is None:
-        labels = inputs.get("labels")
-        labels = labels[..., 1:] if labels is not None and shifted else labels
+    labels = next_labels(inputs, shifted=shifted)
     return None if labels is None else (labels != IGNORED).sum()

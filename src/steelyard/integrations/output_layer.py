@@ -21,11 +21,13 @@ class Heard:
     Attributes:
         layer: the layer.
         hidden: what it read; None before the first call.
+        made: what it gave.
         dtype: autocast's, if it computes in that.
     """
 
     layer: nn.Module
     hidden: Tensor | None = None
+    made: Tensor | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -41,6 +43,15 @@ class Heard:
         dtype = self.dtype or weight.dtype
         parts = (self.hidden, weight) if bias is None else (self.hidden, weight, bias)
         return Projection(*(part.to(dtype) for part in parts))
+
+
+    def untouched(self, logits: Tensor) -> bool:
+        """Whether the logits of a model are what the layer gave, but for their dtype."""
+        made = self.made
+        if made is None or made.shape != logits.shape:
+            return False
+        # The last position is as good as all of them, and costs little.
+        return torch.equal(made[..., -1, :].to(logits.dtype), logits[..., -1, :])
 
 
 @contextmanager
@@ -59,8 +70,8 @@ def overheard(
         kind = hidden.device.type
         heard.hidden = hidden
         heard.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        made: Tensor = own(hidden, *args, **kwargs) if instead is None else instead(hidden)
-        return made
+        heard.made = own(hidden, *args, **kwargs) if instead is None else instead(hidden)
+        return heard.made
 
     # An attribute of the instance hides the method until it is deleted.
     layer.forward = forward
