@@ -153,13 +153,14 @@ def base_of(base: Any) -> Named:
     return BaseOfHeads(tuple(replace(reads(fn), head=head) for head, fn in base.items()))
 
 
-def reads(fn: Any, *names: str) -> Reads:
+def reads(fn: Any, *names: str, **keywords: str) -> Reads:
     """`fn` as a term over named inputs.
 
     Args:
         fn: a function, a module, or an object with `compute`; it returns what a term returns.
         names: the inputs for its parameters, in order; without any, those that its parameters
             are named after. Dots lead into mappings and dataclasses.
+        keywords: the inputs for parameters that are given by keyword.
 
     Raises:
         SpecError: the names cannot be told from the function.
@@ -175,13 +176,15 @@ def reads(fn: Any, *names: str) -> Reads:
         return fn
     if not callable(_called(fn)):
         raise SpecError(f"fn must be callable over named inputs, got {fn!r}.")
-    if not all(isinstance(name, str) and name for name in names):
-        raise SpecError(f"the names of inputs must be non-empty strings, got {names!r}.")
+    if not all(isinstance(name, str) and name for name in (*names, *keywords.values())):
+        raise SpecError(
+            f"the names of inputs must be non-empty strings, got {(names, keywords)!r}."
+        )
     optional: tuple[str, ...] = ()
-    if not names:
+    if not names and not keywords:
         names, optional = _parameters(fn)
     kind = _KINDS[is_async(fn), isinstance(fn, Stateful) and not isinstance(fn, nn.Module)]
-    return kind(_called(fn), names, optional, owner=fn)
+    return kind(_called(fn), names, optional, tuple(keywords.items()), fn)
 
 
 def term(
@@ -217,8 +220,8 @@ def term(
     for key in ("run_in", "gradient"):
         if isinstance(own := getattr(fn, key, None), str):
             settings.setdefault(key, own)
-    if isinstance(inputs, Mapping) and inputs:
-        read = replace(reads(fn, *inputs.values()), names=(), keywords=tuple(inputs.items()))
+    if isinstance(inputs, Mapping):
+        read = reads(fn, **inputs)
     else:
         read = reads(fn, *((inputs,) if isinstance(inputs, str) else inputs))
     if settings.get("gradient") == "score" and len(read.names) != len(("data", "logprobs")):

@@ -53,6 +53,12 @@ class LogitCall:
             return None
         return term.parts
 
+    def fits(self, other: LogitCall) -> bool:
+        """Whether one kernel computes both, if they read the same arrays."""
+        if self.parts is None or other.parts is None:
+            return False
+        return go_together(self.parts, other.parts)
+
 
 @dataclass(frozen=True, eq=False)
 class Fused:
@@ -137,7 +143,7 @@ def _goes_with(group: Fused, call: LogitCall) -> bool:
         group.arrays["logits"] is call.arrays["logits"]
         and group.arrays.get("mask") is call.arrays.get("mask")
         and first.options.get("reduction", "mean") == call.options.get("reduction", "mean")
-        and all(go_together(each.parts or (), call.parts or ()) for each in group.calls)
+        and all(each.fits(call) for each in group.calls)
         and all(
             group.arrays[name] is call.arrays[name]
             for name in ("reference", "targets")
