@@ -42,8 +42,7 @@ def write(tables: list[Shown], command: str) -> None:
         "",
     ]
     for table in tables:
-        title, _, conditions = table.title.partition(": ")
-        lines += [f"## {title}", "", conditions[:1].upper() + conditions[1:] + ".", ""]
+        lines += [f"## {table.title}", "", f"{table.conditions}.", ""]
         lines += ["| what | measured | target | |", "|---|---|---|---|"]
         lines += [
             f"| {what} | {measured} | {target} | {MARKS[met]} |"
