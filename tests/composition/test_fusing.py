@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, telemetry
-from steelyard.composition import fusing
 from steelyard.errors import NonFiniteError, TermError
 from steelyard.gradients import Joint
 from steelyard.output import CustomLossOutput
+from steelyard.penalties.from_logits import Projection
 from steelyard.regularizers import WholeVocabulary
 from tests.composition.terms import nll
 
@@ -54,6 +54,12 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+def projected(seed: int = 5) -> list[Projection]:
+    torch.manual_seed(seed)
+    weight, bias = torch.randn(CLASSES, 4, requires_grad=True), torch.randn(CLASSES)
+    return [Projection(torch.randn(n, 4, requires_grad=True), weight, bias) for n in LENGTHS]
+
+
 def compute(*terms: RegularizerSpec, spoiled: float | None = None, **settings: Any) -> Any:
     torch.manual_seed(5)
     logits = [torch.randn(n, CLASSES) for n in LENGTHS]
@@ -69,9 +75,9 @@ def compute(*terms: RegularizerSpec, spoiled: float | None = None, **settings: A
     ]
     if spoiled is not None:
         data[1]["loss_fn_inputs"]["reference_logits"][2] = spoiled
-    pipeline = Pipeline(nll, terms, gives=("logits",), **settings)
+    pipeline = Pipeline(nll, terms, gives=("logits", "projection"), **settings)
     logprobs = [torch.full((n,), -1.0) for n in LENGTHS]
-    return pipeline.compute(data, logprobs, given={"logits": logits})
+    return pipeline.compute(data, logprobs, given={"logits": logits, "projection": projected()})
 
 
 def assert_same(found: CustomLossOutput, wanted: CustomLossOutput) -> None:
@@ -98,8 +104,7 @@ def test_the_numbers_are_those_of_one_by_one(
     found = compute(*TERMS, *beside, track_grad_norms=tracked)
     # A group tells no cosine with a term outside of it.
     assert together == ([] if tracked and beside else [3])
-    monkeypatch.setattr(fusing, "groups_of", lambda *_args, **_kwargs: [])
-    monkeypatch.setattr("steelyard.composition.call.groups_of", fusing.groups_of)
+    monkeypatch.setattr("steelyard.composition.call.groups_of", lambda *_args, **_kwargs: [])
     wanted = compute(*TERMS, *beside, track_grad_norms=tracked)
     assert len(together) <= 1
     assert_same(found, wanted)
@@ -119,6 +124,23 @@ def test_the_numbers_are_those_of_one_by_one(
 def test_what_does_not_go_together(other: RegularizerSpec, together: list[int]) -> None:
     compute(*TERMS, other)
     assert together == [3]
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_projection(tracked: bool, together: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[Any] = ["entropy", "z_loss", "kl"]
+    terms = [RegularizerSpec(WholeVocabulary(kind=k, of="projection"), 0.5) for k in kinds]
+    found = compute(*terms, track_grad_norms=tracked)
+    # Norms by hidden states and weight are each term's own.
+    assert together == ([] if tracked else [3])
+    monkeypatch.setattr("steelyard.composition.call.groups_of", lambda *_args, **_kwargs: [])
+    wanted = compute(*terms, track_grad_norms=tracked)
+    assert found.loss_total == pytest.approx(wanted.loss_total, rel=1e-5)
+    for mine, other in zip(found.beyond["projection"], wanted.beyond["projection"], strict=True):
+        torch.testing.assert_close(mine.hidden, other.hidden)
+        torch.testing.assert_close(mine.weight, other.weight)
+        assert mine.weight is found.beyond["projection"][0].weight
+        assert mine.bias is None
 
 
 def test_two_groups(together: list[int]) -> None:

@@ -118,7 +118,7 @@ GRADIENT = (
         (
             {"needs": ("logits", "weights")},
             (
-                "needs must be among logits, hidden_states, parameters, "
+                "needs must be among logits, projection, hidden_states, parameters, "
                 "got ('logits', 'weights') (regularizer 'term')."
             ),
         ),
@@ -204,8 +204,11 @@ def test_a_name_is_a_string() -> None:
     ("fields", "message"),
     [
         ({"weight": 10**400}, "weight must be a finite number >= 0, got 1000"),
-        ({"needs": 5}, "needs must be among logits, hidden_states, parameters, got 5"),
-        ({"needs": None}, "needs must be among logits, hidden_states, parameters, got None"),
+        ({"needs": 5}, "needs must be among logits, projection, hidden_states, parameters, got 5"),
+        (
+            {"needs": None},
+            "needs must be among logits, projection, hidden_states, parameters, got None",
+        ),
         ({"run_in": ["thread"]}, "run_in must be one of"),
     ],
 )

@@ -58,22 +58,25 @@ def evaluate_together(group: Sequence[Part], *, tracked: bool) -> Fused | None:
     question = group[0].question
     weights = [part.weight for part in group]
     began = perf_counter()
-    needed = leaves_of(question.beyond)
+    needed = {need: leaves_of(nest) for need, nest in question.beyond.items()}
     first, *others = (part.term.spec.fn for part in group)
     try:
         joint = first.compute_together(
             others, weights, question.data, question.copied(), tracked=tracked, **needed
         )
         leaves = {need: list(tensors_in(nest)) for need, nest in needed.items()}
-        flat = [leaf for each in leaves.values() for leaf in each]
+        asked = [leaf for each in leaves.values() for leaf in each if leaf.requires_grad]
         differentiated = perf_counter()
-        found = iter(torch.autograd.grad(joint.total, flat, allow_unused=True))
+        found = iter(torch.autograd.grad(joint.total, asked, allow_unused=True))
         values: list[float] = torch.stack(list(joint.values)).tolist()
     except Exception:  # noqa: BLE001 - whatever one of them raised
         return None
     if question.check_finite and not all(map(math.isfinite, values)):
         return None
-    totals: Gradients = {need: [next(found) for _ in each] for need, each in leaves.items()}
+    totals: Gradients = {
+        need: [next(found) if leaf.requires_grad else None for leaf in each]
+        for need, each in leaves.items()
+    }
     names = [part.term.name for part in group]
     now, share = perf_counter(), 1 / len(group)
     return Fused(

@@ -53,7 +53,7 @@ class Job:
         if gradient is not None:
             evaluation = replace(evaluation, gradient=gradient.to(device))
         if evaluation.beyond:
-            beyond = mapped(evaluation.beyond, lambda g: None if g is None else g.to(device))
+            beyond = mapped(evaluation.beyond, lambda gradient: gradient.to(device))
             evaluation = replace(evaluation, beyond=beyond)
         return evaluation
 
@@ -73,7 +73,7 @@ def job_for(part: Part, lane: Lane, timeout: float, width: int) -> Job:
     size = question.flat.numel()
     sent = question
     if lane == "process":
-        beyond = mapped(question.beyond, lambda tensor: tensor.detach().cpu())
+        beyond = mapped(question.beyond, lambda t: t.detach().cpu().requires_grad_(t.requires_grad))
         sent = replace(question, flat=question.flat.cpu(), beyond=beyond)
     first: Callable[..., Any]
     rest: Callable[..., Any]

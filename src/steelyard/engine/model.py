@@ -21,6 +21,7 @@ from steelyard.engine.adapter import ALPHA, Adapter, LoraSettings
 from steelyard.engine.examples import Limits
 from steelyard.engine.sources import Source
 from steelyard.errors import InputError
+from steelyard.integrations.output_layer import overheard
 
 # How far rounding may move logits, as a part of the largest.
 _ROUNDING, _HALF_ROUNDING = 1e-4, 5e-2
@@ -73,6 +74,33 @@ class Model:
             alone = self(None, input_ids=tokens[:, 3:], use_cache=False).logits
         apart = (together[:, 3:] - alone).abs().max() / alone.abs().max()
         return bool(apart < (_HALF_ROUNDING if alone.dtype.itemsize == 2 else _ROUNDING))  # noqa: PLR2004 - bytes
+
+    @cached_property
+    def projects(self) -> bool:
+        """Whether its logits are what its output layer gives, and nothing is done to them after.
+
+        Tried out: some kinds of model scale or cap them.
+        """
+        if not isinstance(self.output_layer, nn.Module):
+            return False
+        row = torch.linspace(-100, 100, self.limits.vocabulary, device=self.device)
+        tokens = torch.arange(2, device=self.device)[None] % self.config.vocab_size
+        told: list[Tensor] = []
+
+        def tell(hidden: Tensor) -> Tensor:
+            told.append(row.to(hidden.dtype).expand(*hidden.shape[:-1], -1))
+            return told[0]
+
+        with torch.inference_mode(), overheard(self.output_layer, tell):
+            given = self(None, input_ids=tokens, use_cache=False).logits
+        return len(told) == 1 and torch.equal(given, told[0].to(given.dtype))
+
+    @property
+    def output_layer(self) -> Any:
+        """The layer that makes logits, with the adapters in it; None if there is none."""
+        peeled = isinstance(self._net, peft.PeftModel)
+        net = self._net.get_base_model() if peeled else self._net
+        return net.get_output_embeddings()
 
     @cached_property
     def tokenizer(self) -> Any:

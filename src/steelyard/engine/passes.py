@@ -21,7 +21,8 @@ class ForwardPass:
 
     Attributes:
         logprobs: of the target tokens of each datum, `[T]` or `[T, K]`, without a graph.
-        given: what else was asked for: `"logits"`, `[T, V]` for each datum; `"hidden_states"`,
+        given: what else was asked for: `"logits"`, `[T, V]` for each datum; `"projection"`, a
+            `Projection` of that shape for each datum, with one weight; `"hidden_states"`,
             `{layer: [T, H]}` for each datum, 0 for the embeddings; `"parameters"`, the LoRA
             weights by key.
     """

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.examples import Example
 from steelyard.engine.model import Model
 from steelyard.engine.packing import Packing
+from steelyard.integrations.output_layer import overheard
+from steelyard.penalties.from_logits import Projection
 
 # What a term may ask for beyond log-probs that a forward pass makes.
-MADE = ("logits", "hidden_states")
+MADE = ("logits", "projection", "hidden_states")
+# Logits of a chunk, where they are not made as a whole: 256 MB on a GPU, 16 MB on a CPU.
+_ON_GPU, _ELSEWHERE = 2**26, 2**22
 
 
 @dataclass(frozen=True)
@@ -25,23 +31,29 @@ class Pulls:
     Attributes:
         logprobs: `[T]` or `[T, K]`.
         logits: `[T, V]`.
+        projection: by the hidden states, `[T, H]`; the weight's is that of all data together.
         hidden_states: `{layer: [T, H]}`.
         parameters: by key; not for each datum.
     """
 
     logprobs: Sequence[Tensor]
     logits: Sequence[Tensor | None] | None = None
+    projection: Sequence[Projection] | None = None
     hidden_states: Sequence[Mapping[int, Tensor | None]] | None = None
     parameters: Mapping[str, Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the model gave for the sequences of a packing, still attached to its graph."""
+    """What the model gave for the sequences of a packing, still attached to its graph.
+
+    `read` is what its output layer read.
+    """
 
     packing: Packing
     logprobs: Tensor
     logits: Tensor | None
+    read: Tensor | None
     hidden_states: Mapping[int, Tensor]
 
     def split(self, examples: Sequence[Example], into: Sequence[dict[str, Any]]) -> None:
@@ -53,6 +65,8 @@ class Run:
             found["logprobs"] = self.logprobs.detach()[place][:, : _width(shape)].reshape(shape)
             if self.logits is not None:
                 found["logits"] = self.logits.detach()[place]
+            if self.read is not None:
+                found["read"] = self.read.detach()[place]
             if self.hidden_states:
                 found["hidden_states"] = {
                     layer: states.detach()[place] for layer, states in self.hidden_states.items()
@@ -67,6 +81,9 @@ class Run:
         pairs = [(self.logprobs, self._gathered(self.logprobs, pulls.logprobs))]
         if self.logits is not None and pulls.logits is not None:
             pairs.append((self.logits, self._gathered(self.logits, pulls.logits)))
+        if self.read is not None and pulls.projection is not None:
+            rows = [by.hidden for by in pulls.projection]
+            pairs.append((self.read, self._gathered(self.read, rows)))
         for layer, states in self.hidden_states.items() if pulls.hidden_states else ():
             rows = [by_layer[layer] for by_layer in pulls.hidden_states or ()]
             # The embeddings come before every adapter, so that nothing leads back from them.
@@ -100,14 +117,50 @@ def forward(
     options: dict[str, Any] = {"output_hidden_states": "hidden_states" in needs}
     if model.packs:
         options["position_ids"] = packing.positions().to(device)
-    given = model(adapter, input_ids=tokens.to(device), use_cache=False, **options)
-    logits = given.logits
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    # Not log_softmax: that would keep a second tensor as large as the logits.
-    logprobs = logits.gather(-1, targets.to(device)) - logits.logsumexp(-1, keepdim=True)
+    whole = "logits" in needs or "projection" not in needs
+    listening: Any = nullcontext()
+    if "projection" in needs:
+        listening = overheard(model.output_layer, None if whole else _column)
+    with listening as heard:
+        given = model(adapter, input_ids=tokens.to(device), use_cache=False, **options)
+    read: Any = heard.hidden if heard else None
+    if whole:
+        logits = _wide(given.logits)
+        logprobs = _logprobs(logits, targets.to(device))
+    else:
+        logprobs = _in_chunks(model, read, targets.to(device))
     hidden = enumerate(given.hidden_states) if "hidden_states" in needs else ()
-    return Run(packing, logprobs, logits if "logits" in needs else None, dict(hidden))
+    return Run(packing, logprobs, logits if "logits" in needs else None, read, dict(hidden))
+
+
+def _in_chunks(model: Model, read: Tensor, targets: Tensor) -> Tensor:
+    """The log-probs from what the output layer read; a chunk's logits are made, and made again."""
+    size = max((_ON_GPU if read.is_cuda else _ELSEWHERE) // model.limits.vocabulary, 1)
+    layer = model.output_layer
+
+    def of(rows: Tensor, asked: Tensor) -> Tensor:
+        return _logprobs(_wide(layer(rows)), asked)
+
+    rows, asked = (torch.split(each.flatten(0, 1), size) for each in (read, targets))
+    found = [
+        checkpoint(of, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(rows, asked, strict=True)
+    ]
+    return torch.cat(found).reshape(targets.shape)
+
+
+def _logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    # Not log_softmax: that would keep a second tensor as large as the logits.
+    return logits.gather(-1, targets) - logits.logsumexp(-1, keepdim=True)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def _column(hidden: Tensor) -> Tensor:
+    """What the output layer gives where nobody looks at its logits."""
+    return hidden[..., :1]
 
 
 def _width(shape: torch.Size) -> int:

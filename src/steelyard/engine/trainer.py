@@ -17,6 +17,9 @@ from steelyard.engine.model import Model
 from steelyard.engine.packing import Packing, pack
 from steelyard.engine.room import Room
 from steelyard.engine.run import MADE, Pulls, Run, forward
+from steelyard.errors import InputError
+from steelyard.integrations.output_layer import affine
+from steelyard.penalties.from_logits import Projection
 
 Settings = Mapping[str, float]
 LossOfLogprobs = Callable[[list[Tensor]], tuple[Tensor, Mapping[str, float]]]
@@ -100,8 +103,18 @@ class Trainer:
         return with_metrics(self.close(opened, Pulls(pulls)), value.item(), metrics)
 
     def open(self, examples: Sequence[Example], needs: Sequence[str]) -> Opened:
-        """A forward pass; its graph is kept for the way back, if there is room for it."""
+        """A forward pass; its graph is kept for the way back, if there is room for it.
+
+        Raises:
+            InputError: the model's logits are not what its output layer gives, and that is needed.
+        """
         made = [need for need in needs if need in MADE]
+        if "projection" in made and not self.model.projects:
+            raise InputError(
+                f"needs=('projection',) takes a model whose logits are what its output layer "
+                f"gives, and {self.model.source.name!r} has none or changes them after it: use "
+                f"needs=('logits',)."
+            )
 
         def work(tokens: int) -> Opened:
             packings = self._packed(examples, tokens)
@@ -113,6 +126,8 @@ class Trainer:
                     run.split(examples, found)
             else:
                 found = self._look(examples, tokens, made)
+            if "projection" in made:
+                self._project(found)
             return Opened(examples, found, runs, self.adapter.version)
 
         return self._room.within(self.adapter, work)
@@ -133,10 +148,31 @@ class Trainer:
                 self.adapter, lambda tokens: self._again(opened.examples, pulls, tokens)
             )
         total.add([pulls.parameters.get(key) for key in self.adapter.parameters])
+        total.add(self._through_output_layer(pulls))
         self.adapter.gather(total.gradients)
         logprobs = [f["logprobs"] for f in found]
         each = [lp * pull.to(lp) for lp, pull in zip(logprobs, pulls.logprobs, strict=True)]
         return _output(logprobs, each)
+
+    def _project(self, found: Sequence[dict[str, Any]]) -> None:
+        """Put projections in the place of what the output layer read, all with one weight."""
+        with torch.enable_grad():
+            weight, bias = affine(self.model.output_layer)
+        weight = weight.detach().requires_grad_(weight.requires_grad)
+        for each in found:
+            hidden = each.pop("read").to(weight.dtype).requires_grad_()
+            bias = None if bias is None else bias.to(weight.dtype)
+            each["projection"] = Projection(hidden, weight, bias)
+
+    def _through_output_layer(self, pulls: Pulls) -> Sequence[Tensor | None]:
+        """The gradients by way of the output layer's weight, which all data share."""
+        pull = pulls.projection[0].weight if pulls.projection else None
+        if pull is None:
+            return [None] * len(self.adapter.parameters)
+        self.model.activate(self.adapter)
+        with torch.enable_grad():
+            weight, _ = affine(self.model.output_layer)
+        return torch.autograd.grad(weight, self._weights(), pull.to(weight), allow_unused=True)
 
     def _back(self, runs: list[Run], pulls: Pulls) -> _Sum | None:
         """The gradients through kept graphs; None if there is no room for them."""

@@ -69,7 +69,7 @@ class LocalTrainingClient:
     """
 
     # What a forward pass here can give to terms that ask for more than log-probs.
-    gives = ("hidden_states", "logits", "parameters")
+    gives = ("hidden_states", "logits", "parameters", "projection")
 
     def __init__(
         self,
@@ -171,10 +171,11 @@ class LocalTrainingClient:
 
         Args:
             data: with `target_tokens`; other fields are not read.
-            needs: `"logits"`, `"hidden_states"` and `"parameters"`, as wanted.
+            needs: `"logits"`, `"projection"`, `"hidden_states"` and `"parameters"`, as wanted.
 
         Raises:
-            InputError: the data or the needs break a rule.
+            InputError: the data or the needs break a rule; the model's logits are not what its
+                output layer gives, and a projection is needed.
         """
         unknown = [need for need in needs if need not in self.gives]
         if unknown:

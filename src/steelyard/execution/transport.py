@@ -88,8 +88,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is Tensor and _is_plain(thing):
-            raw: Any = thing.contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _tensor, (pickle.PickleBuffer(raw), thing.dtype, tuple(thing.shape))
+            raw: Any = thing.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            shape = tuple(thing.shape)
+            return _tensor, (pickle.PickleBuffer(raw), thing.dtype, shape, thing.requires_grad)
         return super().reducer_override(thing)
 
 
@@ -97,7 +98,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and not tensor.requires_grad
+        and tensor.is_leaf
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -105,10 +106,10 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], trained: bool) -> Tensor:
     # A small buffer comes inside the pickle, as bytes that nobody may write to.
     raw = bytearray(raw) if isinstance(raw, bytes) else raw
-    return torch.frombuffer(raw, dtype=dtype).reshape(shape)
+    return torch.frombuffer(raw, dtype=dtype).reshape(shape).requires_grad_(trained)
 
 
 def _dump(thing: object) -> tuple[bytes, list[memoryview]]:

@@ -166,7 +166,7 @@ class TermConfig(_Part):
     on_error: OnError = "raise"
     every: int = Field(default=1, ge=1)
     enabled: bool = True
-    needs: list[Literal["logits", "hidden_states", "parameters"]] = []
+    needs: list[Literal["logits", "projection", "hidden_states", "parameters"]] = []
 
 
 class WandbConfig(_Part):

@@ -17,7 +17,7 @@ from steelyard.spec import RegularizerSpec
 from steelyard.spec.registry import build
 
 LOSSES = {"cross_entropy": "steelyard.experiment.losses:CrossEntropy"}
-GIVES = {"local": ("hidden_states", "logits", "parameters"), "tinker": ()}
+GIVES = {"local": ("hidden_states", "logits", "parameters", "projection"), "tinker": ()}
 _REFERENCE = "reference_logprobs"
 _LOOK_AHEAD = 10_000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,37 +14,49 @@ from torch import Tensor
 
 from steelyard.gradients.gram import cosine
 
-# A tensor, or lists and mappings of nests; a recursive alias would say no more.
+# A tensor, or lists, mappings and dataclasses of nests, with None for what is not there; a
+# recursive alias would say no more. A tensor may stand in several places, and is one.
 Nest: TypeAlias = Any
 # A term's gradient by need: one for each tensor of the nest, None where there is no path to it.
 Gradients: TypeAlias = Mapping[str, Sequence[Tensor | None]]
 
 
 def mapped(nest: Nest, fn: Callable[[Tensor], Any]) -> Nest:
-    """The nest with `fn` of each tensor in its place."""
-    if isinstance(nest, Mapping):
-        return {key: mapped(inner, fn) for key, inner in nest.items()}
-    if isinstance(nest, list | tuple):
-        return [mapped(inner, fn) for inner in nest]
-    return fn(nest)
+    """The nest with `fn` of each tensor in its places; it is called once for each."""
+    known: dict[int, Any] = {}
+
+    def of(inner: Nest) -> Nest:
+        if inner is None:
+            return None
+        if isinstance(inner, Mapping):
+            return {key: of(each) for key, each in inner.items()}
+        if isinstance(inner, list | tuple):
+            return [of(each) for each in inner]
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+            names = [field.name for field in dataclasses.fields(inner)]
+            return dataclasses.replace(inner, **{name: of(getattr(inner, name)) for name in names})
+        if id(inner) not in known:
+            known[id(inner)] = fn(inner)
+        return known[id(inner)]
+
+    return of(nest)
 
 
 def tensors_in(nest: Nest) -> Iterator[Tensor]:
-    """The tensors of a nest, in order."""
-    if isinstance(nest, Mapping):
-        for inner in nest.values():
-            yield from tensors_in(inner)
-    elif isinstance(nest, list | tuple):
-        for inner in nest:
-            yield from tensors_in(inner)
-    else:
-        yield nest
+    """The tensors of a nest, in order, each once."""
+    found: list[Tensor] = []
+    mapped(nest, found.append)
+    return iter(found)
 
 
 def leaves_of(nest: Nest) -> Nest:
-    """The nest over the same memory, each tensor a leaf that requires a gradient."""
+    """The nest over the same memory, each tensor a leaf that requires a gradient.
+
+    Where some of them require one already, the others are constants.
+    """
+    some = any(tensor.requires_grad for tensor in tensors_in(nest))
     with torch.inference_mode(mode=False), torch.enable_grad():
-        return mapped(nest, lambda tensor: tensor.detach().requires_grad_())
+        return mapped(nest, lambda t: t.detach().requires_grad_(t.requires_grad or not some))
 
 
 @dataclass(frozen=True)

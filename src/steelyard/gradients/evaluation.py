@@ -106,10 +106,10 @@ class Trial:
         if question.gradient in ("auto", "autograd"):
             self._leaf = leaf or Leaf.of(question.layout, question.flat)
             self._logprobs = self._leaf.views
-            self._beyond = leaves_of(question.beyond) if question.beyond else {}
+            self._beyond = {need: leaves_of(n) for need, n in question.beyond.items()}
         else:
             self._logprobs = question.copied()
-            self._beyond = question.beyond
+            self._beyond = dict(question.beyond)
 
     def call(self) -> Any:
         """What the term returns for these log-probs: a result, or a coroutine that gives one."""
@@ -146,10 +146,14 @@ class Trial:
         if self._leaf is None:
             return None, {}
         leaves = {need: list(tensors_in(nest)) for need, nest in self._beyond.items()}
-        gradient, *rest = self._leaf.gradients_of(loss, [t for ts in leaves.values() for t in ts])
+        asked = [t for ts in leaves.values() for t in ts if t.requires_grad]
+        gradient, *rest = self._leaf.gradients_of(loss, asked)
         if any(found is not None for found in rest):
             each = iter(rest)
-            return gradient, {need: [next(each) for _ in ts] for need, ts in leaves.items()}
+            return gradient, {
+                need: [next(each) if t.requires_grad else None for t in ts]
+                for need, ts in leaves.items()
+            }
         if gradient is None and question.gradient == "autograd":
             raise GradientError(
                 f"gradient='autograd' needs a loss that depends on the log-probs through torch, "

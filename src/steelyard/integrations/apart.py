@@ -97,8 +97,9 @@ class _Asked:
         assert told is not None  # noqa: S101 - for mypy: the caller has looked
         pairs: list[tuple[Tensor, Tensor | None]] = []
         if told.gradient is not None:
-            pulls = tensors_in(part.question.layout.split(told.gradient))
-            pairs += zip(tensors_in(self.logprobs), pulls, strict=True)
+            both = (self.logprobs, part.question.layout.split(told.gradient))
+            given, pulls = ([each] if isinstance(each, Tensor) else each for each in both)
+            pairs += zip(given, pulls, strict=True)
         for need, found in told.beyond.items():
             pairs += zip(tensors_in(self.given[need]), found, strict=True)
         flat = part.question.flat

@@ -39,7 +39,7 @@ __all__ = ["CompositeLoss", "aux_loss", "capture", "collect_aux", "reads", "term
 TermLike: TypeAlias = RegularizerSpec | Mapping[str, Any]
 BaseFn: TypeAlias = Callable[..., Any]
 
-_GIVEN = ("logits", "hidden_states", "parameters")
+_GIVEN = ("logits", "projection", "hidden_states", "parameters")
 
 
 class CompositeLoss(nn.Module):

@@ -167,7 +167,7 @@ class WholeVocabulary:
 
 
 def _beside(rows: Sequence[Row], given: Any) -> Iterator[tuple[Row, Any]]:
-    items = [given] if isinstance(given, Tensor) else given
+    items = given if isinstance(given, list | tuple) else [given]
     return zip(rows, items, strict=True)
 
 

@@ -25,7 +25,7 @@ _CHOICES = {
     "gradient": ("auto", "autograd", "numerical", "score", "none"),
     "on_error": ("raise", "skip"),
 }
-_NEEDS = ("logits", "hidden_states", "parameters")
+_NEEDS = ("logits", "projection", "hidden_states", "parameters")
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class RegularizerSpec:
         enabled: whether it runs at all.
         every: it runs on steps where `step % every == 0`.
         options: keyword arguments for each call.
-        needs: what it reads beyond log-probs: `"logits"`, `"hidden_states"`, `"parameters"`;
-            none is what the regularizer says of itself.
+        needs: what it reads beyond log-probs: `"logits"`, `"projection"`, `"hidden_states"`,
+            `"parameters"`; none is what the regularizer says of itself.
 
     Raises:
         SpecError: a field breaks its rule.

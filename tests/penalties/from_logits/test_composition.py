@@ -226,8 +226,12 @@ def test_linear_without_gradients_and_without_reference() -> None:
 @pytest.mark.parametrize(
     ("arrays", "options", "message"),
     [
-        ((np.zeros((2, 3)), torch.zeros(4, 3)), {}, "hidden must be a torch tensor of float32"),
-        ((torch.zeros(2, 3), torch.zeros(4, 3).half()), {}, "weight must be a torch tensor of"),
+        ((np.zeros((2, 3)), torch.zeros(4, 3)), {}, "hidden must be a torch tensor of a floating"),
+        (
+            (torch.zeros(2, 3), torch.zeros(4, 3).half()),
+            {},
+            "weight must have the dtype of hidden, float32, got float16",
+        ),
         ((torch.zeros(2, 3), torch.zeros(4, 2)), {}, "weight must have the shape [classes, feat"),
         ((torch.zeros(2, 3), torch.zeros(4, 3)), {"chunk": 0}, "chunk must be None or an integer"),
         (

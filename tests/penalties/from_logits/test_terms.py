@@ -120,6 +120,17 @@ def test_a_loss_scale_saves_float16() -> None:
     assert error < 1e-3
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_masked_float16_loss_has_the_value_it_has_without_a_gradient(reduction: Any) -> None:
+    logits = inputs(5, 6, 7)[0].half().requires_grad_()
+    mask = torch.tensor([True, False, True, True, False, True])
+    options: dict[str, Any] = {"mask": mask, "reduction": reduction}
+    wanted = from_logits.entropy(logits.detach(), **options)
+    torch.testing.assert_close(from_logits.entropy(logits, **options).detach(), wanted)
+    composed = from_logits.compose_logits(logits, ["entropy"], **options)
+    torch.testing.assert_close(composed.total.detach(), wanted)
+
+
 def test_nothing_counts(autodiff: Backend) -> None:
     """NaN in masked rows stays there; a mask without a row gives 0."""
     bad = np.full((2, 4), np.nan)

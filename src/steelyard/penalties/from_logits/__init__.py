@@ -2,7 +2,8 @@
 
 * `terms`: `entropy`, `kl`, `js`, `z_loss`, `cross_entropy`, `target_logprobs`
 * `composition`: `compose_logits`: several of them, one read and one write
-* `linear`: `compose_linear`: the same without ever having all logits
+* `projection`: `Projection`: stands for logits and does not make them
+* `linear`: `compose_linear`: several terms without ever having all logits
 * `fusion`: `fusable`: which calls of a loss go together
 
 On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows at a time.
@@ -11,6 +12,7 @@ On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows 
 from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
 from steelyard.penalties.from_logits.fusion import Fused, LogitCall, fusable
 from steelyard.penalties.from_logits.linear import compose_linear
+from steelyard.penalties.from_logits.projection import Projection
 from steelyard.penalties.from_logits.terms import (
     cross_entropy,
     entropy,
@@ -24,6 +26,7 @@ __all__ = [
     "ComposedLogits",
     "Fused",
     "LogitCall",
+    "Projection",
     "compose_linear",
     "compose_logits",
     "cross_entropy",

@@ -9,12 +9,17 @@ from steelyard.penalties._arrays import Array, cast, is_jax, is_torch
 from steelyard.penalties._reduction import reduce
 from steelyard.penalties.from_logits._components import Component, Parts
 from steelyard.penalties.from_logits._inputs import Rows
+from steelyard.penalties.from_logits._projected import Projected
 from steelyard.penalties.from_logits._sweep import Wants, sweep
 
 
-def evaluated(rows: Rows, parts: Parts, reduction: str) -> Array:
+def evaluated(rows: Rows | Projected, parts: Parts, reduction: str) -> Array:
     """The weighted sum of the components, reduced; differentiable in torch and JAX."""
     components, weights = [each for each, _ in parts], [count for _, count in parts]
+    if isinstance(rows, Projected):
+        from steelyard.penalties.from_logits import _chunked  # noqa: PLC0415  # needs torch
+
+        return _chunked.evaluated(rows, components, weights, reduction)
     if is_torch(rows.logits):
         return _torch(rows, components, weights, reduction)
     values = value_rows(rows, components)
@@ -75,7 +80,7 @@ def _torch(
         return _operators.rows(*problem, scale, *flat)[0].reshape(rows.shape)
     scale, share = rows.scale(reduction)
     if _operators.is_late(rows.logits, rows.reference):
-        values = _operators.rows(*problem, scale, *flat)[0]
+        values = _operators.rows(*problem, rows.scale("sum")[0], *flat)[0]
         return share * (values if scale is None else values * scale).sum()
     wants = [*_operators.wanted(rows.logits, rows.reference), False]
     return _operators.compose(*problem, scale, *flat, share, wants)[0]

@@ -41,6 +41,11 @@ class Rows(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any  # each backend's own class
 
+    @property
+    def classes(self) -> int:
+        count: int = self.logits.shape[-1]
+        return count
+
     def scale(self, reduction: str) -> tuple[Array | None, float]:
         """What each row counts: an array where there is a mask, and one factor for all."""
         if self.mask is None:

@@ -23,6 +23,7 @@ from steelyard.penalties.from_logits._components import (
 from steelyard.penalties.from_logits._evaluation import check_targets, value_rows
 from steelyard.penalties.from_logits._inputs import Rows, accept_rows
 from steelyard.penalties.from_logits._sweep import Wants, sweep
+from steelyard.penalties.from_logits.projection import Projection, made
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ class ComposedLogits:
 
 
 def compose_logits(
-    logits: Array,
+    logits: Array | Projection,
     terms: Iterable[LogitTermLike],
     *,
-    reference: Array | None = None,
+    reference: Array | Projection | None = None,
     targets: Array | None = None,
     mask: Array | None = None,
     reduction: Literal["mean", "sum"] = "mean",
@@ -65,10 +66,10 @@ def compose_logits(
     same numbers from the plain formulas, a block of rows at a time.
 
     Args:
-        logits: Any leading shape, classes last.
+        logits: Any leading shape, classes last; or a `Projection`, as for `compose_linear`.
         terms: Each a name, `entropy`, `kl`, `js`, `z_loss` or `cross_entropy`, or a pair of one
             with its options: `weight` (1.0), `name` (to have one twice) and the function's own.
-        reference: Logits of the same shape, for `kl` and `js`.
+        reference: Logits of the same shape, for `kl` and `js`; or a `Projection`, a constant.
         targets: Integers in the leading shape, for `cross_entropy`.
         mask: Booleans over rows, as for the functions.
         reduction: `"mean"` or `"sum"` over rows, of every term.
@@ -92,9 +93,23 @@ def compose_logits(
         >>> logits.grad.sum().round(decimals=4)
         tensor(1.3863)
     """
+    if isinstance(logits, Projection):
+        from steelyard.penalties.from_logits import linear  # noqa: PLC0415  # it builds on this
+
+        return linear.compose_linear(
+            logits.hidden,
+            logits.weight,
+            terms,
+            bias=logits.bias,
+            reference=reference,
+            targets=targets,
+            mask=mask,
+            reduction=reduction,
+            track_grad_norms=track_grad_norms,
+        )
     one_of("reduction", reduction, ("mean", "sum"))
     flag("track_grad_norms", track_grad_norms)
-    rows = accept_rows(logits, reference, targets, mask)
+    rows = accept_rows(logits, made(reference), targets, mask)
     read = read_terms(terms, rows.logits.shape[-1])
     components = components_of(read)
     check_inputs(components, reference, targets)
@@ -144,7 +159,7 @@ def _torch(
     wants = [not late and (by_logits or tracked), not late and by_reference, tracked]
     total, values, gradient, _, products = _operators.compose(*problem, scale, *flat, share, wants)
     if late:
-        each = _operators.rows(*problem, scale, *flat)[0]
+        each = _operators.rows(*problem, rows.scale("sum")[0], *flat)[0]
         total = share * (each if scale is None else each * scale).sum()
     return composed(
         rows.xp,

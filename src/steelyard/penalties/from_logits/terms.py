@@ -14,12 +14,13 @@ from steelyard.penalties.from_logits._components import (
     of_z_loss,
 )
 from steelyard.penalties.from_logits._evaluation import evaluated
-from steelyard.penalties.from_logits._inputs import accept_rows
+from steelyard.penalties.from_logits._projected import accept
+from steelyard.penalties.from_logits.projection import Projection
 from steelyard.penalties.primitives import Reduction
 
 
 def entropy(
-    logits: Array,
+    logits: Array | Projection,
     *,
     mode: Literal["penalty", "bonus"] = "penalty",
     reduction: Reduction = "mean",
@@ -31,7 +32,8 @@ def entropy(
 
     Args:
         logits: Any leading shape, classes last. -inf is a class of probability 0, which
-            contributes 0 to value and gradient.
+            contributes 0 to value and gradient. Or a `Projection`, whose logits are made a chunk
+            of rows at a time.
         mode: `"penalty"` gives +H, `"bonus"` gives -H.
         reduction: `"mean"` or `"sum"` over rows, or `"none"` for one value per row.
         normalize: Divide by the log of the number of classes; one class gives 0.
@@ -52,16 +54,14 @@ def entropy(
         1.039721
     """
     accept_reduction(reduction)
-    rows = accept_rows(logits, mask=mask)
-    parts = of_entropy(
-        rows.logits.shape[-1], mode=mode, normalize=normalize, temperature=temperature
-    )
+    rows = accept(logits, mask=mask)
+    parts = of_entropy(rows.classes, mode=mode, normalize=normalize, temperature=temperature)
     return evaluated(rows, parts, reduction)
 
 
 def kl(
-    logits: Array,
-    reference: Array,
+    logits: Array | Projection,
+    reference: Array | Projection,
     *,
     direction: Literal["forward", "reverse", "symmetric"] = "forward",
     reduction: Reduction = "mean",
@@ -72,11 +72,12 @@ def kl(
     """Kullback-Leibler divergence of `p = softmax(logits / T)` and `q` of the reference's.
 
     `"forward"` is `KL(p‖q)`, `"reverse"` `KL(q‖p)`, `"symmetric"` their mean, all as in
-    `steelyard.penalties.kl_divergence`. Differentiable by both.
+    `steelyard.penalties.kl_divergence`. Differentiable by both arrays.
 
     Args:
-        logits: Any leading shape, classes last.
-        reference: Logits of the same shape.
+        logits: Any leading shape, classes last; or a `Projection`.
+        reference: Logits of the same shape. Or a `Projection` of it; then, and beside logits
+            that are one, it is constant.
         direction: `"forward"`, `"reverse"` or `"symmetric"`.
         reduction: As for `entropy`.
         temperature: T > 0, of both.
@@ -99,12 +100,12 @@ def kl(
     """
     accept_reduction(reduction)
     parts = of_kl(direction=direction, temperature=temperature, max_log_ratio=max_log_ratio)
-    return evaluated(accept_rows(logits, reference, mask=mask), parts, reduction)
+    return evaluated(accept(logits, reference, mask=mask), parts, reduction)
 
 
 def js(
-    logits: Array,
-    reference: Array,
+    logits: Array | Projection,
+    reference: Array | Projection,
     *,
     reduction: Reduction = "mean",
     temperature: float = 1.0,
@@ -113,8 +114,9 @@ def js(
     """Jensen-Shannon divergence of two softmaxes, as in `steelyard.penalties.js_divergence`.
 
     Args:
-        logits: Any leading shape, classes last.
-        reference: Logits of the same shape.
+        logits: Any leading shape, classes last; or a `Projection`.
+        reference: Logits of the same shape. Or a `Projection` of it; then, and beside logits
+            that are one, it is constant.
         reduction: As for `entropy`.
         temperature: T > 0, of both.
         mask: As for `entropy`.
@@ -133,12 +135,12 @@ def js(
         0.693147
     """
     accept_reduction(reduction)
-    rows = accept_rows(logits, reference, mask=mask)
+    rows = accept(logits, reference, mask=mask)
     return evaluated(rows, of_js(temperature=temperature), reduction)
 
 
 def z_loss(
-    logits: Array,
+    logits: Array | Projection,
     *,
     reduction: Reduction = "mean",
     temperature: float = 1.0,
@@ -147,7 +149,7 @@ def z_loss(
     """Squared logsumexp of `logits / T`, which keeps logits from drifting.
 
     Args:
-        logits: Any leading shape, classes last.
+        logits: Any leading shape, classes last; or a `Projection`.
         reduction: As for `entropy`.
         temperature: T > 0.
         mask: As for `entropy`.
@@ -168,11 +170,11 @@ def z_loss(
         Chowdhery et al. (2022), "PaLM: scaling language modeling with pathways", section 5.
     """
     accept_reduction(reduction)
-    return evaluated(accept_rows(logits, mask=mask), of_z_loss(temperature=temperature), reduction)
+    return evaluated(accept(logits, mask=mask), of_z_loss(temperature=temperature), reduction)
 
 
 def cross_entropy(
-    logits: Array,
+    logits: Array | Projection,
     targets: Array,
     *,
     reduction: Reduction = "mean",
@@ -182,7 +184,7 @@ def cross_entropy(
     """Minus the log-probability of each row's target.
 
     Args:
-        logits: Any leading shape, classes last.
+        logits: Any leading shape, classes last; or a `Projection`.
         targets: Integers in the leading shape. Those of masked rows are not looked at; one
             that is no class is an error, on a GPU and in JAX a loss of NaN.
         reduction: As for `entropy`.
@@ -202,17 +204,21 @@ def cross_entropy(
         1.386294
     """
     accept_reduction(reduction)
-    rows = accept_rows(logits, targets=targets, mask=mask)
+    rows = accept(logits, targets=targets, mask=mask)
     return evaluated(rows, of_cross_entropy(temperature=temperature), reduction)
 
 
 def target_logprobs(
-    logits: Array, targets: Array, *, temperature: float = 1.0, mask: Array | None = None
+    logits: Array | Projection,
+    targets: Array,
+    *,
+    temperature: float = 1.0,
+    mask: Array | None = None,
 ) -> Array:
     """Log-probability of each row's target, in the leading shape; 0 where masked.
 
     Args:
-        logits: Any leading shape, classes last.
+        logits: Any leading shape, classes last; or a `Projection`.
         targets: As for `cross_entropy`.
         temperature: T > 0.
         mask: As for `entropy`.
@@ -230,5 +236,5 @@ def target_logprobs(
         [-0.287682]
     """
     [(component, _)] = of_cross_entropy(temperature=temperature)
-    rows = accept_rows(logits, targets=targets, mask=mask)
+    rows = accept(logits, targets=targets, mask=mask)
     return evaluated(rows, [(component, -1.0)], "none")

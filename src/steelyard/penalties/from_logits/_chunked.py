@@ -1,0 +1,86 @@
+"""Terms over a projection, by the operators that go over it in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from steelyard.penalties.from_logits import _linear, _operators
+from steelyard.penalties.from_logits._components import Component
+from steelyard.penalties.from_logits._projected import Projected
+
+
+def evaluated(
+    problem: Projected, components: Sequence[Component], weights: Sequence[float], reduction: str
+) -> Tensor:
+    """The weighted sum of the components, reduced; differentiable."""
+    if reduction == "none":
+        return _rows(problem, components, weights)[0].reshape(problem.rows.shape)
+    return composed(problem, components, weights, reduction, tracked=False)[0]
+
+
+def composed(
+    problem: Projected,
+    components: Sequence[Component],
+    weights: Sequence[float],
+    reduction: str,
+    *,
+    tracked: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The differentiable total, the components' values, and their inner products if tracked."""
+    scale, share = problem.rows.scale(reduction)
+    wanted = _wanted(problem)
+    # float16 cannot hold the gradient of a mean over many rows without a loss scale, which is
+    # known in the backward pass alone.
+    late = problem.weight.dtype == torch.float16 and any(wanted)
+    if late:
+        total, each = (
+            share * (rows if scale is None else rows * scale).sum(-1)
+            for rows in _rows(problem, components, weights)
+        )
+        if not tracked:
+            return total, each.detach(), None
+    wants = [*(asked and not late for asked in wanted), tracked]
+    made, values, *_, products = _linear.compose_linear(
+        *_flat(problem, scale, components, weights), share, wants
+    )
+    return total if late else made, values.detach(), products.detach() if tracked else None
+
+
+def _rows(
+    problem: Projected, components: Sequence[Component], weights: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """`[rows]` weighted sums and `[components, rows]`; 0 where masked."""
+    mask, _ = problem.rows.scale("sum")
+    found: tuple[Tensor, Tensor] = _linear.rows(*_flat(problem, mask, components, weights))
+    return found
+
+
+def _wanted(problem: Projected) -> list[bool]:
+    """Whether gradients by hidden states, weight and bias will be asked for."""
+    given = (problem.rows.logits, problem.weight, problem.bias)
+    return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in given]
+
+
+def _flat(
+    problem: Projected,
+    scale: Tensor | None,
+    components: Sequence[Component],
+    weights: Sequence[float],
+) -> tuple[object, ...]:
+    """The problem as the operators take it."""
+    return (
+        problem.rows.logits,
+        problem.weight,
+        problem.bias,
+        problem.reference,
+        problem.reference_weight,
+        problem.reference_bias,
+        problem.rows.targets,
+        scale,
+        *_operators.flat(components),
+        list(weights),
+        problem.chunk,
+    )

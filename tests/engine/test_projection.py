@@ -1,0 +1,295 @@
+"""Terms that need a projection: as with logits, which are not made then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tinker import types
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from steelyard import RegularizerSpec, regularize
+from steelyard.engine import LocalServiceClient, LocalTrainingClient, run, tiny
+from steelyard.engine.examples import read_examples
+from steelyard.engine.run import Pulls
+from steelyard.errors import InputError, TermError
+from steelyard.penalties.from_logits import Projection, compose_logits, entropy
+from steelyard.penalties.from_logits import _projected as projected
+
+from .data import by_hand, close, datum, ragged, same, train
+
+LENGTHS = [23, 4, 40, 9]
+DATA = ragged(3, LENGTHS)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_ELSEWHERE", 7 * tiny.VOCABULARY)  # 76 tokens
+    monkeypatch.setattr(projected, "_ELSEWHERE", 5 * tiny.VOCABULARY)
+
+
+def create(max_tokens: int | None = None, dtype: str = "float64", **more: Any) -> Any:
+    service = LocalServiceClient(dtype=dtype, max_tokens=max_tokens)
+    client = service.create_lora_training_client("tiny-random", rank=3, seed=1, **more)
+    train(client)
+    return client
+
+
+def squares(_: object, logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    return torch.cat([row.flatten() for row in logprobs]).square().mean(), {}
+
+
+def spread(rows: Sequence[Any]) -> Tensor:
+    total: Tensor = sum((i + 1) * entropy(each) for i, each in enumerate(rows))
+    return total
+
+
+def anchored(data: Sequence[types.Datum], rows: Sequence[Any]) -> Tensor:
+    """Cross-entropy and z-loss together, of all data but the second."""
+    totals = []
+    for one, z in zip(data, rows, strict=True):
+        targets = one.loss_fn_inputs["target_tokens"].to_torch()
+        terms: list[Any] = ["cross_entropy", ("z_loss", {"weight": 0.1})]
+        if len(targets) > 4:
+            totals.append(compose_logits(z, terms, targets=targets).total)
+    return torch.stack(totals).mean()
+
+
+def terms(need: str) -> list[RegularizerSpec]:
+    return [
+        RegularizerSpec(lambda d, lp, **z: spread(z[need]), 0.5, "spread", needs=(need,)),
+        RegularizerSpec(
+            lambda d, lp, **z: anchored(d, z[need]) + lp[1].sum(), 0.3, "anchored", needs=(need,)
+        ),
+    ]
+
+
+def composed(client: Any, need: str) -> tuple[Any, dict[str, Tensor]]:
+    output = regularize(client).forward_backward_custom(
+        DATA, squares, regularizers=terms(need), track_grad_norms=True
+    )
+    result = output.result()
+    gradients = client.gradients()
+    client.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    return result, gradients
+
+
+@pytest.mark.parametrize("max_tokens", [None, 30], ids=["whole", "in parts"])
+@pytest.mark.parametrize("unembed", [True, False])
+def test_the_same_gradients_as_with_logits(unembed: bool, max_tokens: int | None) -> None:
+    client = create(max_tokens, train_unembed=unembed)
+    wanted, by_logits = composed(client, "logits")
+    found, by_projection = composed(client, "projection")
+    assert found.loss_total == pytest.approx(wanted.loss_total, rel=1e-12)
+    assert any("lm_head" in key for key in by_logits) == unembed
+    close(by_projection, by_logits, 1e-10)
+    for name in ("spread", "anchored"):
+        assert found.regularizers[name].grad_space == "projection"
+        ours, theirs = found.regularizers[name].value, wanted.regularizers[name].value
+        assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.mark.parametrize("unembed", [True, False])
+def test_norms_are_by_hidden_states_and_by_a_weight_that_is_trained(unembed: bool) -> None:
+    client = create(train_unembed=unembed)
+    output, _ = composed(client, "projection")
+    weights, pulls = client.weights(), {}
+    for name, fn in (("spread", spread), ("anchored", lambda rows: anchored(DATA, rows))):
+        hidden = []
+        for one in DATA:
+            states = by_hand(weights, one.model_input.to_ints(), output_hidden_states=True)
+            hidden.append(states.hidden_states[-1][0].detach().requires_grad_())
+        layer = tiny.build(torch.float64).lm_head.weight.detach()
+        if unembed:
+            key = "base_model.model.lm_head.lora_{}.weight"
+            a, b = weights[key.format("A")], weights[key.format("B")]
+            layer = (layer + 32 / 3 * b @ a).requires_grad_()
+        value = fn([each @ layer.T for each in hidden])
+        leaves = [*hidden, layer] if unembed else hidden
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        pulls[name] = torch.cat(
+            [
+                (torch.zeros_like(x) if g is None else g).flatten()
+                for x, g in zip(leaves, found, strict=True)
+            ]
+        )
+        norm = output.regularizers[name].grad_norm
+        assert norm == pytest.approx(pulls[name].norm().item(), rel=1e-8)
+    cosine = torch.cosine_similarity(pulls["spread"], pulls["anchored"], 0).item()
+    assert output.cosines["spread", "anchored"] == pytest.approx(cosine, rel=1e-8)
+
+
+class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
+    """Notes how many rows of the vocabulary's length the largest tensor has."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(each, Tensor) and each.dim() and each.shape[-1] == tiny.VOCABULARY:
+                self.most = max(self.most, each.numel() // tiny.VOCABULARY)
+        return out
+
+
+@pytest.mark.parametrize("need", ["logits", "projection"])
+def test_a_step_makes_the_logits_of_a_chunk_alone(need: str) -> None:
+    client = create()
+    trainer = client._trainer
+    examples = read_examples(DATA, {}, trainer.model.limits)
+    trainer.open(examples, (need,))  # what is tried out once is
+
+    def step() -> int:
+        seen = Rows()
+        with seen:
+            opened = trainer.open(examples, (need,))
+            given = [found[need] for found in opened.found]
+            if need == "projection":
+                leaves = [each.hidden for each in given]
+                value = spread(given)
+                *by_hidden, by_weight = torch.autograd.grad(value, [*leaves, given[0].weight])
+                pulls: list[Any] = [Projection(each, by_weight) for each in by_hidden]
+            else:
+                leaves = [each.requires_grad_() for each in given]
+                pulls = list(torch.autograd.grad(spread(given), leaves))
+            by_logprobs = [torch.ones_like(found["logprobs"]) for found in opened.found]
+            pulled: dict[str, Any] = {need: pulls}
+            trainer.close(opened, Pulls(by_logprobs, **pulled))
+        return seen.most
+
+    rows = client._host.later(step).result()
+    features = 64  # of the output layer's weight, turned
+    assert rows >= sum(LENGTHS) if need == "logits" else rows <= features
+
+
+def test_both_together_and_several_targets() -> None:
+    client = create()
+    data = ragged(8, [5, 12, 3], width=3)
+    opened = client.open_pass(data, ("logits", "projection"))
+    lean = client.open_pass(data, ("projection",))
+    for z, p, q in zip(
+        opened.given["logits"], opened.given["projection"], lean.given["projection"], strict=True
+    ):
+        torch.testing.assert_close(p.logits().detach(), z, rtol=0, atol=1e-12)
+        torch.testing.assert_close(q.hidden, p.hidden)
+        assert p.weight is opened.given["projection"][0].weight
+    for ours, theirs in zip(lean.logprobs, opened.logprobs, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    pulls = [torch.randn_like(row) for row in lean.logprobs]
+    lean.backward(pulls, {}).result()
+    ours = client.gradients()
+    client.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    opened = client.open_pass(data, ("logits",))
+    opened.backward(pulls, {}).result()
+    close(ours, client.gradients(), 1e-10)
+
+
+def test_weights_that_changed_before_the_way_back() -> None:
+    """The graph is made anew, and the output layer's weight with it."""
+    client, other = create(), create()
+    opened, kept = (c.open_pass(DATA, ("projection",)) for c in (client, other))
+    train(client, seed=20)
+    train(other, seed=20)
+    kept = other.open_pass(DATA, ("projection",))
+    zero = [torch.zeros_like(row) for row in opened.logprobs]
+    by_weight = torch.randn_like(opened.given["projection"][0].weight)
+    pulls = [Projection(torch.randn_like(p.hidden), by_weight) for p in opened.given["projection"]]
+    opened.backward(zero, {"projection": pulls}).result()
+    kept.backward(zero, {"projection": pulls}).result()
+    close(client.gradients(), other.gradients(), 1e-10)
+
+
+def far(data: object, logprobs: object, projection: Sequence[Projection]) -> Tensor:
+    """A term at the top of a module, for another process."""
+    return spread(projection)
+
+
+def test_a_term_in_another_process_pulls_the_same() -> None:
+    found = []
+    client = create(train_unembed=False)
+    for place in ("inline", "process"):
+        spec = RegularizerSpec(far, 1.0, "far", needs=("projection",), run_in=place)
+        output = regularize(client).forward_backward_custom(
+            DATA, squares, regularizers=[spec], track_grad_norms=True
+        )
+        norm = output.result().regularizers["far"].grad_norm
+        found.append((norm, client.gradients()))
+        client.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    close(found[1][1], found[0][1], 1e-12)
+
+
+def saved(folder: Path, model: Any) -> str:
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_tied_output_layer_of_another_kind_of_model(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0
+    )
+    folder = saved(tmp_path, transformers.GPT2LMHeadModel(config))  # type: ignore[no-untyped-call]
+    with LocalServiceClient(dtype="float64") as service:
+        client = service.create_lora_training_client(folder, rank=2, seed=0)
+        data = [datum([1, 2, 3, 4]), datum([9, 8])]
+        client.forward_backward(data, "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=0.05)).result()
+        found = []
+        for need in ("logits", "projection"):
+            regularize(client).forward_backward_custom(
+                data, squares, regularizers=terms(need)[:1]
+            ).result()
+            found.append(client.gradients())
+            client.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    close(found[1], found[0], 1e-10)
+
+
+def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    config = transformers.Gemma2Config(**sizes)
+    capped: Any = transformers.Gemma2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    folder = saved(tmp_path, capped)
+    with LocalServiceClient() as service:
+        client = service.create_lora_training_client(folder, rank=2, seed=0)
+        before = client.gradients()
+        with pytest.raises(InputError, match=r"changes them after it: use needs=\('logits',\)"):
+            client.open_pass([datum([1, 2, 3])], ("projection",))
+        client.open_pass([datum([1, 2, 3])], ("logits",))
+        assert same(client.gradients(), before)
+
+
+def test_a_model_without_an_output_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = create()
+    monkeypatch.setattr(
+        "steelyard.engine.model.Model.output_layer", property(lambda _: None), raising=True
+    )
+    with pytest.raises(InputError, match="has none or changes them"):
+        client.open_pass(DATA, ("projection",))
+
+
+def test_a_term_that_fails_leaves_nothing_behind(client: LocalTrainingClient) -> None:
+    def broken(data: object, logprobs: object, projection: Sequence[Projection]) -> Tensor:
+        return entropy(projection[0], temperature=-1.0)  # type: ignore[no-any-return]
+
+    spec = RegularizerSpec(broken, 1.0, "broken", needs=("projection",))
+    with pytest.raises(TermError, match="temperature must be"):
+        regularize(client).forward_backward_custom(DATA, squares, regularizers=[spec])
+    assert not any(gradient.any() for gradient in client.gradients().values())

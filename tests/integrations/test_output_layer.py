@@ -1,0 +1,130 @@
+"""Output layers, plain and with peft's LoRA, against what the layer itself gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from steelyard.errors import InputError
+from steelyard.integrations.output_layer import affine, overheard
+
+
+class Net(nn.Module):
+    def __init__(self, bias: bool = False, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.inner = nn.Linear(5, 4, dtype=dtype)
+            self.head = nn.Linear(4, 7, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.head(self.inner(x)) * 2
+        return made
+
+
+def with_lora(net: Net, **options: Any) -> tuple[Any, Any]:
+    model: Any = get_peft_model(net, LoraConfig(r=2, target_modules=["head"], **options))
+    dice = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3, generator=dice)
+    return model, model.base_model.model.head
+
+
+X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(3, 5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_it_reads_makes_what_it_gives(bias: bool) -> None:
+    net = Net(bias)
+    with overheard(net.head) as heard:
+        assert heard.projection is None
+        made = net(X)
+    assert heard.projection is not None
+    torch.testing.assert_close(2 * heard.projection.logits(), made)
+    assert "forward" not in vars(net.head)
+
+
+def test_something_else_instead_and_the_method_is_back_after_an_error() -> None:
+    net = Net()
+    with overheard(net.head, lambda hidden: hidden[..., :1]) as heard:
+        assert net(X).shape == (3, 1)
+    assert heard.projection is not None
+    assert heard.projection.shape == (3, 7)
+    with pytest.raises(RuntimeError, match="mat1"), overheard(net.head):
+        net(X[:, 1:])
+    assert net(X).shape == (3, 7)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_lora_amounts_to_one_weight(bias: bool) -> None:
+    model, layer = with_lora(Net(bias), lora_alpha=3)
+    with overheard(layer) as heard:
+        made = model(X)
+    assert heard.projection is not None
+    torch.testing.assert_close(2 * heard.projection.logits(), made)
+    trained = [p for name, p in model.named_parameters() if "lora_" in name]
+    ours = torch.autograd.grad(heard.projection.logits().square().sum(), trained)
+    theirs = torch.autograd.grad((made / 2).square().sum(), trained)
+    for a, b in zip(ours, theirs, strict=True):
+        assert b.abs().max() > 1e-2
+        torch.testing.assert_close(a, b)
+
+
+def test_adapters_that_are_not_in_use_do_not_count() -> None:
+    model, layer = with_lora(Net())
+    bare = layer.base_layer.weight
+    with model.disable_adapter():
+        assert affine(layer)[0] is bare
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["inner"]))
+    model.set_adapter("other")
+    assert affine(layer)[0] is bare
+    model.set_adapter("default")
+    made = model(X)
+    model.merge_adapter()
+    weight, _ = affine(layer)
+    torch.testing.assert_close(2 * model.base_model.model.inner(X) @ weight.T, made)
+
+
+def test_half_precision_keeps_what_lora_adds() -> None:
+    """In bfloat16 W + B A is W where B A is small."""
+    model, layer = with_lora(Net(dtype=torch.bfloat16), lora_alpha=1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(1e-4)
+    weight, _ = affine(layer)
+    assert weight.dtype == torch.float32
+    bare = layer.base_layer.weight.float()
+    added = layer.get_delta_weight("default")
+    assert 1e-6 < added.abs().max() < 1e-4
+    torch.testing.assert_close(weight - bare, added, rtol=0, atol=1e-7)
+
+
+def test_in_autocast_it_is_in_autocasts_dtype() -> None:
+    net = Net(bias=True, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), overheard(net.head) as heard:
+        net(X.float())
+    assert heard.projection is not None
+    parts = (heard.projection.hidden, heard.projection.weight, heard.projection.bias)
+    assert [None if part is None else part.dtype for part in parts] == [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(3, 4), nn.Sequential(nn.Linear(3, 4))])
+def test_another_kind_of_layer_is_refused(layer: nn.Module) -> None:
+    with pytest.raises(InputError, match=r"needs an output layer that is torch\.nn\.Linear"):
+        affine(layer)
+
+
+def test_another_kind_of_adapter_is_refused() -> None:
+    _, layer = with_lora(Net(), use_dora=True)
+    with pytest.raises(InputError, match="needs plain LoRA in the output layer, got a variant"):
+        affine(layer)
+    model: Any = get_peft_model(
+        Net(), LoraConfig(r=2, target_modules=["inner"], modules_to_save=["head"])
+    )
+    with pytest.raises(InputError, match="got ModulesToSaveWrapper: read logits"):
+        affine(model.base_model.model.head)
