@@ -1,9 +1,10 @@
 # One way to do each chore; CI calls the same targets.
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
-EXACT  := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+READY   := $(VENV)/.ready
+WORKERS ?= 2
+EXACT   := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
 
 .DEFAULT_GOAL := help
 .PHONY: help test test-gpu lint format demo bench stress docs dist clean
@@ -21,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: lint ## ruff, mypy, every test, doctest and README block, coverage
-	$(BIN)/python -m pytest --cov --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --cov --cov-report=
 	$(BIN)/python -m coverage report
 	@$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
 	  echo 'Coverage of penalties, spec, output, gradients and composition must be 100 %:'; \

@@ -32,8 +32,9 @@ def main() -> None:
     for name in names:
         import_module(f"benchmarks.{name}").main()
     if names == NAMES:
-        page.write(SHOWN, "make bench")
-        CONSOLE.print(f"written to {page.PAGE.relative_to(page.PAGE.parents[1])}")
+        page.write(SHOWN)
+        page.update_readme(SHOWN)
+        CONSOLE.print(f"written to {page.PAGE.relative_to(page.ROOT)}, and the table in README.md")
 
 
 main()

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.measure import Timing, in_turn, show
+from benchmarks.measure import Timing, against, in_turn, show
 from steelyard.integrations import CompositeLoss, term
 
 ROWS, TOKENS, WIDTH, VOCABULARY, LAYERS = 8, 64, 128, 512, 4
 WEIGHTS = {"entropy": 0.01, "activity": 0.1, "l1": 0.01, "z": 1e-4, "smooth": 0.1}
-EVERY = 10
+EVERY, STEPS = 10, 60
 
 
 class Transformer(nn.Module):
@@ -111,7 +111,7 @@ def composed(*, tracked: bool = False, every: int = 1, last: bool = False) -> Ca
     return stepper(model, loss_of)
 
 
-def measure(repeats: int = 60) -> dict[str, Timing]:
+def measure() -> dict[str, Timing]:
     """Time all ways in turn; one with norms every 10 steps is timed 10 steps at a time."""
     seldom = composed(tracked=True, every=EVERY)
     reference = stepper(Transformer(), by_hand)
@@ -130,12 +130,12 @@ def measure(repeats: int = 60) -> dict[str, Timing]:
             "norms": composed(tracked=True),
             "head": composed(tracked=True, last=True),
         },
-        repeats=repeats,
+        repeats=STEPS,
         warmup=5,
     )
     tens = in_turn(
         {"ten by hand": ten(reference), "seldom": ten(seldom)},
-        repeats=max(4, repeats // EVERY),
+        repeats=STEPS // EVERY,
         warmup=1,
     )
     return {**single, **tens}
@@ -144,26 +144,17 @@ def measure(repeats: int = 60) -> dict[str, Timing]:
 def main() -> None:
     """Measure and print."""
     timings = measure()
-
-    def row(
-        name: str, label: str, target: float | None = None
-    ) -> tuple[str, str, str, bool | None]:
-        timing = timings[name]
-        low, high = timing.spread
-        measured = f"{timing.ratio:.2f} x ({low:.2f} to {high:.2f}), {timing.median * 1e3:.2f} ms"
-        if target is None:
-            return label, measured, "", None
-        return label, measured, f"<= {target:.2f} x", timing.ratio <= target
-
     show(
-        f"A training step, {LAYERS} layers of {WIDTH}, {ROWS} x {TOKENS} tokens: base + 5 terms",
+        "In a training loop",
+        f"A step of {LAYERS} layers of {WIDTH}, {ROWS} × {TOKENS} tokens: base + 5 terms",
         [
-            row("by hand", "by hand, values read"),
-            row("composite", "CompositeLoss, output read", 1.05),
-            row("head", "norms with respect to the head, each step"),
-            row("norms", "norms with respect to all parameters, each step"),
-            row("seldom", f"the same every {EVERY} steps"),
+            against("by hand, values read", timings["by hand"]),
+            against("CompositeLoss, output read", timings["composite"], 1.05),
+            against("norms with respect to the head, each step", timings["head"]),
+            against("norms with respect to all parameters, each step", timings["norms"]),
+            against(f"the same every {EVERY} steps, {EVERY} steps at a time", timings["seldom"]),
         ],
+        repeats=f"{STEPS} ({STEPS // EVERY} of {EVERY} steps)",
     )
 
 

@@ -35,8 +35,17 @@ class Timing:
     @property
     def spread(self) -> tuple[float, float]:
         """The quartiles of the paired ratios."""
-        low, _, high = statistics.quantiles(self.ratios, n=4)
-        return low, high
+        return _quartiles(self.ratios)
+
+    @property
+    def within(self) -> tuple[float, float]:
+        """The quartiles of the times."""
+        return _quartiles(self.seconds)
+
+
+def _quartiles(numbers: Sequence[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(numbers, n=4)
+    return low, high
 
 
 def in_turn(
@@ -64,12 +73,46 @@ def in_turn(
     }
 
 
-def each(way: Callable[[], object], *, repeats: int, warmup: int = 10) -> float:
-    """Median seconds of one call."""
-    return in_turn({"": way}, repeats=repeats, warmup=warmup)[""].median
+def each(way: Callable[[], object], *, repeats: int, warmup: int = 10) -> Timing:
+    """One way alone."""
+    return in_turn({"": way}, repeats=repeats, warmup=warmup)[""]
 
 
+# What was measured, the figure with its spread, the target, and whether that is met.
 Row: TypeAlias = tuple[str, str, str, bool | None]
+
+
+def against(what: str, timing: Timing, at_most: float | None = None) -> Row:
+    """How long something takes as a multiple of the reference."""
+    measured = f"{_ratio(timing)}, {_time(timing.median)}"
+    if at_most is None:
+        return what, measured, "", None
+    return what, measured, f"≤ {at_most:.2f} ×", timing.ratio <= at_most
+
+
+def faster(what: str, timing: Timing, at_least: float) -> Row:
+    """How many times longer the slower way takes than the reference."""
+    target = f"≥ {at_least:.1f} × (two cores)"
+    return what, f"{_ratio(timing)} faster", target, timing.ratio >= at_least
+
+
+def takes(what: str, timing: Timing, at_most: float) -> Row:
+    """How long something takes, where the target is a time."""
+    low, high = timing.within
+    measured = f"{_time(timing.median)} ({_time(low)} to {_time(high)})"
+    return what, measured, f"≤ {_time(at_most)}", timing.median <= at_most
+
+
+def _ratio(timing: Timing) -> str:
+    low, high = timing.spread
+    return f"{timing.ratio:.2f} × ({low:.2f} to {high:.2f})"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
 
 
 @dataclass(frozen=True)
@@ -77,6 +120,7 @@ class Shown:
     """A table that was printed: figures beside their targets, and whether these are met."""
 
     title: str
+    conditions: str
     rows: Sequence[Row]
     notes: Sequence[str] = ()
 
@@ -84,10 +128,13 @@ class Shown:
 SHOWN: list[Shown] = []
 
 
-def show(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
+def show(
+    title: str, conditions: str, rows: Sequence[Row], *, repeats: str, notes: Sequence[str] = ()
+) -> None:
     """Print figures beside their targets, and keep them; notes are for the page alone."""
-    SHOWN.append(Shown(title, rows, notes))
-    table = Table(title=title, title_justify="left", title_style="bold")
+    said = f"{conditions}; {repeats} repeats"
+    SHOWN.append(Shown(title, said, rows, notes))
+    table = Table(title=f"{title}: {said}", title_justify="left", title_style="bold")
     for heading in ("what", "measured", "target", ""):
         table.add_column(heading)
     marks = {True: "[green]met", False: "[red]missed", None: ""}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,7 +13,23 @@ import psutil
 
 from benchmarks.measure import Shown
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+# Between these lines of the README stand the figures that a run puts there.
+BEGIN, END = "<!-- figures of `make bench` -->\n", "<!-- end of figures -->\n"
+# Which: the table and the beginning of the row, with the command that measures it again.
+FIRST = (
+    ("Composition", "Pipeline, untracked", ".venv/bin/python -m benchmarks composition"),
+    ("Composition", "Pipeline, all norms", ".venv/bin/python -m benchmarks composition"),
+    ("Composition", "TorchJD", ".venv/bin/python -m benchmarks composition"),
+    ("Composition", "every term three times", ".venv/bin/python -m benchmarks composition"),
+    ("Execution", "six pure-Python terms", ".venv/bin/python -m benchmarks execution"),
+    ("Telemetry", "nobody attached", ".venv/bin/python -m benchmarks telemetry"),
+    ("Engine", "one forward pass", ".venv/bin/python -m benchmarks engine"),
+    ("In a training loop", "CompositeLoss", ".venv/bin/python -m benchmarks integrations"),
+    ("Scaling", "terms", ".venv/bin/python -m benchmarks scaling"),
+)
 PACKAGES = ("steelyard", "torch", "numpy", "jax", "transformers", "peft", "tinker", "torchjd")
 MARKS = {True: "met", False: "**missed**", None: ""}
 
@@ -26,14 +43,14 @@ def machine() -> str:
     )
 
 
-def write(tables: list[Shown], command: str) -> None:
+def write(tables: Sequence[Shown]) -> None:
     """Write the page of these tables."""
     today = dt.datetime.now(tz=dt.UTC).date()
     lines = [
         "# Benchmarks",
         "",
         (
-            f"Written by `{command}` on {today}; do not edit. Figures are ratios within one run, "
+            f"Written by `make bench` on {today}; do not edit. Figures are ratios within one run, "
             "each way timed in turn with the others, median of the repeats with the quartiles in "
             "brackets: machines are noisy, ratios less so. A target that was missed says so."
         ),
@@ -42,8 +59,7 @@ def write(tables: list[Shown], command: str) -> None:
         "",
     ]
     for table in tables:
-        title, _, conditions = table.title.partition(": ")
-        lines += [f"## {title}", "", conditions[:1].upper() + conditions[1:] + ".", ""]
+        lines += [f"## {table.title}", "", f"{table.conditions}.", ""]
         lines += ["| what | measured | target | |", "|---|---|---|---|"]
         lines += [
             f"| {what} | {measured} | {target} | {MARKS[met]} |"
@@ -51,6 +67,20 @@ def write(tables: list[Shown], command: str) -> None:
         ]
         lines += ["", *table.notes, ""]
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def update_readme(tables: Sequence[Shown]) -> None:
+    """Put the figures that say most into the README, each with the command that measures it."""
+    lines = ["| what | measured | target | again with |", "|---|---|---|---|"]
+    for title, begins, command in FIRST:
+        rows = next(table.rows for table in tables if table.title == title)
+        what, measured, target, met = next(row for row in rows if row[0].startswith(begins))
+        missed = ", **missed**" if met is False else ""
+        lines.append(f"| {title.lower()}: {what} | {measured} | {target}{missed} | `{command}` |")
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    figures = "\n".join([*lines, "", f"{machine()}.", ""])
+    README.write_text(f"{before}{BEGIN}{figures}{END}{after}", encoding="utf-8")
 
 
 def _versions() -> list[str]:

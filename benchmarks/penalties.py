@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
+from benchmarks.measure import Row, Timing, against, show
 from steelyard import penalties
 
 Formula = Callable[..., Tensor]
+# Seconds of every round, by the way.
+Ways = dict[str, list[float]]
+TARGET = 1.05
+PAIRS = (("ours", "guarded"), ("ours", "plain compiled"), ("ours compiled", "plain compiled"))
 LOG_2 = 0.6931471805599453
 
 
@@ -113,12 +117,7 @@ def _seconds(fn: Formula, inputs: list[Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def _spread(ratios: list[float]) -> str:
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def measure(case: Case, rows: int, classes: int, rounds: int, compiled: bool) -> dict[str, str]:
+def measure(case: Case, rows: int, classes: int, rounds: int, compiled: bool) -> Ways:
     """Run every way once a round, in turn; the first round only warms up."""
     rows = min(rows, case.largest_rows or rows)
     inputs = [
@@ -138,21 +137,24 @@ def measure(case: Case, rows: int, classes: int, rounds: int, compiled: bool) ->
             if turn:
                 times[name].append(seconds)
         order = [*order[1:], order[0]]  # what runs after what matters to the allocator
+    return times
 
-    def against(ours: str, other: str) -> str:
-        if other not in times:
-            return "-"
-        return _spread([a / b for a, b in zip(times[ours], times[other], strict=True)])
 
-    return {
-        "ours": f"{1e3 * statistics.median(times['ours']):.0f} ms",
-        "ours / plain": against("ours", "plain"),
-        "ours / guarded": against("ours", "guarded"),
-        "ours / plain compiled": against("ours", "plain compiled"),
-        "compiled / compiled": (
-            against("ours compiled", "plain compiled") if "ours compiled" in times else "-"
-        ),
-    }
+def row(name: str, case: Case, times: Ways) -> Row:
+    """The penalty beside each way of doing it by hand."""
+
+    def paired(ours: str, other: str) -> Timing:
+        pairs = zip(times[ours], times[other], strict=True)
+        return Timing(times[ours], [a / b for a, b in pairs])
+
+    note = f" ({case.largest_rows} rows)" if case.largest_rows else ""
+    what, measured, target, met = against(name + note, paired("ours", "plain"), TARGET)
+    for ours, other in PAIRS:
+        if {ours, other} <= times.keys():
+            timing = paired(ours, other)
+            low, high = timing.spread
+            measured += f"; {ours} / {other} {timing.ratio:.2f} ({low:.2f} to {high:.2f})"
+    return what, measured, target, met
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -164,19 +166,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
-    print(f"{given.rows} x {given.classes} float32, {given.rounds} rounds, median [quartiles]")
-    header: list[str] = []
-    for name, case in CASES.items():
-        if given.only not in (None, name):
-            continue
-        row = measure(case, given.rows, given.classes, given.rounds, not given.no_compile)
-        if not header:
-            header = list(row)
-            print(f"{'':20} {header[0]:>9} " + " ".join(f"{key:>22}" for key in header[1:]))
-        cells = list(row.values())
-        note = f"  ({case.largest_rows} rows)" if case.largest_rows else ""
-        line = f"{name:20} {cells[0]:>9} " + " ".join(f"{cell:>22}" for cell in cells[1:]) + note
-        print(line, flush=True)
+    rows = [
+        row(
+            name, case, measure(case, given.rows, given.classes, given.rounds, not given.no_compile)
+        )
+        for name, case in CASES.items()
+        if given.only in (None, name)
+    ]
+    show(
+        "Penalties on the CPU",
+        f"Forward and backward, {given.rows} × {given.classes} float32, against the plain formula "
+        "by hand; guarded is one that gives the same numbers at probabilities of 0",
+        rows,
+        repeats=str(given.rounds),
+    )
 
 
 if __name__ == "__main__":

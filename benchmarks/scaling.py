@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.measure import each, show
+from benchmarks.measure import Row, Timing, each, show
 from steelyard import Pipeline, RegularizerSpec
 
 PLOT = Path(__file__).parents[1] / "docs" / "benchmarks-scaling.svg"
+REPEATS = 25
 TERMS = (1, 2, 5, 10, 20, 50, 100)
 DATA = (1, 4, 16, 64, 256, 1024, 4096)
 TOKENS = (16, 64, 256, 1024, 4096, 16384)
@@ -29,13 +30,13 @@ def square(_: object, logprobs: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(logprobs)).square().mean()
 
 
-def seconds(terms: int, data: int, tokens: int) -> float:
-    """Median seconds of a call with all norms and cosines."""
+def call(terms: int, data: int, tokens: int) -> Timing:
+    """A call with all norms and cosines."""
     torch.manual_seed(0)
     logprobs = [-torch.rand(tokens) for _ in range(data)]
     specs = [RegularizerSpec(square, 0.1, f"t{i}", run_in="inline") for i in range(terms)]
     with Pipeline(base, specs, track_grad_norms=True) as pipeline:
-        return each(lambda: pipeline.compute([], logprobs), repeats=15, warmup=3)
+        return each(lambda: pipeline.compute([], logprobs), repeats=REPEATS, warmup=3)
 
 
 def growth(sizes: Sequence[int], times: Sequence[float]) -> float:
@@ -80,23 +81,31 @@ def plot(lines: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> str:
 
 def main() -> None:
     """Measure, print and draw."""
-    ways: dict[str, tuple[Sequence[int], Callable[[int], float]]] = {
-        "terms": (TERMS, lambda n: seconds(n, 32, 256)),
-        "data": (DATA, lambda n: seconds(5, n, 64)),
-        "tokens": (TOKENS, lambda n: seconds(5, 32, n)),
+    ways: dict[str, tuple[Sequence[int], Callable[[int], Timing]]] = {
+        "terms": (TERMS, lambda n: call(n, 32, 256)),
+        "data": (DATA, lambda n: call(5, n, 64)),
+        "tokens": (TOKENS, lambda n: call(5, 32, n)),
     }
-    lines = {name: (sizes, [way(n) for n in sizes]) for name, (sizes, way) in ways.items()}
-    PLOT.write_text(plot(lines), encoding="utf-8")
-    rows = []
-    for name, (sizes, times) in lines.items():
+    rows: list[Row] = []
+    lines = {}
+    for name, (sizes, way) in ways.items():
+        timings = [way(size) for size in sizes]
+        times = [timing.median for timing in timings]
+        lines[name] = (sizes, times)
         power = growth(sizes, times)
-        measured = f"{times[0] * 1e3:.2f} to {times[-1] * 1e3:.1f} ms, in the end size^{power:.2f}"
+        low, high = timings[-1].within
+        measured = (
+            f"{times[0] * 1e3:.2f} to {times[-1] * 1e3:.1f} ms ({low * 1e3:.1f} to "
+            f"{high * 1e3:.1f}), in the end size^{power:.2f}"
+        )
         what = f"{name}, {sizes[0]} to {sizes[-1]}"
-        rows.append((what, measured, f"<= size^{LINEAR}", power <= LINEAR))
+        rows.append((what, measured, f"≤ size^{LINEAR}", power <= LINEAR))
+    PLOT.write_text(plot(lines), encoding="utf-8")
     show(
-        "Scaling: a call with all norms and cosines; 15 repeats; 32 data of 256 tokens for terms, "
-        "5 terms otherwise",
+        "Scaling",
+        "A call with all norms and cosines; 32 data of 256 tokens for terms, 5 terms otherwise",
         rows,
+        repeats=str(REPEATS),
         notes=[f"![Cost against size]({PLOT.name})"],
     )
 

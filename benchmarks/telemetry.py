@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
-from benchmarks.measure import show
+from benchmarks.measure import Timing, each, show, takes
 from steelyard import telemetry
 
 EVENT = "steelyard.benchmark.event"
@@ -12,29 +10,31 @@ MEASUREMENTS = {"duration": 0.1, "value": 1.0}
 METADATA = {"regularizer_name": "l1", "weight": 0.1}
 
 
-def microseconds(calls: int = 200_000) -> float:
-    """Time of one event, in microseconds: the best of five rounds."""
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(calls):
+CALLS, ROUNDS = 20_000, 50
+
+
+def one_event() -> Timing:
+    """Seconds of one event, of many at a time."""
+
+    def many() -> None:
+        for _ in range(CALLS):
             telemetry.execute(EVENT, MEASUREMENTS, METADATA)
-        best = min(best, time.perf_counter() - began)
-    return best / calls * 1e6
+
+    timing = each(many, repeats=ROUNDS, warmup=2)
+    return Timing([seconds / CALLS for seconds in timing.seconds], timing.ratios)
 
 
 def main() -> None:
     """Measure and print."""
-    silent = microseconds()
+    silent = one_event()
     telemetry.attach("benchmark", EVENT, lambda *_: None)
-    heard = microseconds()
+    heard = one_event()
     telemetry.detach("benchmark")
     show(
-        "Telemetry: one event",
-        [
-            ("nobody attached", f"{silent:.2f} us", "<= 1 us", silent <= 1),
-            ("one handler attached", f"{heard:.2f} us", "<= 5 us", heard <= 5),
-        ],
+        "Telemetry",
+        f"One event, the mean of {CALLS}",
+        [takes("nobody attached", silent, 1e-6), takes("one handler attached", heard, 5e-6)],
+        repeats=str(ROUNDS),
     )
 
 

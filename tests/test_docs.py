@@ -42,6 +42,12 @@ def test_the_config_reference_has_every_section(site: Path) -> None:
         assert f"<code>{key}</code>" in page
 
 
+def test_the_reference_of_the_command_has_every_option(site: Path) -> None:
+    page = (site / "reference" / "command" / "index.html").read_text(encoding="utf-8")
+    for word in ("steelyard config schema", "--skip-bad", "--port"):
+        assert word in page
+
+
 def test_the_api_reference_has_the_docstrings(site: Path) -> None:
     page = (site / "reference" / "api" / "steelyard.penalties" / "index.html").read_text("utf-8")
     assert "kl_divergence" in page

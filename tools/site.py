@@ -1,7 +1,8 @@
 """What the documentation site is generated from, beside the pages in `docs/`: a hook of MkDocs.
 
-The config reference comes from the schema, the API reference from the docstrings, the diagram of
-the stages from the real imports, and each file in `examples/` becomes a page with its output.
+The command's reference comes from its help, that of the config from the schema, that of the API
+from the docstrings, the diagram of the stages from the real imports, and each file in `examples/`
+becomes a page with its output.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -47,6 +49,7 @@ API = (
     "steelyard.schedules",
     "steelyard.penalties",
     "steelyard.penalties.from_logits",
+    "steelyard.output",
     "steelyard.telemetry",
     "steelyard.regularizers",
     "steelyard.engine",
@@ -70,6 +73,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     pages = {
+        "reference/command.md": command_reference(),
         "reference/config.md": config_reference(),
         "reference/diagram.svg": diagram(),
         **{f"reference/api/{name}.md": api_page(name) for name in API},
@@ -103,6 +107,23 @@ def example_page(path: Path) -> str:
 def api_page(name: str) -> str:
     """A module's docstrings."""
     return f"# `{name}`\n\n::: {name}\n    options:\n      show_root_heading: false\n"
+
+
+def command_reference() -> str:
+    """What `--help` says, of every command."""
+    from steelyard.cli.app import app  # noqa: PLC0415 - loads the experiment
+
+    lines = ["# The `steelyard` command", "", "Generated from its own help.", ""]
+    for path, command in _commands("steelyard", typer.main.get_command(app)):
+        context = typer.Context(command, info_name=path, max_content_width=88, terminal_width=88)
+        lines += [f"## `{path}`", "", "```text", command.get_help(context).rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def _commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(f"{path} {name}", inner)
 
 
 def config_reference() -> str:

@@ -291,3 +291,20 @@ def test_heads_need_a_base() -> None:
         CompositeLoss({"policy": patient})
     with pytest.raises(SpecError, match="fn must be callable over named inputs, got None"):
         CompositeLoss(None)  # type: ignore[arg-type]
+
+
+def test_inputs_by_parameter() -> None:
+    def spread(hidden: Tensor, *, kept: Tensor) -> Tensor:
+        return hidden[kept].square().sum()
+
+    hidden = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    kept = torch.tensor([True, False, True])
+    by_name = {"hidden": "out.states", "kept": "mask"}
+    loss = CompositeLoss(reads(spread, **by_name), [term(spread, 0.5, inputs=by_name)])
+    loss(out={"states": hidden}, mask=kept).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.tolist() == [3.0, 0.0, 9.0]
+    with pytest.raises(InputError, match="reads the input 'mask', which is not there"):
+        loss(out={"states": hidden})
+    with pytest.raises(SpecError, match="names of inputs must be non-empty strings"):
+        term(spread, 0.5, inputs={"hidden": ""})

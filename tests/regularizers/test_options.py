@@ -29,6 +29,7 @@ from steelyard.regularizers import (
     KLToReference,
     LogicalConsistency,
     TopologicalConsistency,
+    WholeVocabulary,
 )
 from steelyard.spec import lookup, registered
 from steelyard.spec.built_in import BUILT_IN
@@ -46,7 +47,9 @@ NEEDED: dict[Any, dict[str, Any]] = {
     ExternalValidation: {"url": URL},
     LogicalConsistency: {"constraints": points},
     TopologicalConsistency: {"points": points},
+    WholeVocabulary: {"kind": "entropy"},
 }
+NAMED = {"adaptive": "adaptive_l1", "whole_vocabulary": "whole_entropy"}
 
 
 @pytest.mark.parametrize(
@@ -108,10 +111,12 @@ NEEDED: dict[Any, dict[str, Any]] = {
         (ExternalValidation, "max_bytes", 0.5, "a whole number >= 1"),
         (ExternalValidation, "unanswered", "1", "a finite number"),
         (ExternalValidation, "follow_redirects", 1, "True or False"),
+        (WholeVocabulary, "of", "logprobs", "one of 'logits', 'projection'"),
+        (WholeVocabulary, "reference", 3, SOURCE),
     ],
 )
 def test_an_option_that_breaks_its_rule(cls: Any, option: str, value: Any, rule: str) -> None:
-    name = {Adaptive: "adaptive_l1"}.get(cls) or cls.name
+    name = {Adaptive: "adaptive_l1", WholeVocabulary: "whole_entropy"}.get(cls) or cls.name
     with pytest.raises(SpecError) as caught:
         cls(**{**NEEDED.get(cls, {}), option: value})
     assert str(caught.value) == f"{option} must be {rule}, got {value!r} (regularizer {name!r})."
@@ -142,7 +147,7 @@ def test_a_config_entry_makes_it(name: str) -> None:
     spec = RegularizerSpec.from_dict({"fn": name, "weight": 0.1, "options": options})
     assert type(spec.fn) is lookup(name)
     assert spec.options == {}
-    assert spec.name == ("adaptive_l1" if name == "adaptive" else name)
+    assert spec.name == NAMED.get(name, name)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -246,7 +246,8 @@ def test_a_loop_of_its_own_leaves_no_connection_behind(server: Server) -> None:
 
 def test_the_end_of_the_workers_closes_the_connections(server: Server) -> None:
     with Workers(processes=1) as workers:
-        pipeline(validator(server), workers).compute([{}], rows(1))
+        calls = pipeline(validator(server), workers)  # held: its end would close them too
+        calls.compute([{}], rows(1))
         assert server.open == 1
     server.wait_until_alone()
 

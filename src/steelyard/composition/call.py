@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
+from steelyard.composition.fusing import Fused, evaluate_together, groups_of, joined
 from steelyard.composition.jobs import Job, evaluate_inline, job_for
 from steelyard.composition.part import Part
 from steelyard.composition.term import Term
@@ -45,6 +46,7 @@ class Call:
 
     Attributes:
         parts: the terms in this call.
+        fused: the terms that were computed together.
         pull: their gradients, combined, once they are.
         beyond: their gradients beyond log-probs, combined, once they are.
     """
@@ -52,6 +54,7 @@ class Call:
     def __init__(self, parts: Sequence[Part], settings: Settings) -> None:
         self._settings = settings
         self.parts = parts
+        self.fused: list[Fused] = []
         self.pull: Pull
         self.beyond: PullBeyond
 
@@ -61,12 +64,17 @@ class Call:
         Raises:
             TermError: the base loss failed, or a term that may not.
         """
-        jobs = self._jobs()
+        groups = groups_of(self.parts, tracked=self._settings.track_grad_norms)
+        apart = [part for group in groups for part in group]
+        alone = [part for part in self.parts if part not in apart]
+        jobs = self._jobs(alone)
         with ExitStack() as stack:
             batch = None
             if jobs and self._settings.parallel:
                 batch = stack.enter_context(self._batch(jobs, workers, stop))
-            self._run_inline([part for part in self.parts if part.place == "inline"])
+            self._run_inline([part for part in alone if part.place == "inline"])
+            for group in groups:
+                self._run_together(group)
             if jobs:
                 batch = batch or stack.enter_context(self._batch(jobs, workers, stop))
                 self._gather(jobs, batch, workers)
@@ -82,6 +90,8 @@ class Call:
         self._pull()
         # The total shows what no term may have, at the cost of one look for all of them.
         if self._settings.check_finite and not self._is_finite():
+            self._run_inline([part for fused in self.fused for part in fused.parts])
+            self.fused = []
             self.check_gradients()
             self._pull()
         for part in self.parts:
@@ -105,9 +115,9 @@ class Call:
         norms = self.pull.norms if term.grad_space == "logprobs" else self.beyond.norms
         return norms.get(term.name)
 
-    def _jobs(self) -> list[Job]:
+    def _jobs(self, parts: Sequence[Part]) -> list[Job]:
         jobs = []
-        for part in self.parts:
+        for part in parts:
             if part.place != "inline":
                 timeout = part.term.spec.timeout or self._settings.timeout
                 try:
@@ -170,13 +180,25 @@ class Call:
                 layout, flat = part.question.layout, part.question.flat
                 if id(flat) not in leaves:
                     leaves[id(flat)] = Leaf.of(layout, flat)
-                part.events.start()
+                part.begin()
                 try:
                     evaluation = evaluate_inline(part.question, leaves[id(flat)])
                 except Exception as error:  # noqa: BLE001 - whatever the term raised
                     part.fail(error)
                 else:
                     part.succeed(evaluation)
+
+    def _run_together(self, group: Sequence[Part]) -> None:
+        """Evaluate a group of terms at once; one by one, if something is wrong with it."""
+        for part in group:
+            part.begin()
+        fused = evaluate_together(group, tracked=self._settings.track_grad_norms)
+        if fused is None:
+            self._run_inline(group)
+            return
+        self.fused.append(fused)
+        for part, evaluation in zip(group, fused.evaluations, strict=True):
+            part.succeed(evaluation)
 
     def _is_finite(self) -> bool:
         beyond = (t for ts in self.beyond.totals.values() for t in ts if t is not None)
@@ -189,7 +211,8 @@ class Call:
         done = {p.term.name: (p, p.evaluation) for p in self.parts if p.evaluation is not None}
         weights = {name: part.weight for name, (part, _) in done.items()}
         beyond = {name: e.beyond for name, (_, e) in done.items() if e.beyond}
-        self.beyond = combine_beyond(beyond, weights, tracked=tracked)
+        own = combine_beyond(beyond, weights, tracked=tracked)
+        self.beyond = joined([own, *(fused.pull for fused in self.fused)]) if self.fused else own
         gradients = {name: e.gradient for name, (_, e) in done.items() if e.gradient is not None}
         aside = {name for name, (part, _) in done.items() if part.term.grad_space != "logprobs"}
         like = self.parts[0].question.flat

@@ -27,6 +27,7 @@ class Part:
         events: what telemetry hears of it.
         evaluation: what came of it, once it has succeeded.
         skipped: why it was dropped, if it failed and may.
+        begun: whether telemetry has heard that it begins.
     """
 
     term: Term
@@ -36,6 +37,7 @@ class Part:
     events: TermEvents
     evaluation: Evaluation | None = None
     skipped: str | None = None
+    begun: bool = False
 
     @classmethod
     def of(
@@ -76,6 +78,12 @@ class Part:
             {need: given[need] for need in spec.needs},
         )
         return cls(term, weight, place, question, TermEvents(term, weight, place))
+
+    def begin(self) -> None:
+        """Say that it begins here and now, the first time."""
+        if not self.begun:
+            self.events.start()
+            self.begun = True
 
     def succeed(self, evaluation: Evaluation) -> None:
         """Keep what came of it."""

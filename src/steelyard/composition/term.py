@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from steelyard.errors import TermBusyError
 from steelyard.execution import Lane, Ticket
+from steelyard.gradients import Fusable
 from steelyard.spec import BASE, RegularizerSpec, title
 
 Place: TypeAlias = Literal["inline"] | Lane
@@ -60,6 +61,18 @@ class Term:
         spec = self.spec
         differentiated = spec.needs and spec.gradient in ("auto", "autograd")
         return "+".join(spec.needs) if differentiated else "logprobs"
+
+    @cached_property
+    def may_fuse(self) -> bool:
+        """Whether it may be computed together with others: here and now, by autograd."""
+        spec = self.spec
+        return (
+            isinstance(spec.fn, Fusable)
+            and spec.run_in in ("auto", "inline")
+            and spec.timeout is None
+            and spec.gradient in ("auto", "autograd")
+            and not spec.options
+        )
 
     def place(self) -> Place:
         """Where it runs this time.

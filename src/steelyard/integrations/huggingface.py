@@ -170,7 +170,7 @@ class RegularizerCallback(TrainerCallback):
         asked: set[str] = set()
         for spec in self.composite.specs:
             fn = spec.fn
-            names = (*fn.names, *fn.optional) if isinstance(fn, Reads) else ("data", "logprobs")
+            names = (*fn.required, *fn.optional) if isinstance(fn, Reads) else ("data", "logprobs")
             asked |= {name.partition(".")[0] for name in (*names, *spec.needs)}
         return asked
 

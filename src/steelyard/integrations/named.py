@@ -40,8 +40,9 @@ class Reads(Named):
 
     Attributes:
         fn: what is called.
-        names: the inputs that it must have.
+        names: the inputs that it must have, by position.
         optional: the inputs that it takes by keyword when they are there.
+        keywords: the inputs that it must have, by the keyword it takes them by.
         owner: the object that `fn` is a method of, or `fn`.
         head: the part of the outputs it sees.
     """
@@ -49,8 +50,14 @@ class Reads(Named):
     fn: Callable[..., Any]
     names: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    keywords: tuple[tuple[str, str], ...] = ()
     owner: Any = None
     head: str | None = None
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The inputs that it must have."""
+        return (*self.names, *(name for _, name in self.keywords))
 
     def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
         """What the function gives for these inputs."""
@@ -61,6 +68,7 @@ class Reads(Named):
         """What the function takes from the inputs: by position, and by keyword."""
         seen = self.seen(inputs)
         extra = {name: seen[name] for name in self.optional if name in seen}
+        extra |= {keyword: find(seen, name) for keyword, name in self.keywords}
         return [find(seen, name) for name in self.names], extra
 
     def seen(self, inputs: Inputs) -> Inputs:
@@ -70,7 +78,7 @@ class Reads(Named):
     def check(self, who: str, inputs: Inputs) -> None:
         """Nothing, if all it reads is there."""
         seen = self.seen(inputs)
-        for name in self.names:
+        for name in self.required:
             try:
                 find(seen, name)
             except KeyError:
@@ -145,13 +153,14 @@ def base_of(base: Any) -> Named:
     return BaseOfHeads(tuple(replace(reads(fn), head=head) for head, fn in base.items()))
 
 
-def reads(fn: Any, *names: str) -> Reads:
+def reads(fn: Any, *names: str, **keywords: str) -> Reads:
     """`fn` as a term over named inputs.
 
     Args:
         fn: a function, a module, or an object with `compute`; it returns what a term returns.
         names: the inputs for its parameters, in order; without any, those that its parameters
             are named after. Dots lead into mappings and dataclasses.
+        keywords: the inputs for parameters that are given by keyword.
 
     Raises:
         SpecError: the names cannot be told from the function.
@@ -167,13 +176,15 @@ def reads(fn: Any, *names: str) -> Reads:
         return fn
     if not callable(_called(fn)):
         raise SpecError(f"fn must be callable over named inputs, got {fn!r}.")
-    if not all(isinstance(name, str) and name for name in names):
-        raise SpecError(f"the names of inputs must be non-empty strings, got {names!r}.")
+    if not all(isinstance(name, str) and name for name in (*names, *keywords.values())):
+        raise SpecError(
+            f"the names of inputs must be non-empty strings, got {(names, keywords)!r}."
+        )
     optional: tuple[str, ...] = ()
-    if not names:
+    if not names and not keywords:
         names, optional = _parameters(fn)
     kind = _KINDS[is_async(fn), isinstance(fn, Stateful) and not isinstance(fn, nn.Module)]
-    return kind(_called(fn), names, optional, fn)
+    return kind(_called(fn), names, optional, tuple(keywords.items()), fn)
 
 
 def term(
@@ -181,7 +192,7 @@ def term(
     weight: float | Schedule,
     name: str = "",
     *,
-    inputs: str | Sequence[str] = (),
+    inputs: str | Sequence[str] | Mapping[str, str] = (),
     **settings: Any,
 ) -> RegularizerSpec:
     """A spec for a term over named inputs.
@@ -191,8 +202,8 @@ def term(
             metrics.
         weight: a finite number >= 0, or a schedule.
         name: may be left out if `fn` has a `name`.
-        inputs: the inputs for the parameters of `fn`, in order; without any, those that its
-            parameters are named after.
+        inputs: the inputs for the parameters of `fn`, in order, or by parameter; without any,
+            those that its parameters are named after.
         settings: the other fields of `RegularizerSpec`.
 
     Raises:
@@ -203,16 +214,20 @@ def term(
         >>> spec = term(penalties.l2, 0.1, "activity", inputs="hidden")
         >>> spec.name, spec.fn.names
         ('activity', ('hidden',))
+        >>> term(penalties.l2, 0.1, "kept", inputs={"x": "hidden", "mask": "kept"}).fn.required
+        ('hidden', 'kept')
     """
-    names = (inputs,) if isinstance(inputs, str) else tuple(inputs)
     for key in ("run_in", "gradient"):
         if isinstance(own := getattr(fn, key, None), str):
             settings.setdefault(key, own)
-    read = reads(fn, *names)
+    if isinstance(inputs, Mapping):
+        read = reads(fn, **inputs)
+    else:
+        read = reads(fn, *((inputs,) if isinstance(inputs, str) else inputs))
     if settings.get("gradient") == "score" and len(read.names) != len(("data", "logprobs")):
         raise SpecError(
             f"gradient='score' needs a term that reads the data and their log-probs, got "
-            f"{list(read.names)}: name both, inputs=('data', 'logprobs') (regularizer {name!r})."
+            f"{list(read.required)}: name both, inputs=('data', 'logprobs') (regularizer {name!r})."
         )
     return RegularizerSpec(read, weight, name or _own_name(fn), **settings)
 

@@ -32,6 +32,7 @@ class Reading:
         duration: seconds; on an accelerator, until its work was queued.
         events: what telemetry hears of it; None inside a compiled function.
         gradient_duration: seconds its gradient took; None if that is left to the caller.
+        fused: whether its part of the total, and the graph, are in the total of a group.
     """
 
     term: Term
@@ -42,6 +43,7 @@ class Reading:
     duration: float = 0.0
     events: TermEvents | None = None
     gradient_duration: float | None = None
+    fused: bool = False
 
     def report(self, value: float, grad_norm: float | None) -> None:
         """Tell of a success."""
@@ -53,6 +55,39 @@ class Reading:
         self.events.stop(evaluation, grad_norm)
 
 
+@dataclass(eq=False)
+class Turn:
+    """A term that is due and runs here and now, in the caller's graph.
+
+    Attributes:
+        term: the base loss or a regularizer.
+        weight: its weight at this step.
+        events: what telemetry hears of it.
+        begun: whether telemetry has heard that it begins.
+    """
+
+    term: Term
+    weight: float
+    events: TermEvents
+    begun: bool = False
+
+    @classmethod
+    def of(cls, term: Term, step: int) -> Turn:
+        """The term at `step`.
+
+        Raises:
+            SpecError: a schedule yields a bad weight there.
+        """
+        weight = term.spec.weight_at(step)
+        return cls(term, weight, TermEvents(term, weight, "inline"))
+
+    def begin(self) -> None:
+        """Say that it begins, the first time."""
+        if not self.begun:
+            self.events.start()
+            self.begun = True
+
+
 def ask(term: Term, inputs: Inputs) -> Any:
     """What the term returns."""
     spec = term.spec
@@ -62,20 +97,21 @@ def ask(term: Term, inputs: Inputs) -> Any:
     return spec.call(inputs["data"], inputs["logprobs"], **spec.options, **needed)
 
 
-def read_inline(term: Term, weight: float, inputs: Inputs, events: TermEvents) -> Reading:
+def read_inline(turn: Turn, inputs: Inputs) -> Reading:
     """A term's value, here and now, in the graph of what it reads.
 
     Raises:
         TermError: it is no loss, or has no gradient where one is asked for.
     """
-    events.start()
-    began = perf_counter()
+    turn.begin()
+    began, term = perf_counter(), turn.term
     loss, custom = split_metrics(term.name, ask(term, inputs))
     value = settled(term, as_scalar(term.name, loss))
     method: Method | None = "autograd" if value.requires_grad else None
     if method is None and differentiable(inputs):
         complain(term)
-    return Reading(term, weight, value, custom, method, perf_counter() - began, events)
+    duration = perf_counter() - began
+    return Reading(term, turn.weight, value, custom, method, duration, turn.events)
 
 
 def read_traced(term: Term, weight: Tensor, inputs: Inputs) -> Reading:

@@ -312,7 +312,7 @@ def _itself(value: Tensor) -> Tensor:
 
 def _aux_of(spec: RegularizerSpec) -> list[str]:
     """The auxiliary losses that a term reads."""
-    names = spec.fn.names if isinstance(spec.fn, Reads) else ()
+    names = spec.fn.required if isinstance(spec.fn, Reads) else ()
     return [name.removeprefix("aux.") for name in names if name.startswith("aux.")]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from time import perf_counter
 from typing import TypeAlias
 
@@ -11,16 +13,13 @@ import torch
 from torch import Tensor
 
 from steelyard import telemetry
-from steelyard.composition import DetachedTermWarning, Pipeline
-from steelyard.composition.events import CallEvents, TermEvents
-from steelyard.composition.part import dropped
+from steelyard.composition import Pipeline
+from steelyard.composition.events import CallEvents
 from steelyard.composition.term import Term
-from steelyard.errors import NonFiniteError
-from steelyard.gradients.returned import check_finite
-from steelyard.integrations.apart import read_apart, runs_apart
 from steelyard.integrations.inputs import Inputs
 from steelyard.integrations.norms import term_pulls
-from steelyard.integrations.reading import Reading, differentiable, read_inline, read_traced
+from steelyard.integrations.reading import Reading, differentiable, read_traced
+from steelyard.integrations.round import read_all
 from steelyard.integrations.weighed import Weighed
 from steelyard.telemetry import events as told
 
@@ -62,19 +61,19 @@ def weigh(
         }
     )
     try:
-        readings, skipped = _read(pipeline, inputs, step)
-        began = perf_counter()
-        total = _added(readings, share)
-        pull = None
         targets = differentiable(inputs if wrt is None else wrt) if tracked else []
-        if targets:
-            pull = term_pulls(readings, targets)
+        read = read_all(pipeline, inputs, step, targets, with_base=_is_whole(share))
+        began = perf_counter()
+        total = _added(read.readings, share, [group.total for group in read.groups])
+        pull = read.pull
+        if targets and pull is None:
+            pull = term_pulls(read.readings, targets)
     except BaseException as error:
         events.exception(error)
         raise
     weighed = Weighed(
-        [replace(reading, value=reading.value.detach()) for reading in readings],
-        skipped,
+        [replace(reading, value=reading.value.detach()) for reading in read.readings],
+        read.skipped,
         tuple(spec.name for spec in pipeline.specs if not spec.due(step)),
         pull,
         "inputs" if wrt is None else "parameters",
@@ -93,52 +92,25 @@ def weigh_traced(
     return _added(readings, share), Weighed(kept, not_run=not_run)
 
 
-def _read(pipeline: Pipeline, inputs: Inputs, step: int) -> tuple[list[Reading], dict[str, str]]:
-    due = pipeline.due(step)
-    apart = [term for term in due if runs_apart(term.spec)]
-    found, skipped = read_apart(apart, inputs, step, pipeline.settings, pipeline.workers)
-    by_name = {reading.term.name: reading for reading in found}
-    for term in due:
-        if term not in apart:
-            weight = term.spec.weight_at(step)
-            events = TermEvents(term, weight, "inline")
-            try:
-                by_name[term.name] = read_inline(term, weight, inputs, events)
-            except DetachedTermWarning:  # somebody makes errors of warnings
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever the term raised
-                skipped[term.name] = dropped(term, events, error)
-    readings = [by_name[term.name] for term in due if term.name in by_name]
-    if pipeline.settings.check_finite:
-        readings = _finite(readings, skipped)
-    return readings, skipped
+def _added(readings: Sequence[Reading], share: Share, groups: Sequence[Tensor] = ()) -> Tensor:
+    """Base + weight * term + ..., in the order in which a person would write it.
 
-
-def _finite(readings: Sequence[Reading], skipped: dict[str, str]) -> list[Reading]:
-    numbers = Weighed(readings).numbers
-    kept = []
-    for reading in readings:
-        name = reading.term.name
-        try:
-            check_finite(name, numbers[name][0])
-        except NonFiniteError as error:
-            assert reading.events is not None  # noqa: S101 - for mypy: outside a compiled function
-            skipped[name] = dropped(reading.term, reading.events, error)
-        else:
-            kept.append(reading)
-    return kept
-
-
-def _added(readings: Sequence[Reading], share: Share) -> Tensor:
-    """Base + weight * term + ..., in the order in which a person would write it."""
+    Args:
+        readings: the base loss first.
+        share: what part of the regularizers' sum counts.
+        groups: the totals of those that were computed together.
+    """
     base, *rest = readings
-    if not isinstance(share, Tensor) and share == 1:
-        total = base.value
-        for reading in rest:
-            total = total + reading.weight * reading.value
-        return total
-    terms = sum(reading.weight * reading.value for reading in rest)
-    return base.value + share * terms
+    parts = [] if base.fused else [base.value]
+    parts += [reading.weight * reading.value for reading in rest if not reading.fused]
+    parts += groups
+    if _is_whole(share):
+        return reduce(add, parts)
+    return parts[0] + share * sum(parts[1:])
+
+
+def _is_whole(share: Share) -> bool:
+    return not isinstance(share, Tensor) and share == 1
 
 
 def _count(data: object) -> int | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from steelyard.regularizers.stateful import Adaptive, EMADrift
     from steelyard.regularizers.topology import TopologicalConsistency
     from steelyard.regularizers.validation import ExternalValidation
+    from steelyard.regularizers.vocabulary import WholeVocabulary
 
 __all__ = [  # noqa: RUF022 - sorted as Python sorts
     "Adaptive",
@@ -42,6 +43,7 @@ __all__ = [  # noqa: RUF022 - sorted as Python sorts
     "LogicalConsistency",
     "SquaredLogRatio",
     "TopologicalConsistency",
+    "WholeVocabulary",
 ]
 
 _LAZY = {
@@ -63,6 +65,7 @@ _LAZY = {
     "LogicalConsistency": "logic",
     "SquaredLogRatio": "preference",
     "TopologicalConsistency": "topology",
+    "WholeVocabulary": "vocabulary",
 }
 
 

@@ -21,5 +21,6 @@ _CLASSES = {
     "logical_consistency": "LogicalConsistency",
     "squared_log_ratio": "SquaredLogRatio",
     "topological_consistency": "TopologicalConsistency",
+    "whole_vocabulary": "WholeVocabulary",
 }
 BUILT_IN = {name: f"steelyard.regularizers:{cls}" for name, cls in _CLASSES.items()}

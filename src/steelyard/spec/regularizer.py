@@ -49,7 +49,7 @@ class RegularizerSpec:
         every: it runs on steps where `step % every == 0`.
         options: keyword arguments for each call.
         needs: what it reads beyond log-probs: `"logits"`, `"projection"`, `"hidden_states"`,
-            `"parameters"`.
+            `"parameters"`; none is what the regularizer says of itself.
 
     Raises:
         SpecError: a field breaks its rule.
@@ -186,13 +186,15 @@ class RegularizerSpec:
         self._require(isinstance(self.name, str) and bool(self.name), "name", "a non-empty string")
 
     def _heed_preferences(self) -> None:
-        """`"auto"` is what a regularizer object says of itself."""
+        """`"auto"`, and no needs, are what a regularizer object says of itself."""
         if self.call is self.fn:
             return
         for key in ("run_in", "gradient"):
             preferred = getattr(self.fn, key, None)
             if getattr(self, key) == "auto" and isinstance(preferred, str):
                 self._settle(key, preferred)
+        if not self.needs:
+            self._settle("needs", getattr(self.fn, "needs", ()))
 
     def _check_needs(self) -> None:
         listed = [self.needs] if isinstance(self.needs, str) else self.needs

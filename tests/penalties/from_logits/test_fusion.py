@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,11 +9,15 @@ from steelyard.penalties import from_logits as f
 from steelyard.penalties.from_logits import LogitCall, fusable
 from tests.penalties.from_logits.cases import inputs
 
+Z, R, T = inputs(41, 4, 9)
 MASK = torch.tensor([True, False, True, True])
+READ = {"logits": Z.requires_grad_(), "mask": MASK}
 CALLS = [
-    LogitCall("ce", f.cross_entropy, ("z", "t"), 1.0, {"mask": MASK}),
-    LogitCall("spread", f.entropy, ("z",), -0.1, {"mask": MASK, "temperature": 2.0}),
-    LogitCall("drift", f.kl, ("z", "r"), 0.3, {"mask": MASK, "direction": "reverse"}),
+    LogitCall("ce", f.cross_entropy, {**READ, "targets": T}),
+    LogitCall("spread", f.entropy, READ, -0.1, {"mode": "bonus"}),
+    LogitCall(
+        "drift", f.kl, {**READ, "reference": R.requires_grad_()}, 0.3, {"direction": "reverse"}
+    ),
 ]
 
 
@@ -24,45 +26,65 @@ def group(*calls: LogitCall) -> list[tuple[str, ...]]:
 
 
 def test_the_numbers_are_those_of_the_calls() -> None:
-    z, r, t = inputs(41, 4, 9)
-    arrays = {"z": z.requires_grad_(), "r": r.requires_grad_(), "t": t}
     [fused] = fusable(CALLS)
-    found = fused.compute(arrays, track_grad_norms=True)
-    apart = {c.name: c.fn(*(arrays[n] for n in c.inputs), **c.options) for c in CALLS}
+    found = fused.compute(track_grad_norms=True)
+    apart = {c.name: c.fn(**c.arrays, **c.options) for c in CALLS}
     for name, value in apart.items():
         torch.testing.assert_close(found.values[name], value.detach())
-    wanted = torch.autograd.grad(sum(c.weight * apart[c.name] for c in CALLS), (z, r))
-    for a, b in zip(torch.autograd.grad(found.total, (z, r)), wanted, strict=True):
+    wanted = torch.autograd.grad(sum(c.weight * apart[c.name] for c in CALLS), (Z, R))
+    for a, b in zip(torch.autograd.grad(found.total, (Z, R)), wanted, strict=True):
         torch.testing.assert_close(a, b)
     assert set(found.grad_norms) == {"ce", "spread", "drift", "total"}
 
 
 def test_a_sum_stays_a_sum() -> None:
-    z, _, _ = inputs(42, 4, 9)
-    calls = [LogitCall(n, f.entropy, ("z",), 1.0, {"reduction": "sum"}) for n in ("a", "b")]
+    calls = [LogitCall(n, f.entropy, {"logits": Z}, 1.0, {"reduction": "sum"}) for n in ("a", "b")]
     [fused] = fusable(calls)
-    torch.testing.assert_close(fused.compute({"z": z}).values["b"], f.entropy(z, reduction="sum"))
+    alone = f.entropy(Z, reduction="sum").detach()
+    torch.testing.assert_close(fused.compute().values["b"], alone)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        LogitCall("x", torch.sum, ("z",), 1.0, {"mask": MASK}),
-        LogitCall("x", f.target_logprobs, ("z", "t"), 1.0, {"mask": MASK}),
-        LogitCall("x", f.js, ("z", "another"), 1.0, {"mask": MASK}),
-        LogitCall("x", f.js, ("other", "r"), 1.0, {"mask": MASK}),
-        LogitCall("x", f.cross_entropy, ("z", "other"), 1.0, {"mask": MASK}),
-        LogitCall("x", f.z_loss, ("z",), 1.0, {"mask": MASK.clone()}),
-        LogitCall("x", f.z_loss, ("z",), 1.0, {"mask": MASK, "reduction": "sum"}),
-        LogitCall("x", f.z_loss, ("z",), 1.0, {"mask": MASK, "reduction": "none"}),
+        LogitCall("x", torch.sum, READ),
+        LogitCall("x", f.target_logprobs, {**READ, "targets": T}),
+        LogitCall("x", f.js, {**READ, "reference": R.clone()}),
+        LogitCall("x", f.js, {**READ, "logits": Z.clone(), "reference": R}),
+        LogitCall("x", f.cross_entropy, {**READ, "targets": T.clone()}),
+        LogitCall("x", f.z_loss, {**READ, "mask": MASK.clone()}),
+        LogitCall("x", f.z_loss, {"logits": Z}),
+        LogitCall("x", f.z_loss, {"logits": Z}, 1.0, {"mask": MASK}),
+        LogitCall("x", f.z_loss, READ, 1.0, {"reduction": "sum"}),
+        LogitCall("x", f.z_loss, READ, 1.0, {"reduction": "none"}),
+        LogitCall("x", f.z_loss, READ, 1.0, {"temperature": 2.0}),
+        LogitCall("x", f.z_loss, READ, 1.0, {"temperature": -1.0}),
+        LogitCall("x", f.z_loss, READ, 1.0, {"unknown": 1}),
+        LogitCall(
+            "x",
+            f.kl,
+            {**READ, "reference": R},
+            1.0,
+            {"max_log_ratio": 3.0, "direction": "symmetric"},
+        ),
     ],
 )
-def test_what_does_not_go_together(other: Any) -> None:
+def test_what_does_not_go_together(other: LogitCall) -> None:
     assert group(*CALLS, other) == [("ce", "spread", "drift")]
-    assert group(other, CALLS[1]) in ([], [("x", "spread")])
+
+
+def test_two_ways_of_one_kind_go_together() -> None:
+    calls = [
+        LogitCall("there", f.kl, {**READ, "reference": R}),
+        LogitCall("back", f.kl, {**READ, "reference": R}, 1.0, {"direction": "reverse"}),
+        LogitCall("both", f.kl, {**READ, "reference": R}, 1.0, {"direction": "symmetric"}),
+        LogitCall("sure", f.entropy, READ),
+        LogitCall("open", f.entropy, READ, 1.0, {"mode": "bonus"}),
+    ]
+    assert group(*calls) == [("there", "back", "both", "sure", "open")]
 
 
 def test_a_second_group() -> None:
-    more = [LogitCall(n, f.entropy, ("y",)) for n in ("c", "d")]
+    more = [LogitCall(n, f.entropy, {"logits": R}) for n in ("c", "d")]
     assert group(more[0], *CALLS, more[1]) == [("c", "d"), ("ce", "spread", "drift")]
     assert group() == []

@@ -265,9 +265,13 @@ def test_there_are_never_all_logits(value: Callable[[Any], Tensor]) -> None:
 
 def test_calls_that_go_together_take_it_too() -> None:
     case = Case(29)
-    calls = [LogitCall("a", entropy, ("z",), 0.5), LogitCall("b", cross_entropy, ("z", "t"))]
+    read = {"logits": case.projection}
+    calls = [
+        LogitCall("a", entropy, read, 0.5),
+        LogitCall("b", cross_entropy, {**read, "targets": case.targets}),
+    ]
     [group] = fusable(calls)
-    found = group.compute({"z": case.projection, "t": case.targets})
+    found = group.compute()
     torch.testing.assert_close(found.values["a"], entropy(case.projection.logits()).detach())
 
 

@@ -113,8 +113,10 @@ def _read(like: LogitTermLike, classes: int) -> LogitTerm:
         )
     build, known = BUILDERS[kind]
     name = options.get("name", kind)
-    if not isinstance(name, str) or not name:
-        raise InputError(f"name must be a non-empty string, got {name!r}.")
+    if not isinstance(name, str) or name in ("", "total"):
+        raise InputError(
+            f"name must be a non-empty string other than 'total', the weighted sum, got {name!r}."
+        )
     weight = number(f"weight of term {name!r}", options.get("weight", 1.0))
     own = {key: value for key, value in options.items() if key not in ("name", "weight")}
     for key in own:
@@ -125,6 +127,13 @@ def _read(like: LogitTermLike, classes: int) -> LogitTerm:
             )
     parts = build(classes, **own) if kind == "entropy" else build(**own)
     return LogitTerm(name, weight, parts)
+
+
+def go_together(parts: Parts, others: Parts) -> bool:
+    """Whether one kernel computes both: all at one temperature, and each kind in one way."""
+    components = {component for component, _ in (*parts, *others)}
+    kinds = {component.kind for component in components}
+    return len(kinds) == len(components) and len({each.temperature for each in components}) == 1
 
 
 def components_of(terms: Sequence[LogitTerm]) -> list[Component]:

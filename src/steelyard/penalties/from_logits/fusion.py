@@ -1,92 +1,110 @@
-"""Which calls of a loss go together: what a loss of several terms asks before it runs them."""
+"""Which calls of a loss go together: what a loss of several terms asks before it makes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array
+from steelyard.penalties.from_logits._components import Parts, go_together, read_terms
 from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
 from steelyard.penalties.from_logits.terms import cross_entropy, entropy, js, kl, z_loss
 
-_KINDS: Mapping[Callable[..., Array], str] = {
-    cross_entropy: "cross_entropy",
-    entropy: "entropy",
-    js: "js",
-    kl: "kl",
-    z_loss: "z_loss",
-}
+# The functions whose calls can be made together, with the arrays that each takes by position.
+_KINDS: Sequence[tuple[Callable[..., Array], tuple[str, ...]]] = (
+    (cross_entropy, ("logits", "targets")),
+    (entropy, ("logits",)),
+    (js, ("logits", "reference")),
+    (kl, ("logits", "reference")),
+    (z_loss, ("logits",)),
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LogitCall:
-    """A weighted call that a loss would make: `fn(*arrays, **options)`.
+    """A weighted call that a loss would make: `fn(**arrays, **options)`.
 
     Attributes:
         name: The term's name.
         fn: Any function; those of this package that reduce can be fused.
-        inputs: The names of the arrays it takes, in order.
+        arrays: What it reads, by parameter: `logits`, and `reference`, `targets`, `mask`.
         weight: What its value counts.
         options: What it takes beside them.
     """
 
     name: str
     fn: Callable[..., Array]
-    inputs: tuple[str, ...]
+    arrays: Mapping[str, Array]
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)  # whatever `fn` takes
 
+    @cached_property
+    def parts(self) -> Parts | None:
+        """What `compose_logits` would make of it; None if it cannot."""
+        reduces = self.options.get("reduction", "mean") != "none"
+        if parameters_of(self.fn) is None or not reduces:
+            return None
+        try:
+            [term] = read_terms([(self.fn.__name__, _own(self))], classes=2)
+        except InputError:  # the call itself will say so
+            return None
+        return term.parts
 
-@dataclass(frozen=True)
+    def fits(self, other: LogitCall) -> bool:
+        """Whether one kernel computes both, if they read the same arrays."""
+        if self.parts is None or other.parts is None:
+            return False
+        return go_together(self.parts, other.parts)
+
+
+@dataclass(frozen=True, eq=False)
 class Fused:
     """Calls that one `compose_logits` makes, with the same numbers as each for itself.
 
     Attributes:
         calls: The calls, in order.
-        logits: The name of the array that all of them read.
-        reference: The name of the reference, if one compares.
-        targets: The name of the targets, if one reads them.
+        arrays: What they read, by parameter.
     """
 
     calls: tuple[LogitCall, ...]
-    logits: str
-    reference: str | None
-    targets: str | None
+    arrays: Mapping[str, Array]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the terms."""
         return tuple(call.name for call in self.calls)
 
-    def compute(
-        self, arrays: Mapping[str, Array], *, track_grad_norms: bool = False
-    ) -> ComposedLogits:
+    def compute(self, *, track_grad_norms: bool = False) -> ComposedLogits:
         """Make the calls; the result has their names.
 
         Raises:
             InputError: As for `compose_logits`.
         """
-        options = self.calls[0].options
         return compose_logits(
-            arrays[self.logits],
-            [
-                (_KINDS[call.fn], {**_own(call), "name": call.name, "weight": call.weight})
+            terms=[
+                (call.fn.__name__, {**_own(call), "name": call.name, "weight": call.weight})
                 for call in self.calls
             ],
-            reference=None if self.reference is None else arrays[self.reference],
-            targets=None if self.targets is None else arrays[self.targets],
-            mask=options.get("mask"),
-            reduction=options.get("reduction", "mean"),
+            reduction=self.calls[0].options.get("reduction", "mean"),
             track_grad_norms=track_grad_norms,
+            **self.arrays,
         )
+
+
+def parameters_of(fn: Callable[..., Array]) -> tuple[str, ...] | None:
+    """The arrays that `fn` takes by position; None if its calls cannot be fused."""
+    return next((names for each, names in _KINDS if each is fn), None)
 
 
 def fusable(calls: Iterable[LogitCall]) -> list[Fused]:
     """The calls that can be made together, in groups of at least two.
 
-    Calls go together if they read the same logits, by name, under the same mask and reduction,
-    and do not differ in the reference or the targets. What is in no group is to be called as ever.
+    Calls go together if they read the very same logits, under the same mask, reduction and
+    temperature, and do not differ in the reference, the targets or the limit of a log ratio:
+    those are what one kernel computes. What is in no group is to be called as ever.
 
     Args:
         calls: Those of one loss, with names of their own.
@@ -95,69 +113,45 @@ def fusable(calls: Iterable[LogitCall]) -> list[Fused]:
         The groups, each call in one at most.
 
     Example:
+        >>> import numpy as np
+        >>> z, teacher, labels = np.zeros((2, 3)), np.ones((2, 3)), np.array([0, 2])
         >>> calls = [
-        ...     LogitCall("ce", cross_entropy, ("logits", "labels")),
-        ...     LogitCall("length", len, ("logits",)),
-        ...     LogitCall("drift", kl, ("logits", "teacher"), 0.1, {"direction": "reverse"}),
+        ...     LogitCall("ce", cross_entropy, {"logits": z, "targets": labels}),
+        ...     LogitCall("length", len, {"logits": z}),
+        ...     LogitCall("drift", kl, {"logits": z, "reference": teacher}, weight=0.1),
         ... ]
         >>> [group] = fusable(calls)
-        >>> group.names
-        ('ce', 'drift')
+        >>> print(group.names, group.compute().total.round(4))
+        ('ce', 'drift') 1.0986
     """
     groups: list[Fused] = []
     for call in calls:
-        if not _is_ours(call):
+        if call.parts is None:
             continue
-        alone = _alone(call)
         for i, group in enumerate(groups):
-            joined = _joined(group, alone)
-            if joined is not None:
-                groups[i] = joined
+            if _goes_with(group, call):
+                groups[i] = Fused((*group.calls, call), {**group.arrays, **call.arrays})
                 break
         else:
-            groups.append(alone)
+            groups.append(Fused((call,), dict(call.arrays)))
     return [group for group in groups if len(group.calls) > 1]
 
 
-def _is_ours(call: LogitCall) -> bool:
-    return call.fn in _KINDS and call.options.get("reduction", "mean") != "none"
-
-
-def _alone(call: LogitCall) -> Fused:
-    second = call.inputs[1] if len(call.inputs) > 1 else None
-    reads_targets = call.fn is cross_entropy
-    return Fused(
-        (call,),
-        call.inputs[0],
-        None if reads_targets else second,
-        second if reads_targets else None,
-    )
-
-
-def _joined(group: Fused, other: Fused) -> Fused | None:
-    [call] = other.calls
+def _goes_with(group: Fused, call: LogitCall) -> bool:
     first = group.calls[0]
-    same = (
-        group.logits == other.logits
-        and first.options.get("mask") is call.options.get("mask")
+    return (
+        group.arrays["logits"] is call.arrays["logits"]
+        and group.arrays.get("mask") is call.arrays.get("mask")
         and first.options.get("reduction", "mean") == call.options.get("reduction", "mean")
-        and _agree(group.reference, other.reference)
-        and _agree(group.targets, other.targets)
+        and all(each.fits(call) for each in group.calls)
+        and all(
+            group.arrays[name] is call.arrays[name]
+            for name in ("reference", "targets")
+            if name in group.arrays and name in call.arrays
+        )
     )
-    if not same:
-        return None
-    return Fused(
-        (*group.calls, call),
-        group.logits,
-        group.reference or other.reference,
-        group.targets or other.targets,
-    )
-
-
-def _agree(a: str | None, b: str | None) -> bool:
-    return a is None or b is None or a == b
 
 
 def _own(call: LogitCall) -> dict[str, Any]:
     """The options that are the term's, not the call's."""
-    return {key: value for key, value in call.options.items() if key not in ("mask", "reduction")}
+    return {key: value for key, value in call.options.items() if key != "reduction"}
