@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steelyard.errors import InputError
+from steelyard.integrations.output_layer import Heard, overheard, stand_in
 from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import Projection
 
@@ -54,6 +56,12 @@ def observed(model: nn.Module, inner: nn.Module) -> Iterator[Forward]:
             handle.remove()
 
 
+def output_layer(inner: Any) -> nn.Module | None:
+    """The layer that makes logits, if the model has one."""
+    find: Callable[[], nn.Module | None] = getattr(inner, "get_output_embeddings", lambda: None)
+    return find()
+
+
 def logits_of(inner: Any, seen: Forward) -> Tensor | None:
     """The logits of a forward pass: its own, or those that a fused head did not build.
 
@@ -63,6 +71,31 @@ def logits_of(inner: Any, seen: Forward) -> Tensor | None:
     own = getattr(seen.outputs, "logits", None)
     if own is not None or seen.backbone is None:
         return own
+    return _again(inner, seen)
+
+
+def projection_of(inner: Any, seen: Forward, heard: Heard) -> Projection | None:
+    """What the output layer read, and the layer, where a term reads that in the place of logits.
+
+    Behind a fused head it is found by running the model again from the output of its backbone
+    on, which makes no logits either.
+
+    Raises:
+        InputError: the model does something to what the layer gives; or it is of no kind we know.
+    """
+    logits = getattr(seen.outputs, "logits", None)
+    if heard.hidden is None and seen.backbone is not None:
+        with overheard(heard.layer, stand_in) as heard:  # noqa: PLR1704 - the same layer's
+            logits = _again(inner, seen)
+    if logits is not None and heard.hidden is not None and not heard.untouched(logits):
+        raise InputError(
+            f"projection needs a model whose logits are what its output layer gives, and "
+            f"{type(inner).__name__} changes them after it: read logits."
+        )
+    return heard.projection
+
+
+def _again(inner: Any, seen: Forward) -> Tensor:
     kept = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
     inputs = {name: seen.inputs[name] for name in kept if name in seen.inputs}
     backbone, outputs = inner.base_model, seen.backbone

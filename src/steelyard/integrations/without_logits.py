@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from steelyard.integrations.causal import IGNORED, next_labels
-from steelyard.integrations.output_layer import Heard, overheard
+from steelyard.integrations.output_layer import Heard, overheard, stand_in
 from steelyard.penalties.from_logits import Projection, cross_entropy
 
 
@@ -51,10 +50,13 @@ class OwnLoss:
 
     Attributes:
         heard: what the output layer read.
+        often: whether its graph is gone through several times, for norms. The gradient is made
+            in the backward pass then, which costs one projection more.
         counted: what the loss was computed from; None if it was not.
     """
 
     heard: Heard
+    often: bool = False
     counted: Counted | None = None
 
     def __call__(
@@ -74,19 +76,23 @@ class OwnLoss:
             return logits.sum()
         self.counted = counted(projection, {"labels": labels, "shift_labels": shift_labels})
         rows, targets, _mask = self.counted
-        if num_items_in_batch is None:
-            mean: Tensor = cross_entropy(rows, targets)
-            return mean
-        total: Tensor = cross_entropy(rows, targets, reduction="sum")
-        return total / num_items_in_batch
+        how = "none" if self.often else "sum"
+        total: Tensor = cross_entropy(rows, targets, reduction=how).sum()
+        return total / (rows.shape[0] if num_items_in_batch is None else num_items_in_batch)
 
 
 @contextmanager
-def standing_in(model: Any, layer: nn.Module) -> Iterator[OwnLoss]:
-    """Let a model compute its own loss without logits, for as long as the block lasts."""
+def standing_in(model: Any, layer: nn.Module, *, often: bool = False) -> Iterator[OwnLoss]:
+    """Let a model compute its own loss without logits, for as long as the block lasts.
+
+    Args:
+        model: one of transformers'.
+        layer: its output layer.
+        often: whether the loss is differentiated several times.
+    """
     own, mine = model.loss_function, "_loss_function" in vars(model)
-    with overheard(layer, _column) as heard:
-        loss = OwnLoss(heard)
+    with overheard(layer, stand_in) as heard:
+        loss = OwnLoss(heard, often)
         model.loss_function = loss
         try:
             yield loss
@@ -103,14 +109,3 @@ def can_stand_in(model: Any, layer: object) -> bool:
         and type(layer) is nn.Linear
         and not layer._forward_hooks  # noqa: SLF001 - nothing public says it
     )
-
-
-def output_layer(model: Any) -> Any:
-    """The output layer of a model; None if it has none."""
-    find: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
-    return find()
-
-
-def _column(hidden: Tensor) -> Tensor:
-    # As small as can be; a value that no scaling or capping leaves as it is.
-    return torch.full_like(hidden[..., :1], 64.0)
