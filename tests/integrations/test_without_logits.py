@@ -135,15 +135,18 @@ FEATURES = 64  # of the output layer's weight, turned
 def test_the_same_training_without_logits(
     attached: bool, accumulation: int, tmp_path: Path
 ) -> None:
-    more = {"gradient_accumulation_steps": accumulation, "attached": attached}
+    more: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "attached": attached}
     model = tiny.build(torch.float32)
+    if attached:  # and somebody has named it
+        model.loss_function = ForCausalLMLoss
     lean, most = trained(tmp_path, model, from_the_projection(), **more)
     theirs, all_of_them = trained(
         tmp_path, tiny.build(torch.float32), from_logits_themselves(), **more
     )
     assert most <= FEATURES < all_of_them
     assert_alike(lean, theirs)
-    assert "_loss_function" not in vars(model)
+    assert ("_loss_function" in vars(model)) == attached
+    assert model.loss_function is ForCausalLMLoss
     assert "forward" not in vars(model.lm_head)
     batch = Collator()(rows([6]))
     assert model(**batch).logits.shape == (1, 6, tiny.VOCABULARY)
@@ -198,6 +201,15 @@ class Silent(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call]
         rest.pop("num_items_in_batch", None)
         out = super().forward(input_ids=input_ids, **rest)
         out.loss = out.logits.square().mean() + 0 * labels.sum()
+        return out
+
+
+class Unlabelled(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """A model with a loss of its own that reads no labels."""
+
+    def forward(self, input_ids: Tensor, **rest: Any) -> Any:
+        out = super().forward(input_ids=input_ids)
+        out.loss = out.logits.mean()
         return out
 
 
@@ -306,6 +318,31 @@ def capped() -> Any:
 def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Gemma2ForCausalLM changes them after it: read logits"):
         trained(tmp_path, capped(), from_the_projection())
+
+
+def test_log_probs_without_labels_are_not_there(tmp_path: Path) -> None:
+    trainer: Any = RegularizedTrainer(
+        model=Unlabelled(tiny.build(torch.float32).config).train(),
+        args=arguments(tmp_path),
+        train_dataset=rows([6]),
+        terms=[RegularizerSpec(surprise, 0.02, "surprise")],
+    )
+    with pytest.raises(InputError, match="reads the input 'data', which is not there"):
+        trainer.compute_loss(trainer.model, {"input_ids": torch.arange(6)[None]})
+
+
+def test_all_positions_count_where_there_are_no_labels(tmp_path: Path) -> None:
+    model = Unlabelled(tiny.build(torch.float32).config).train()
+    trainer: Any = RegularizedTrainer(
+        model=model,
+        args=arguments(tmp_path),
+        train_dataset=rows([6]),
+        terms=[term(from_logits.entropy, 0.5, inputs="projection")],
+    )
+    ids = torch.arange(6)[None]
+    total = trainer.compute_loss(model, {"input_ids": ids})
+    logits = model(ids).logits
+    torch.testing.assert_close(total, logits.mean() + 0.5 * from_logits.entropy(logits))
 
 
 def test_a_term_that_needs_one_for_each_datum_is_refused(tmp_path: Path) -> None:

@@ -76,8 +76,9 @@ class OwnLoss:
             return logits.sum()
         self.counted = counted(projection, {"labels": labels, "shift_labels": shift_labels})
         rows, targets, _mask = self.counted
-        how = "none" if self.often else "sum"
-        total: Tensor = cross_entropy(rows, targets, reduction=how).sum()
+        total: Tensor = cross_entropy(
+            rows, targets, reduction="none" if self.often else "sum"
+        ).sum()
         return total / (rows.shape[0] if num_items_in_batch is None else num_items_in_batch)
 
 
