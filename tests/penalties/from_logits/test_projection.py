@@ -29,7 +29,7 @@ from steelyard.penalties.from_logits import (
 from steelyard.penalties.from_logits import _projected as projected
 from tests.penalties.from_logits.cases import KINDS, TERMS, expected, written
 
-SHAPE, FEATURES, CLASSES = (3, 5), 6, 9
+SHAPE, FEATURES, CLASSES = (3, 5), 3, 9
 
 
 class Case:

@@ -11,6 +11,9 @@ from steelyard.penalties.from_logits import _linear, _operators
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._projected import Projected
 
+# Rows for each feature from which the gradient by the weight is small beside the logits.
+_MANY = 4
+
 
 def evaluated(
     problem: Projected, components: Sequence[Component], weights: Sequence[float], reduction: str
@@ -51,10 +54,10 @@ def _is_late(problem: Projected, wanted: Sequence[bool]) -> bool:
     """Whether the gradients are made in the backward pass, from logits made again.
 
     float16 cannot hold the gradient of a mean over many rows without a loss scale, which is known
-    there alone. And of fewer rows than features, one datum's for example, the gradient by the
-    weight would be larger than the logits are, and be kept until then.
+    there alone. And of few rows, one datum's for example, the gradient by the weight would be
+    about as large as the logits are, and be kept until then.
     """
-    few = problem.rows.logits.shape[0] < problem.weight.shape[1]
+    few = problem.rows.logits.shape[0] < _MANY * problem.weight.shape[1]
     return (few and wanted[1]) or (problem.weight.dtype == torch.float16 and any(wanted))
 
 

@@ -209,7 +209,8 @@ def _rows_backward(ctx: Any, by_rows: Tensor, *others: None) -> tuple[Any, ...]:
     del others
     refuse_second_order()
     *tensors, scale = [None if each is None else each.detach() for each in ctx.saved_tensors]
-    factor = by_rows.detach() if scale is None else by_rows.detach() * (scale != 0)
+    factor = by_rows.detach().contiguous()  # as for the rows of logits
+    factor = factor if scale is None else factor * (scale != 0)
     wants = list(ctx.needs_input_grad[:3])
     made = rows_back(*tensors, factor, *ctx.rest, wants)
     found = [each if wanted else None for each, wanted in zip(made, wants, strict=True)]

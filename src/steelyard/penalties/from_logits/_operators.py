@@ -174,7 +174,8 @@ def _sweep_back(ctx: Any, by_rows: Tensor, *others: None) -> tuple[Any, ...]:
     del others
     refuse_second_order()
     logits, reference, targets, scale = ctx.saved_tensors
-    factor = by_rows if scale is None else by_rows * (scale != 0)
+    # The gradient of a sum is one number in the place of many, which the kernels cannot read.
+    factor = by_rows.contiguous() if scale is None else by_rows * (scale != 0)
     wants = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
     both = rows_back(
         logits.detach(),
