@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.errors import InputError, SpecError
-from steelyard.regularizers import WholeVocabulary
+from steelyard.regularizers import Adaptive, WholeVocabulary
 
 LENGTHS, CLASSES = (3, 5), 7
 WEIGHTS = [torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.0, 1.0, 1.0, 0.5, 0.0])]
@@ -129,5 +129,7 @@ def test_its_needs_are_its_own() -> None:
     assert RegularizerSpec(own, 1.0).needs == ("logits",)
     both = ("logits", "hidden_states")  # what a spec says goes first
     assert RegularizerSpec(own, 1.0, needs=both).needs == both
+    held = RegularizerSpec(Adaptive(regularizer=own, target=0.1), 1.0)
+    assert held.needs == ("logits",)
     with pytest.raises(SpecError, match=r"\['logits'\] is not: train on steelyard.engine"):
         Pipeline(lambda _d, lp: lp[0].sum(), [RegularizerSpec(own, 1.0)])

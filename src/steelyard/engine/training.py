@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -19,15 +18,14 @@ from tinker.lib.public_interfaces.custom_loss import (
 from torch import Tensor
 
 from steelyard.engine.adapter import Adapter, check_adam
-from steelyard.engine.checkpoints import Checkpoint, Kind
 from steelyard.engine.examples import read_examples
 from steelyard.engine.host import Host
+from steelyard.engine.keeping import Keeper
 from steelyard.engine.losses import find_loss
 from steelyard.engine.passes import ForwardPass
 from steelyard.engine.sampling import LocalSamplingClient
 from steelyard.engine.trainer import LossOfLogprobs, Trainer, with_metrics
-from steelyard.errors import CheckpointError, InputError, StateError
-from steelyard.spec.numbers import is_whole
+from steelyard.errors import InputError
 from steelyard.spec.protocol import Stateful
 
 if TYPE_CHECKING:
@@ -84,9 +82,8 @@ class LocalTrainingClient:
         self._service = service
         self._host = host
         self._trainer = Trainer(host.model, adapter, host.room)
+        self._keeper = Keeper(host.model, adapter, service.checkpoints, model_id, user_metadata)
         host.give_back(adapter, after=self._trainer)
-        self._companions: dict[str, Stateful] = {}
-        self._loaded: dict[str, Any] = {}
 
     def forward(
         self,
@@ -276,12 +273,12 @@ class LocalTrainingClient:
         Raises:
             InputError: `ttl_seconds` breaks a rule.
         """
-        info = self._info(ttl_seconds, user_metadata)
         # Now, not when its turn comes: by then the terms of a later call may have run.
-        info["companions"] = {key: c.state_dict() for key, c in self._companions.items()}
+        info = self._keeper.info(ttl_seconds, user_metadata)
+        info["companions"] = self._keeper.companions()
 
         def save() -> types.SaveWeightsResponse:
-            path = self._write("weights", name, info, overwrite=overwrite)
+            path = self._keeper.write("weights", name, info, overwrite=overwrite)
             return types.SaveWeightsResponse(path=path, type="save_weights")
 
         return self._host.submit(save)
@@ -335,10 +332,10 @@ class LocalTrainingClient:
         Raises:
             InputError: `ttl_seconds` breaks a rule.
         """
-        info = self._info(ttl_seconds, user_metadata)
+        info = self._keeper.info(ttl_seconds, user_metadata)
 
         def save() -> types.SaveWeightsForSamplerResponse:
-            path = self._write("sampler_weights", name, info, overwrite=False)
+            path = self._keeper.write("sampler_weights", name, info)
             return types.SaveWeightsForSamplerResponse(path=path, type="save_weights_for_sampler")
 
         return self._host.submit(save)
@@ -449,9 +446,7 @@ class LocalTrainingClient:
         If the client was made from a checkpoint, or has loaded one, that holds a state of this
         name, the companion has it at once. The state must be ready for JSON.
         """
-        self._companions[name] = companion
-        if name in self._loaded:
-            companion.load_state_dict(self._loaded[name])
+        self._keeper.attach(name, companion)
 
     def _load(
         self, path: str, token: str | None, *, optimizer: bool
@@ -460,8 +455,7 @@ class LocalTrainingClient:
             raise InputError("weights_access_token is for the Tinker service, and there is none.")
         loading = self.begin_loading(path, optimizer=optimizer)
         if loading.future().exception() is None:
-            for name in self._companions.keys() & self._loaded.keys():
-                self._companions[name].load_state_dict(self._loaded[name])
+            self._keeper.restore_companions()
         return loading
 
     def begin_loading(
@@ -476,64 +470,5 @@ class LocalTrainingClient:
         Raises:
             CheckpointError: it is not there, is damaged, or does not fit; the client is as it was.
         """
-        checkpoint = self._service.checkpoints.read(path)
-        self._take(checkpoint, path, optimizer=optimizer)
-        self._loaded = dict(checkpoint.info.get("companions", {}))
+        self._keeper.read(path, optimizer=optimizer)
         return types.LoadWeightsResponse(path=path, model_id=self.model_id)
-
-    def _take(self, checkpoint: Checkpoint, path: str, *, optimizer: bool) -> None:
-        mine, theirs = self._host.model.source.name, checkpoint.info.get("base_model")
-        if theirs != mine:
-            raise CheckpointError(
-                f"path must be that of a checkpoint of {mine!r}, and {path!r} is of {theirs!r}."
-            )
-        if optimizer and checkpoint.moments is None:
-            raise CheckpointError(
-                f"path must be that of a checkpoint with an optimizer, as save_state writes it, "
-                f"and {path!r} holds weights alone."
-            )
-        try:
-            moments = checkpoint.moments if optimizer else None
-            self._trainer.adapter.load(checkpoint.weights, moments or None)
-        except StateError as error:
-            raise CheckpointError(f"the checkpoint {path!r} does not fit: {error}") from error
-
-    def _info(
-        self, ttl_seconds: int | None, user_metadata: dict[str, str] | None
-    ) -> dict[str, Any]:
-        if ttl_seconds is not None and not is_whole(ttl_seconds, at_least=1):
-            raise InputError(
-                f"ttl_seconds must be a whole number >= 1 or None, got {ttl_seconds!r}."
-            )
-        settings = self._trainer.adapter.settings
-        now = time.time()
-        return {
-            "format": 1,
-            "base_model": self._host.model.source.name,
-            "model_id": self.model_id,
-            "created_at": now,
-            "expires_at": None if ttl_seconds is None else now + ttl_seconds,
-            "user_metadata": {**self.user_metadata, **(user_metadata or {})},
-            "lora": {
-                "rank": settings.rank,
-                "seed": settings.seed,
-                "train_mlp": settings.train_mlp,
-                "train_attn": settings.train_attn,
-                "train_unembed": settings.train_unembed,
-            },
-        }
-
-    def _write(self, kind: Kind, name: str, info: Mapping[str, Any], *, overwrite: bool) -> str:
-        adapter = self._trainer.adapter
-        described: Any = self._host.model.lora_config(adapter.settings)
-        config = {k: sorted(v) if isinstance(v, set) else v for k, v in described.to_dict().items()}
-        config["base_model_name_or_path"] = self._host.model.source.name
-        checkpoint = Checkpoint(
-            info=info,
-            weights=adapter.weights(),
-            moments=adapter.moments() if kind == "weights" else None,
-            config=config,
-        )
-        return self._service.checkpoints.write(
-            self.model_id, kind, name, checkpoint, overwrite=overwrite
-        )

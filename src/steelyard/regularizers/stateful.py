@@ -163,6 +163,12 @@ class Adaptive:
         return str(getattr(self._inner, "gradient", "auto"))
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """What the wrapped regularizer reads beyond log-probs."""
+        needs: tuple[str, ...] = getattr(self._inner, "needs", ())
+        return needs
+
+    @property
     def compute(self) -> Any:
         """The scaled penalty of a batch: a function, async if the wrapped regularizer is."""
         return self._acompute if is_async(self._inner) else self._compute

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from steelyard.errors import GradientError, InputError
-from steelyard.penalties.from_logits import compose_linear, compose_logits
+from steelyard.penalties.from_logits import (
+    compose_linear,
+    compose_logits,
+    cross_entropy,
+    entropy,
+    z_loss,
+)
 from tests.penalties.backends import Backend
 from tests.penalties.from_logits.cases import TERMS, by_autograd, inputs, written
 
@@ -147,7 +153,7 @@ def test_blocks_of_rows_are_one_sweep(monkeypatch: pytest.MonkeyPatch, backend: 
         ([], {}, "terms must hold at least one of 'entropy', 'kl'"),
         ("entropy", {}, "terms must be a list of terms, got 'entropy'"),
         (["l1"], {}, "a term over logits must be one of"),
-        ([("entropy", 1)], {}, "a term over logits must be one of"),
+        ([("entropy", "much")], {}, "a term over logits must be one of"),
         (["entropy", "entropy"], {}, "names of terms must be unique, got 'entropy' twice"),
         ([("entropy", {"name": ""})], {}, "name must be a non-empty string"),
         ([("entropy", {"weight": math.inf})], {}, "weight of term 'entropy' must be"),
@@ -276,3 +282,16 @@ def test_compiled_without_a_graph_break() -> None:
     torch.testing.assert_close(again, value)
     for a, b in zip(compiled, plain, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"entropy": 0.5, "z_loss": {"weight": 2}, "cross_entropy": 1},
+        [("entropy", 0.5), ("z_loss", 2.0), "cross_entropy"],
+    ],
+)
+def test_weights_may_stand_alone(terms: Any) -> None:
+    z, _, t = inputs(43, 4, 9)
+    found = compose_logits(z, terms, targets=t)
+    torch.testing.assert_close(found.total, 0.5 * entropy(z) + 2 * z_loss(z) + cross_entropy(z, t))

@@ -12,8 +12,9 @@ from steelyard.penalties._terms import listed
 
 ENTROPY, FORWARD, REVERSE, JS, Z_LOSS, CROSS_ENTROPY = range(6)
 
-# A term as the caller writes it: a name, or a pair of a name and its options.
-LogitTermLike: TypeAlias = str | tuple[str, Mapping[str, Any]]
+# A term as the caller writes it: a name, or a pair of a name and its weight or its options.
+LogitTermLike: TypeAlias = str | tuple[str, float | Mapping[str, Any]]
+LogitTermsLike: TypeAlias = Iterable[LogitTermLike] | Mapping[str, float | Mapping[str, Any]]
 
 
 class Component(NamedTuple):
@@ -83,7 +84,7 @@ BUILDERS: Mapping[str, tuple[Callable[..., Parts], tuple[str, ...]]] = {
 }
 
 
-def read_terms(likes: Iterable[LogitTermLike], classes: int) -> list[LogitTerm]:
+def read_terms(likes: LogitTermsLike, classes: int) -> list[LogitTerm]:
     """The terms as written by the caller, with unique names.
 
     Raises:
@@ -92,7 +93,7 @@ def read_terms(likes: Iterable[LogitTermLike], classes: int) -> list[LogitTerm]:
     if isinstance(likes, str):
         raise InputError(f"terms must be a list of terms, got {likes!r}; write [{likes!r}].")
     terms: list[LogitTerm] = []
-    for like in likes:
+    for like in likes.items() if isinstance(likes, Mapping) else likes:
         term = _read(like, classes)
         if any(term.name == other.name for other in terms):
             raise InputError(
@@ -106,10 +107,12 @@ def read_terms(likes: Iterable[LogitTermLike], classes: int) -> list[LogitTerm]:
 
 def _read(like: LogitTermLike, classes: int) -> LogitTerm:
     kind, options = like if isinstance(like, tuple) and len(like) == 2 else (like, {})  # noqa: PLR2004
+    if isinstance(options, int | float):
+        options = {"weight": options}
     if not isinstance(kind, str) or kind not in BUILDERS or not isinstance(options, Mapping):
         raise InputError(
-            f"a term over logits must be one of {listed(BUILDERS)}, or a pair (name, {{options}}), "
-            f"got {like!r}."
+            f"a term over logits must be one of {listed(BUILDERS)}, or a pair of it with a weight "
+            f"or with {{options}}, got {like!r}."
         )
     build, known = BUILDERS[kind]
     name = options.get("name", kind)

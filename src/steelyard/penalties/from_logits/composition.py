@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
@@ -13,7 +13,7 @@ from steelyard.penalties._options import flag, one_of
 from steelyard.penalties.from_logits._components import (
     Component,
     LogitTerm,
-    LogitTermLike,
+    LogitTermsLike,
     components_of,
     needs_reference,
     needs_targets,
@@ -50,7 +50,7 @@ class ComposedLogits:
 
 def compose_logits(
     logits: Array | Projection,
-    terms: Iterable[LogitTermLike],
+    terms: LogitTermsLike,
     *,
     reference: Array | Projection | None = None,
     targets: Array | None = None,
@@ -68,7 +68,8 @@ def compose_logits(
     Args:
         logits: Any leading shape, classes last; or a `Projection`, as for `compose_linear`.
         terms: Each a name, `entropy`, `kl`, `js`, `z_loss` or `cross_entropy`, or a pair of one
-            with its options: `weight` (1.0), `name` (to have one twice) and the function's own.
+            with its weight, or with its options: `weight` (1.0), `name` (to have one twice) and
+            the function's own. A mapping of names to either is as good.
         reference: Logits of the same shape, for `kl` and `js`; or a `Projection`, a constant.
         targets: Integers in the leading shape, for `cross_entropy`.
         mask: Booleans over rows, as for the functions.

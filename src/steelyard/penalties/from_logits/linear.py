@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 from steelyard.penalties._arrays import Array
 from steelyard.penalties._options import flag, one_of
 from steelyard.penalties.from_logits._components import (
-    LogitTermLike,
+    LogitTermsLike,
     components_of,
     needs_reference,
     needs_targets,
@@ -28,7 +27,7 @@ from steelyard.penalties.from_logits.projection import Projection
 def compose_linear(
     hidden: Array,
     weight: Array,
-    terms: Iterable[LogitTermLike],
+    terms: LogitTermsLike,
     *,
     bias: Array | None = None,
     reference: Array | Projection | tuple[Array, Array] | None = None,
