@@ -213,6 +213,10 @@ class Unlabelled(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call
         return out
 
 
+def unlabelled() -> Any:
+    return Unlabelled(tiny.build(torch.float32).config).train()  # type: ignore[no-untyped-call]
+
+
 def another(kind: str) -> Any:
     model = tiny.build(torch.float32)
     if kind == "loss function":
@@ -261,6 +265,14 @@ def test_label_smoothing_keeps_its_way(tmp_path: Path) -> None:
     ours, _ = trained(tmp_path, tiny.build(torch.float32), terms, **more)
     theirs, _ = trained(tmp_path, tiny.build(torch.float32), others, **more)
     assert_same_weights(ours.model, theirs.model)
+
+
+def test_what_stands_in_for_logits_is_not_offered(tmp_path: Path) -> None:
+    terms = [*from_the_projection(), term(lambda router: router.sum(), 1.0, "router")]
+    with pytest.raises(InputError, match="reads the input 'router', which is not") as caught:
+        trained(tmp_path, tiny.build(torch.float32), terms)
+    assert "'projection.hidden'" in str(caught.value)
+    assert "'logits'" not in str(caught.value)
 
 
 def test_returned_outputs_have_logits(tmp_path: Path) -> None:
@@ -322,7 +334,7 @@ def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
 
 def test_log_probs_without_labels_are_not_there(tmp_path: Path) -> None:
     trainer: Any = RegularizedTrainer(
-        model=Unlabelled(tiny.build(torch.float32).config).train(),
+        model=unlabelled(),
         args=arguments(tmp_path),
         train_dataset=rows([6]),
         terms=[RegularizerSpec(surprise, 0.02, "surprise")],
@@ -332,7 +344,7 @@ def test_log_probs_without_labels_are_not_there(tmp_path: Path) -> None:
 
 
 def test_all_positions_count_where_there_are_no_labels(tmp_path: Path) -> None:
-    model = Unlabelled(tiny.build(torch.float32).config).train()
+    model = unlabelled()
     trainer: Any = RegularizedTrainer(
         model=model,
         args=arguments(tmp_path),

@@ -256,7 +256,7 @@ def test_few_rows_keep_no_gradient_of_the_weight(tracked: bool) -> None:
         return tensor
 
     terms = ["entropy", "z_loss"]
-    options = {"track_grad_norms": tracked}
+    options: dict[str, Any] = {"track_grad_norms": tracked}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         found = [compose_logits(Projection(x, weight), terms, **options) for x in data]
     assert max(kept) <= 15 * 16 < weight.numel()
@@ -265,8 +265,8 @@ def test_few_rows_keep_no_gradient_of_the_weight(tracked: bool) -> None:
         for each in ("values", "grad_norms", "cosines"):
             torch.testing.assert_close(dict(getattr(ours, each)), dict(getattr(theirs, each)))
     both = (found[0].total + 3 * found[1].total, wanted[0].total + 3 * wanted[1].total)
-    ours, theirs = (torch.autograd.grad(each, [*data, weight]) for each in both)
-    torch.testing.assert_close(ours, theirs)
+    gradients_of_both = [torch.autograd.grad(each, [*data, weight]) for each in both]
+    torch.testing.assert_close(*gradients_of_both)
 
 
 @pytest.mark.usefixtures("chunks_of_four")
