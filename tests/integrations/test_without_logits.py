@@ -411,7 +411,13 @@ def test_the_own_loss_is_transformers_own(items: Any, often: bool) -> None:
         loss(stood, labels, 9, items, shift_labels=shifted),
         ForCausalLMLoss(layer(hidden), labels, 9, items, shift_labels=shifted),
     )
-    for given in ((stood * 2, labels, 9), (stood, labels, 8), (stood, labels, 9, None, 0)):
+    short = labels[:, 1:]
+    for given in (
+        (stood * 2, labels, 9),
+        (stood, labels, 8),
+        (stood, labels, 9, None, 0),
+        (stood, short, 9),
+    ):
         again = OwnLoss(Heard(layer, hidden, stood))
         again(*given)
         assert again.counted is None

@@ -74,8 +74,11 @@ class OwnLoss:
         same = self.heard.untouched(logits) and ignore_index == IGNORED
         if projection is None or not same or projection.shape[-1] != vocab_size:
             return logits.sum()
-        self.counted = counted(projection, {"labels": labels, "shift_labels": shift_labels})
-        rows, targets, _mask = self.counted
+        found = counted(projection, {"labels": labels, "shift_labels": shift_labels})
+        rows, targets, _mask = found
+        if targets is None:
+            return logits.sum()
+        self.counted = found
         total: Tensor = cross_entropy(
             rows, targets, reduction="none" if self.often else "sum"
         ).sum()
