@@ -120,7 +120,9 @@ def check(
     torch.testing.assert_close(sums[len(names) :].sum(), total, rtol=1e-5, atol=1e-6)
     for i, side in enumerate(("logits", "reference")[: 1 + compares]):
         wanted = torch.as_tensor(sum(weights[n] * gradients[n][i] for n in names))
-        assert relative(getattr(found, side), wanted) < tolerance, side
+        # A few large numbers may be rounded by more than that, and then no more than rounded.
+        rounded = 1.02 * relative(wanted.to(tensors[i].dtype), wanted)
+        assert relative(getattr(found, side), wanted) < max(tolerance, rounded), side
     kinds = sorted(names, key=EVERY.index)
     sign = torch.tensor([-1.0 if name == "entropy" else 1.0 for name in kinds]).double()
     torch.testing.assert_close(
@@ -139,8 +141,13 @@ def test_against_autograd_in_float64(
 
 
 @pytest.mark.parametrize("names", PAIRS)
-def test_every_pair(launch: ModuleType, names: list[str]) -> None:
-    check(launch, list(dict.fromkeys(names)), inputs(21, 2, 45, torch.float32), temperature=1.5)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-3)])
+def test_every_pair(
+    launch: ModuleType, names: list[str], dtype: torch.dtype, tolerance: float
+) -> None:
+    rows, classes = (8, 4098) if REAL else (2, 46)
+    tensors = inputs(21, rows, classes, dtype)
+    check(launch, list(dict.fromkeys(names)), tensors, tolerance=tolerance, temperature=1.5)
 
 
 @pytest.mark.parametrize("limit", [100.0, 2.0])
@@ -181,7 +188,7 @@ def test_nan_is_seen(launch: ModuleType) -> None:
         assert found.logits.isnan().any(1).tolist() == [False, True]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-3), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("classes", [258, 259])
 def test_narrow_floats(
     launch: ModuleType, dtype: torch.dtype, tolerance: float, classes: int
@@ -192,8 +199,8 @@ def test_narrow_floats(
 
 def test_as_it_is_cut_in_earnest(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    rows, classes, tolerance = (64, 128256, 2e-3) if REAL else (1, 600, 8e-3)
-    check(launch, FOUR, inputs(31, rows, classes, torch.bfloat16), tolerance=tolerance)
+    rows, classes = (64, 128256) if REAL else (1, 600)
+    check(launch, FOUR, inputs(31, rows, classes, torch.bfloat16), tolerance=2e-3)
 
 
 def test_mixed_floats(launch: ModuleType) -> None:
@@ -243,6 +250,18 @@ def test_functions_and_backward() -> None:
         assert a.grad is not None
         assert b.grad is not None
         assert relative(a.grad, b.grad.cpu()) < 1e-5
+
+
+def test_backward_twice() -> None:
+    """What `CompositeLoss` does to track the norms of its terms."""
+    logits, reference, _ = (x.to(DEVICE) for x in inputs(32, 3, 40, torch.bfloat16))
+    z = logits.requires_grad_()
+    total = compose_logits(z, written(["reverse", "z_loss"]), reference=reference).total
+    [whole] = torch.autograd.grad(total, z, retain_graph=True)
+    [half] = torch.autograd.grad(0.5 * total, z, retain_graph=True)
+    total.backward()
+    torch.testing.assert_close(half, 0.5 * whole)
+    torch.testing.assert_close(z.grad, whole)
 
 
 def test_composition_and_linear() -> None:

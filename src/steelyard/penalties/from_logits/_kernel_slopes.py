@@ -105,8 +105,8 @@ def _added(s, g, KINDS: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, start, tiles, classes, target,
-    by, slope, unit, constant, top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q,
+    z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, items, start, tiles, classes,
+    target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q,
     whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
     KINDS: tl.constexpr, LIMITED: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr,
     GRAM: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
@@ -201,14 +201,14 @@ def _tiles(
             for j in tl.static_range(i, 6):
                 if (KINDS >> i) & (KINDS >> j) & 1:
                     product = tl.sum(sums[i * (11 - i) // 2 + j], 0)
-                    tl.store(products + n, product * (slope * slope))
+                    tl.store(products + n * items, product * (by * by))
                     n += 1
 
 
 @triton.jit
 def slopes_of(
-    z_row, r_row, t_row, gz_row, gr_row, products, coefs, piece, tiles, classes, share, slope, unit,
-    w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+    z_row, r_row, t_row, gz_row, gr_row, products, coefs, items, piece, tiles, classes, share,
+    slope, unit, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
     KINDS: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr, GRAM: tl.constexpr,
     VECTOR: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -313,15 +313,15 @@ def slopes_of(
             load_tile(r_row, start, bound, FEW // 64, False, "evict_first"),
             load_tile(z_row, start + FEW, bound, FEW // 64, False, "evict_first"),
             load_tile(r_row, start + FEW, bound, FEW // 64, False, "evict_first"),
-            z_row, r_row, gz_row, gr_row, products, start, tiles * (TILE // FEW),
-            classes, target, by, slope, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
+            z_row, r_row, gz_row, gr_row, products, items, start, tiles * (TILE // FEW),
+            classes, target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
             k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
             KINDS, True, GZ, GR, GRAM, FEW // 64, False,
         )  # fmt: skip
     else:
         _tiles(
-            z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, start, tiles,
-            classes, target, by, slope, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
+            z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, items, start, tiles,
+            classes, target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
             k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
             KINDS, False, GZ, GR, GRAM, VECTOR, PACKED,
         )  # fmt: skip

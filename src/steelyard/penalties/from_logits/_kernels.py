@@ -107,7 +107,7 @@ def sweep_kernel(
                 piece = item - row * pieces
                 gz_row = gz_ptr + row.to(tl.int64) * gz_stride
                 gr_row = gr_ptr + row.to(tl.int64) * gr_stride
-                products = gram_ptr + item.to(tl.int64) * PAIRS
+                products = gram_ptr + item
                 share = 1.0
                 if SCALED:
                     share = tl.load(scale_ptr + row)
@@ -115,7 +115,7 @@ def sweep_kernel(
                     slopes_of(
                         z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
                         t_ptr + row, gz_row, gr_row, products, coefs_ptr + row * COEFFICIENTS,
-                        piece, tiles, classes, share, slope, unit,
+                        items, piece, tiles, classes, share, slope, unit,
                         w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
                         KINDS, GZ, GR, GRAM, VECTOR, PACKED,
                     )  # fmt: skip
@@ -129,7 +129,7 @@ def sweep_kernel(
                             store_tile(gr_row, here, nothing, classes, VECTOR)
                     if GRAM:
                         for i in tl.static_range(PAIRS):
-                            tl.store(products + i, 0.0)
+                            tl.store(products + i * items, 0.0)
         ticket = tl.sum(tl.where(thread == 0, draw, 0), 0) + 1
 
 

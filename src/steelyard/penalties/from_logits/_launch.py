@@ -90,7 +90,7 @@ def sweep(
     by_logits = (torch.empty_like(z) if into is None else into) if wants.logits else None
     by_reference = torch.empty_like(r) if wants.reference else None
     pairs = len(kinds) * (len(kinds) + 1) // 2
-    products = z.new_empty((rows, pieces, pairs), dtype=torch.float32) if wants.gram else None
+    products = z.new_empty((pairs, rows, pieces), dtype=torch.float32) if wants.gram else None
     statistics = _statistics(kinds)
     # Numbers that are not there yet: the tickets drawn, those of pieces, those of rows.
     size = 1 + rows * pieces * statistics
@@ -111,7 +111,7 @@ def sweep(
         PIECES=triton.next_power_of_2(pieces), num_warps=1, enable_fp_fusion=True,
         maxnreg=shape.registers,
     )  # fmt: skip
-    gram = None if products is None else _gram(products, scale, len(kinds))
+    gram = None if products is None else _gram(products, len(kinds))
     return Swept(made, by_logits, by_reference, gram)
 
 
@@ -130,13 +130,19 @@ def _statistics(kinds: Sequence[int]) -> int:
     return own + ratios + (ratios > 0) + 2 * (JS in kinds)
 
 
-def _gram(products: Tensor, scale: Tensor | None, count: int) -> Tensor:
+def _gram(products: Tensor, count: int) -> Tensor:
     """The symmetric matrix of inner products, from those of each piece."""
-    by_row = products.sum(1, dtype=torch.float64)
-    total = by_row.sum(0) if scale is None else scale.double().square() @ by_row
-    found = dict(zip(combinations_with_replacement(range(count), 2), total, strict=True))
-    pairs = [found[min(i, j), max(i, j)] for i in range(count) for j in range(count)]
-    return torch.stack(pairs).view(count, count)
+    return products.sum((1, 2), dtype=torch.float64)[_places(count, products.device)]
+
+
+@cache
+def _places(count: int, device: torch.device) -> Tensor:
+    """Which pair each place of the symmetric matrix holds."""
+    pairs = list(combinations_with_replacement(range(count), 2))
+    return torch.tensor(
+        [[pairs.index((min(i, j), max(i, j))) for j in range(count)] for i in range(count)],
+        device=device,
+    )
 
 
 def _rows(x: Tensor) -> Tensor:
