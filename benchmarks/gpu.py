@@ -1,24 +1,35 @@
 """Full-vocabulary terms on a GPU, beside eager torch, torch.compile, Liger-Kernel and the floor.
 
-    PYTHONPATH=src python -m benchmarks.gpu          # 4096 × 128256 logits in bfloat16
-    PYTHONPATH=src python -m benchmarks.gpu 512 8192 # rows and classes, to try it out
+    PYTHONPATH=src python -m benchmarks.gpu            # 4096 × 128256 logits in bfloat16
+    PYTHONPATH=src python -m benchmarks.gpu 512 8192   # rows and classes, to try it out
+    PYTHONPATH=src python -m benchmarks.gpu --save benchmarks/results/gpu.json
 
 The floor is what memory alone takes, measured in the same run: each input read once, the gradient
-written once. Times are medians of GPU time, with quartiles, forward and backward together.
+written once. Times are medians of GPU time, with quartiles, forward and backward together, the
+queue being full; beside ours stands what Python takes to fill it. What is saved goes into
+`docs/benchmarks.md` with the next `make bench`, which runs where there may be no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
+import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.measure import Row, Shown, show
 from steelyard.penalties.from_logits import compose_linear, compose_logits
 
 try:
@@ -38,21 +49,65 @@ FOUR: list[Any] = [
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks.gpu needs a GPU and a torch with CUDA.")
-    sizes = [int(each) for each in sys.argv[1:]] or [4096, 128256]
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "rows × classes", *sizes)
-    terms(*sizes)
-    linear(4 * sizes[0], sizes[1], 4096 if sizes[0] >= 4096 else 256)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sizes", type=int, nargs="*", default=[4096, 128256])
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    rows, classes = given.sizes
+    print(machine())
+    tables = [terms(rows, classes), linear(4 * rows, classes, 4096 if rows >= 4096 else 256)]
+    if given.save is not None:
+        save(tables, given.save)
 
 
-def timed(way: Way, repeats: int = 20) -> tuple[float, float, float]:
-    """Median and quartiles of milliseconds on the GPU; the queue is kept full."""
+def machine() -> str:
+    """The GPU and the versions, in a line."""
+    found = [torch.cuda.get_device_name(), f"CUDA {torch.version.cuda}"]
+    for name in ("torch", "triton", "liger-kernel"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def save(tables: list[Shown], path: Path) -> None:
+    """Keep the tables, with the day and the machine, for `benchmarks.page`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {
+        "command": "python -m benchmarks.gpu --save benchmarks/results/gpu.json",
+        "date": str(dt.datetime.now(tz=dt.UTC).date()),
+        "machine": machine(),
+        "tables": [asdict(table) for table in tables],
+    }
+    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class Timing(NamedTuple):
+    """Milliseconds: median and quartiles on the GPU, and the median of Python's."""
+
+    median: float
+    low: float
+    high: float
+    host: float
+    repeats: int
+
+
+def timed(way: Way, repeats: int = 20) -> Timing:
+    """Time calls that wait in a full queue."""
     for _ in range(3):
         way()
+    torch.cuda.synchronize()
+    host = []
+    for _ in range(3):
+        began = time.perf_counter()
+        way()
+        host.append(time.perf_counter() - began)
+        torch.cuda.synchronize()
     event: Any = torch.cuda.Event  # without types, as `_sleep` and `backward`
     marks = [event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda.synchronize()
     sleep: Any = torch.cuda._sleep
-    sleep(5_000_000)
+    sleep(int(4e9 * statistics.median(host) * repeats))  # cycles, at less than 2 GHz
     marks[0].record()
     for mark in marks[1:]:
         way()
@@ -60,7 +115,7 @@ def timed(way: Way, repeats: int = 20) -> tuple[float, float, float]:
     torch.cuda.synchronize()
     spans = [a.elapsed_time(b) for a, b in pairwise(marks)]
     low, median, high = statistics.quantiles(spans, n=4)
-    return median, low, high
+    return Timing(median, low, high, 1e3 * statistics.median(host), repeats)
 
 
 def extra(way: Way) -> float:
@@ -74,18 +129,26 @@ def extra(way: Way) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-def show(name: str, way: Way, floor: float, repeats: int = 20) -> None:
+def measured(
+    name: str, way: Way, floor: float, *, repeats: int = 20, asked: float | None = None
+) -> tuple[Row, float]:
+    """A row of the table, and the gigabytes."""
     try:
         memory = extra(way)
-        median, low, high = timed(way, repeats)
+        found = timed(way, repeats)
     except torch.OutOfMemoryError:
-        print(f"{name:42} out of memory", flush=True)
-        return
-    print(
-        f"{name:42} {median:7.3f} ms  [{low:.3f}, {high:.3f}]  {median / floor:6.2f} × floor  "
-        f"+{memory:.3f} GB",
-        flush=True,
+        return (name, "out of memory", "", None), 0.0
+    ratio = found.median / floor
+    text = (
+        f"{found.median:.3f} ms [{found.low:.3f}, {found.high:.3f}] of {repeats}, "
+        f"{ratio:.2f} × floor, +{memory:.2f} GB"
     )
+    if asked is None:
+        row: Row = (name, text, "", None)
+    else:
+        row = (name, f"{text}; Python {found.host:.2f} ms", f"≤ {asked} × floor", ratio <= asked)
+    print(*row[:3], flush=True)
+    return row, memory
 
 
 def backward(loss: Callable[..., Any], *leaves: Tensor) -> Way:
@@ -100,7 +163,7 @@ def backward(loss: Callable[..., Any], *leaves: Tensor) -> Way:
 def floors(z: Tensor, q: Tensor) -> tuple[float, float]:
     """Milliseconds to read one input, or two, and write as much as one."""
     out = torch.empty_like(z)
-    return timed(lambda: out.copy_(z))[0], timed(lambda: torch.add(z, q, out=out))[0]
+    return timed(lambda: out.copy_(z)).median, timed(lambda: torch.add(z, q, out=out)).median
 
 
 def products(hidden: Tensor, weight: Tensor) -> float:
@@ -113,19 +176,16 @@ def products(hidden: Tensor, weight: Tensor) -> float:
         torch.mm(slopes, weight)
         torch.mm(slopes.t(), hidden)
 
-    return timed(three, 6)[0]
+    return timed(three, 6).median
 
 
-def terms(rows: int, classes: int) -> None:
+def terms(rows: int, classes: int) -> Shown:
     made = torch.Generator("cuda").manual_seed(0)
     z = 3 * torch.randn(rows, classes, device="cuda", generator=made)
     q = (z + torch.randn(rows, classes, device="cuda", generator=made)).bfloat16()
     z = z.bfloat16().requires_grad_()
     t = torch.randint(0, classes, (rows,), device="cuda", generator=made)
     one, two = floors(z.detach(), q)
-    print(
-        f"floor: one input {one:.3f} ms, two {two:.3f} ms; the gradient has {z.nbytes / 1e9:.3f} GB"
-    )
 
     def entropy(z: Tensor) -> Tensor:
         p = z.float().log_softmax(-1)
@@ -163,27 +223,54 @@ def terms(rows: int, classes: int) -> None:
         ("JS", js, ["js"], two),
         ("four together", four, FOUR, two),
     ]
+    table: list[Row] = []
     for name, formula, named, floor in cases:
-        show(f"{name}: ours", backward(ours(named), z), floor)
-        show(f"{name}: eager", backward(formula, z), floor, 4)
-        show(f"{name}: torch.compile", backward(torch.compile(formula), z), floor, 8)
+        asked = 1.8 if named is FOUR else 1.6
+        row, memory = measured(f"{name}: ours", backward(ours(named), z), floor, asked=asked)
+        table.append(row)
+        if named is FOUR:
+            table.append(beyond(name, memory, z))
+        eager, compiled = backward(formula, z), backward(torch.compile(formula), z)
+        table.append(measured(f"{name}: eager", eager, floor, repeats=4)[0])
+        table.append(measured(f"{name}: torch.compile", compiled, floor, repeats=8)[0])
         torch._dynamo.reset()
-    show("four together, tracked: ours", backward(ours(FOUR, tracked=True), z), two)
+    tracked = backward(ours(FOUR, tracked=True), z)
+    row, memory = measured("four together, tracked: ours", tracked, two, asked=2.2)
+    table += [row, beyond("four together, tracked", memory, z)]
     if liger_kl_div is not None:
         b = q.float().log_softmax(-1)
         kl = lambda z: liger_kl_div(z.float().log_softmax(-1), b.exp())  # noqa: E731
-        show("forward KL: Liger-Kernel, after log_softmax", backward(kl, z), two, 6)
         both = lambda z: liger_jsd(z.float().log_softmax(-1), b)  # noqa: E731
-        show("JS: Liger-Kernel, after log_softmax", backward(both, z), two, 6)
+        for name, loss in (("forward KL", kl), ("JS", both)):
+            name = f"{name}: Liger-Kernel, after log_softmax"  # noqa: PLW2901
+            table.append(measured(name, backward(loss, z), two, repeats=6)[0])
+    title = f"Terms from logits on a GPU: forward and backward, {rows} × {classes} bfloat16"
+    notes = [
+        f"The floor is {one:.3f} ms with one input and {two:.3f} ms with two. The four are "
+        "cross-entropy, entropy, z-loss and reverse KL; tracked: with the norm of each one's "
+        "gradient and all cosines."
+    ]
+    show(title, table, notes)
+    return Shown(title, table, notes)
 
 
-def linear(tokens: int, classes: int, features: int) -> None:
+def beyond(name: str, memory: float, logits: Tensor) -> Row:
+    """The memory that is taken beside the gradient."""
+    share = 1e9 * memory / logits.nbytes - 1
+    return (
+        f"{name}: memory beyond the gradient",
+        f"{share:.2%} of the logits",
+        "≤ 1 %",
+        share <= 0.01,
+    )
+
+
+def linear(tokens: int, classes: int, features: int) -> Shown:
     made = torch.Generator("cuda").manual_seed(1)
     hidden = torch.randn(tokens, features, device="cuda", generator=made).bfloat16()
     weight = (torch.randn(classes, features, device="cuda", generator=made) / 64).bfloat16()
     targets = torch.randint(0, classes, (tokens,), device="cuda", generator=made)
     named: list[Any] = ["cross_entropy", FOUR[1], FOUR[2]]
-    print(f"linear: {tokens} tokens, {features} features; cross-entropy, entropy, z-loss")
     floor = products(hidden, weight)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -197,9 +284,25 @@ def linear(tokens: int, classes: int, features: int) -> None:
         total = functional.nll_loss(logs, targets) + 0.01 * (logs.exp() * logs).sum(-1).mean()
         return total + 1e-4 * (p.logsumexp(-1) ** 2).mean()
 
-    print(f"{'three matrix products':42} {floor:7.3f} ms")
-    show("compose_linear", backward(composed, hidden, weight), floor, 6)
-    show("with logits, eager", backward(with_logits, hidden, weight), floor, 3)
+    table: list[Row] = [("three matrix products", f"{floor:.3f} ms", "", None)]
+    row, memory = measured(
+        "compose_linear", backward(composed, hidden, weight), floor, repeats=6, asked=1.15
+    )
+    eager, whole = measured(
+        "with logits, eager", backward(with_logits, hidden, weight), floor, repeats=3
+    )
+    share = memory / whole if whole else 0.0
+    table += [row, eager]
+    table.append(
+        ("compose_linear: memory of that with logits", f"{share:.3f}", "< 1/6", share < 1 / 6)
+    )
+    title = f"Terms from hidden states on a GPU: {tokens} tokens, {features} features"
+    notes = [
+        "Cross-entropy, entropy and z-loss over `hidden @ weight.T`, with the gradients of both; "
+        "the floor is the three matrix products that this takes."
+    ]
+    show(title, table, notes)
+    return Shown(title, table, notes)
 
 
 if __name__ == "__main__":

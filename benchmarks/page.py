@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import psutil
 
 from benchmarks.measure import Shown
 
+RESULTS = Path(__file__).parent / "results"  # of machines that `make bench` does not run on
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 PACKAGES = ("steelyard", "torch", "numpy", "jax", "transformers", "peft", "tinker", "torchjd")
 MARKS = {True: "met", False: "**missed**", None: ""}
@@ -42,15 +45,25 @@ def write(tables: list[Shown], command: str) -> None:
         "",
     ]
     for table in tables:
-        title, _, conditions = table.title.partition(": ")
-        lines += [f"## {title}", "", conditions[:1].upper() + conditions[1:] + ".", ""]
-        lines += ["| what | measured | target | |", "|---|---|---|---|"]
-        lines += [
-            f"| {what} | {measured} | {target} | {MARKS[met]} |"
-            for what, measured, target, met in table.rows
-        ]
-        lines += ["", *table.notes, ""]
+        lines += _lines(table)
+    for path in sorted(RESULTS.glob("*.json")):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        where = f"Measured on {kept['date']} by `{kept['command']}`: {kept['machine']}."
+        for each in kept["tables"]:
+            table = Shown(**each)
+            lines += _lines(replace(table, notes=[where, *table.notes]))
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def _lines(table: Shown) -> list[str]:
+    title, _, conditions = table.title.partition(": ")
+    lines = [f"## {title}", "", conditions[:1].upper() + conditions[1:] + ".", ""]
+    lines += ["| what | measured | target | |", "|---|---|---|---|"]
+    lines += [
+        f"| {what} | {measured} | {target} | {MARKS[met]} |"
+        for what, measured, target, met in table.rows
+    ]
+    return [*lines, "", *table.notes, ""]
 
 
 def _versions() -> list[str]:

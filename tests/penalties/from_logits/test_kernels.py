@@ -35,6 +35,9 @@ DEVICE = "cuda" if REAL else "cpu"
 EVERY = ["entropy", "forward", "reverse", "js", "z_loss", "cross_entropy"]
 FOUR = ["cross_entropy", "entropy", "z_loss", "reverse"]
 
+# By how much a gradient may be off in bfloat16; the interpreter rounds towards 0.
+ROUGH = 2e-3 if REAL else 8e-3
+
 # The interpreter is slow, and all six together have every pair: there one stands for the rest.
 PAIRS = [*map(list, combinations_with_replacement(EVERY, 2))] if REAL else [["entropy", "js"]]
 
@@ -46,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The kernels, cut so small that a row has several pieces, and a piece several tiles."""
     monkeypatch.setattr(_operators, "_has_kernels", lambda x: True)
-    monkeypatch.setattr(_launch, "shape_for", lambda wants: _launch.Shape(2, 2))
+    monkeypatch.setattr(_launch, "shape_for", lambda kinds, wants: _launch.Shape(2, 2))
     return _launch
 
 
@@ -141,7 +144,7 @@ def test_against_autograd_in_float64(
 
 
 @pytest.mark.parametrize("names", PAIRS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, ROUGH)])
 def test_every_pair(
     launch: ModuleType, names: list[str], dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -188,7 +191,7 @@ def test_nan_is_seen(launch: ModuleType) -> None:
         assert found.logits.isnan().any(1).tolist() == [False, True]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, ROUGH), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("classes", [258, 259])
 def test_narrow_floats(
     launch: ModuleType, dtype: torch.dtype, tolerance: float, classes: int
@@ -200,7 +203,7 @@ def test_narrow_floats(
 def test_as_it_is_cut_in_earnest(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     rows, classes = (64, 128256) if REAL else (1, 600)
-    check(launch, FOUR, inputs(31, rows, classes, torch.bfloat16), tolerance=2e-3)
+    check(launch, FOUR, inputs(31, rows, classes, torch.bfloat16), tolerance=ROUGH)
 
 
 def test_mixed_floats(launch: ModuleType) -> None:

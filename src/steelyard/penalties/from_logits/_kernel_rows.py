@@ -29,7 +29,7 @@ from steelyard.penalties.from_logits._kernel_tiles import (
     LN2,
     LOG2E,
     TINY,
-    by_thread,
+    dot_by_thread,
     floats,
     load_tile,
     log2,
@@ -217,8 +217,8 @@ def means(
         p = tl.exp2(a)
         q = tl.exp2(b)
         mean = log2(tl.maximum(0.5 * (p + q), TINY))
-        of_p += by_thread(p * (a - mean))
-        of_q += by_thread(q * (b - mean))
+        of_p = dot_by_thread(of_p, p, a - mean)
+        of_q = dot_by_thread(of_q, q, b - mean)
         z = z_next
         r = r_next
         z_next = z_last

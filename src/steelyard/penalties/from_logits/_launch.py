@@ -29,16 +29,25 @@ class Shape(NamedTuple):
         tiles: Of 64 · 16 bytes make a piece of a row.
         programs: On a processor.
         registers: Of a thread, at most; None leaves it to the compiler.
+        waits: Whether a program waits for the rest of its row and then has its piece at hand; else
+            it goes on with others and comes back.
     """
 
     tiles: int
     programs: int
     registers: int | None = None
+    waits: bool = True
 
 
-def shape_for(wants: Wants) -> Shape:
+def shape_for(kinds: Sequence[int], wants: Wants) -> Shape:
     """The shape that measured best on an H200, at 128256 classes of bfloat16."""
-    return Shape(16, 24, 160 if wants.gram else None)
+    if wants.gram:
+        return Shape(16, 20, 128, waits=False)
+    if JS in kinds:
+        return Shape(16, 20, 96, waits=False)
+    if FORWARD in kinds or REVERSE in kinds:
+        return Shape(8, 20, None if wants.reference else 96)
+    return Shape(8, 24)
 
 
 def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Component]) -> bool:
@@ -81,10 +90,10 @@ def sweep(
     r = z if reference is None else _rows(reference)
     rows, classes = z.shape
     vector = 16 // z.element_size()
-    shape = shape or shape_for(wants)
+    kinds = [each.kind for each in components]
+    shape = shape or shape_for(kinds, wants)
     tiles = min(shape.tiles, triton.cdiv(classes, 64 * vector))
     pieces = triton.cdiv(classes, 64 * vector * tiles)
-    kinds = [each.kind for each in components]
     # The components' values, then the weighted total without JS, then what JS adds to it.
     made = z.new_empty((len(kinds) + 1 + (JS in kinds), rows), dtype=torch.float32)
     by_logits = (torch.empty_like(z) if into is None else into) if wants.logits else None
@@ -97,11 +106,14 @@ def sweep(
     shared = torch.full((size + rows * COEFFICIENTS.value,), -1, dtype=torch.int32, device=z.device)
     by_kind = dict(zip(kinds, weights, strict=True))
     limits = {each.kind: each.limit for each in components}
-    programs = min(_processors(z.device) * shape.programs, rows * pieces)
+    processors = _processors(z.device)
+    programs = min(processors * shape.programs, rows * pieces)
+    # To wait is safe where all pieces of a row are sure to be in work at the same time.
+    lag = 0 if shape.waits and pieces <= processors else programs + 2 * pieces
     sweep_kernel[(programs,)](
         z, r, _or(targets, shared), _or(scale, made), made, _or(by_logits, z),
         _or(by_reference, r), _or(products, made), shared[1:], shared[size:], shared,
-        rows, classes, pieces, tiles, programs + 2 * pieces,
+        rows, classes, pieces, tiles, lag,
         z.stride(0), r.stride(0), _or(by_logits, z).stride(0), _or(by_reference, r).stride(0),
         1.0 / components[0].temperature, *(by_kind.get(kind, 0.0) for kind in range(_KINDS)),
         limits.get(FORWARD, math.inf), limits.get(REVERSE, math.inf),
