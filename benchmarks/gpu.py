@@ -15,20 +15,18 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.gpu_timing import Way, beyond, measured, timed
 from benchmarks.measure import Row, Shown, show
 from steelyard.penalties.from_logits import compose_linear, compose_logits
 
@@ -37,7 +35,6 @@ try:
 except ImportError:  # it is compared with where it is installed
     liger_jsd = liger_kl_div = None
 
-Way = Callable[[], object]
 FOUR: list[Any] = [
     "cross_entropy",
     ("entropy", {"weight": 0.01, "mode": "bonus"}),
@@ -81,74 +78,6 @@ def save(tables: list[Shown], path: Path) -> None:
         "tables": [asdict(table) for table in tables],
     }
     path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-class Timing(NamedTuple):
-    """Milliseconds: median and quartiles on the GPU, and the median of Python's."""
-
-    median: float
-    low: float
-    high: float
-    host: float
-    repeats: int
-
-
-def timed(way: Way, repeats: int = 20) -> Timing:
-    """Time calls that wait in a full queue."""
-    for _ in range(3):
-        way()
-    torch.cuda.synchronize()
-    host = []
-    for _ in range(3):
-        began = time.perf_counter()
-        way()
-        host.append(time.perf_counter() - began)
-        torch.cuda.synchronize()
-    event: Any = torch.cuda.Event  # without types, as `_sleep` and `backward`
-    marks = [event(enable_timing=True) for _ in range(repeats + 1)]
-    sleep: Any = torch.cuda._sleep
-    sleep(int(4e9 * statistics.median(host) * repeats))  # cycles, at less than 2 GHz
-    marks[0].record()
-    for mark in marks[1:]:
-        way()
-        mark.record()
-    torch.cuda.synchronize()
-    spans = [a.elapsed_time(b) for a, b in pairwise(marks)]
-    low, median, high = statistics.quantiles(spans, n=4)
-    return Timing(median, low, high, 1e3 * statistics.median(host), repeats)
-
-
-def extra(way: Way) -> float:
-    """Gigabytes at the peak beyond what was there before."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    way()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e9
-
-
-def measured(
-    name: str, way: Way, floor: float, *, repeats: int = 20, asked: float | None = None
-) -> tuple[Row, float]:
-    """A row of the table, and the gigabytes."""
-    try:
-        memory = extra(way)
-        found = timed(way, repeats)
-    except torch.OutOfMemoryError:
-        return (name, "out of memory", "", None), 0.0
-    ratio = found.median / floor
-    text = (
-        f"{found.median:.3f} ms [{found.low:.3f}, {found.high:.3f}] of {repeats}, "
-        f"{ratio:.2f} × floor, +{memory:.2f} GB"
-    )
-    if asked is None:
-        row: Row = (name, text, "", None)
-    else:
-        row = (name, f"{text}; Python {found.host:.2f} ms", f"≤ {asked} × floor", ratio <= asked)
-    print(*row[:3], flush=True)
-    return row, memory
 
 
 def backward(loss: Callable[..., Any], *leaves: Tensor) -> Way:
@@ -237,32 +166,30 @@ def terms(rows: int, classes: int) -> Shown:
     tracked = backward(ours(FOUR, tracked=True), z)
     row, memory = measured("four together, tracked: ours", tracked, two, asked=2.2)
     table += [row, beyond("four together, tracked", memory, z)]
-    if liger_kl_div is not None:
-        b = q.float().log_softmax(-1)
-        kl = lambda z: liger_kl_div(z.float().log_softmax(-1), b.exp())  # noqa: E731
-        both = lambda z: liger_jsd(z.float().log_softmax(-1), b)  # noqa: E731
-        for name, loss in (("forward KL", kl), ("JS", both)):
-            name = f"{name}: Liger-Kernel, after log_softmax"  # noqa: PLW2901
-            table.append(measured(name, backward(loss, z), two, repeats=6)[0])
+    table += liger(z, q, two)
     title = f"Terms from logits on a GPU: forward and backward, {rows} × {classes} bfloat16"
-    notes = [
+    note = (
         f"The floor is {one:.3f} ms with one input and {two:.3f} ms with two. The four are "
         "cross-entropy, entropy, z-loss and reverse KL; tracked: with the norm of each one's "
         "gradient and all cosines."
-    ]
-    show(title, table, notes)
-    return Shown(title, table, notes)
-
-
-def beyond(name: str, memory: float, logits: Tensor) -> Row:
-    """The memory that is taken beside the gradient."""
-    share = 1e9 * memory / logits.nbytes - 1
-    return (
-        f"{name}: memory beyond the gradient",
-        f"{share:.2%} of the logits",
-        "≤ 1 %",
-        share <= 0.01,
     )
+    show(title, table, [note])
+    return Shown(title, table, [note])
+
+
+def liger(z: Tensor, q: Tensor, floor: float) -> list[Row]:
+    """The rows of Liger-Kernel, which starts from log-probabilities, where it is installed."""
+    if liger_kl_div is None:
+        return []
+    b = q.float().log_softmax(-1)
+    losses = {
+        "forward KL": lambda z: liger_kl_div(z.float().log_softmax(-1), b.exp()),
+        "JS": lambda z: liger_jsd(z.float().log_softmax(-1), b),
+    }
+    return [
+        measured(f"{name}: Liger-Kernel, after log_softmax", backward(loss, z), floor, repeats=6)[0]
+        for name, loss in losses.items()
+    ]
 
 
 def linear(tokens: int, classes: int, features: int) -> Shown:
@@ -297,12 +224,12 @@ def linear(tokens: int, classes: int, features: int) -> Shown:
         ("compose_linear: memory of that with logits", f"{share:.3f}", "< 1/6", share < 1 / 6)
     )
     title = f"Terms from hidden states on a GPU: {tokens} tokens, {features} features"
-    notes = [
+    note = (
         "Cross-entropy, entropy and z-loss over `hidden @ weight.T`, with the gradients of both; "
         "the floor is the three matrix products that this takes."
-    ]
-    show(title, table, notes)
-    return Shown(title, table, notes)
+    )
+    show(title, table, [note])
+    return Shown(title, table, [note])
 
 
 if __name__ == "__main__":
