@@ -131,6 +131,10 @@ def check(
     torch.testing.assert_close(
         sums[: len(kinds)] * sign, torch.stack([values[n] for n in kinds]), rtol=1e-5, atol=1e-6
     )
+    alone = swept(launch, names, tensors, scale, logits=True, **options).logits
+    wanted = torch.as_tensor(sum(weights[n] * gradients[n][0] for n in names))
+    rounded = 1.02 * relative(wanted.to(alone.dtype), wanted)
+    assert relative(alone, wanted) < max(tolerance, rounded), "without inner products"
     each = torch.stack([gradients[n][0].flatten() for n in kinds]) * sign[:, None]
     assert relative(found.gram, each @ each.T) < 1e-5
 

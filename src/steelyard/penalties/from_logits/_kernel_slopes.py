@@ -121,7 +121,7 @@ def _tiles(
     COMPARES: tl.constexpr = (KINDS & 14) != 0
     TILE: tl.constexpr = 64 * VECTOR
     # Where nothing needs p and q themselves, the row's sums go into the few coefficients.
-    PLAIN: tl.constexpr = not (GRAM or LIMITED or JSD or GR)
+    PLAIN: tl.constexpr = not (GRAM or LIMITED or GR)
     nothing = tl.zeros([32], tl.float32)
     sums = (
         nothing, nothing, nothing, nothing, nothing, nothing, nothing,
@@ -134,13 +134,23 @@ def _tiles(
     by_a = -by * w_ent * LN2
     by_d = by * w_fwd * LN2
     by_q = -by * w_rev
+    by_mean = 0.5 * by * w_js * LN2
+    apart = level_r - level
+    half = 0.5
     if PLAIN:
-        constant -= by_a * level + by_d * (level - level_r)
+        # With p and q times 2 ** level; without JS q is taken as it comes.
         over = tl.exp2(-level)
+        constant -= by_a * level
+        by_q *= over
+        if not JSD:
+            constant += by_d * apart
+            by_q *= tl.exp2(-apart)
         constant *= over
         by_a *= over
         by_d *= over
-        by_q *= tl.exp2(-level_r)
+        by_mean *= over
+    else:
+        half *= tl.exp2(level)
     for first in range(0, tiles, UNROLL):
         for second in tl.static_range(UNROLL):
             here = start + (first + second) * TILE
@@ -151,7 +161,7 @@ def _tiles(
             a = floats(z, z_type, VECTOR, PACKED)
             if not PLAIN:
                 a = logs(a, unit, top) - level
-            elif ENT or FWD:
+            elif ENT or FWD or JSD:
                 a = logs(a, unit, top)
             else:
                 a = offsets(a, unit, top)
@@ -160,6 +170,8 @@ def _tiles(
                 b = floats(r, r_type, VECTOR, PACKED)
                 if not PLAIN:
                     b = logs(b, unit, top_r) - level_r
+                elif JSD:
+                    b = logs(b, unit, top_r) - apart
                 elif FWD:
                     b = logs(b, unit, top_r)
                 else:
@@ -167,7 +179,9 @@ def _tiles(
                 q = tl.exp2(b)
                 d = a - b
             if JSD:
-                mean = log2(tl.maximum(0.5 * (p + q), TINY))
+                mean = log2(tl.maximum((p + q) * half, TINY))  # precise near 1
+                if not PLAIN:
+                    mean -= level
             if GRAM or LIMITED:
                 slopes = _separate(
                     p, q if COMPARES else p, a, d if COMPARES else p, mean if JSD else p,
@@ -188,7 +202,7 @@ def _tiles(
                 if ENT:
                     inner = tl.fma(a, by_a, inner)
                 if JSD:
-                    inner = tl.fma(a - mean, 0.5 * by * w_js * LN2, inner)
+                    inner = tl.fma(a - mean, by_mean, inner)
                 if FWD:
                     inner = tl.fma(d, by_d, inner)
                 total = p * inner
