@@ -18,42 +18,40 @@ LITTLE = 0.01
 
 
 class Timing(NamedTuple):
-    """Milliseconds: median and quartiles on the GPU, and the median of Python's."""
+    """Milliseconds on the GPU, median and quartiles, and of Python, the mean."""
 
     median: float
     low: float
     high: float
     host: float
-    repeats: int
 
 
 def timed(way: Way, repeats: int = 20) -> Timing:
     """Time calls that wait in a full queue."""
     for _ in range(3):
-        way()
-    torch.cuda.synchronize()
-    host = []
-    for _ in range(3):
         began = time.perf_counter()
         way()
-        host.append(time.perf_counter() - began)
+        once = time.perf_counter() - began
         torch.cuda.synchronize()
     event: Any = torch.cuda.Event  # without types, as `_sleep` and `backward`
     marks = [event(enable_timing=True) for _ in range(repeats + 1)]
     sleep: Any = torch.cuda._sleep
-    sleep(int(4e9 * statistics.median(host) * repeats))  # cycles, at less than 2 GHz
+    sleep(int(4e9 * once * repeats))  # cycles, at less than 2 GHz
     marks[0].record()
+    began = time.perf_counter()
     for mark in marks[1:]:
         way()
         mark.record()
+    host = 1e3 * (time.perf_counter() - began) / repeats
     torch.cuda.synchronize()
     spans = [a.elapsed_time(b) for a, b in pairwise(marks)]
     low, median, high = statistics.quantiles(spans, n=4)
-    return Timing(median, low, high, 1e3 * statistics.median(host), repeats)
+    return Timing(median, low, high, host)
 
 
 def extra(way: Way) -> float:
-    """Gigabytes at the peak beyond what was there before."""
+    """Gigabytes at the peak beyond what is there after a step, the gradients included."""
+    way()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -87,7 +85,7 @@ def measured(
 
 def beyond(name: str, memory: float, logits: Tensor) -> Row:
     """The memory that is taken beside the gradient."""
-    share = 1e9 * memory / logits.nbytes - 1
+    share = 1e9 * memory / logits.nbytes
     return (
         f"{name}: memory beyond the gradient",
         f"{share:.2%} of the logits",
