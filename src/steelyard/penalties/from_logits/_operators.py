@@ -60,12 +60,12 @@ def _compose(
     counts = [share * weight for weight in weights]
     found = swept(logits, reference, targets, scale, components, counts, Wants(*wants))
     sums = found.values.sum(1, dtype=torch.float64)
-    values, total = share * sums[: len(kinds)], sums[len(kinds) :].sum()
-    products = None if found.gram is None else share**2 * found.gram
     wide = found.values.dtype
+    values = torch.mul(sums[: len(kinds)], share, out=sums.new_empty(len(kinds), dtype=wide))
+    products = None if found.gram is None else share**2 * found.gram
     return (
-        total.to(wide),
-        values.to(wide),
+        sums[len(kinds) :].sum(dtype=wide),
+        values,
         _or_nothing(found.logits, logits),
         _or_nothing(found.reference, logits),
         _or_nothing(products, logits),
@@ -101,19 +101,26 @@ def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def scale_gradients(ctx: Any, by_total: Tensor, *others: None) -> tuple[Any, ...]:
-    """Give the gradients that the forward pass made, times the upstream factor, in place.
+    """Give the gradients that the forward pass made, times the upstream factor.
 
-    The factor is 1 as a rule, and then nothing is read or written. A second backward pass
-    through the same graph is refused by torch, which sees that they were changed.
+    In place, where this is the last backward pass through the graph: the factor is 1 as a rule,
+    and then nothing is read or written. Of a graph that is retained they stay as they are, and
+    a copy is given.
     """
     del others
     refuse_second_order()
     found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for i, gradient in enumerate(ctx.saved_tensors):
         if gradient.numel() and ctx.needs_input_grad[i]:
-            found[i] = gradient.detach()
+            found[i] = gradient.detach().clone() if _is_kept() else gradient.detach()
             torch.ops.steelyard.scale_(found[i], by_total.detach())
     return tuple(found)
+
+
+def _is_kept() -> bool:
+    """Whether another backward pass may follow: the call had `retain_graph=True`."""
+    autograd = torch._C._autograd  # noqa: SLF001  # no public way; torch.compile asks it as well
+    return bool(autograd._get_current_graph_task_keep_graph())  # noqa: SLF001
 
 
 compose = operator(
