@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from steelyard.penalties._arrays import Array, Namespace, is_torch
 
-Counts: TypeAlias = tuple[tuple[float, ...], ...]
+Shares: TypeAlias = tuple[tuple[float, ...], ...]
 
 
 def tracked(
@@ -26,8 +26,7 @@ def tracked(
         shares: How much of each component each term is, and, last, the weighted total.
         products: `[components, components]`.
     """
-    counts = tuple(tuple(x * y for x in a for y in b) for a in shares for b in shares)
-    factors, there = _on_device(xp, counts, products)
+    factors, there = _factors(xp, tuple(map(tuple, shares)), products)
     # Not where the factor is 0: a component that is infinite is none of that term's business.
     terms = xp.where(there, factors * xp.reshape(products, (-1,)), 0.0)
     inner = xp.sum(terms, axis=-1)
@@ -43,27 +42,31 @@ def tracked(
     )
 
 
-def _on_device(xp: Namespace, counts: Counts, like: Array) -> tuple[Array, Array]:
-    """The factors, and where they are not 0, beside `like`."""
+def _factors(xp: Namespace, shares: Shares, like: Array) -> tuple[Array, Array]:
+    """What each product counts in each pair of terms, and where that is not 0, beside `like`."""
     if is_torch(like):
         import torch  # noqa: PLC0415  # a tensor proves that it is there
 
         # What is traced keeps nothing: a graph has them as constants, and Dynamo knows no cache.
-        real = type(like) is torch.Tensor and not torch.compiler.is_compiling()
-        return (_kept if real else _copied)(counts, like.device)
-    factors = xp.asarray(counts, dtype=like.dtype)
+        if type(like) is torch.Tensor and not torch.compiler.is_compiling():
+            return _kept(shares, like.device)
+        factors = torch.tensor(_outer(shares), dtype=like.dtype, device=like.device)
+    else:
+        factors = xp.asarray(_outer(shares), dtype=like.dtype)
     return factors, factors != 0
 
 
-def _copied(counts: Counts, device: Any) -> tuple[Array, Array]:
+# Not for ever: a weight that follows a schedule is another one at every step.
+@lru_cache(maxsize=64)
+def _kept(shares: Shares, device: Any) -> tuple[Array, Array]:
     import torch  # noqa: PLC0415  # a tensor proves that it is there
 
-    factors = torch.tensor(counts, dtype=torch.float64)
+    factors = torch.tensor(_outer(shares), dtype=torch.float64)
     if device.type == "cuda":  # pragma: no cover  # by `make test-gpu`
         factors = factors.pin_memory()  # else the copy would wait for the GPU
     factors = factors.to(device, non_blocking=True)
     return factors, factors != 0
 
 
-# Not for ever: a weight that follows a schedule is another one at every step.
-_kept = lru_cache(maxsize=64)(_copied)
+def _outer(shares: Shares) -> list[list[float]]:
+    return [[x * y for x in a for y in b] for a in shares for b in shares]
