@@ -60,6 +60,29 @@ def test_something_else_instead_and_the_method_is_back_after_an_error() -> None:
     assert net(X).shape == (3, 7)
 
 
+def test_a_later_pass_without_a_graph_is_not_what_is_heard() -> None:
+    net = Net()
+    with overheard(net.head) as heard:
+        net(X)
+        read = heard.hidden
+        with torch.no_grad():
+            net(2 * X)
+        assert heard.hidden is read
+        net(3 * X)
+    assert heard.hidden is not read
+
+
+def test_logits_that_are_no_longer_the_layers() -> None:
+    net = Net()
+    with overheard(net.head) as heard:
+        assert not heard.untouched(X)
+        made = net(X) / 2
+    assert heard.untouched(made)
+    assert heard.untouched(made.double())
+    assert not heard.untouched(made * 1.001)
+    assert not heard.untouched(made[:, :3])
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_lora_amounts_to_one_weight(bias: bool) -> None:
     model, layer = with_lora(Net(bias), lora_alpha=3)

@@ -16,6 +16,7 @@ from steelyard import RegularizerSpec
 from steelyard.engine import tiny
 from steelyard.integrations import term
 from steelyard.integrations.huggingface import RegularizerMixin
+from steelyard.penalties import from_logits
 
 
 class RegularizedSFTTrainer(RegularizerMixin, SFTTrainer):
@@ -37,7 +38,12 @@ def surprise(data: Any, logprobs: Any) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_sft_trains_as_by_hand(accumulation: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spread",
+    [term(entropy, 0.3), term(from_logits.entropy, 0.3, inputs="projection")],
+    ids=["logits", "projection"],
+)
+def test_sft_trains_as_by_hand(accumulation: int, spread: RegularizerSpec, tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     trainer = RegularizedSFTTrainer(
@@ -62,7 +68,7 @@ def test_sft_trains_as_by_hand(accumulation: int, tmp_path: Path) -> None:
         ),
         train_dataset=Dataset.from_dict({"text": TEXTS}),
         processing_class=tokenizer,
-        terms=[term(entropy, 0.3, "entropy"), RegularizerSpec(surprise, 0.02, "surprise")],
+        terms=[spread, RegularizerSpec(surprise, 0.02, "surprise")],
     )
     trainer.train()
 
@@ -80,16 +86,16 @@ def test_sft_trains_as_by_hand(accumulation: int, tmp_path: Path) -> None:
         ]
         every = torch.cat(rows)
         base = -torch.cat(picked).mean()
-        spread = -(every.exp() * every).sum(-1).mean()
+        wide = -(every.exp() * every).sum(-1).mean()
         square = torch.cat(picked).square().mean()
         optimizer.zero_grad()
-        total: Tensor = base + 0.3 * spread + 0.02 * square
+        total: Tensor = base + 0.3 * wide + 0.02 * square
         total.backward()  # type: ignore[no-untyped-call]  # torch
         optimizer.step()
         log = trainer.state.log_history[step]
         assert log["loss"] == pytest.approx(total.item(), rel=1e-5)
         assert log["base_loss/value"] == pytest.approx(base.item(), rel=1e-5)
-        assert log["regularizers/entropy/value"] == pytest.approx(spread.item(), rel=1e-5)
+        assert log["regularizers/entropy/value"] == pytest.approx(wide.item(), rel=1e-5)
         assert log["regularizers/surprise/value"] == pytest.approx(square.item(), rel=1e-5)
     assert trainer.model is not None
     for ours, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):

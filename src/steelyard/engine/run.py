@@ -15,7 +15,7 @@ from steelyard.engine.adapter import Adapter
 from steelyard.engine.examples import Example
 from steelyard.engine.model import Model
 from steelyard.engine.packing import Packing
-from steelyard.integrations.output_layer import overheard
+from steelyard.integrations.output_layer import overheard, stand_in
 from steelyard.penalties.from_logits import Projection
 
 # What a term may ask for beyond log-probs that a forward pass makes.
@@ -120,7 +120,7 @@ def forward(
     whole = "logits" in needs or "projection" not in needs
     listening: Any = nullcontext()
     if "projection" in needs:
-        listening = overheard(model.output_layer, None if whole else _column)
+        listening = overheard(model.output_layer, None if whole else stand_in)
     with listening as heard:
         given = model(adapter, input_ids=tokens.to(device), use_cache=False, **options)
     read: Any = heard.hidden if heard else None
@@ -156,11 +156,6 @@ def _logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _wide(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-
-
-def _column(hidden: Tensor) -> Tensor:
-    """What the output layer gives where nobody looks at its logits."""
-    return hidden[..., :1]
 
 
 def _width(shape: torch.Size) -> int:

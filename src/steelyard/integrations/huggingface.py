@@ -8,7 +8,7 @@ as the loss under gradient accumulation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,20 +17,15 @@ from torch import Tensor, nn
 
 from steelyard._extras import cure as _cure
 from steelyard.errors import CheckpointError, InputError
-from steelyard.integrations.causal import (
-    Forward,
-    data_of,
-    logits_of,
-    observed,
-    target_logprobs,
-    token_count,
-)
+from steelyard.integrations.causal import token_count
 from steelyard.integrations.named import Reads
 from steelyard.integrations.tally import Tally
-from steelyard.integrations.torch import CompositeLoss, TermLike, capture, collect_aux, reads
+from steelyard.integrations.torch import CompositeLoss, TermLike, reads
 
 try:
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
+
+    from steelyard.integrations.passes import Passes
 except ModuleNotFoundError as error:
     raise _cure("steelyard.integrations.huggingface", error, extra="hf") from error
 
@@ -44,7 +39,9 @@ class RegularizerCallback(TrainerCallback):
 
     Terms read by name what the model returns (`logits`, `hidden_states`, ...) and was given
     (`labels`, `input_ids`, ...), `parameters` by name, `activations` (see `capture`), and for
-    terms over `(data, logprobs)` each sequence and the log-probs of its tokens. The loss that
+    terms over `(data, logprobs)` each sequence and the log-probs of its tokens. `projection`
+    stands for the logits of the positions whose label counts, `targets` are these labels, and
+    `mask` says where they are; where no term reads `logits`, none are made then. The loss that
     the trainer computes is the base loss; that of an evaluation is left as it is. Schedules and
     `every` follow the optimizer's steps.
 
@@ -70,7 +67,8 @@ class RegularizerCallback(TrainerCallback):
         **options: Any,
     ) -> None:
         self.composite = CompositeLoss(reads(_itself, "loss"), terms, **options)
-        self._paths = [capture] if isinstance(capture, str) else list(capture)
+        paths = [capture] if isinstance(capture, str) else list(capture)
+        self._passes = Passes(paths, often=bool(options.get("track_grad_norms")))
         self._tally = Tally()
         self._trainer: Any = None
 
@@ -102,14 +100,16 @@ class RegularizerCallback(TrainerCallback):
         if "hidden_states" in asked:
             inputs = {**inputs, "output_hidden_states": True}
         batch = dict(inputs)
-        with ExitStack() as stack:
-            seen = stack.enter_context(observed(model, inner))
-            deposits = stack.enter_context(collect_aux())
-            captured = stack.enter_context(capture(inner, self._paths)) if self._paths else {}
-            result = own(model, inputs, **call)
-            found = {"aux": deposits, "activations": dict(captured), **batch}
-        loss, *outputs = result if isinstance(result, tuple) else (result,)
-        named = {**found, **_readable(inner, seen, asked), "loss": loss}
+        passed = self._passes.run(
+            partial(own, model, inputs, **call),
+            model,
+            inner,
+            projected="projection" in asked,
+            lean="logits" not in asked and not return_outputs and self._is_plain(own),
+        )
+        loss, *outputs = passed.result if isinstance(passed.result, tuple) else (passed.result,)
+        read = passed.readable(batch, asked, shifted=_shifts(self._trainer))
+        named = {**passed.beside, **batch, **read, "loss": loss}
         total = self._weigh(named, batch, num_items_in_batch)
         return (total, *outputs) if return_outputs else total
 
@@ -153,6 +153,15 @@ class RegularizerCallback(TrainerCallback):
             callbacks.remove(self)
         callbacks.insert(0, self)
 
+    def _is_plain(self, own: Callable[..., Any]) -> bool:
+        """Whether the loss is the one the model gives: another may read the logits it returns."""
+        trainer = self._trainer
+        return (
+            getattr(own, "__func__", None) is Trainer.compute_loss
+            and trainer.compute_loss_func is None
+            and trainer.label_smoother is None
+        )
+
     def _weigh(
         self, named: Mapping[str, Any], batch: Mapping[str, Any], items: Tensor | int | None
     ) -> Tensor:
@@ -172,6 +181,12 @@ class RegularizerCallback(TrainerCallback):
             fn = spec.fn
             names = (*fn.required, *fn.optional) if isinstance(fn, Reads) else ("data", "logprobs")
             asked |= {name.partition(".")[0] for name in (*names, *spec.needs)}
+            if "projection" in spec.needs:
+                raise InputError(
+                    f"a term that needs a projection for each datum must run on steelyard.engine; "
+                    f"here read that of the batch, term(..., inputs='projection') "
+                    f"(regularizer {spec.name!r})."
+                )
         return asked
 
     def _load(self, path: Path) -> None:
@@ -235,21 +250,10 @@ def _inner(trainer: Any, model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def _readable(inner: Any, seen: Forward, asked: set[str]) -> dict[str, Any]:
-    """What terms read of a forward pass; what is dear only if it is asked for."""
-    outputs = seen.outputs
-    named: dict[str, Any] = {k: v for k, v in dict(outputs or {}).items() if v is not None}
-    if asked & {"logits", "logprobs"}:
-        logits = logits_of(inner, seen)
-        named |= {} if logits is None else {"logits": logits}
-        logprobs = target_logprobs(seen, logits) if "logprobs" in asked else None
-        named |= {} if logprobs is None else {"logprobs": logprobs}
-    labels = seen.inputs.get("labels")
-    if "data" in asked and "logprobs" in named and labels is not None:
-        named["data"] = data_of(labels)
-    if "parameters" in asked:
-        named["parameters"] = dict(inner.named_parameters())
-    return named
+def _shifts(trainer: Any) -> bool:
+    """Whether the loss compares with the label of the next position."""
+    shifts: bool = trainer._loss_shifts_labels  # noqa: SLF001 - nothing public says it
+    return shifts
 
 
 def _share(trainer: Any, batch: Mapping[str, Any], items: Tensor | int | None) -> Tensor | None:
@@ -260,7 +264,7 @@ def _share(trainer: Any, batch: Mapping[str, Any], items: Tensor | int | None) -
     scaled = trainer.loss_is_scaled_for_ga
     if scaled is None:
         scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    tokens = token_count(batch, shifted=trainer._loss_shifts_labels)  # noqa: SLF001 - nothing public says it
+    tokens = token_count(batch, shifted=_shifts(trainer))
     if items is None or not scaled or tokens is None:
         return None
     share: Tensor = tokens / items

@@ -16,16 +16,18 @@ from steelyard.penalties.from_logits import Projection
 
 @dataclass(eq=False)
 class Heard:
-    """The last call of an output layer.
+    """The last call of an output layer, with a graph if there was one.
 
     Attributes:
         layer: the layer.
         hidden: what it read; None before the first call.
+        made: what it gave.
         dtype: autocast's, if it computes in that.
     """
 
     layer: nn.Module
     hidden: Tensor | None = None
+    made: Tensor | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -42,6 +44,14 @@ class Heard:
         parts = (self.hidden, weight) if bias is None else (self.hidden, weight, bias)
         return Projection(*(part.to(dtype) for part in parts))
 
+    def untouched(self, logits: Tensor) -> bool:
+        """Whether the logits of a model are what the layer gave, but for their dtype."""
+        made = self.made
+        if made is None or made.shape != logits.shape:
+            return False
+        # The last position is as good as all of them, and costs little.
+        return torch.equal(made[..., -1, :].to(logits.dtype), logits[..., -1, :])
+
 
 @contextmanager
 def overheard(
@@ -56,10 +66,13 @@ def overheard(
     heard, own = Heard(layer), layer.forward
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        kind = hidden.device.type
-        heard.hidden = hidden
-        heard.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         made: Tensor = own(hidden, *args, **kwargs) if instead is None else instead(hidden)
+        # A later pass without a graph, of a reference for example, is not what terms read.
+        if heard.hidden is None or torch.is_grad_enabled():
+            kind = hidden.device.type
+            cast = torch.is_autocast_enabled(kind)
+            heard.hidden, heard.made = hidden, made
+            heard.dtype = torch.get_autocast_dtype(kind) if cast else None
         return made
 
     # An attribute of the instance hides the method until it is deleted.
@@ -68,6 +81,14 @@ def overheard(
         yield heard
     finally:
         del layer.forward
+
+
+def stand_in(hidden: Tensor) -> Tensor:
+    """What an output layer gives where nobody reads its logits.
+
+    One column, of a value that no scaling and no capping leaves as it is.
+    """
+    return torch.full_like(hidden[..., :1], 64.0)
 
 
 def affine(layer: Any) -> tuple[Tensor, Tensor | None]:

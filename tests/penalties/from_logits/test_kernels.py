@@ -271,11 +271,26 @@ def test_backward_twice() -> None:
     torch.testing.assert_close(z.grad, whole)
 
 
-def test_composition_and_linear() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_that_are_summed(masked: bool) -> None:
+    """Then the gradient that comes to them is one number for all."""
+    z, _, targets = (x.to(DEVICE) for x in inputs(33, 6, 40, torch.float32))
+    mask = torch.tensor([True, False, True, True, True, False], device=DEVICE) if masked else None
+    z.requires_grad_()
+    exact = z.detach().double().requires_grad_()
+    for logits in (z, exact):
+        cross_entropy(logits, targets, reduction="none", mask=mask).sum().backward()
+    assert z.grad is not None
+    assert exact.grad is not None
+    assert relative(z.grad, exact.grad.cpu()) < 1e-5
+
+
+@pytest.mark.parametrize("features", [1, 5])  # many rows for each of them, and few
+def test_composition_and_linear(features: int) -> None:
     _, reference, targets = (x.to(DEVICE) for x in inputs(29, 6, 40, torch.float32))
     made = torch.Generator().manual_seed(30)
-    hidden = torch.randn(6, 5, generator=made).to(DEVICE).requires_grad_()
-    weight = torch.randn(40, 5, generator=made).to(DEVICE).requires_grad_()
+    hidden = torch.randn(6, features, generator=made).to(DEVICE).requires_grad_()
+    weight = torch.randn(40, features, generator=made).to(DEVICE).requires_grad_()
     found = compose_linear(
         hidden, weight, written(FOUR), reference=reference, targets=targets, chunk=4,
         track_grad_norms=True,

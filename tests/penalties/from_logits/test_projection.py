@@ -29,7 +29,7 @@ from steelyard.penalties.from_logits import (
 from steelyard.penalties.from_logits import _projected as projected
 from tests.penalties.from_logits.cases import KINDS, TERMS, expected, written
 
-SHAPE, FEATURES, CLASSES = (3, 5), 6, 9
+SHAPE, FEATURES, CLASSES = (3, 5), 3, 9
 
 
 class Case:
@@ -241,6 +241,32 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             if isinstance(each, Tensor):
                 self.elements = max(self.elements, each.numel())
         return out
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_few_rows_keep_no_gradient_of_the_weight(tracked: bool) -> None:
+    """Data by data: what is kept until the backward pass is no more than what came in."""
+    made = torch.Generator().manual_seed(33)
+    data = [torch.randn(n, 16, generator=made, requires_grad=True) for n in (5, 15)]
+    weight = torch.randn(40, 16, generator=made, requires_grad=True)
+    kept: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(0 if tensor is weight else tensor.numel())
+        return tensor
+
+    terms = ["entropy", "z_loss"]
+    options = {"track_grad_norms": tracked}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        found = [compose_logits(Projection(x, weight), terms, **options) for x in data]
+    assert max(kept) <= 15 * 16 < weight.numel()
+    wanted = [compose_logits(x @ weight.T, terms, **options) for x in data]
+    for ours, theirs in zip(found, wanted, strict=True):
+        for each in ("values", "grad_norms", "cosines"):
+            torch.testing.assert_close(dict(getattr(ours, each)), dict(getattr(theirs, each)))
+    both = (found[0].total + 3 * found[1].total, wanted[0].total + 3 * wanted[1].total)
+    ours, theirs = (torch.autograd.grad(each, [*data, weight]) for each in both)
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.usefixtures("chunks_of_four")

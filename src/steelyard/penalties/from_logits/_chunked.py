@@ -11,6 +11,9 @@ from steelyard.penalties.from_logits import _linear, _operators
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._projected import Projected
 
+# Rows for each feature from which the gradient by the weight is small beside the logits.
+_MANY = 4
+
 
 def evaluated(
     problem: Projected, components: Sequence[Component], weights: Sequence[float], reduction: str
@@ -32,9 +35,7 @@ def composed(
     """The differentiable total, the components' values, and their inner products if tracked."""
     scale, share = problem.rows.scale(reduction)
     wanted = _wanted(problem)
-    # float16 cannot hold the gradient of a mean over many rows without a loss scale, which is
-    # known in the backward pass alone.
-    late = problem.weight.dtype == torch.float16 and any(wanted)
+    late = _is_late(problem, wanted)
     if late:
         total, each = (
             share * (rows if scale is None else rows * scale).sum(-1)
@@ -47,6 +48,17 @@ def composed(
         *_flat(problem, scale, components, weights), share, wants
     )
     return total if late else made, values.detach(), products.detach() if tracked else None
+
+
+def _is_late(problem: Projected, wanted: Sequence[bool]) -> bool:
+    """Whether the gradients are made in the backward pass, from logits made again.
+
+    float16 cannot hold the gradient of a mean over many rows without a loss scale, which is known
+    there alone. And of few rows, one datum's for example, the gradient by the weight would be
+    about as large as the logits are, and be kept until then.
+    """
+    few = problem.rows.logits.shape[0] < _MANY * problem.weight.shape[1]
+    return (few and wanted[1]) or (problem.weight.dtype == torch.float16 and any(wanted))
 
 
 def _rows(

@@ -9,7 +9,6 @@ from itertools import combinations_with_replacement, pairwise
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from steelyard.penalties.from_logits._components import ENTROPY, FORWARD, JS, REVERSE, Component
@@ -92,8 +91,8 @@ def sweep(
     vector = 16 // z.element_size()
     kinds = [each.kind for each in components]
     shape = shape or shape_for(kinds, wants)
-    tiles = min(shape.tiles, triton.cdiv(classes, 64 * vector))
-    pieces = triton.cdiv(classes, 64 * vector * tiles)
+    tiles = min(shape.tiles, _cdiv(classes, 64 * vector))
+    pieces = _cdiv(classes, 64 * vector * tiles)
     # The components' values, then the weighted total without JS, then what JS adds to it.
     made = z.new_empty((len(kinds) + 1 + (JS in kinds), rows), dtype=torch.float32)
     by_logits = (torch.empty_like(z) if into is None else into) if wants.logits else None
@@ -120,7 +119,7 @@ def sweep(
         KINDS=sum(1 << kind for kind in kinds), COUNT=len(kinds),
         SCALED=scale is not None, GZ=wants.logits, GR=wants.reference, GRAM=wants.gram,
         STATS=statistics, PAIRS=pairs, VECTOR=vector, PACKED=_is_packed(z, r),
-        PIECES=triton.next_power_of_2(pieces), num_warps=1, enable_fp_fusion=True,
+        PIECES=1 << (pieces - 1).bit_length(), num_warps=1, enable_fp_fusion=True,
         maxnreg=shape.registers,
     )  # fmt: skip
     gram = None if products is None else _gram(products, len(kinds))
@@ -130,8 +129,13 @@ def sweep(
 def scale(x: Tensor, factor: Tensor) -> None:
     """Multiply a dense tensor in place by a number on its device, without waiting for it."""
     tile = 4096
-    programs = min(triton.cdiv(x.numel(), tile), 8 * _processors(x.device))
+    programs = min(_cdiv(x.numel(), tile), 8 * _processors(x.device))
     scale_kernel[(programs,)](x, factor, x.numel(), TILE=tile)
+
+
+def _cdiv(a: int, b: int) -> int:
+    """Triton has it, as a function that its compiler knows too, at 20 µs a call."""
+    return -(-a // b)
 
 
 def _statistics(kinds: Sequence[int]) -> int:

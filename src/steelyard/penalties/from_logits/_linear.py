@@ -9,11 +9,11 @@ from torch import Tensor
 
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._operators import (
-    operator,
     refuse_second_order,
     scale_gradients,
     swept,
 )
+from steelyard.penalties.from_logits._registering import operator
 from steelyard.penalties.from_logits._sweep import Swept, Wants
 
 # The components, flat: an operator takes no tuples of its own.
@@ -209,7 +209,8 @@ def _rows_backward(ctx: Any, by_rows: Tensor, *others: None) -> tuple[Any, ...]:
     del others
     refuse_second_order()
     *tensors, scale = [None if each is None else each.detach() for each in ctx.saved_tensors]
-    factor = by_rows.detach() if scale is None else by_rows.detach() * (scale != 0)
+    factor = by_rows.detach().contiguous()  # as for the rows of logits
+    factor = factor if scale is None else factor * (scale != 0)
     wants = list(ctx.needs_input_grad[:3])
     made = rows_back(*tensors, factor, *ctx.rest, wants)
     found = [each if wanted else None for each, wanted in zip(made, wants, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,35 +12,14 @@ from torch import Tensor
 
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties.from_logits._components import Component
+from steelyard.penalties.from_logits._registering import operator
 from steelyard.penalties.from_logits._sweep import Swept, Wants, sweep
-
-_library: Any = torch.library.Library  # it has no types
-_LIBRARY = _library("steelyard", "DEF")
 
 # The components, flat: an operator takes no tuples of its own.
 _PROBLEM = (
     "Tensor logits, Tensor? reference, Tensor? targets, Tensor? scale, "
     "int[] kinds, float[] temperatures, float[] limits, float[] weights"
 )
-
-
-def operator(
-    name: str,
-    schema: str,
-    fn: Callable[..., Any],
-    shapes: Callable[..., Any],
-    save: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
-) -> Any:
-    """An operator of torch, as `custom_op` makes it, without its checks at every call."""
-    _LIBRARY.define(name + schema)
-    _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"steelyard::{name}", shapes, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(
-            f"steelyard::{name}", backward, setup_context=save, lib=_LIBRARY
-        )
-    return getattr(torch.ops.steelyard, name).default
 
 
 def _compose(
@@ -113,7 +92,7 @@ def scale_gradients(ctx: Any, by_total: Tensor, *others: None) -> tuple[Any, ...
     for i, gradient in enumerate(ctx.saved_tensors):
         if gradient.numel() and ctx.needs_input_grad[i]:
             found[i] = gradient.detach().clone() if _is_kept() else gradient.detach()
-            torch.ops.steelyard.scale_(found[i], by_total.detach())
+            scale_(found[i], by_total.detach())
     return tuple(found)
 
 
@@ -142,7 +121,7 @@ def _scale(x: Tensor, factor: Tensor) -> None:
         x.mul_(factor)
 
 
-operator("scale_", "(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda x, factor: None)  # noqa: ARG005
+scale_ = operator("scale_", "(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda *_: None)
 
 
 def _rows(
@@ -181,7 +160,8 @@ def _sweep_back(ctx: Any, by_rows: Tensor, *others: None) -> tuple[Any, ...]:
     del others
     refuse_second_order()
     logits, reference, targets, scale = ctx.saved_tensors
-    factor = by_rows if scale is None else by_rows * (scale != 0)
+    # The gradient of a sum is one number in the place of many, which the kernels cannot read.
+    factor = by_rows.contiguous() if scale is None else by_rows * (scale != 0)
     wants = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
     both = rows_back(
         logits.detach(),

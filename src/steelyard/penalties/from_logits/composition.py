@@ -215,8 +215,9 @@ def composed(
     products: Array | None,
 ) -> ComposedLogits:
     """From components to terms: their values, and norms and cosines from inner products."""
+    each = list(values)  # in torch one operation for all
     by_name = {
-        term.name: _weighed(xp, own, values) for term, own in zip(terms, shares, strict=True)
+        term.name: _weighed(xp, own, each) for term, own in zip(terms, shares, strict=True)
     }
     if products is None:
         return ComposedLogits(total, by_name, gradient)
@@ -225,7 +226,7 @@ def composed(
     return ComposedLogits(total, by_name, gradient, norms, cosines)
 
 
-def _weighed(xp: Namespace, shares: list[float], values: Array) -> Array:
+def _weighed(xp: Namespace, shares: list[float], values: list[Array]) -> Array:
     """One term's value; as a rule it is one component's, and then nothing is computed."""
     parts = [
         values[i] if share == 1 else share * values[i] for i, share in enumerate(shares) if share

@@ -42,7 +42,8 @@ def compose_linear(
     The chunk's logits are made, composed as by `compose_logits`, and their gradient is taken
     back to `hidden` and added up for `weight` and `bias`, in float32, before the next chunk's are
     made. In float16 that waits for the loss scale, which is known in the backward pass alone: the
-    chunks' logits are made again there.
+    chunks' logits are made again there. So they are where there are fewer than four tokens for
+    each feature: the gradient for `weight`, kept until then, would be about as large as the logits.
 
     Args:
         hidden: Any leading shape, features last.
