@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+import torch
+
 from benchmarks import page
 from benchmarks.measure import CONSOLE, SHOWN
 
@@ -23,15 +25,16 @@ NAMES = (
 
 
 def main() -> None:
-    names = tuple(sys.argv[1:]) or NAMES
-    unknown = [name for name in names if name not in NAMES]
+    every = (*NAMES, "gpu") if torch.cuda.is_available() else NAMES
+    names = tuple(sys.argv[1:]) or every
+    unknown = [name for name in names if name not in every]
     if unknown:
-        sys.exit(f"unknown benchmark {unknown[0]!r}: choose among {', '.join(NAMES)}")
+        sys.exit(f"unknown benchmark {unknown[0]!r}: choose among {', '.join(every)}")
     CONSOLE.print(page.machine())
     sys.argv = sys.argv[:1]
     for name in names:
         import_module(f"benchmarks.{name}").main()
-    if names == NAMES:
+    if names == every:
         page.write(SHOWN)
         page.update_readme(SHOWN)
         CONSOLE.print(f"written to {page.PAGE.relative_to(page.ROOT)}, and the table in README.md")

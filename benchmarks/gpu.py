@@ -1,24 +1,33 @@
 """Full-vocabulary terms on a GPU, beside eager torch, torch.compile, Liger-Kernel and the floor.
 
-    PYTHONPATH=src python -m benchmarks.gpu          # 4096 × 128256 logits in bfloat16
-    PYTHONPATH=src python -m benchmarks.gpu 512 8192 # rows and classes, to try it out
+    PYTHONPATH=src python -m benchmarks.gpu            # 4096 × 128256 logits in bfloat16
+    PYTHONPATH=src python -m benchmarks.gpu 512 8192   # rows and classes, to try it out
+    PYTHONPATH=src python -m benchmarks.gpu --save benchmarks/results/gpu.json
 
 The floor is what memory alone takes, measured in the same run: each input read once, the gradient
-written once. Times are medians of GPU time, with quartiles, forward and backward together.
+written once. Times are medians of GPU time, with quartiles, forward and backward together, the
+queue being full; beside ours stands what Python takes to fill it. What is saved goes into
+`docs/benchmarks.md` with the next `make bench`, which runs where there may be no GPU.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import datetime as dt
+import json
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.gpu_timing import Way, beyond, measured, timed
+from benchmarks.measure import Row, Shown, show
 from steelyard.penalties.from_logits import compose_linear, compose_logits
 
 try:
@@ -26,7 +35,6 @@ try:
 except ImportError:  # it is compared with where it is installed
     liger_jsd = liger_kl_div = None
 
-Way = Callable[[], object]
 FOUR: list[Any] = [
     "cross_entropy",
     ("entropy", {"weight": 0.01, "mode": "bonus"}),
@@ -38,54 +46,38 @@ FOUR: list[Any] = [
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks.gpu needs a GPU and a torch with CUDA.")
-    sizes = [int(each) for each in sys.argv[1:]] or [4096, 128256]
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "rows × classes", *sizes)
-    terms(*sizes)
-    linear(4 * sizes[0], sizes[1], 4096 if sizes[0] >= 4096 else 256)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sizes", type=int, nargs="*", default=[4096, 128256])
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    rows, classes = given.sizes
+    print(machine())
+    tables = [terms(rows, classes), linear(4 * rows, classes, 4096 if rows >= 4096 else 256)]
+    if given.save is not None:
+        save(tables, given.save)
 
 
-def timed(way: Way, repeats: int = 20) -> tuple[float, float, float]:
-    """Median and quartiles of milliseconds on the GPU; the queue is kept full."""
-    for _ in range(3):
-        way()
-    event: Any = torch.cuda.Event  # without types, as `_sleep` and `backward`
-    marks = [event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda.synchronize()
-    sleep: Any = torch.cuda._sleep
-    sleep(5_000_000)
-    marks[0].record()
-    for mark in marks[1:]:
-        way()
-        mark.record()
-    torch.cuda.synchronize()
-    spans = [a.elapsed_time(b) for a, b in pairwise(marks)]
-    low, median, high = statistics.quantiles(spans, n=4)
-    return median, low, high
+def machine() -> str:
+    """The GPU and the versions, in a line."""
+    found = [torch.cuda.get_device_name(), f"CUDA {torch.version.cuda}"]
+    for name in ("torch", "triton", "liger-kernel"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
 
 
-def extra(way: Way) -> float:
-    """Gigabytes at the peak beyond what was there before."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    way()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e9
-
-
-def show(name: str, way: Way, floor: float, repeats: int = 20) -> None:
-    try:
-        memory = extra(way)
-        median, low, high = timed(way, repeats)
-    except torch.OutOfMemoryError:
-        print(f"{name:42} out of memory", flush=True)
-        return
-    print(
-        f"{name:42} {median:7.3f} ms  [{low:.3f}, {high:.3f}]  {median / floor:6.2f} × floor  "
-        f"+{memory:.3f} GB",
-        flush=True,
-    )
+def save(tables: list[Shown], path: Path) -> None:
+    """Keep the tables, with the day and the machine, for `benchmarks.page`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {
+        "command": "python -m benchmarks.gpu --save benchmarks/results/gpu.json",
+        "date": str(dt.datetime.now(tz=dt.UTC).date()),
+        "machine": machine(),
+        "tables": [asdict(table) for table in tables],
+    }
+    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def backward(loss: Callable[..., Any], *leaves: Tensor) -> Way:
@@ -100,7 +92,7 @@ def backward(loss: Callable[..., Any], *leaves: Tensor) -> Way:
 def floors(z: Tensor, q: Tensor) -> tuple[float, float]:
     """Milliseconds to read one input, or two, and write as much as one."""
     out = torch.empty_like(z)
-    return timed(lambda: out.copy_(z))[0], timed(lambda: torch.add(z, q, out=out))[0]
+    return timed(lambda: out.copy_(z)).median, timed(lambda: torch.add(z, q, out=out)).median
 
 
 def products(hidden: Tensor, weight: Tensor) -> float:
@@ -113,19 +105,16 @@ def products(hidden: Tensor, weight: Tensor) -> float:
         torch.mm(slopes, weight)
         torch.mm(slopes.t(), hidden)
 
-    return timed(three, 6)[0]
+    return timed(three, 6).median
 
 
-def terms(rows: int, classes: int) -> None:
+def terms(rows: int, classes: int) -> Shown:
     made = torch.Generator("cuda").manual_seed(0)
     z = 3 * torch.randn(rows, classes, device="cuda", generator=made)
     q = (z + torch.randn(rows, classes, device="cuda", generator=made)).bfloat16()
     z = z.bfloat16().requires_grad_()
     t = torch.randint(0, classes, (rows,), device="cuda", generator=made)
     one, two = floors(z.detach(), q)
-    print(
-        f"floor: one input {one:.3f} ms, two {two:.3f} ms; the gradient has {z.nbytes / 1e9:.3f} GB"
-    )
 
     def entropy(z: Tensor) -> Tensor:
         p = z.float().log_softmax(-1)
@@ -163,27 +152,56 @@ def terms(rows: int, classes: int) -> None:
         ("JS", js, ["js"], two),
         ("four together", four, FOUR, two),
     ]
+    table: list[Row] = []
     for name, formula, named, floor in cases:
-        show(f"{name}: ours", backward(ours(named), z), floor)
-        show(f"{name}: eager", backward(formula, z), floor, 4)
-        show(f"{name}: torch.compile", backward(torch.compile(formula), z), floor, 8)
+        asked = 1.8 if named is FOUR else 1.6
+        row, memory = measured(f"{name}: ours", backward(ours(named), z), floor, asked=asked)
+        table.append(row)
+        if named is FOUR:
+            table.append(beyond(name, memory, z))
+        eager, compiled = backward(formula, z), backward(torch.compile(formula), z)
+        table.append(measured(f"{name}: eager", eager, floor, repeats=4)[0])
+        table.append(measured(f"{name}: torch.compile", compiled, floor, repeats=8)[0])
         torch._dynamo.reset()
-    show("four together, tracked: ours", backward(ours(FOUR, tracked=True), z), two)
-    if liger_kl_div is not None:
-        b = q.float().log_softmax(-1)
-        kl = lambda z: liger_kl_div(z.float().log_softmax(-1), b.exp())  # noqa: E731
-        show("forward KL: Liger-Kernel, after log_softmax", backward(kl, z), two, 6)
-        both = lambda z: liger_jsd(z.float().log_softmax(-1), b)  # noqa: E731
-        show("JS: Liger-Kernel, after log_softmax", backward(both, z), two, 6)
+    tracked = backward(ours(FOUR, tracked=True), z)
+    row, memory = measured("four together, tracked: ours", tracked, two, asked=2.2)
+    table += [row, beyond("four together, tracked", memory, z)]
+    table += liger(z, q, two)
+    note = (
+        f"The floor is {one:.3f} ms with one input and {two:.3f} ms with two. The four are "
+        "cross-entropy, entropy, z-loss and reverse KL; tracked: with the norm of each one's "
+        "gradient and all cosines."
+    )
+    return show(
+        "Terms from logits on a GPU",
+        f"Forward and backward, {rows} × {classes} bfloat16",
+        table,
+        repeats="4 to 20",
+        notes=[note],
+    )
 
 
-def linear(tokens: int, classes: int, features: int) -> None:
+def liger(z: Tensor, q: Tensor, floor: float) -> list[Row]:
+    """The rows of Liger-Kernel, which starts from log-probabilities, where it is installed."""
+    if liger_kl_div is None:
+        return []
+    b = q.float().log_softmax(-1)
+    losses = {
+        "forward KL": lambda z: liger_kl_div(z.float().log_softmax(-1), b.exp()),
+        "JS": lambda z: liger_jsd(z.float().log_softmax(-1), b),
+    }
+    return [
+        measured(f"{name}: Liger-Kernel, after log_softmax", backward(loss, z), floor, repeats=6)[0]
+        for name, loss in losses.items()
+    ]
+
+
+def linear(tokens: int, classes: int, features: int) -> Shown:
     made = torch.Generator("cuda").manual_seed(1)
     hidden = torch.randn(tokens, features, device="cuda", generator=made).bfloat16()
     weight = (torch.randn(classes, features, device="cuda", generator=made) / 64).bfloat16()
     targets = torch.randint(0, classes, (tokens,), device="cuda", generator=made)
     named: list[Any] = ["cross_entropy", FOUR[1], FOUR[2]]
-    print(f"linear: {tokens} tokens, {features} features; cross-entropy, entropy, z-loss")
     floor = products(hidden, weight)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -197,9 +215,29 @@ def linear(tokens: int, classes: int, features: int) -> None:
         total = functional.nll_loss(logs, targets) + 0.01 * (logs.exp() * logs).sum(-1).mean()
         return total + 1e-4 * (p.logsumexp(-1) ** 2).mean()
 
-    print(f"{'three matrix products':42} {floor:7.3f} ms")
-    show("compose_linear", backward(composed, hidden, weight), floor, 6)
-    show("with logits, eager", backward(with_logits, hidden, weight), floor, 3)
+    table: list[Row] = [("three matrix products", f"{floor:.3f} ms", "", None)]
+    row, memory = measured(
+        "compose_linear", backward(composed, hidden, weight), floor, repeats=6, asked=1.15
+    )
+    eager, whole = measured(
+        "with logits, eager", backward(with_logits, hidden, weight), floor, repeats=3
+    )
+    share = memory / whole if whole else 0.0
+    table += [row, eager]
+    table.append(
+        ("compose_linear: memory of that with logits", f"{share:.3f}", "< 1/6", share < 1 / 6)
+    )
+    note = (
+        "Cross-entropy, entropy and z-loss over `hidden @ weight.T`, with the gradients of both; "
+        "the floor is the three matrix products that this takes."
+    )
+    return show(
+        "Terms from hidden states on a GPU",
+        f"Forward and backward, {tokens} × {features} hidden, {classes} classes, bfloat16",
+        table,
+        repeats="3 to 6",
+        notes=[note],
+    )
 
 
 if __name__ == "__main__":

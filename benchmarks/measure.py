@@ -130,10 +130,11 @@ SHOWN: list[Shown] = []
 
 def show(
     title: str, conditions: str, rows: Sequence[Row], *, repeats: str, notes: Sequence[str] = ()
-) -> None:
+) -> Shown:
     """Print figures beside their targets, and keep them; notes are for the page alone."""
     said = f"{conditions}; {repeats} repeats"
-    SHOWN.append(Shown(title, said, rows, notes))
+    shown = Shown(title, said, rows, notes)
+    SHOWN.append(shown)
     table = Table(title=f"{title}: {said}", title_justify="left", title_style="bold")
     for heading in ("what", "measured", "target", ""):
         table.add_column(heading)
@@ -141,3 +142,4 @@ def show(
     for what, measured, target, met in rows:
         table.add_row(what, measured, target, marks[met])
     CONSOLE.print(table)
+    return shown

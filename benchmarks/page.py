@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from benchmarks.measure import Shown
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results"  # of machines that `make bench` does not run on
 README = ROOT / "README.md"
 # Between these lines of the README stand the figures that a run puts there.
 BEGIN, END = "<!-- figures of `make bench` -->\n", "<!-- end of figures -->\n"
@@ -59,14 +62,25 @@ def write(tables: Sequence[Shown]) -> None:
         "",
     ]
     for table in tables:
-        lines += [f"## {table.title}", "", f"{table.conditions}.", ""]
-        lines += ["| what | measured | target | |", "|---|---|---|---|"]
-        lines += [
-            f"| {what} | {measured} | {target} | {MARKS[met]} |"
-            for what, measured, target, met in table.rows
-        ]
-        lines += ["", *table.notes, ""]
+        lines += _lines(table)
+    here = {table.title for table in tables}
+    for path in sorted(RESULTS.glob("*.json")):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        where = f"Measured on {kept['date']} by `{kept['command']}`: {kept['machine']}."
+        for table in (Shown(**each) for each in kept["tables"]):
+            if table.title not in here:
+                lines += _lines(replace(table, notes=[where, *table.notes]))
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def _lines(table: Shown) -> list[str]:
+    lines = [f"## {table.title}", "", f"{table.conditions}.", ""]
+    lines += ["| what | measured | target | |", "|---|---|---|---|"]
+    lines += [
+        f"| {what} | {measured} | {target} | {MARKS[met]} |"
+        for what, measured, target, met in table.rows
+    ]
+    return [*lines, "", *table.notes, ""]
 
 
 def update_readme(tables: Sequence[Shown]) -> None:

@@ -263,6 +263,49 @@ def test_linear_names_bad_arrays(arrays: Any, options: dict[str, Any], message: 
     assert str(caught.value).startswith(message)
 
 
+def test_linear_backward_twice() -> None:
+    made = torch.Generator().manual_seed(19)
+    hidden = torch.randn(4, 3, generator=made, requires_grad=True)
+    weight = torch.randn(5, 3, generator=made, requires_grad=True)
+    total = compose_linear(hidden, weight, ["entropy", "z_loss"], chunk=3).total
+    exact = compose_logits(hidden @ weight.T, ["entropy", "z_loss"]).total
+    wanted = torch.autograd.grad(exact, (hidden, weight))
+    for factor, kept in ((0.5, True), (1.0, True), (0.5, False)):
+        found = torch.autograd.grad(factor * total, (hidden, weight), retain_graph=kept)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, factor * b)
+
+
+def test_compiled_backward_twice() -> None:
+    logits, reference, _ = inputs(20, 4, 7, torch.float32)
+    z = logits.requires_grad_()
+
+    def step(z: torch.Tensor) -> Any:
+        found = compose_logits(z, ["kl", "z_loss"], reference=reference, track_grad_norms=True)
+        return found.total, found.grad_norms["total"]
+
+    total, norm = step(z)
+    [wanted] = torch.autograd.grad(total, z)
+    compiled, again = torch.compile(step, fullgraph=True, backend="aot_eager")(z)
+    torch.testing.assert_close(again, norm)
+    torch.testing.assert_close(norm, wanted.norm().double())
+    for factor, kept in ((0.5, True), (1.0, False)):
+        [found] = torch.autograd.grad(factor * compiled, z, retain_graph=kept)
+        torch.testing.assert_close(found, factor * wanted)
+
+
+def test_a_term_that_counts_nothing() -> None:
+    """One class has no entropy to divide by: the term is 0, beside one that is infinite."""
+    z = torch.full((2, 1), -torch.inf)
+    found = compose_logits(
+        z, [("entropy", {"normalize": True}), "z_loss"], track_grad_norms=True
+    )  # fmt: skip
+    assert found.values["entropy"].shape == ()
+    assert found.values["entropy"] == 0
+    assert found.values["z_loss"] == torch.inf
+    assert found.grad_norms["entropy"] == 0
+
+
 def test_compiled_without_a_graph_break() -> None:
     logits, reference, targets = inputs(17, 6, 10, torch.float32)
     weight = torch.randn(10, 10)

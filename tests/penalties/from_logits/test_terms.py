@@ -185,19 +185,21 @@ def test_an_unequal_layout_in_memory() -> None:
     torch.testing.assert_close(turned.grad, plain.grad)
 
 
-def test_backward_twice_is_refused_or_right() -> None:
-    z = torch.randn(3, 5, requires_grad=True)
-    loss = 2 * from_logits.entropy(z)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    rows = from_logits.entropy(z, reduction="none").sum()
-    z.grad = None
-    rows.backward(retain_graph=True)
-    assert z.grad is not None
-    first = z.grad.clone()
-    rows.backward()
-    torch.testing.assert_close(z.grad, 2 * first)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("factors", [(0.5, 1.0), (1.0, 0.5)])
+def test_backward_twice(reduction: Any, factors: tuple[float, float]) -> None:
+    """The gradient that the forward pass made is given away with the last pass alone."""
+    logits, reference, _ = inputs(6, 3, 5, torch.float32)
+    z, r = logits.requires_grad_(), reference.requires_grad_()
+    value = from_logits.kl(z, r, reduction=reduction).sum()
+    exact = torch.as_tensor(expected("forward", z, r, torch.zeros(3))).sum()
+    wanted = torch.autograd.grad(exact / (3 if reduction == "mean" else 1), (z, r))
+    for factor, kept in zip(factors, (True, False), strict=True):
+        found = torch.autograd.grad(factor * value, (z, r), retain_graph=kept)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, factor * b)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(value, z)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -29,7 +29,7 @@ from steelyard.penalties.from_logits._kernel_tiles import (
     LN2,
     LOG2E,
     TINY,
-    by_thread,
+    dot_by_thread,
     floats,
     load_tile,
     log2,
@@ -207,24 +207,27 @@ def means(
     level = settled(coefs + Z_LEVEL, bits_level)
     top_r = settled(coefs + R_TOP, bits_r)
     level_r = settled(coefs + R_LEVEL, bits_level_r)
+    # Both times 2 ** level: the logarithm is precise near 1, and that is where most of p is.
+    apart = level_r - level
+    over = tl.exp2(-level)
     of_p = tl.zeros([32], tl.float32)
     of_q = tl.zeros([32], tl.float32)
     for i in range(tiles):
         z_last = load_tile(z_row, start + (i + 2) * TILE, bound, VECTOR, PACKED, "evict_last")
         r_last = load_tile(r_row, start + (i + 2) * TILE, bound, VECTOR, PACKED, "evict_last")
-        a = logs(floats(z, z_type, VECTOR, PACKED), unit, top) - level
-        b = logs(floats(r, r_type, VECTOR, PACKED), unit, top_r) - level_r
+        a = logs(floats(z, z_type, VECTOR, PACKED), unit, top)
+        b = logs(floats(r, r_type, VECTOR, PACKED), unit, top_r) - apart
         p = tl.exp2(a)
         q = tl.exp2(b)
         mean = log2(tl.maximum(0.5 * (p + q), TINY))
-        of_p += by_thread(p * (a - mean))
-        of_q += by_thread(q * (b - mean))
+        of_p = dot_by_thread(of_p, p, a - mean)
+        of_q = dot_by_thread(of_q, q, b - mean)
         z = z_next
         r = r_next
         z_next = z_last
         r_next = r_last
-    publish(sums + piece, tl.sum(of_p, 0))
-    publish(sums + pieces + piece, tl.sum(of_q, 0))
+    publish(sums + piece, tl.sum(of_p, 0) * over)
+    publish(sums + pieces + piece, tl.sum(of_q, 0) * over)
     if piece == pieces - 1:
         each = sums + tl.arange(0, PIECES)
         own = tl.arange(0, PIECES) < pieces

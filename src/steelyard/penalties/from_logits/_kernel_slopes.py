@@ -25,13 +25,14 @@ from steelyard.penalties.from_logits._kernel_tiles import (
     LN2,
     LOG2E,
     TINY,
-    by_thread,
     columns_of,
+    dot_by_thread,
     floats,
     halves,
     load_tile,
     log2,
     logs,
+    offsets,
     store_tile,
     within,
 )
@@ -75,7 +76,7 @@ def _separate(
 @triton.jit
 def _product(so_far, a, b, both: tl.constexpr):
     if both:
-        return so_far + by_thread(a * b)
+        return dot_by_thread(so_far, a, b)
     return so_far
 
 
@@ -105,11 +106,11 @@ def _added(s, g, KINDS: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, start, tiles, classes, target,
-    by, slope, unit, constant, top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q,
+    z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, items, start, tiles, classes,
+    target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q,
     whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
     KINDS: tl.constexpr, LIMITED: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr,
-    GRAM: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    GRAM: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some tiles, once all of the row's coefficients are known."""
     ENT: tl.constexpr = KINDS & 1
@@ -119,6 +120,8 @@ def _tiles(
     CE: tl.constexpr = (KINDS >> 5) & 1
     COMPARES: tl.constexpr = (KINDS & 14) != 0
     TILE: tl.constexpr = 64 * VECTOR
+    # Where nothing needs p and q themselves, the row's sums go into the few coefficients.
+    PLAIN: tl.constexpr = not (GRAM or LIMITED or GR)
     nothing = tl.zeros([32], tl.float32)
     sums = (
         nothing, nothing, nothing, nothing, nothing, nothing, nothing,
@@ -128,89 +131,126 @@ def _tiles(
     bound = tl.minimum(start + tiles * TILE, classes)
     z_type: tl.constexpr = z_row.dtype.element_ty
     r_type: tl.constexpr = r_row.dtype.element_ty
-    for i in range(tiles):
-        here = start + i * TILE
-        z_last = load_tile(z_row, here + 2 * TILE, bound, VECTOR, PACKED, "evict_first")
-        r_last = z_last
-        if COMPARES:
-            r_last = load_tile(r_row, here + 2 * TILE, bound, VECTOR, PACKED, "evict_first")
-        a = logs(floats(z, z_type, VECTOR, PACKED), unit, top) - level
-        p = tl.exp2(a)
-        if COMPARES:
-            b = logs(floats(r, r_type, VECTOR, PACKED), unit, top_r) - level_r
-            q = tl.exp2(b)
-            d = a - b
-        if JSD:
-            mean = log2(tl.maximum(0.5 * (p + q), TINY))
-        if GRAM or LIMITED:
-            slopes = _separate(
-                p, q if COMPARES else p, a, d if COMPARES else p, mean if JSD else p,
-                halves(here + columns_of(VECTOR), VECTOR) == target, h, k_f, mass_f, mass_r, k_p,
-                whole, limit_f, limit_r, KINDS, LIMITED,
-            )  # fmt: skip
-            if GZ:
-                weights = (w_ent, w_fwd, w_rev, w_js, w_z, w_ce)
-                total = tl.zeros_like(p)
-                for k in tl.static_range(6):
-                    if (KINDS >> k) & 1:
-                        total = tl.fma(slopes[k], by * weights[k], total)
+    by_a = -by * w_ent * LN2
+    by_d = by * w_fwd * LN2
+    by_q = -by * w_rev
+    by_mean = 0.5 * by * w_js * LN2
+    apart = level_r - level
+    half = 0.5
+    if PLAIN:
+        # With p and q times 2 ** level; without JS q is taken as it comes.
+        over = tl.exp2(-level)
+        constant -= by_a * level
+        by_q *= over
+        if not JSD:
+            constant += by_d * apart
+            by_q *= tl.exp2(-apart)
+        constant *= over
+        by_a *= over
+        by_d *= over
+        by_mean *= over
+    else:
+        half *= tl.exp2(level)
+    for first in range(0, tiles, UNROLL):
+        for second in tl.static_range(UNROLL):
+            here = start + (first + second) * TILE
+            z_last = load_tile(z_row, here + 2 * TILE, bound, VECTOR, PACKED, "evict_first")
+            r_last = z_last
+            if COMPARES:
+                r_last = load_tile(r_row, here + 2 * TILE, bound, VECTOR, PACKED, "evict_first")
+            a = floats(z, z_type, VECTOR, PACKED)
+            if not PLAIN:
+                a = logs(a, unit, top) - level
+            elif ENT or FWD or JSD:
+                a = logs(a, unit, top)
+            else:
+                a = offsets(a, unit, top)
+            p = tl.exp2(a)
+            if COMPARES:
+                b = floats(r, r_type, VECTOR, PACKED)
+                if not PLAIN:
+                    b = logs(b, unit, top_r) - level_r
+                elif JSD:
+                    b = logs(b, unit, top_r) - apart
+                elif FWD:
+                    b = logs(b, unit, top_r)
+                else:
+                    b = offsets(b, unit, top_r)
+                q = tl.exp2(b)
+                d = a - b
+            if JSD:
+                mean = log2(tl.maximum((p + q) * half, TINY))  # precise near 1
+                if not PLAIN:
+                    mean -= level
+            if GRAM or LIMITED:
+                slopes = _separate(
+                    p, q if COMPARES else p, a, d if COMPARES else p, mean if JSD else p,
+                    halves(here + columns_of(VECTOR), VECTOR) == target, h, k_f, mass_f, mass_r,
+                    k_p, whole, limit_f, limit_r, KINDS, LIMITED,
+                )  # fmt: skip
+                if GZ:
+                    weights = (w_ent, w_fwd, w_rev, w_js, w_z, w_ce)
+                    total = tl.zeros_like(p)
+                    for k in tl.static_range(6):
+                        if (KINDS >> k) & 1:
+                            total = tl.fma(slopes[k], by * weights[k], total)
+                    store_tile(gz_row, here, total, bound, VECTOR)
+                if GRAM:
+                    sums = _added(sums, slopes, KINDS)
+            elif GZ:
+                inner = tl.zeros_like(p) + constant
+                if ENT:
+                    inner = tl.fma(a, by_a, inner)
+                if JSD:
+                    inner = tl.fma(a - mean, by_mean, inner)
+                if FWD:
+                    inner = tl.fma(d, by_d, inner)
+                total = p * inner
+                if REV:
+                    total = tl.fma(q, by_q, total)
+                if CE:
+                    if (target >= here) & (target < here + TILE):
+                        hit = halves(here + columns_of(VECTOR), VECTOR) == target
+                        total = tl.where(hit, total - by * w_ce, total)
                 store_tile(gz_row, here, total, bound, VECTOR)
-            if GRAM:
-                sums = _added(sums, slopes, KINDS)
-        elif GZ:
-            inner = tl.zeros_like(p) + constant
-            if ENT:
-                inner = tl.fma(a, -by * w_ent * LN2, inner)
-            if JSD:
-                inner = tl.fma(a - mean, 0.5 * by * w_js * LN2, inner)
-            if FWD:
-                inner = tl.fma(d, by * w_fwd * LN2, inner)
-            total = p * inner
-            if REV:
-                total = tl.fma(q, -by * w_rev, total)
-            if CE:
-                if (target >= here) & (target < here + TILE):
-                    hit = halves(here + columns_of(VECTOR), VECTOR) == target
-                    total = tl.where(hit, total - by * w_ce, total)
-            store_tile(gz_row, here, total, bound, VECTOR)
-        if GR:
-            pull_r = tl.zeros_like(p)
-            if FWD:
-                if LIMITED:
-                    ratio, inside = within(p, d, limit_f * LOG2E)
-                    pull_r += w_fwd * (q * mass_f - p * inside)
-                else:
-                    pull_r += w_fwd * (q - p)
-            if REV:
-                if LIMITED:
-                    ratio, inside = within(q, -d, limit_r * LOG2E)
-                    pull = (ratio - k_r) * LN2 + inside - mass_r
-                    pull_r += w_rev * tl.where(q == 0, 0.0, q * pull)
-                else:
-                    pull_r += (w_rev * LN2) * q * (-d - k_r)
-            if JSD:
-                pull_r += (0.5 * w_js * LN2) * q * (b - mean - k_q)
-            store_tile(gr_row, here, by * pull_r, bound, VECTOR)
-        z = z_next
-        r = r_next
-        z_next = z_last
-        r_next = r_last
+            if GR:
+                pull_r = tl.zeros_like(p)
+                if FWD:
+                    if LIMITED:
+                        ratio, inside = within(p, d, limit_f * LOG2E)
+                        pull_r += w_fwd * (q * mass_f - p * inside)
+                    else:
+                        pull_r += w_fwd * (q - p)
+                if REV:
+                    if LIMITED:
+                        ratio, inside = within(q, -d, limit_r * LOG2E)
+                        pull = (ratio - k_r) * LN2 + inside - mass_r
+                        pull_r += w_rev * tl.where(q == 0, 0.0, q * pull)
+                    else:
+                        pull_r += (w_rev * LN2) * q * (-d - k_r)
+                if JSD:
+                    pull_r += (0.5 * w_js * LN2) * q * (b - mean - k_q)
+                store_tile(gr_row, here, by * pull_r, bound, VECTOR)
+            z = z_next
+            r = r_next
+            z_next = z_last
+            r_next = r_last
     if GRAM:
         n = 0
         for i in tl.static_range(6):
             for j in tl.static_range(i, 6):
                 if (KINDS >> i) & (KINDS >> j) & 1:
                     product = tl.sum(sums[i * (11 - i) // 2 + j], 0)
-                    tl.store(products + n, product * (slope * slope))
+                    tl.store(products + n * items, product * (by * by))
                     n += 1
 
 
 @triton.jit
 def slopes_of(
-    z_row, r_row, t_row, gz_row, gr_row, products, coefs, piece, tiles, classes, share, slope, unit,
-    w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+    z_row, r_row, t_row, gz_row, gr_row, products, coefs, items, piece, tiles, classes, share,
+    slope, unit, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
     KINDS: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr, GRAM: tl.constexpr,
-    VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    VECTOR: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """One piece of the gradients."""
     TILE: tl.constexpr = 64 * VECTOR
@@ -313,15 +353,15 @@ def slopes_of(
             load_tile(r_row, start, bound, FEW // 64, False, "evict_first"),
             load_tile(z_row, start + FEW, bound, FEW // 64, False, "evict_first"),
             load_tile(r_row, start + FEW, bound, FEW // 64, False, "evict_first"),
-            z_row, r_row, gz_row, gr_row, products, start, tiles * (TILE // FEW),
-            classes, target, by, slope, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
+            z_row, r_row, gz_row, gr_row, products, items, start, tiles * (TILE // FEW),
+            classes, target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
             k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-            KINDS, True, GZ, GR, GRAM, FEW // 64, False,
+            KINDS, True, GZ, GR, GRAM, FEW // 64, False, 1,
         )  # fmt: skip
     else:
         _tiles(
-            z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, start, tiles,
-            classes, target, by, slope, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
+            z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, items, start, tiles,
+            classes, target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
             k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-            KINDS, False, GZ, GR, GRAM, VECTOR, PACKED,
+            KINDS, False, GZ, GR, GRAM, VECTOR, PACKED, UNROLL,
         )  # fmt: skip

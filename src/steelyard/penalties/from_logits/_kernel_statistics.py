@@ -8,6 +8,7 @@ from steelyard.penalties.from_logits._kernel_exchange import (
 )
 from steelyard.penalties.from_logits._kernel_tiles import (
     by_thread,
+    dot_by_thread,
     floats,
     load_tile,
     logs,
@@ -32,7 +33,7 @@ def _largest(row, start, stop, unit):
 @triton.jit
 def statistics(
     z_row, r_row, piece, tiles, classes, unit, stats, pieces, KINDS: tl.constexpr,
-    VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    VECTOR: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """One piece: a level, Σ 2 ** (x - level) and what the components need beside it."""
     ENT: tl.constexpr = KINDS & 1
@@ -73,33 +74,33 @@ def statistics(
         sum_ed = tl.zeros([32], tl.float32)
         sum_fd = tl.zeros([32], tl.float32)
         max_d = tl.zeros([32], tl.float32)
-        for i in range(tiles):
-            z_last = load_tile(z_row, start + (i + 2) * TILE, bound, VECTOR, PACKED, "evict_last")
-            r_last = z_last
-            if COMPARES:
-                r_last = load_tile(
-                    r_row, start + (i + 2) * TILE, bound, VECTOR, PACKED, "evict_last"
-                )
-            x = logs(floats(z, z_type, VECTOR, PACKED), unit, base)
-            e = tl.exp2(x)
-            sum_e += by_thread(e)
-            if ENT:
-                sum_ex += by_thread(e * x)
-            if COMPARES:
-                y = logs(floats(r, r_type, VECTOR, PACKED), unit, base_r)
-                f = tl.exp2(y)
-                sum_f += by_thread(f)
-                d = x - y
-                if FWD:
-                    sum_ed += by_thread(e * d)
-                if REV:
-                    sum_fd += by_thread(f * d)
-                if FWD or REV:
-                    max_d = tl.maximum(max_d, most_by_thread(tl.abs(d)))
-            z = z_next
-            r = r_next
-            z_next = z_last
-            r_next = r_last
+        for first in range(0, tiles, UNROLL):
+            for second in tl.static_range(UNROLL):
+                here = start + (first + second + 2) * TILE
+                z_last = load_tile(z_row, here, bound, VECTOR, PACKED, "evict_last")
+                r_last = z_last
+                if COMPARES:
+                    r_last = load_tile(r_row, here, bound, VECTOR, PACKED, "evict_last")
+                x = logs(floats(z, z_type, VECTOR, PACKED), unit, base)
+                e = tl.exp2(x)
+                sum_e += by_thread(e)
+                if ENT:
+                    sum_ex = dot_by_thread(sum_ex, e, x)
+                if COMPARES:
+                    y = logs(floats(r, r_type, VECTOR, PACKED), unit, base_r)
+                    f = tl.exp2(y)
+                    sum_f += by_thread(f)
+                    d = x - y
+                    if FWD:
+                        sum_ed = dot_by_thread(sum_ed, e, d)
+                    if REV:
+                        sum_fd = dot_by_thread(sum_fd, f, d)
+                    if FWD or REV:
+                        max_d = tl.maximum(max_d, most_by_thread(tl.abs(d)))
+                z = z_next
+                r = r_next
+                z_next = z_last
+                r_next = r_last
         total = tl.sum(sum_e, 0)
         if ENT:
             moment = tl.sum(sum_ex, 0)

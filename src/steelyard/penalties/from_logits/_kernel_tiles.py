@@ -24,9 +24,15 @@ def log2(x):
 
 
 @triton.jit
+def offsets(x, unit, top):
+    """Logits to the base 2 relative to `top`."""
+    return tl.fma(x, unit, -top)
+
+
+@triton.jit
 def logs(x, unit, top):
-    """Logits to the base 2 relative to `top`, at least LOG_ZERO; NaN stays."""
-    return tl.maximum(tl.fma(x, unit, -top), LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
+    """The same, at least LOG_ZERO, so that a product with 0 is 0; NaN stays."""
+    return tl.maximum(offsets(x, unit, top), LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -109,3 +115,25 @@ def by_thread(x):
 @triton.jit
 def most_by_thread(x):
     return tl.max(tl.max(x, 2), 1)
+
+
+@triton.jit
+def dot_by_thread(so_far, a, b):
+    """Each thread's inner product over a tile: one instruction an element, and few registers."""
+    VECTOR: tl.constexpr = a.shape[1]
+    a0, a1 = tl.split(a)
+    b0, b1 = tl.split(b)
+    so_far = _dot(so_far, a0, b0, VECTOR)
+    return _dot(so_far, a1, b1, VECTOR)
+
+
+@triton.jit
+def _dot(so_far, a, b, COUNT: tl.constexpr):
+    if COUNT == 1:
+        so_far = tl.fma(tl.reshape(a, [32]), tl.reshape(b, [32]), so_far)
+    else:
+        a0, a1 = tl.split(tl.reshape(a, [32, COUNT // 2, 2]))
+        b0, b1 = tl.split(tl.reshape(b, [32, COUNT // 2, 2]))
+        so_far = _dot(so_far, a0, b0, COUNT // 2)
+        so_far = _dot(so_far, a1, b1, COUNT // 2)
+    return so_far

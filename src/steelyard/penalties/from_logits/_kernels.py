@@ -1,11 +1,16 @@
-"""The Triton kernels: every component of a row in two visits, the second one served by the L2.
+"""The Triton kernels: every component of a row in two visits, the second from a cache.
 
 A row is cut into pieces; a work item is one piece. Programs draw tickets in order. Ticket t
 stands for the statistics of item t, then the gradient of item t - lag (with JS, in between, the
-divergences from the mean, and 2 lag): by then the row's statistics are complete, as a rule, and
-the piece is still in the L2. Whoever has the last piece of a row combines them, in the order of
-the pieces: the numbers do not depend on the schedule. An item waits only for items of lower
-tickets, which running programs hold, so that any number of programs comes to an end, even one.
+divergences from the mean, and 2 lag). Whoever has the last piece of a row combines them, in the
+order of the pieces: the numbers do not depend on the schedule.
+
+With the lag 0 a program waits for the rest of the row and then finds its piece in its own
+processor's cache. It draws the next ticket after that wait, so that all drawn tickets but the
+last row's come to an end by themselves: as many programs as a row has pieces have to run at a
+time. With a lag of more than the programs the row's statistics are complete as a rule, and the
+piece is found in the L2, if at all; an item waits only for items of lower tickets, which running
+programs hold, so that any number of programs comes to an end, even one.
 
 There are no barriers and no fences: a number that another program waits for is its own flag,
 UNSET until it is written. A program is one warp, so that one computes while another waits; each
@@ -19,6 +24,9 @@ import triton.language as tl
 
 from steelyard.penalties.from_logits._kernel_exchange import (
     COEFFICIENTS,
+    K_P,
+    Z_TOP,
+    settled,
 )
 from steelyard.penalties.from_logits._kernel_rows import (
     combine,
@@ -50,6 +58,8 @@ def sweep_kernel(
     JSD: tl.constexpr = (KINDS >> 3) & 1
     BEFORE: tl.constexpr = (KINDS & 1) + ((KINDS >> 1) & 1) + ((KINDS >> 2) & 1)
     SLOPES: tl.constexpr = GZ or GR or GRAM
+    # Two tiles at a time save moves between registers, unless there are too few of them.
+    UNROLL: tl.constexpr = 1 if GRAM else 2
     unit = slope * LOG2E
     items = rows * pieces
     behind = 0
@@ -61,8 +71,10 @@ def sweep_kernel(
     counter = drawn + thread * 0
     ticket = tl.atomic_add(drawn, 1, sem="relaxed") + 1
     while ticket < items + behind:
-        # By the first thread alone, and looked at only at the end: the others do not wait for it.
-        draw = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
+        draw = thread * 0
+        if lag > 0:
+            # By the first thread alone, and looked at only at the end: the others do not wait.
+            draw = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
         if ticket < items:
             row = ticket // pieces
             piece = ticket - row * pieces
@@ -74,8 +86,9 @@ def sweep_kernel(
                 r_row = r_ptr + row.to(tl.int64) * r_stride
                 stats = stats_ptr + row.to(tl.int64) * (STATS * pieces)
                 statistics(
-                    z_row, r_row, piece, tiles, classes, unit, stats, pieces, KINDS, VECTOR, PACKED
-                )
+                    z_row, r_row, piece, tiles, classes, unit, stats, pieces,
+                    KINDS, VECTOR, PACKED, UNROLL,
+                )  # fmt: skip
                 if piece == pieces - 1:
                     combine(
                         z_row, r_row, t_ptr + row, values + row, coefs_ptr + row * COEFFICIENTS,
@@ -100,6 +113,16 @@ def sweep_kernel(
                         coefs_ptr + row * COEFFICIENTS, sums, item - row * pieces, tiles, classes,
                         pieces, share, unit, w_js, VECTOR, PACKED, PIECES,
                     )  # fmt: skip
+        if lag == 0:
+            if SLOPES:  # wait for the row first: others may wait for what is drawn
+                row = ticket // pieces
+                share = 1.0
+                if SCALED:
+                    share = tl.load(scale_ptr + row)
+                if share != 0:
+                    place = coefs_ptr + row * COEFFICIENTS + (K_P if JSD else Z_TOP)
+                    settled(place, tl.load(place, volatile=True))
+            draw = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
         if SLOPES:
             item = ticket - behind
             if (item >= 0) & (item < items):
@@ -107,7 +130,7 @@ def sweep_kernel(
                 piece = item - row * pieces
                 gz_row = gz_ptr + row.to(tl.int64) * gz_stride
                 gr_row = gr_ptr + row.to(tl.int64) * gr_stride
-                products = gram_ptr + item.to(tl.int64) * PAIRS
+                products = gram_ptr + item
                 share = 1.0
                 if SCALED:
                     share = tl.load(scale_ptr + row)
@@ -115,9 +138,9 @@ def sweep_kernel(
                     slopes_of(
                         z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
                         t_ptr + row, gz_row, gr_row, products, coefs_ptr + row * COEFFICIENTS,
-                        piece, tiles, classes, share, slope, unit,
+                        items, piece, tiles, classes, share, slope, unit,
                         w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-                        KINDS, GZ, GR, GRAM, VECTOR, PACKED,
+                        KINDS, GZ, GR, GRAM, VECTOR, PACKED, UNROLL,
                     )  # fmt: skip
                 else:
                     for i in range(tiles):
@@ -129,7 +152,7 @@ def sweep_kernel(
                             store_tile(gr_row, here, nothing, classes, VECTOR)
                     if GRAM:
                         for i in tl.static_range(PAIRS):
-                            tl.store(products + i, 0.0)
+                            tl.store(products + i * items, 0.0)
         ticket = tl.sum(tl.where(thread == 0, draw, 0), 0) + 1
 
 

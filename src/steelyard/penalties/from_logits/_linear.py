@@ -9,11 +9,11 @@ from torch import Tensor
 
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._operators import (
-    operator,
     refuse_second_order,
     scale_gradients,
     swept,
 )
+from steelyard.penalties.from_logits._registering import operator
 from steelyard.penalties.from_logits._sweep import Swept, Wants
 
 # The components, flat: an operator takes no tuples of its own.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,35 +12,14 @@ from torch import Tensor
 
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties.from_logits._components import Component
+from steelyard.penalties.from_logits._registering import operator
 from steelyard.penalties.from_logits._sweep import Swept, Wants, sweep
-
-_library: Any = torch.library.Library  # it has no types
-_LIBRARY = _library("steelyard", "DEF")
 
 # The components, flat: an operator takes no tuples of its own.
 _PROBLEM = (
     "Tensor logits, Tensor? reference, Tensor? targets, Tensor? scale, "
     "int[] kinds, float[] temperatures, float[] limits, float[] weights"
 )
-
-
-def operator(
-    name: str,
-    schema: str,
-    fn: Callable[..., Any],
-    shapes: Callable[..., Any],
-    save: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
-) -> Any:
-    """An operator of torch, as `custom_op` makes it, without its checks at every call."""
-    _LIBRARY.define(name + schema)
-    _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"steelyard::{name}", shapes, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(
-            f"steelyard::{name}", backward, setup_context=save, lib=_LIBRARY
-        )
-    return getattr(torch.ops.steelyard, name).default
 
 
 def _compose(
@@ -60,12 +39,12 @@ def _compose(
     counts = [share * weight for weight in weights]
     found = swept(logits, reference, targets, scale, components, counts, Wants(*wants))
     sums = found.values.sum(1, dtype=torch.float64)
-    values, total = share * sums[: len(kinds)], sums[len(kinds) :].sum()
-    products = None if found.gram is None else share**2 * found.gram
     wide = found.values.dtype
+    values = torch.mul(sums[: len(kinds)], share, out=sums.new_empty(len(kinds), dtype=wide))
+    products = None if found.gram is None else share**2 * found.gram
     return (
-        total.to(wide),
-        values.to(wide),
+        sums[len(kinds) :].sum(dtype=wide),
+        values,
         _or_nothing(found.logits, logits),
         _or_nothing(found.reference, logits),
         _or_nothing(products, logits),
@@ -101,19 +80,26 @@ def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def scale_gradients(ctx: Any, by_total: Tensor, *others: None) -> tuple[Any, ...]:
-    """Give the gradients that the forward pass made, times the upstream factor, in place.
+    """Give the gradients that the forward pass made, times the upstream factor.
 
-    The factor is 1 as a rule, and then nothing is read or written. A second backward pass
-    through the same graph is refused by torch, which sees that they were changed.
+    In place, where this is the last backward pass through the graph: the factor is 1 as a rule,
+    and then nothing is read or written. Of a graph that is retained they stay as they are, and
+    a copy is given.
     """
     del others
     refuse_second_order()
     found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for i, gradient in enumerate(ctx.saved_tensors):
         if gradient.numel() and ctx.needs_input_grad[i]:
-            found[i] = gradient.detach()
-            torch.ops.steelyard.scale_(found[i], by_total.detach())
+            found[i] = gradient.detach().clone() if _is_kept() else gradient.detach()
+            scale_(found[i], by_total.detach())
     return tuple(found)
+
+
+def _is_kept() -> bool:
+    """Whether another backward pass may follow: the call had `retain_graph=True`."""
+    autograd = torch._C._autograd  # noqa: SLF001  # no public way; torch.compile asks it as well
+    return bool(autograd._get_current_graph_task_keep_graph())  # noqa: SLF001
 
 
 compose = operator(
@@ -135,7 +121,7 @@ def _scale(x: Tensor, factor: Tensor) -> None:
         x.mul_(factor)
 
 
-operator("scale_", "(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda x, factor: None)  # noqa: ARG005
+scale_ = operator("scale_", "(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda *_: None)
 
 
 def _rows(

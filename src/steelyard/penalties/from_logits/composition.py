@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Literal
 
 from steelyard.errors import InputError
@@ -23,6 +22,7 @@ from steelyard.penalties.from_logits._components import (
 from steelyard.penalties.from_logits._evaluation import check_targets, value_rows
 from steelyard.penalties.from_logits._inputs import Rows, accept_rows
 from steelyard.penalties.from_logits._sweep import Wants, sweep
+from steelyard.penalties.from_logits._tracking import tracked
 from steelyard.penalties.from_logits.projection import Projection, made
 
 
@@ -35,7 +35,8 @@ class ComposedLogits:
         values: Each term's unweighted value, by name; not differentiable.
         gradient: d total / d logits, where it was computed: in torch for logits that require
             it, and wherever norms are tracked. `total.backward()` hands this very tensor on, and
-            multiplies it by what comes from above. None for float16, which waits for that.
+            multiplies it by what comes from above; a copy of it, if the graph is retained. None
+            for float16, which waits for that.
         grad_norms: The L2 norm of each unweighted term's gradient by the logits, and that of the
             weighted `"total"`; empty unless tracked.
         cosines: Of each pair of terms' gradients, 0 where one has none; empty unless tracked.
@@ -146,7 +147,7 @@ def check_inputs(
 
 
 def _torch(
-    rows: Rows, terms: list[LogitTerm], components: list[Component], reduction: str, tracked: bool
+    rows: Rows, terms: list[LogitTerm], components: list[Component], reduction: str, tracks: bool
 ) -> ComposedLogits:
     from steelyard.penalties.from_logits import _operators  # noqa: PLC0415  # needs torch
 
@@ -157,7 +158,7 @@ def _torch(
     by_logits, by_reference = _operators.wanted(rows.logits, rows.reference)
     late = _operators.is_late(rows.logits, rows.reference)
     flat = (*_operators.flat(components), weights)
-    wants = [not late and (by_logits or tracked), not late and by_reference, tracked]
+    wants = [not late and (by_logits or tracks), not late and by_reference, tracks]
     total, values, gradient, _, products = _operators.compose(*problem, scale, *flat, share, wants)
     if late:
         each = _operators.rows(*problem, rows.scale("sum")[0], *flat)[0]
@@ -169,12 +170,12 @@ def _torch(
         total,
         values.detach(),
         gradient.detach() if wants[0] else None,
-        products.detach() if tracked else None,
+        products.detach() if tracks else None,
     )
 
 
 def _elsewhere(
-    rows: Rows, terms: list[LogitTerm], components: list[Component], reduction: str, tracked: bool
+    rows: Rows, terms: list[LogitTerm], components: list[Component], reduction: str, tracks: bool
 ) -> ComposedLogits:
     """NumPy and JAX."""
     xp, shares = rows.xp, shares_of(terms, components)
@@ -185,7 +186,7 @@ def _elsewhere(
     values = xp.sum(value_rows(rows, components) * scale, axis=-1)
     total = sum(weight * values[i] for i, weight in enumerate(weights))
     values = constant(values)
-    if not tracked:
+    if not tracks:
         return composed(rows.xp, terms, shares, total, values, None, None)
     arrays = (constant(rows.logits), rows.reference, rows.targets)
     if is_jax(rows.logits):
@@ -214,33 +215,20 @@ def composed(
     products: Array | None,
 ) -> ComposedLogits:
     """From components to terms: their values, and norms and cosines from inner products."""
+    each = list(values)  # in torch one operation for all
     by_name = {
-        term.name: sum(share * values[i] for i, share in enumerate(own) if share)
-        for term, own in zip(terms, shares, strict=True)
+        term.name: _weighed(xp, own, each) for term, own in zip(terms, shares, strict=True)
     }
     if products is None:
         return ComposedLogits(total, by_name, gradient)
-    norms, cosines = _tracked(xp, terms, shares, products)
+    names = [term.name for term in terms]
+    norms, cosines = tracked(xp, names, [*shares, weights_of(terms, shares)], products)
     return ComposedLogits(total, by_name, gradient, norms, cosines)
 
 
-def _tracked(
-    xp: Namespace, terms: list[LogitTerm], shares: list[list[float]], products: Array
-) -> tuple[dict[str, Array], dict[tuple[str, str], Array]]:
-    def inner(a: list[float], b: list[float]) -> Array:
-        return sum(
-            x * y * products[i, j] for i, x in enumerate(a) for j, y in enumerate(b) if x * y
-        )
-
-    def norm(a: list[float]) -> Array:
-        square = inner(a, a) + 0.0 * products[0, 0]
-        return xp.sqrt(xp.where(square < 0, 0.0, square))
-
-    norms = {term.name: norm(own) for term, own in zip(terms, shares, strict=True)}
-    cosines = {}
-    for (a, own_a), (b, own_b) in combinations(zip(terms, shares, strict=True), 2):
-        both = norms[a.name] * norms[b.name]
-        product = inner(own_a, own_b)
-        cosines[a.name, b.name] = xp.where(both == 0, 0.0, product / xp.where(both == 0, 1.0, both))
-    norms["total"] = norm(weights_of(terms, shares))
-    return norms, cosines
+def _weighed(xp: Namespace, shares: list[float], values: list[Array]) -> Array:
+    """One term's value; as a rule it is one component's, and then nothing is computed."""
+    parts = [
+        values[i] if share == 1 else share * values[i] for i, share in enumerate(shares) if share
+    ]
+    return sum(parts[1:], parts[0]) if parts else xp.zeros_like(values[0])
