@@ -294,6 +294,17 @@ def test_compiled_backward_twice() -> None:
         torch.testing.assert_close(found, factor * wanted)
 
 
+def test_an_infinite_term_leaves_the_others_alone() -> None:
+    z, reference = torch.randn(2, 5), torch.zeros(2, 5)
+    reference[0, 3] = -torch.inf
+    terms: list[Any] = [("kl", {"max_log_ratio": None}), "entropy"]
+    found = compose_logits(z, terms, reference=reference, track_grad_norms=True)
+    alone = compose_logits(z, ["entropy"], track_grad_norms=True)
+    assert found.values["kl"] == torch.inf
+    assert found.grad_norms["kl"].isnan()
+    torch.testing.assert_close(found.grad_norms["entropy"], alone.grad_norms["entropy"])
+
+
 def test_a_term_that_counts_nothing() -> None:
     """One class has no entropy to divide by: the term is 0, beside one that is infinite."""
     z = torch.full((2, 1), -torch.inf)

@@ -204,10 +204,13 @@ def test_narrow_floats(
     check(launch, FOUR, inputs(25, 2, classes, dtype), tolerance=tolerance)
 
 
-def test_as_it_is_cut_in_earnest(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [FOUR, ["forward"], ["js"], ["entropy", "z_loss"]])
+def test_as_it_is_cut_in_earnest(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
     monkeypatch.undo()
     rows, classes = (64, 128256) if REAL else (1, 600)
-    check(launch, FOUR, inputs(31, rows, classes, torch.bfloat16), tolerance=ROUGH)
+    check(launch, names, inputs(31, rows, classes, torch.bfloat16), tolerance=ROUGH)
 
 
 def test_mixed_floats(launch: ModuleType) -> None:
