@@ -216,9 +216,7 @@ def composed(
 ) -> ComposedLogits:
     """From components to terms: their values, and norms and cosines from inner products."""
     each = list(values)  # in torch one operation for all
-    by_name = {
-        term.name: _weighed(xp, own, each) for term, own in zip(terms, shares, strict=True)
-    }
+    by_name = {term.name: _weighed(xp, own, each) for term, own in zip(terms, shares, strict=True)}
     if products is None:
         return ComposedLogits(total, by_name, gradient)
     names = [term.name for term in terms]
