@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties.from_logits import (
@@ -292,6 +293,15 @@ def test_compiled_backward_twice() -> None:
     for factor, kept in ((0.5, True), (1.0, False)):
         [found] = torch.autograd.grad(factor * compiled, z, retain_graph=kept)
         torch.testing.assert_close(found, factor * wanted)
+
+
+def test_a_tensor_without_data_is_not_kept() -> None:
+    """Were it kept, the same terms would find it beside real numbers."""
+    terms: list[Any] = [("entropy", {"weight": 0.123}), "z_loss"]
+    with FakeTensorMode():
+        compose_logits(torch.zeros(2, 5), terms, track_grad_norms=True)
+    found = compose_logits(torch.zeros(2, 5), terms, track_grad_norms=True)
+    assert type(found.grad_norms["z_loss"]) is torch.Tensor
 
 
 def test_an_infinite_term_leaves_the_others_alone() -> None:

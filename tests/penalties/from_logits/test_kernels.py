@@ -162,7 +162,8 @@ def test_hard_rows_and_scales(launch: ModuleType, limit: float) -> None:
     tensors = inputs(22, 8, 300, torch.float32, hard=True)
     tensors[0][6] = torch.nan
     scale = torch.tensor([1.0, 0.5, 2.0, 0.3, 0.7, 1.0, 0.0, 0.1])
-    check(launch, ["entropy", "forward", "reverse", "js"], tensors, scale, limit=limit)
+    for names in (["entropy", "forward", "reverse", "js"], ["entropy"], ["reverse"]):
+        check(launch, names, tensors, scale, limit=limit)
     found = swept(launch, ["z_loss", "cross_entropy"], tensors, scale, logits=True)
     assert torch.all(found.logits[6] == 0)
     assert torch.all(found.values[:, 6] == 0)

@@ -44,15 +44,15 @@ def tracked(
 
 def _factors(xp: Namespace, shares: Shares, like: Array) -> tuple[Array, Array]:
     """What each product counts in each pair of terms, and where that is not 0, beside `like`."""
+    device = None
     if is_torch(like):
         import torch  # noqa: PLC0415  # a tensor proves that it is there
 
         # What is traced keeps nothing: a graph has them as constants, and Dynamo knows no cache.
         if type(like) is torch.Tensor and not torch.compiler.is_compiling():
             return _kept(shares, like.device)
-        factors = torch.tensor(_outer(shares), dtype=like.dtype, device=like.device)
-    else:
-        factors = xp.asarray(_outer(shares), dtype=like.dtype)
+        device = like.device
+    factors = xp.asarray(_outer(shares), dtype=like.dtype, device=device)
     return factors, factors != 0
 
 
