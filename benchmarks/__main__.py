@@ -33,10 +33,12 @@ def main() -> None:
     CONSOLE.print(page.machine())
     sys.argv = sys.argv[:1]
     for name in names:
+        CONSOLE.print(f"[dim]{name} …")
         import_module(f"benchmarks.{name}").main()
     if names == every:
-        page.write(SHOWN)
-        page.update_readme(SHOWN)
+        tables = page.with_kept(SHOWN)
+        page.write(tables)
+        page.update_readme(tables)
         CONSOLE.print(f"written to {page.PAGE.relative_to(page.ROOT)}, and the table in README.md")
 
 

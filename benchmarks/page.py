@@ -32,6 +32,10 @@ FIRST = (
     ("Engine", "one forward pass", ".venv/bin/python -m benchmarks engine"),
     ("In a training loop", "CompositeLoss", ".venv/bin/python -m benchmarks integrations"),
     ("Scaling", "terms", ".venv/bin/python -m benchmarks scaling"),
+    ("Terms from logits on a GPU", "entropy: ours", "python -m benchmarks.gpu"),
+    ("Terms from logits on a GPU", "four together: ours", "python -m benchmarks.gpu"),
+    ("Terms from logits on a GPU", "four together, tracked: ours", "python -m benchmarks.gpu"),
+    ("Terms from hidden states on a GPU", "compose_linear", "python -m benchmarks.gpu"),
 )
 PACKAGES = ("steelyard", "torch", "numpy", "jax", "transformers", "peft", "tinker", "torchjd")
 MARKS = {True: "met", False: "**missed**", None: ""}
@@ -44,6 +48,18 @@ def machine() -> str:
         f"{os.cpu_count()} cores ({_processor()}), {memory:.0f} GiB, {platform.system()}, "
         f"Python {platform.python_version()}, {', '.join(_versions())}"
     )
+
+
+def with_kept(tables: Sequence[Shown]) -> list[Shown]:
+    """These tables, and those that were kept from other machines and are not among them."""
+    every = list(tables)
+    for path in sorted(RESULTS.glob("*.json")):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        where = f"Measured on {kept['date']} by `{kept['command']}`: {kept['machine']}."
+        for table in (Shown(**each) for each in kept["tables"]):
+            if table.title not in {each.title for each in tables}:
+                every.append(replace(table, notes=[where, *table.notes]))
+    return every
 
 
 def write(tables: Sequence[Shown]) -> None:
@@ -63,13 +79,6 @@ def write(tables: Sequence[Shown]) -> None:
     ]
     for table in tables:
         lines += _lines(table)
-    here = {table.title for table in tables}
-    for path in sorted(RESULTS.glob("*.json")):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        where = f"Measured on {kept['date']} by `{kept['command']}`: {kept['machine']}."
-        for table in (Shown(**each) for each in kept["tables"]):
-            if table.title not in here:
-                lines += _lines(replace(table, notes=[where, *table.notes]))
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from benchmarks.measure import Row, Timing, against, show
+from benchmarks.measure import CONSOLE, Row, Timing, against, show
 from steelyard import penalties
 
 Formula = Callable[..., Tensor]
@@ -166,13 +166,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
-    rows = [
-        row(
-            name, case, measure(case, given.rows, given.classes, given.rounds, not given.no_compile)
-        )
-        for name, case in CASES.items()
-        if given.only in (None, name)
-    ]
+    rows = []
+    for name, case in CASES.items():
+        if given.only in (None, name):
+            CONSOLE.print(f"[dim]{name} …")
+            compiled = not given.no_compile
+            times = measure(case, given.rows, given.classes, given.rounds, compiled)
+            rows.append(row(name, case, times))
     show(
         "Penalties on the CPU",
         f"Forward and backward, {given.rows} × {given.classes} float32, against the plain formula "

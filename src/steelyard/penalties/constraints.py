@@ -71,7 +71,7 @@ def orthogonality(
     one_of("axis", axis, ("rows", "sequence", "vocabulary"))
     xp, [x], dtype = accept(x=x)
     rows = _matrix(xp, x, axis)
-    products = gram(xp, _unit(xp, rows, 1) if normalize else rows)
+    products = _unit_gram(xp, rows) if normalize else gram(xp, rows)
     unit = identity(xp, products)
     if mode == "soft":
         result = xp.sum(xp.square(xp.where(unit == 1, 0.0, products)))
@@ -167,11 +167,29 @@ def _cosines(xp: Namespace, a: Array, b: Array, axis: int) -> Array:
 
 
 def _unit(xp: Namespace, x: Array, axis: int) -> Array:
-    """Divide by the L2 norm along `axis`, at least 1e-8.
+    """Divide by the L2 norm along `axis`, at least 1e-8."""
+    scaled, floor = _scaled(xp, x, axis)
+    return scaled / floored_norm(xp, scaled, axis, floor)
 
-    Scaled by the largest element first, so that squares neither overflow nor vanish.
+
+def _unit_gram(xp: Namespace, rows: Array) -> Array:
+    """The inner products of rows that were divided by their L2 norms, at least 1e-8.
+
+    The products are divided, not the rows, which are many times as large; their norms are there
+    already, on the diagonal.
+    """
+    scaled, floor = _scaled(xp, rows, 1)
+    products, least = gram(xp, scaled), xp.square(floor)
+    squares = xp.sum(products * identity(xp, products), axis=1, keepdims=True)
+    norms = xp.sqrt(xp.where(squares < least, least, squares))
+    return products / (norms * xp.matrix_transpose(norms))
+
+
+def _scaled(xp: Namespace, x: Array, axis: int) -> tuple[Array, Array]:
+    """Divided by the largest element along `axis`, so that squares neither overflow nor vanish.
+
+    And what 1e-8 is then.
     """
     largest = xp.linalg.vector_norm(constant(x), axis=axis, keepdims=True, ord=math.inf)
     size = xp.where(largest < _NORM_FLOOR, _NORM_FLOOR, largest)
-    scaled = x / size
-    return scaled / floored_norm(xp, scaled, axis, _NORM_FLOOR / size)
+    return x / size, _NORM_FLOOR / size
