@@ -52,13 +52,16 @@ def machine() -> str:
 
 def with_kept(tables: Sequence[Shown]) -> list[Shown]:
     """These tables, and those that were kept from other machines and are not among them."""
-    every = list(tables)
+    here, every = {table.title for table in tables}, list(tables)
     for path in sorted(RESULTS.glob("*.json")):
         kept = json.loads(path.read_text(encoding="utf-8"))
         where = f"Measured on {kept['date']} by `{kept['command']}`: {kept['machine']}."
-        for table in (Shown(**each) for each in kept["tables"]):
-            if table.title not in {each.title for each in tables}:
-                every.append(replace(table, notes=[where, *table.notes]))
+        found = (Shown(**each) for each in kept["tables"])
+        every += [
+            replace(table, notes=[where, *table.notes])
+            for table in found
+            if table.title not in here
+        ]
     return every
 
 

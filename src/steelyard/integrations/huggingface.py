@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from steelyard._extras import cure as _cure
 from steelyard.errors import CheckpointError, InputError
 from steelyard.integrations.causal import token_count
-from steelyard.integrations.named import Reads
+from steelyard.integrations.named import Reads, itself
 from steelyard.integrations.tally import Tally
 from steelyard.integrations.torch import CompositeLoss, TermLike, reads
 
@@ -66,7 +66,7 @@ class RegularizerCallback(TrainerCallback):
         capture: str | Sequence[str] = (),
         **options: Any,
     ) -> None:
-        self.composite = CompositeLoss(reads(_itself, "loss"), terms, **options)
+        self.composite = CompositeLoss(reads(itself, "loss"), terms, **options)
         paths = [capture] if isinstance(capture, str) else list(capture)
         self._passes = Passes(paths, often=bool(options.get("track_grad_norms")))
         self._tally = Tally()
@@ -238,10 +238,6 @@ class RegularizerMixin:
         return self.regularizers.compute_loss(
             own, model, inputs, return_outputs, num_items_in_batch
         )
-
-
-def _itself(loss: Tensor) -> Tensor:
-    return loss
 
 
 def _inner(trainer: Any, model: nn.Module) -> Any:

@@ -256,6 +256,11 @@ def spec_of(like: RegularizerSpec | Mapping[str, Any], head: str | None = None) 
     return replace(spec, fn=replace(fn, head=head), name=f"{head}/{spec.name}")
 
 
+def itself(value: Any) -> Any:
+    """The value: for an input that is a loss already."""
+    return value
+
+
 def _takes_data(fn: Any) -> bool:
     """Whether it is a term over `(data, logprobs)`, as those of a pipeline."""
     return _parameters(fn)[0][:2] == ("data", "logprobs")

@@ -26,7 +26,16 @@ from steelyard.integrations.auxiliary import (
     end_collecting,
 )
 from steelyard.integrations.inputs import Inputs, gather
-from steelyard.integrations.named import Named, Reads, base_of, reads, spec_of, specs_of, term
+from steelyard.integrations.named import (
+    Named,
+    Reads,
+    base_of,
+    itself,
+    reads,
+    spec_of,
+    specs_of,
+    term,
+)
 from steelyard.integrations.reading import Reading
 from steelyard.integrations.weighed import Weighed
 from steelyard.integrations.weighing import Share, weigh, weigh_traced
@@ -105,7 +114,7 @@ class CompositeLoss(nn.Module):
         super().__init__()
         if not is_whole(track_every, at_least=1):
             raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
-        left = [term(_itself, w, name, inputs=f"aux.{name}") for name, w in (aux or {}).items()]
+        left = [term(itself, w, name, inputs=f"aux.{name}") for name, w in (aux or {}).items()]
         self._pipeline = Pipeline(
             base_of(base),
             [*specs_of(terms), *left],
@@ -304,10 +313,6 @@ class _Both(RemovableHandle):
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
 
 
 def _aux_of(spec: RegularizerSpec) -> list[str]:
