@@ -73,6 +73,13 @@ def test_what_does_not_go_together(other: LogitCall) -> None:
     assert group(*CALLS, other) == [("ce", "spread", "drift")]
 
 
+def test_a_call_that_cannot_be_fused_fits_none() -> None:
+    other = LogitCall("x", torch.sum, READ)
+    assert not other.fits(CALLS[0])
+    assert not CALLS[0].fits(other)
+    assert CALLS[0].fits(CALLS[1])
+
+
 def test_two_ways_of_one_kind_go_together() -> None:
     calls = [
         LogitCall("there", f.kl, {**READ, "reference": R}),
