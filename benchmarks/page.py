@@ -37,6 +37,7 @@ FIRST = (
     ("Terms from logits on a GPU", "four together, tracked: ours", "python -m benchmarks.gpu"),
     ("Terms from hidden states on a GPU", "compose_linear", "python -m benchmarks.gpu"),
 )
+MEASURED = "Measured on"
 PACKAGES = ("steelyard", "torch", "numpy", "jax", "transformers", "peft", "tinker", "torchjd")
 MARKS = {True: "met", False: "**missed**", None: ""}
 
@@ -55,7 +56,7 @@ def with_kept(tables: Sequence[Shown]) -> list[Shown]:
     here, every = {table.title for table in tables}, list(tables)
     for path in sorted(RESULTS.glob("*.json")):
         kept = json.loads(path.read_text(encoding="utf-8"))
-        where = f"Measured on {kept['date']} by `{kept['command']}`: {kept['machine']}."
+        where = f"{MEASURED} {kept['date']} by `{kept['command']}`: {kept['machine']}."
         found = (Shown(**each) for each in kept["tables"])
         every += [
             replace(table, notes=[where, *table.notes])
@@ -98,14 +99,15 @@ def _lines(table: Shown) -> list[str]:
 def update_readme(tables: Sequence[Shown]) -> None:
     """Put the figures that say most into the README, each with the command that measures it."""
     lines = ["| what | measured | target | again with |", "|---|---|---|---|"]
+    elsewhere = {note for table in tables for note in table.notes if note.startswith(MEASURED)}
     for title, begins, command in FIRST:
         rows = next(table.rows for table in tables if table.title == title)
         what, measured, target, met = next(row for row in rows if row[0].startswith(begins))
         missed = ", **missed**" if met is False else ""
-        lines.append(f"| {title.lower()}: {what} | {measured} | {target}{missed} | `{command}` |")
+        lines.append(f"| {title}: {what} | {measured} | {target}{missed} | `{command}` |")
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    figures = "\n".join([*lines, "", f"{machine()}.", ""])
+    figures = "\n".join([*lines, "", f"{machine()}.", *sorted(elsewhere), ""])
     README.write_text(f"{before}{BEGIN}{figures}{END}{after}", encoding="utf-8")
 
 

@@ -28,6 +28,7 @@ from steelyard.regularizers import (
     LogicalConsistency,
     SquaredLogRatio,
     TopologicalConsistency,
+    WholeVocabulary,
 )
 
 from .server import Server
@@ -143,6 +144,18 @@ def test_entropy_of_classes() -> None:
     assert entropy_of(term(Entropy(mode="bonus"), 1.0)) > without + 0.4
     assert entropy_of(term(Entropy(mode="penalty"), 1.0)) < without - 0.4
     assert entropy_of(term(ConfidencePenalty(threshold=6.0), 1.0)) > without + 0.4
+
+
+@pytest.mark.parametrize("of", ["logits", "projection"])
+def test_entropy_of_the_whole_vocabulary(of: Any) -> None:
+    def entropy_of(*specs: RegularizerSpec) -> float:
+        trained = train(HELD, held, specs)
+        return sum(entropy(trained, tokens) for tokens in SEQUENCES) / len(SEQUENCES)
+
+    without = entropy_of()
+    bonus = WholeVocabulary(kind="entropy", of=of, options={"mode": "bonus"})
+    assert entropy_of(term(bonus, 1.0)) > without + 0.4
+    assert entropy_of(term(WholeVocabulary(kind="entropy", of=of), 1.0)) < without - 0.4
 
 
 # Reference: likelihood draws the model away from where it began.
