@@ -19,6 +19,7 @@ DATA = (1, 4, 16, 64, 256, 1024, 4096)
 TOKENS = (16, 64, 256, 1024, 4096, 16384)
 # Growth by more than this power of the size counts as worse than linear.
 LINEAR = 1.1
+MIDDLE, END = 'text-anchor="middle" fill="#888"', 'text-anchor="end" fill="#888"'
 COLOURS = ("#3f51b5", "#c2185b", "#00796b")
 
 
@@ -47,7 +48,7 @@ def growth(sizes: Sequence[int], times: Sequence[float]) -> float:
 
 def plot(lines: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> str:
     """The lines on logarithmic axes, relative to each one's first point."""
-    width, height, edge = 640, 360, 50
+    width, height, edge = 640, 360, 60
     top_x = max(sizes[-1] / sizes[0] for sizes, _ in lines.values())
     top_y = max(max(times) / times[0] for _, times in lines.values())
 
@@ -67,6 +68,12 @@ def plot(lines: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> str:
         f'<text x="{middle}" y="{floor}" text-anchor="middle">size, relative (log)</text>',
         f'<text x="16" y="{height / 2}" {said}>time, relative (log)</text>',
     ]
+    for power in range(1, math.floor(math.log10(max(top_x, top_y))) + 1):
+        label, ten = f"×{10**power}", 10.0**power
+        if ten <= top_x:
+            parts.append(f'<text x="{at(ten, 1)[0]}" y="{low + 16}" {MIDDLE}>{label}</text>')
+        if ten <= top_y:
+            parts.append(f'<text x="{edge - 6}" y="{at(1, ten)[1]}" {END}>{label}</text>')
     for i, (name, (sizes, times)) in enumerate(lines.items()):
         colour = COLOURS[i]
         points = [at(s / sizes[0], t / times[0]) for s, t in zip(sizes, times, strict=True)]
