@@ -11,7 +11,6 @@ import torch
 import transformers
 from tinker import types
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient, LocalTrainingClient, run, tiny
@@ -20,6 +19,7 @@ from steelyard.engine.run import Pulls
 from steelyard.errors import InputError, TermError
 from steelyard.penalties.from_logits import Projection, compose_logits, entropy
 from steelyard.penalties.from_logits import _projected as projected
+from tests.seeing import Seen
 
 from .data import by_hand, close, datum, ragged, same, train
 
@@ -124,23 +124,6 @@ def test_norms_are_by_hidden_states_and_by_a_weight_that_is_trained(unembed: boo
     assert output.cosines["spread", "anchored"] == pytest.approx(cosine, rel=1e-8)
 
 
-class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
-    """Notes how many rows of the vocabulary's length the largest tensor has."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(each, Tensor) and each.dim() and each.shape[-1] == tiny.VOCABULARY:
-                self.most = max(self.most, each.numel() // tiny.VOCABULARY)
-        return out
-
-
 @pytest.mark.parametrize("need", ["logits", "projection"])
 def test_a_step_makes_the_logits_of_a_chunk_alone(need: str) -> None:
     client = create()
@@ -149,7 +132,7 @@ def test_a_step_makes_the_logits_of_a_chunk_alone(need: str) -> None:
     trainer.open(examples, (need,))  # what is tried out once is
 
     def step() -> int:
-        seen = Rows()
+        seen = Seen()
         with seen:
             opened = trainer.open(examples, (need,))
             given = [found[need] for found in opened.found]
@@ -164,7 +147,7 @@ def test_a_step_makes_the_logits_of_a_chunk_alone(need: str) -> None:
             by_logprobs = [torch.ones_like(found["logprobs"]) for found in opened.found]
             pulled: dict[str, Any] = {need: pulls}
             trainer.close(opened, Pulls(by_logprobs, **pulled))
-        return seen.most
+        return seen.rows.get(tiny.VOCABULARY, 0)
 
     rows = client._host.later(step).result()
     features = 64  # of the output layer's weight, turned

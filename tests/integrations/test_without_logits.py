@@ -12,7 +12,6 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -34,6 +33,7 @@ from tests.integrations.test_huggingface import (
     rows,
     surprise,
 )
+from tests.seeing import Seen
 
 LENGTHS = [45, 29, 42, 37, 26, 40, 48, 31, 24, 43, 33, 44]
 
@@ -71,23 +71,6 @@ def from_logits_themselves() -> list[RegularizerSpec]:
     ]
 
 
-class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
-    """Notes how many rows of the vocabulary's length the largest tensor has."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(each, Tensor) and each.dim() and each.shape[-1] == tiny.VOCABULARY:
-                self.most = max(self.most, each.numel() // tiny.VOCABULARY)
-        return out
-
-
 def trained(
     folder: Path,
     model: Any,
@@ -112,11 +95,11 @@ def trained(
         RegularizerCallback(terms, **options).attach(trainer)
     else:
         trainer = RegularizedTrainer(**settings, terms=terms, term_options=options, capture=capture)
-    seen = Rows()
+    seen = Seen()
     # Under such a mode torch does not see that a graph is gone through twice.
     with nullcontext() if tracked else seen:
         trainer.train()
-    return trainer, seen.most
+    return trainer, seen.rows.get(tiny.VOCABULARY, 0)
 
 
 def assert_alike(ours: Any, theirs: Any) -> None:

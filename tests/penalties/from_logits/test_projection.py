@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties import from_logits
@@ -28,6 +27,7 @@ from steelyard.penalties.from_logits import (
 )
 from steelyard.penalties.from_logits import _projected as projected
 from tests.penalties.from_logits.cases import KINDS, TERMS, expected, written
+from tests.seeing import Seen
 
 SHAPE, FEATURES, CLASSES = (3, 5), 3, 9
 
@@ -226,23 +226,6 @@ def test_float16_waits_for_the_loss_scale(tracked: bool, masked: bool) -> None:
         assert (a.double() - b).norm() < 2e-3 * b.norm()
 
 
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
-    """Notes the size of the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(each, Tensor):
-                self.elements = max(self.elements, each.numel())
-        return out
-
-
 @pytest.mark.parametrize("tracked", [False, True])
 def test_few_rows_keep_no_gradient_of_the_weight(tracked: bool) -> None:
     """Data by data: what is kept until the backward pass is no more than what came in."""
@@ -281,10 +264,10 @@ def test_few_rows_keep_no_gradient_of_the_weight(tracked: bool) -> None:
 def test_there_are_never_all_logits(value: Callable[[Any], Tensor]) -> None:
     hidden = torch.randn(40, 3, requires_grad=True)
     weight = torch.randn(CLASSES, 3, requires_grad=True)
-    with Largest() as seen:
+    with Seen() as seen:
         value(Projection(hidden, weight)).backward()  # type: ignore[no-untyped-call]
     assert seen.elements <= 40 * 3
-    with Largest() as seen:
+    with Seen() as seen:
         value(Projection(hidden, weight).logits()).backward()  # type: ignore[no-untyped-call]
     assert seen.elements >= 40 * CLASSES
 
