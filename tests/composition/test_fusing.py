@@ -16,6 +16,7 @@ from steelyard.output import CustomLossOutput
 from steelyard.penalties.from_logits import Projection
 from steelyard.regularizers import WholeVocabulary
 from tests.composition.terms import nll
+from tests.fused import count_together
 
 CLASSES = 7
 LENGTHS = (3, 5)
@@ -42,16 +43,7 @@ SIZE = RegularizerSpec(size, 0.2, "size", needs=("logits",), run_in="inline")
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many terms were computed together, a group at a time."""
-    counts: list[int] = []
-    own = WholeVocabulary.compute_together
-
-    def compute(self: WholeVocabulary, others: Any, *args: Any, **kwargs: Any) -> Joint:
-        counts.append(1 + len(others))
-        return own(self, others, *args, **kwargs)
-
-    monkeypatch.setattr(WholeVocabulary, "compute_together", compute)
-    return counts
+    return count_together(monkeypatch)
 
 
 def projected(seed: int = 5) -> list[Projection]:

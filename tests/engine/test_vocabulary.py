@@ -11,8 +11,8 @@ from torch import Tensor
 
 from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient
-from steelyard.gradients import Joint
 from steelyard.regularizers import WholeVocabulary
+from tests.fused import count_together
 
 from .data import close, ragged, train
 
@@ -26,16 +26,7 @@ def nll(_: object, logprobs: list[Tensor]) -> Tensor:
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many terms were computed together, call by call."""
-    counts: list[int] = []
-    own = WholeVocabulary.compute_together
-
-    def compute(self: WholeVocabulary, others: Any, *args: Any, **kwargs: Any) -> Joint:
-        counts.append(1 + len(others))
-        return own(self, others, *args, **kwargs)
-
-    monkeypatch.setattr(WholeVocabulary, "compute_together", compute)
-    return counts
+    return count_together(monkeypatch)
 
 
 def gradients(client: Any, of: Any, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
