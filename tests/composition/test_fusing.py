@@ -135,6 +135,27 @@ def test_a_projection(tracked: bool, together: list[int], monkeypatch: pytest.Mo
         assert mine.bias is None
 
 
+def test_the_callers_mode_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = count_alone(monkeypatch)
+    with torch.no_grad():
+        found = compute(*[term("entropy", 0.1), term("z_loss", 0.1)])
+    assert found.beyond["logits"][0].any()
+    assert alone == []
+
+
+def count_alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the terms that were computed one by one."""
+    kinds: list[str] = []
+    own = WholeVocabulary.compute
+
+    def note(self: WholeVocabulary, *args: Any, **kwargs: Any) -> Tensor:
+        kinds.append(self.kind)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(WholeVocabulary, "compute", note)
+    return kinds
+
+
 def test_two_groups(together: list[int]) -> None:
     hot = [
         term(kind, 1.0, f"hot {kind}", options={"temperature": 2.0}) for kind in ("js", "z_loss")

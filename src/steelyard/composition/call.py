@@ -65,8 +65,8 @@ class Call:
             TermError: the base loss failed, or a term that may not.
         """
         groups = groups_of(self.parts, tracked=self._settings.track_grad_norms)
-        apart = [part for group in groups for part in group]
-        alone = [part for part in self.parts if part not in apart]
+        grouped = [part for group in groups for part in group]
+        alone = [part for part in self.parts if part not in grouped]
         jobs = self._jobs(alone)
         with ExitStack() as stack:
             batch = None
@@ -192,7 +192,8 @@ class Call:
         """Evaluate a group of terms at once; one by one, if something is wrong with it."""
         for part in group:
             part.begin()
-        fused = evaluate_together(group, tracked=self._settings.track_grad_norms)
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            fused = evaluate_together(group, tracked=self._settings.track_grad_norms)
         if fused is None:
             self._run_inline(group)
             return
