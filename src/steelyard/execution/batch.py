@@ -7,16 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Protocol, Self
+from typing import Self
 
+from steelyard.execution.executor import Executor
 from steelyard.execution.ticket import Cancelled, Ticket
-
-
-class Executor(Protocol):
-    """Something that runs tickets: each is started, ended and settled, in its own time."""
-
-    def submit(self, ticket: Ticket) -> None:
-        """Run the ticket, soon; never raise what the ticket's work raises."""
 
 
 class Batch:
@@ -27,7 +21,7 @@ class Batch:
     Args:
         tickets: what to run. They start in this order.
         executors: the executor of each lane.
-        limits: how many tickets of a lane may run at once; no entry, no limit.
+        width: how many tickets may run at once in each lane whose executor limits them.
         in_turn: run all of them one after the other, whatever their lanes.
         on_start: told, in the waiting thread, of each ticket that has begun.
         events: what the waiting thread listens to; None put in it by another thread makes
@@ -38,10 +32,10 @@ class Batch:
         self,
         tickets: Sequence[Ticket],
         executors: Mapping[str, Executor],
-        limits: Mapping[str, int],
+        width: int,
         *,
         in_turn: bool = False,
-        on_start: Callable[[Ticket], object] = lambda _: None,
+        on_start: Callable[[Ticket], object] | None = None,
         events: SimpleQueue[Ticket | None] | None = None,
     ) -> None:
         self._tickets = tickets
@@ -57,7 +51,8 @@ class Batch:
             ticket.on_change = self._changed
             lane = self._lane_of(ticket)
             self._queues.setdefault(lane, deque()).append(ticket)
-            self._places[lane] = 1 if in_turn else limits.get(lane, len(tickets))
+            limited = executors[ticket.lane].limited
+            self._places[lane] = 1 if in_turn else width if limited else len(tickets)
 
     def __enter__(self) -> Self:
         for lane in self._queues:
@@ -80,7 +75,11 @@ class Batch:
         begun: set[Ticket] = set()
         while waiting:
             for ticket in self._next(waiting):
-                if ticket.started is not None and ticket not in begun:
+                if (
+                    self._on_start is not None
+                    and ticket.started is not None
+                    and ticket not in begun
+                ):
                     begun.add(ticket)
                     self._on_start(ticket)
                 if ticket.settled and ticket in waiting:
@@ -89,7 +88,7 @@ class Batch:
 
     def _next(self, waiting: set[Ticket]) -> list[Ticket]:
         """The ticket something happened to, or those that are overdue by now."""
-        deadlines = [d for ticket in waiting if (d := ticket.deadline) is not None]
+        deadlines = [d for t in waiting if (d := self._deadline(t)) is not None]
         try:
             if not deadlines:
                 event = self._events.get()
@@ -97,7 +96,7 @@ class Batch:
                 event = self._events.get(timeout=max(0.0, min(deadlines) - monotonic()))
         except Empty:
             now = monotonic()
-            overdue = [t for t in waiting if (d := t.deadline) is not None and d <= now]
+            overdue = [t for t in waiting if (d := self._deadline(t)) is not None and d <= now]
             for ticket in overdue:
                 ticket.expire()
                 ticket.stop()
@@ -105,6 +104,11 @@ class Batch:
         if event is None:
             raise Cancelled
         return [event]
+
+    def _deadline(self, ticket: Ticket) -> float | None:
+        if ticket.timeout is None or ticket.settled:
+            return None
+        return self._executors[ticket.lane].deadline(ticket)
 
     def _changed(self, ticket: Ticket) -> None:
         self._events.put(ticket)

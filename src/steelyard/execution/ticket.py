@@ -5,15 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from steelyard.errors import TermTimeoutError
 from steelyard.spec import title
-
-Lane: TypeAlias = Literal["thread", "process", "async"]
-
-# How long after its deadline a coroutine may take to notice that it is cancelled.
-CANCEL_GRACE = 0.5
 
 
 class Cancelled(Exception):  # noqa: N818 - not an error: nobody waits for the result any more
@@ -31,7 +26,7 @@ class Ticket:
     def __init__(
         self,
         term: str,
-        lane: Lane,
+        lane: str,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         timeout: float | None = None,
@@ -64,20 +59,6 @@ class Ticket:
         """The error a settled ticket ended with, if it did."""
         return self._error
 
-    @property
-    def deadline(self) -> float | None:
-        """When the waiting caller gives up on it; None while it queues, and for processes.
-
-        A process pool ends its own tasks; an event loop cancels its own, and is given up on
-        only if it does not.
-        """
-        if self.timeout is None or self.lane == "process" or self.settled:
-            return None
-        if self.lane == "async":
-            since = self.submitted if self.started is None else self.started
-            return None if since is None else since + self.timeout + CANCEL_GRACE
-        return None if self.started is None else self.started + self.timeout
-
     def start(self) -> bool:
         """Note that the work begins. False if it was called off before."""
         with self._lock:
@@ -91,19 +72,20 @@ class Ticket:
         """Do the work here and now, and settle with what comes of it."""
         if not self.start():
             return
+        value, failure = None, None
         try:
             value = self.fn(*self.args)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
-            self.end(error=error)
-        else:
-            self.end(value)
+            failure = error
+        self.ended = monotonic()
+        # Late is late, also when nobody was looking at the clock.
+        if self.timeout is not None and self.ended - self.started > self.timeout:  # type: ignore[operator]  # it has started
+            self.expire()
+        self.settle(value, failure)
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         """Note that the work ended, and settle unless somebody has done so."""
         self.ended = monotonic()
-        late = self.started is not None and self.timeout is not None
-        if late and self.lane == "thread" and self.ended - self.started > self.timeout:  # type: ignore[operator]  # `late` says that neither is None
-            self.expire()
         self.settle(value, error)
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:

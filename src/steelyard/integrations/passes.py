@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from steelyard.composition import collect_aux
 from steelyard.integrations.activations import capture
-from steelyard.integrations.auxiliary import collect_aux
 from steelyard.integrations.causal import (
     Forward,
     data_of,

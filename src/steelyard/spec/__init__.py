@@ -1,6 +1,8 @@
 """What to run: specs, the protocols they accept, the registry, and weight schedules."""
 
 from steelyard.spec import schedules
+from steelyard.spec.callables import entry_point, is_async
+from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import lookup, register, registered
 from steelyard.spec.regularizer import (
@@ -27,6 +29,10 @@ __all__ = [
     "TermFn",
     "check_timeout",
     "check_weight",
+    "entry_point",
+    "is_async",
+    "is_finite",
+    "is_whole",
     "lookup",
     "register",
     "registered",

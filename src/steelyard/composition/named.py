@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from steelyard.composition.lookup import Inputs, find, names_in, within
 from steelyard.errors import InputError, SpecError
-from steelyard.integrations.inputs import Inputs, find, names_in, within
-from steelyard.spec import RegularizerSpec, Schedule, Stateful
-from steelyard.spec.callables import entry_point, is_async
+from steelyard.spec import RegularizerSpec, Schedule, Stateful, entry_point, is_async
 
 
 class Named(ABC):
