@@ -12,15 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
 
 from steelyard.composition.aggregate import Aggregator, read_numbers
 from steelyard.composition.events import CallEvents
 from steelyard.composition.inputs import Inputs
-from steelyard.composition.offload import Job, batch_of, gather, job_for
+from steelyard.composition.offload import Job, gather, job_for
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import GradientError, TermError
-from steelyard.execution import Ticket, Workers, default_workers
+from steelyard.execution import Batch, Ticket, Workers, default_workers
 from steelyard.gradients import (
     Evaluation,
     as_scalar,
@@ -78,16 +77,22 @@ class Evaluator:
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
         inputs = self._inputs
-        results = [TermResult(term, term.weight_at(step)) for term in terms]
-        for result in results:
-            result.place, result.space = inputs.place(result.term), inputs.space(result.term)
+        spaces = [inputs.space(term) for term in terms]
+        stay = [inputs.keeps_terms and inputs.stays(term) for term in terms]
+        results = [
+            TermResult(term, term.weight_at(step), "inline" if stays else term.place(), space)
+            for term, stays, space in zip(terms, stay, spaces, strict=True)
+        ]
         groups = self._groups(results, tracked=tracked)
-        for result in (each for group in groups for each in group):
+        grouped = [result for group in groups for result in group]
+        for result in grouped:
             result.place = "inline"
-        jobs = self._jobs([result for result in results if result.place != "inline"])
+        offloaded = [result for result in results if result.place != "inline"]
+        workers = (self._workers or default_workers()) if offloaded else None
+        jobs = self._jobs(offloaded, workers) if workers else []
+        parallel = self._settings.parallel
         with ExitStack() as stack:
-            batch = stack.enter_context(self._batch(jobs)) if jobs and self._parallel else None
-            grouped = [result for group in groups for result in group]
+            batch = stack.enter_context(self._batch(jobs)) if jobs and parallel else None
             for result in results:
                 if result.place == "inline" and result not in grouped:
                     self.run_inline(result)
@@ -95,7 +100,7 @@ class Evaluator:
                 self._run_together(group, tracked=tracked)
             if jobs:
                 batch = batch or stack.enter_context(self._batch(jobs))
-                gather(jobs, batch, self._running, self._succeed, self.fail)
+                gather(jobs, batch, self._succeed, self.fail)
         self._judge(results)
         return results
 
@@ -140,14 +145,6 @@ class Evaluator:
         if self._events is not None:
             self._events.term_failed(result, failure)
         result.drop(failure)
-
-    @property
-    def _parallel(self) -> bool:
-        return self._settings.parallel
-
-    @property
-    def _running(self) -> Workers:
-        return self._workers or default_workers()
 
     def _groups(self, results: Sequence[TermResult], *, tracked: bool) -> list[list[TermResult]]:
         """The terms that can be computed together, in groups of at least two."""
@@ -199,12 +196,11 @@ class Evaluator:
             result.duration = share
             result.gradient_duration = share if found.gradients else None
 
-    def _jobs(self, results: Sequence[TermResult]) -> list[Job]:
-        if not results:
-            return []
-        settings, executors, jobs = self._settings, self._running.executors, []
-        for result in results:
-            call = self._inputs.isolated(result.term, check_finite=self._check)
+    def _jobs(self, results: Sequence[TermResult], workers: Workers) -> list[Job]:
+        settings, executors = self._settings, workers.executors
+        calls = [self._inputs.isolated(r.term, check_finite=self._check) for r in results]
+        jobs = []
+        for result, call in zip(results, calls, strict=True):
             executor = executors[result.place]
             try:
                 jobs.append(job_for(result, call, executor, settings.timeout, settings.width))
@@ -212,14 +208,17 @@ class Evaluator:
                 self.fail(result, error)
         return jobs
 
-    def _batch(self, jobs: Sequence[Job]) -> Any:
-        return batch_of(
-            jobs,
-            self._running,
+    def _batch(self, jobs: Sequence[Job]) -> Batch:
+        """The tickets of all jobs, to be run together, or one after the other."""
+        results = {job.result.term.name: job.result for job in jobs}
+        events = self._events
+        return Batch(
+            [ticket for job in jobs for ticket in job.tickets],
+            {job.result.place: job.executor for job in jobs},
             self._settings.width,
-            SimpleQueue() if self._stop is None else self._stop,
-            parallel=self._parallel,
-            on_start=None if self._events is None else self._events.term_started,
+            in_turn=not self._settings.parallel,
+            on_start=events and (lambda ticket: events.term_started(results[ticket.term])),
+            events=self._stop,
         )
 
     def _succeed(self, job: Job, evaluation: Evaluation) -> None:

@@ -6,7 +6,7 @@ attached to the value afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from itertools import combinations
@@ -24,14 +24,20 @@ from steelyard.gradients import (
     Joint,
     Layout,
     LogProbs,
+    Nest,
     Row,
     differentiate,
     flatten,
+    leaf_over,
+    leaves_of,
     mapped,
+    split_gradient,
     tensors_in,
 )
 from steelyard.penalties.from_logits import LogitCall, fusable
 from steelyard.spec import RegularizerSpec
+
+LOGPROBS = "logprobs"
 
 
 class Inputs:
@@ -42,7 +48,14 @@ class Inputs:
         space: what norms are with respect to, in a word.
         targets: the tensors that this is; none if norms are not wanted.
         fuse_base: whether the base loss may be computed together with terms.
+
+    Attributes:
+        keeps_terms: whether terms run inline unless they have to leave the graph, since they
+            may close over something that is trained as well.
     """
+
+    keeps_terms = True
+    _flat: tuple[Layout, Tensor] | None = None
 
     def __init__(
         self,
@@ -62,12 +75,8 @@ class Inputs:
         """What terms should depend on, in words; None if nothing requires a gradient."""
         return "what it reads" if differentiable(self.named) else None
 
-    def place(self, term: Term) -> str:
-        """Where a term runs: inline, in the graph, unless it has to leave it."""
-        return "inline" if self.stays(term) else term.place()
-
     def stays(self, term: Term) -> bool:
-        """Whether a term that runs inline stays in the graph."""
+        """Whether a term stays in the graph when it runs inline."""
         return stays_in_graph(term.spec)
 
     def space(self, term: Term) -> tuple[str, ...]:  # noqa: ARG002 - all terms have the same
@@ -101,7 +110,7 @@ class Inputs:
         floats: LogProbs
         if not isinstance(fn, Reads):
             data, floats = self.named["data"], self.named["logprobs"]
-            if gradient not in ("score", "none") and not differentiable([floats, extra]):
+            if gradient != "score" and not self._flat and not differentiable([floats, extra]):
                 gradient = "none"
         elif gradient == "score":  # it reads the data and their log-probs, by whatever name
             (data, floats), keywords = fn.arguments(self.named)
@@ -115,7 +124,7 @@ class Inputs:
                 floats = [x.to(dtype) for x in floats]
             else:
                 gradient, floats = "none", [torch.empty(0)]
-        layout, flat = self._flatten(floats)
+        layout, flat = self._flat or flatten(floats)
         self._copied[term.name] = layout, floats, extra
         return IsolatedCall(
             term.name,
@@ -189,9 +198,6 @@ class Inputs:
         gradients = self._total_gradients(joint.total, terms[0])
         return Group(tuple(term.name for term in terms), joint, gradients)
 
-    def _flatten(self, floats: LogProbs) -> tuple[Layout, Tensor]:
-        return flatten(floats)
-
     def _total_gradients(self, total: Tensor, term: Term) -> Mapping[str, Row]:  # noqa: ARG002
         """The gradient of a group's total, where the caller does not go backward itself."""
         return {}
@@ -223,6 +229,63 @@ class Inputs:
                 call = LogitCall.of(term.name, fn.fn, args, keywords, options=term.spec.options)
             self._logit_calls[term.name] = call
         return self._logit_calls[term.name]
+
+
+class FlatInputs(Inputs):
+    """The log-probs as one flat leaf, which all terms share; extra inputs are leaves beside it."""
+
+    source = "the log-probs"
+    keeps_terms = False
+
+    def __init__(
+        self, data: Any, logprobs: LogProbs, given: Mapping[str, Nest], needs: Iterable[str]
+    ) -> None:
+        self._given, self._flat = given, flatten(logprobs)
+        layout, flat = self._flat
+        self._leaf = leaf_over(flat)
+        self._extra = {need: leaves_of(given[need]) for need in needs}
+        named = {"data": data, "logprobs": layout.split(self._leaf), **self._extra}
+        super().__init__(named, LOGPROBS)
+
+    def stays(self, term: Term) -> bool:
+        """Whether autograd differentiates the term."""
+        return term.spec.gradient in ("auto", "autograd")
+
+    def space(self, term: Term) -> tuple[str, ...]:
+        """The extra inputs of a term that has some, else the log-probs."""
+        return (term.spec.needs if self.stays(term) else ()) or (LOGPROBS,)
+
+    def differentiate(self, result: TermResult) -> None:
+        """Differentiate a value at once, so that its graph need not be kept."""
+        assert result.value is not None  # noqa: S101 - for mypy: the caller has set it
+        began = perf_counter()
+        extra = {need: self._extra[need] for need in result.term.spec.needs}
+        gradient, by_need = split_gradient(result.value, self._leaf, extra)
+        result.gradients = by_need if gradient is None else {LOGPROBS: [gradient], **by_need}
+        result.value = result.value.detach()
+        if result.gradients:
+            result.method, result.gradient_duration = "autograd", perf_counter() - began
+
+    def accept(self, result: TermResult, evaluation: Evaluation) -> None:
+        """Take the gradient of an isolated call as it is."""
+        gradient, by_need = evaluation.gradient, evaluation.extra
+        result.gradients = by_need if gradient is None else {LOGPROBS: [gradient], **by_need}
+
+    def gradients(self, totals: Mapping[str, Row]) -> dict[str, Any]:
+        """The total gradients in the structure of what was given, as fields of the output."""
+        (total,) = totals.get(LOGPROBS, [None])
+        beyond = {}
+        for need, row in totals.items():
+            if need != LOGPROBS:
+                each = iter(row)
+                beyond[need] = mapped(self._given[need], lambda _, each=each: next(each))
+        layout, flat = self._flat
+        gradients = layout.split(torch.zeros_like(flat) if total is None else total)
+        return {"gradients": gradients, "beyond": beyond}
+
+    def _total_gradients(self, total: Tensor, term: Term) -> Mapping[str, Row]:
+        extra = {need: self._extra[need] for need in term.spec.needs}
+        return split_gradient(total, self._leaf, extra)[1]
 
 
 def stays_in_graph(spec: RegularizerSpec) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from steelyard.composition.terms import TermResult
-from steelyard.execution import Batch, Executor, Ticket, Workers
+from steelyard.execution import Batch, Executor, Ticket
 from steelyard.gradients import Evaluation, IsolatedCall, check_count, mapped, tensors_in
 
 
@@ -21,6 +20,7 @@ class Job:
 
     result: TermResult
     call: IsolatedCall
+    executor: Executor
     tickets: Sequence[Ticket]
 
     @property
@@ -47,12 +47,12 @@ class Job:
             )
         return evaluation
 
-    def call_off(self, executor: Executor) -> None:
+    def call_off(self) -> None:
         """One of the tickets failed: the others need not go on."""
         for ticket in self.tickets:
             if ticket.running and ticket.settled:
                 self.result.term.facts.stuck = ticket
-                executor.abandon()
+                self.executor.abandon()
             ticket.cancel()
 
 
@@ -72,7 +72,9 @@ def job_for(
         seconds = term.spec.timeout or timeout
         return Ticket(term.name, result.place, fn, args, seconds, reply_bytes=reply_bytes)
 
-    reply = call.flat.nbytes + sum(x.nbytes for x in tensors_in(call.extra) if call.extra)
+    reply = call.flat.nbytes
+    if call.extra:
+        reply += sum(x.nbytes for x in tensors_in(call.extra))
     tickets = [ticket(call.arun if executor.awaits else call.run, reply_bytes=reply)]
     if call.gradient == "numerical":
         check_count(term.name, size)
@@ -83,34 +85,12 @@ def job_for(
             ticket(slopes, start, stop, reply_bytes=8 * (stop - start))
             for start, stop in pairwise(edges)
         ]
-    return Job(result, call, tickets)
-
-
-def batch_of(
-    jobs: Sequence[Job],
-    workers: Workers,
-    width: int,
-    stop: SimpleQueue[Ticket | None],
-    *,
-    parallel: bool,
-    on_start: Callable[[TermResult], object] | None,
-) -> Batch:
-    """The tickets of all jobs, to be run together, or one after the other."""
-    results = {job.result.term.name: job.result for job in jobs}
-    return Batch(
-        [ticket for job in jobs for ticket in job.tickets],
-        workers.executors,
-        width,
-        in_turn=not parallel,
-        on_start=None if on_start is None else lambda ticket: on_start(results[ticket.term]),
-        events=stop,
-    )
+    return Job(result, call, executor, tickets)
 
 
 def gather(
     jobs: Sequence[Job],
     batch: Batch,
-    workers: Workers,
     succeed: Callable[[Job, Evaluation], object],
     fail: Callable[[TermResult, BaseException], object],
 ) -> None:
@@ -128,7 +108,7 @@ def gather(
         try:
             evaluation = job.evaluation(ticket)
         except BaseException as error:  # noqa: BLE001 - also a sys.exit() in a thread
-            job.call_off(workers.executors[job.result.place])
+            job.call_off()
             fail(job.result, error)
         else:
             succeed(job, evaluation)

@@ -16,22 +16,14 @@ from steelyard import telemetry
 from steelyard.composition.aggregate import Combined, build_output, combine
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.events import TOLD, CallEvents
-from steelyard.composition.inputs import Inputs
+from steelyard.composition.inputs import LOGPROBS, FlatInputs
 from steelyard.composition.term_set import TermSet
-from steelyard.composition.terms import Term, TermResult
+from steelyard.composition.terms import Term
 from steelyard.errors import ClosedError, InputError
 from steelyard.execution import Ticket
 from steelyard.gradients import (
-    Evaluation,
-    Layout,
     LogProbs,
     Nest,
-    Row,
-    flatten,
-    leaf_over,
-    leaves_of,
-    mapped,
-    split_gradient,
 )
 from steelyard.output import CustomLossOutput
 from steelyard.spec import BASE, Regularizer, RegularizerSpec, TermFn, is_whole
@@ -189,7 +181,7 @@ class Pipeline(TermSet):
         results = evaluator.evaluate(due, step, tracked=settings.track_grad_norms)
         began = perf_counter()
         tracked, aggregator = settings.track_grad_norms, settings.aggregator
-        combined = combine(results, aggregator, _LOGPROBS, tracked=tracked)
+        combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
         # The total shows what no term may have, at the cost of one look for all of them.
         if settings.check_finite and not _is_finite(combined):
             for result in results:
@@ -197,88 +189,21 @@ class Pipeline(TermSet):
                     result.value = result.number = result.group = None
                     evaluator.run_inline(result)
             evaluator.check_gradients(results)
-            combined = combine(results, aggregator, _LOGPROBS, tracked=tracked)
+            combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
         output = build_output(
             results,
             combined,
             [term.name for term in terms if term not in due],
             total_grad_norm=(combined.total_norm or 0.0) if tracked else None,
-            **inputs.gradients(combined),
+            **inputs.gradients(combined.totals),
         )
         if events is not None:
             events.stop(results, output, began)
         return output
 
 
-_LOGPROBS = "logprobs"
-
-
-class FlatInputs(Inputs):
-    """The log-probs as one flat leaf, which all terms share; extra inputs are leaves beside it."""
-
-    source = "the log-probs"
-
-    def __init__(
-        self, data: Any, logprobs: LogProbs, given: Mapping[str, Nest], needs: Iterable[str]
-    ) -> None:
-        self._given, (self._layout, self._flat) = given, flatten(logprobs)
-        self._leaf = leaf_over(self._flat)
-        self._extra = {need: leaves_of(given[need]) for need in needs}
-        views = self._layout.split(self._leaf)
-        super().__init__({"data": data, "logprobs": views, **self._extra}, _LOGPROBS)
-
-    def place(self, term: Term) -> str:
-        """Where a term runs: where its spec says, since nothing but the leaf is trained."""
-        return term.place()
-
-    def stays(self, term: Term) -> bool:
-        """Whether autograd differentiates the term."""
-        return term.spec.gradient in ("auto", "autograd")
-
-    def space(self, term: Term) -> tuple[str, ...]:
-        """The extra inputs of a term that has some, else the log-probs."""
-        return (term.spec.needs if self.stays(term) else ()) or (_LOGPROBS,)
-
-    def differentiate(self, result: TermResult) -> None:
-        """Differentiate a value at once, so that its graph need not be kept."""
-        assert result.value is not None  # noqa: S101 - for mypy: the caller has set it
-        began = perf_counter()
-        extra = {need: self._extra[need] for need in result.term.spec.needs}
-        result.gradients = _by_space(*split_gradient(result.value, self._leaf, extra))
-        result.value = result.value.detach()
-        if result.gradients:
-            result.method, result.gradient_duration = "autograd", perf_counter() - began
-
-    def accept(self, result: TermResult, evaluation: Evaluation) -> None:
-        """Take the gradient of an isolated call as it is."""
-        result.gradients = _by_space(evaluation.gradient, evaluation.extra)
-
-    def gradients(self, combined: Combined) -> dict[str, Any]:
-        """The total gradients in the structure of what was given, as fields of the output."""
-        (total,) = combined.totals.get(_LOGPROBS, [None])
-        beyond = {}
-        for need, row in combined.totals.items():
-            if need != _LOGPROBS:
-                each = iter(row)
-                beyond[need] = mapped(self._given[need], lambda _, each=each: next(each))
-        flat = torch.zeros_like(self._flat) if total is None else total
-        return {"gradients": self._layout.split(flat), "beyond": beyond}
-
-    def _flatten(self, floats: LogProbs) -> tuple[Layout, torch.Tensor]:  # noqa: ARG002 - it has
-        return self._layout, self._flat
-
-    def _total_gradients(self, total: torch.Tensor, term: Term) -> Mapping[str, Row]:
-        extra = {need: self._extra[need] for need in term.spec.needs}
-        return split_gradient(total, self._leaf, extra)[1]
-
-
-def _by_space(gradient: torch.Tensor | None, extra: Mapping[str, Row]) -> dict[str, Row]:
-    own: dict[str, Row] = {} if gradient is None else {_LOGPROBS: [gradient]}
-    return {**own, **extra} if extra else own
-
-
 def _is_finite(combined: Combined) -> bool:
-    extra = (g for key, row in combined.totals.items() if key != _LOGPROBS for g in row)
+    extra = (g for key, row in combined.totals.items() if key != LOGPROBS for g in row)
     return math.isfinite(combined.total_norm or 0.0) and all(
         math.isfinite(gradient.sum().item()) for gradient in extra if gradient is not None
     )

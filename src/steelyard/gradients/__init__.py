@@ -9,6 +9,7 @@ autograd cannot see through. `algebra` has weighted sums, the Gram matrix, norms
 
 from steelyard.gradients.algebra import (
     Row,
+    check_gradient,
     differentiate,
     gram,
     norm_of,
@@ -18,7 +19,7 @@ from steelyard.gradients.algebra import (
 )
 from steelyard.gradients.data import as_tensor, loss_fn_input
 from steelyard.gradients.fusable import Fusable, Joint
-from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method, check_gradient
+from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
 from steelyard.gradients.layout import Layout, LogProbs, flatten, leaf_over
 from steelyard.gradients.nested import Nest, fields_of, leaves_of, mapped, tensors_in
 from steelyard.gradients.numerical import check_count

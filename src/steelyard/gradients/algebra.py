@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from steelyard.gradients.nested import Nest, tensors_in
+from steelyard.gradients.returned import check_finite
 
 Row: TypeAlias = Sequence[Tensor | None]
 # Squares outside this range have lost digits in float32.
@@ -63,6 +64,19 @@ def split_gradient(
         return gradient, {}
     each = iter(rest)
     return gradient, {need: [next(each) for _ in ts] for need, ts in tensors.items()}
+
+
+def check_gradient(term: str, row: Row) -> None:
+    """Check that a gradient is finite.
+
+    Raises:
+        NonFiniteError: it is not.
+    """
+    for gradient in row:
+        bad = gradient[~torch.isfinite(gradient)] if gradient is not None else None
+        if bad is not None and bad.numel():
+            worst = math.nan if bool(bad.isnan().any()) else bad[0].item()
+            check_finite(term, worst, "gradient")
 
 
 @_quietly

@@ -7,13 +7,11 @@ number with its gradient: by autograd, by central differences, or by the score-f
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from steelyard.gradients import numerical
@@ -168,16 +166,3 @@ class IsolatedCall:
         if self.check_finite:
             check_finite(self.term, value)
         return value
-
-
-def check_gradient(term: str, row: Row) -> None:
-    """Check that a gradient is finite.
-
-    Raises:
-        NonFiniteError: it is not.
-    """
-    for gradient in row:
-        bad = gradient[~torch.isfinite(gradient)] if gradient is not None else None
-        if bad is not None and bad.numel():
-            worst = math.nan if bool(bad.isnan().any()) else bad[0].item()
-            check_finite(term, worst, "gradient")
