@@ -408,14 +408,14 @@ def _parameters_of(wrt: nn.Module | Tensor | Iterable[Tensor] | None) -> list[Te
 
 
 def _check_inputs(each: Term, inputs: Mapping[str, Any]) -> None:
-    who = title(each.spec.name)  # a cached property, such as each.name, stops a compiler
     if isinstance(each.spec.fn, Named):
-        each.spec.fn.check(who, inputs)
+        each.spec.fn.check(each.name, inputs)
         return
     for name in ("data", "logprobs", *each.spec.needs):
         if name not in inputs:
             there = ", ".join(repr(name) for name in inputs) or "none"
             raise InputError(
-                f"{who} reads the input {name!r}, which is not there; the inputs are: {there}. "
+                f"{title(each.name)} reads the input {name!r}, which is not there; the inputs "
+                f"are: {there}. "
                 f"Name others with steelyard.integrations.torch.term(..., inputs=...)."
             )

@@ -100,7 +100,7 @@ class Evaluator:
                 self._run_together(group, tracked=tracked)
             if jobs:
                 batch = batch or stack.enter_context(self._batch(jobs))
-                gather(jobs, batch, self._succeed, self.fail)
+                gather(jobs, batch, self._accept, self.fail)
         self._judge(results)
         return results
 
@@ -221,17 +221,7 @@ class Evaluator:
             events=self._stop,
         )
 
-    def _succeed(self, job: Job, evaluation: Evaluation) -> None:
-        try:
-            self._accept(job.result, evaluation)
-        except TermError as error:
-            self.fail(job.result, error)
-
     def _accept(self, result: TermResult, evaluation: Evaluation) -> None:
-        if self._check:
-            rows = (row for row in ([evaluation.gradient], *evaluation.extra.values()))
-            for row in rows:
-                check_gradient(result.term.name, row)
         result.number, result.custom = evaluation.value, evaluation.custom
         result.method, result.duration = evaluation.method, evaluation.duration
         if evaluation.method is not None:

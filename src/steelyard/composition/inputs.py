@@ -221,12 +221,14 @@ class Inputs:
         return Joint(values, found.total, norms[:-1], cosines, norms[-1])
 
     def _logit_call(self, term: Term) -> LogitCall | None:
+        if not term.reads_logits:
+            return None
         if term.name not in self._logit_calls:
-            fn, call = term.spec.fn, None
-            may = term.spec.gradient != "none" and (self._fuse_base or not term.is_base)
-            if isinstance(fn, Reads) and may and self.stays(term):
-                args, keywords = fn.arguments(self.named)
-                call = LogitCall.of(term.name, fn.fn, args, keywords, options=term.spec.options)
+            spec, call = term.spec, None
+            may = spec.gradient != "none" and (self._fuse_base or not term.is_base)
+            if may and self.stays(term):
+                args, keywords = spec.fn.arguments(self.named)
+                call = LogitCall.of(term.name, spec.fn.fn, args, keywords, options=spec.options)
             self._logit_calls[term.name] = call
         return self._logit_calls[term.name]
 

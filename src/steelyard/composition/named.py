@@ -12,7 +12,7 @@ from torch import nn
 
 from steelyard.composition.lookup import Inputs, find, names_in, within
 from steelyard.errors import InputError, SpecError
-from steelyard.spec import RegularizerSpec, Schedule, Stateful, entry_point, is_async
+from steelyard.spec import BASE, RegularizerSpec, Schedule, Stateful, entry_point, is_async, title
 
 
 class Named(ABC):
@@ -23,7 +23,7 @@ class Named(ABC):
         """What a term returns."""
 
     @abstractmethod
-    def check(self, who: str, inputs: Inputs) -> None:
+    def check(self, term: str, inputs: Inputs) -> None:
         """Nothing, if all it reads is there.
 
         Raises:
@@ -67,17 +67,20 @@ class Reads(Named):
         """What the function takes from the inputs: by position, and by keyword."""
         seen = self.seen(inputs)
         extra = {name: seen[name] for name in self.optional if name in seen}
-        extra |= {keyword: find(seen, name) for keyword, name in self.keywords}
-        return [find(seen, name) for name in self.names], extra
+        for keyword, name in self.keywords:
+            extra[keyword] = seen[name] if name in seen else find(seen, name)
+        return [seen[name] if name in seen else find(seen, name) for name in self.names], extra
 
     def seen(self, inputs: Inputs) -> Inputs:
         """The inputs, as the head sees them."""
         return inputs if self.head is None else within(inputs, self.head)
 
-    def check(self, who: str, inputs: Inputs) -> None:
+    def check(self, term: str, inputs: Inputs) -> None:
         """Nothing, if all it reads is there."""
         seen = self.seen(inputs)
         for name in self.required:
+            if name in seen:
+                continue
             try:
                 find(seen, name)
             except KeyError:
@@ -85,9 +88,10 @@ class Reads(Named):
                 cure = ""
                 if name.startswith("aux."):
                     cure = " The model leaves it with aux_loss, and is watched with watch(model)."
+                of = f" of head {self.head!r}" if self.head and term == BASE else ""
                 raise InputError(
-                    f"{who} reads the input {name!r}, which is not there; the inputs are: "
-                    f"{there}.{cure}"
+                    f"{title(term)}{of} reads the input {name!r}, which is not there; the inputs "
+                    f"are: {there}.{cure}"
                 ) from None
 
 
@@ -134,10 +138,10 @@ class BaseOfHeads(Named):
             total = loss if total is None else total + loss
         return total, metrics
 
-    def check(self, who: str, inputs: Inputs) -> None:
+    def check(self, term: str, inputs: Inputs) -> None:
         """Nothing, if all the heads read is there."""
         for fn in self.heads:
-            fn.check(f"{who} of head {fn.head!r}", inputs)
+            fn.check(term, inputs)
 
 
 def base_of(base: Any) -> Named:

@@ -91,7 +91,7 @@ def job_for(
 def gather(
     jobs: Sequence[Job],
     batch: Batch,
-    succeed: Callable[[Job, Evaluation], object],
+    succeed: Callable[[TermResult, Evaluation], object],
     fail: Callable[[TermResult, BaseException], object],
 ) -> None:
     """Wait for the jobs, and hand on what each of them gave as soon as it is there.
@@ -111,4 +111,4 @@ def gather(
             job.call_off()
             fail(job.result, error)
         else:
-            succeed(job, evaluation)
+            succeed(job.result, evaluation)

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from steelyard.composition.named import Reads
 from steelyard.errors import TermBusyError, TermError
 from steelyard.execution import Ticket
 from steelyard.gradients import Fusable, Joint, Method, Row
+from steelyard.penalties.from_logits import is_fusable
 from steelyard.spec import BASE, RegularizerSpec, title
 
 # Handing work to a thread and joining it again costs about a tenth of a millisecond, and
@@ -71,6 +73,11 @@ class Term:
             and spec.gradient in ("auto", "autograd")
             and not spec.options
         )
+
+    @cached_property
+    def reads_logits(self) -> bool:
+        """Whether it is a function of `penalties.from_logits` over named inputs."""
+        return isinstance(self.spec.fn, Reads) and is_fusable(self.spec.fn.fn)
 
     def due(self, step: int) -> bool:
         """Whether it runs at a step."""

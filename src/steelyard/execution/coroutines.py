@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from steelyard.execution.batch import Ticket
 from steelyard.execution.executor import Executor
-from steelyard.execution.ticket import Ticket
 
 # How long after its deadline a coroutine may take to notice that it is cancelled.
 CANCEL_GRACE = 0.5

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
-from steelyard.execution.ticket import Ticket
+if TYPE_CHECKING:
+    from steelyard.execution.batch import Ticket
 
 
 class Executor(ABC):

@@ -17,9 +17,9 @@ from pebble import ProcessExpired, ProcessPool
 
 from steelyard.errors import ClosedError, UnpicklableError, WorkerDiedError
 from steelyard.execution import worker
+from steelyard.execution.batch import Cancelled, Ticket
 from steelyard.execution.executor import Executor
 from steelyard.execution.spawning import worker_context
-from steelyard.execution.ticket import Cancelled, Ticket
 from steelyard.execution.transport import Message, Parcel
 
 

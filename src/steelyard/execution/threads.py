@@ -7,8 +7,8 @@ import os
 import threading
 from queue import SimpleQueue
 
+from steelyard.execution.batch import Ticket
 from steelyard.execution.executor import Executor
-from steelyard.execution.ticket import Ticket
 
 
 class ThreadExecutor(Executor):

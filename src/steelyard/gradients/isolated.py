@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from torch import Tensor
 
 from steelyard.gradients import numerical
-from steelyard.gradients.algebra import Row, split_gradient
+from steelyard.gradients.algebra import Row, check_gradient, split_gradient
 from steelyard.gradients.layout import Layout, LogProbs, leaf_over
 from steelyard.gradients.nested import Nest, leaves_of, mapped
 from steelyard.gradients.returned import as_scalar, check_finite, split_metrics
@@ -133,11 +133,19 @@ class IsolatedCall:
             if leaf is not None:
                 gradient, by_need = split_gradient(loss, leaf, extra)
                 method = None if gradient is None and not by_need else "autograd"
+        if self.check_finite:
+            check_gradient(self.term, [gradient, *(g for row in by_need.values() for g in row)])
         now = perf_counter()
         return Evaluation(value, custom, gradient, method, now - began, now - called, by_need)
 
     def with_slopes(self, evaluation: Evaluation, slopes: Tensor, seconds: float) -> Evaluation:
-        """An evaluation with the numerical gradient that was computed beside it."""
+        """An evaluation with the numerical gradient that was computed beside it.
+
+        Raises:
+            NonFiniteError: that is not finite.
+        """
+        if self.check_finite:
+            check_gradient(self.term, [slopes])
         return replace(
             evaluation,
             gradient=slopes.to(self.flat),

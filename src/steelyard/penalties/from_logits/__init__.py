@@ -10,7 +10,7 @@ On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows 
 """
 
 from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
-from steelyard.penalties.from_logits.fusion import Fused, LogitCall, fusable
+from steelyard.penalties.from_logits.fusion import Fused, LogitCall, fusable, is_fusable
 from steelyard.penalties.from_logits.linear import compose_linear
 from steelyard.penalties.from_logits.projection import Projection
 from steelyard.penalties.from_logits.terms import (
@@ -32,6 +32,7 @@ __all__ = [
     "cross_entropy",
     "entropy",
     "fusable",
+    "is_fusable",
     "js",
     "kl",
     "target_logprobs",

@@ -112,6 +112,11 @@ class Fused:
         )
 
 
+def is_fusable(fn: Callable[..., Array]) -> bool:
+    """Whether calls of a function can be made together with others."""
+    return parameters_of(fn) is not None
+
+
 def parameters_of(fn: Callable[..., Array]) -> tuple[str, ...] | None:
     """The arrays that `fn` takes by position; None if its calls cannot be fused."""
     return next((names for each, names in _KINDS if each is fn), None)
