@@ -11,7 +11,7 @@ On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows 
 """
 
 from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
-from steelyard.penalties.from_logits.fusion import Fused, LogitCall, fusable
+from steelyard.penalties.from_logits.fusion import Fused, LogitCall, fusable, parameters_of
 from steelyard.penalties.from_logits.linear import compose_linear
 from steelyard.penalties.from_logits.projection import Projection
 from steelyard.penalties.from_logits.terms import (
@@ -35,6 +35,7 @@ __all__ = [
     "fusable",
     "js",
     "kl",
+    "parameters_of",
     "target_logprobs",
     "z_loss",
 ]
