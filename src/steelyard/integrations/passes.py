@@ -20,7 +20,6 @@ from steelyard.integrations.causal import (
     projection_of,
     target_logprobs,
 )
-from steelyard.integrations.output_layer import Heard, overheard
 from steelyard.integrations.without_logits import (
     Counted,
     OwnLoss,
@@ -28,6 +27,7 @@ from steelyard.integrations.without_logits import (
     counted,
     standing_in,
 )
+from steelyard.penalties.from_logits.lm_head import Heard, overheard
 
 
 @dataclass(frozen=True, eq=False)

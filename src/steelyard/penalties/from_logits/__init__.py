@@ -5,6 +5,7 @@
 * `projection`: `Projection`: stands for logits and does not make them
 * `linear`: `compose_linear`: several terms without ever having all logits
 * `fusion`: `fusable`: which calls of a loss go together
+* `lm_head`: the output layer of a language model as a `Projection`; needs torch
 
 On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows at a time.
 """
