@@ -1,8 +1,10 @@
-"""What to run: specs, the protocols they accept, the registry, and weight schedules."""
+"""What to run: specs, the protocols they accept, the registry, weights and their schedules."""
 
 from steelyard.spec import schedules
+from steelyard.spec.callables import entry_point, is_async, listed, rejects
+from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
-from steelyard.spec.registry import lookup, register, registered
+from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
     BASE,
     Gradient,
@@ -10,9 +12,9 @@ from steelyard.spec.regularizer import (
     RegularizerSpec,
     RunIn,
     check_timeout,
-    check_weight,
     title,
 )
+from steelyard.spec.weights import check_weight, weight_at
 
 __all__ = [
     "BASE",
@@ -25,11 +27,20 @@ __all__ = [
     "Schedule",
     "Stateful",
     "TermFn",
+    "build",
     "check_timeout",
     "check_weight",
+    "entry_point",
+    "is_async",
+    "is_finite",
+    "is_whole",
+    "listed",
     "lookup",
+    "lookup_penalty",
     "register",
     "registered",
+    "rejects",
     "schedules",
     "title",
+    "weight_at",
 ]
