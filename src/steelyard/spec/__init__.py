@@ -1,7 +1,7 @@
 """What to run: specs, the protocols they accept, the registry, weights and their schedules."""
 
 from steelyard.spec import schedules
-from steelyard.spec.callables import entry_point, is_async, listed, rejects
+from steelyard.spec.callables import entry_point, is_async, listed, options_of, rejects
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
@@ -37,6 +37,7 @@ __all__ = [
     "listed",
     "lookup",
     "lookup_penalty",
+    "options_of",
     "register",
     "registered",
     "rejects",

@@ -46,11 +46,20 @@ def rejects(fn: TermFn, keywords: Iterable[str], *, positional: int = 2) -> str 
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        parameters = list(signature.parameters.values())
-        given = [p for p in parameters if p.kind in _BY_POSITION][:positional]
-        options = [p.name for p in parameters if p.kind in _BY_NAME and p not in given]
-        return f"{error}; its options are {listed(options)}"
+        return f"{error}; its options are {listed(options_of(fn, positional=positional))}"
     return None
+
+
+def options_of(fn: TermFn, *, positional: int = 2) -> tuple[str, ...]:
+    """The options that a function with a signature can be given, after so many arguments.
+
+    Example:
+        >>> options_of(lambda data, logprobs, scale=1.0, *, floor=0.0: 0.0)
+        ('scale', 'floor')
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    given = [p for p in parameters if p.kind in _BY_POSITION][:positional]
+    return tuple(p.name for p in parameters if p.kind in _BY_NAME and p not in given)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -72,6 +72,11 @@ def weight_at(
     if not callable(weight):
         return weight
     failure = InputError if negative else SpecError
+    if step is None:
+        raise failure(
+            f"the weight of {name!r} follows a schedule and must have a step, got step=None: "
+            "give step=."
+        )
     try:
         found = weight(step)
     except Exception as error:
