@@ -318,19 +318,71 @@ def test_schedules_by_epoch() -> None:
     assert found == [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 
 
-def test_our_own_schedules_work_outside_jit_and_say_so_inside() -> None:
-    loss = loss_with_penalties(
-        lambda p: jnp.float32(0.0),
-        PenaltyPipeline(["l2"]),
-        schedules={"l2": ours.linear(0.0, 1.0, 4)},
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_our_own_schedules_follow_a_traced_step(wrap: Callable[[Any], Any]) -> None:
+    loss = wrap(
+        loss_with_penalties(
+            lambda p: jnp.float32(0.0),
+            PenaltyPipeline(["l2"]),
+            schedules={"l2": ours.linear(0.0, 1.0, 4)},
+        )
     )
     assert float(loss(jnp.array([2.0]), step=2)[0]) == 2.0
+    assert float(loss(jnp.array([2.0]), step=9)[0]) == 4.0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_schedules_of_the_pipeline_are_followed(wrap: Callable[[Any], Any]) -> None:
+    pipeline = PenaltyPipeline(
+        [
+            ("l2", {"weight": ours.warmup(1.0, 4)}),
+            ("l1", {"weight": optax.linear_schedule(8, 0, 4)}),
+        ]
+    )
+    loss = loss_with_penalties(lambda p: 0.0 * jnp.sum(p), pipeline, track_grad_norms=True)
+    (total, metrics), gradient = wrap(jax.value_and_grad(loss, has_aux=True))(
+        jnp.array([3.0]), step=1
+    )
+    assert (float(total), gradient.tolist()) == (0.25 * 9.0 + 6 * 3.0, [0.25 * 6.0 + 6.0])
+    assert (float(metrics["l2_weighted"]), float(metrics["l1_weighted"])) == (2.25, 18.0)
+    assert float(metrics["total_grad_norm"]) == 7.5
+    overridden = loss_with_penalties(jnp.sum, pipeline, schedules={"l1": ours.constant(0.0)})
+    assert float(wrap(overridden)(jnp.array([3.0]), step=1)[0]) == 3.0 + 2.25
+
+
+def test_the_metrics_are_those_of_the_pipeline() -> None:
+    pipeline = PenaltyPipeline(["l1", ("l2", {"weight": ours.linear(0.0, 1.0, 4)})])
+    loss = loss_with_penalties(jnp.sum, pipeline, track_grad_norms=True)
+    point = jnp.array([3.0, -1.0])
+    _, metrics = loss(point, step=2)
+    _, own = pipeline.compute(point, 2, track_grad_norms=True)
+    assert set(metrics) - set(own) == {"base", "base_grad_norm"}
+    shared = [name for name in own if not name.startswith("total")]
+    assert {name: float(metrics[name]) for name in shared} == pytest.approx(
+        {name: own[name] for name in shared}
+    )
+
+
+def test_a_weight_that_has_a_value_is_checked() -> None:
+    pipeline = PenaltyPipeline([("l2", {"weight": ours.exponential(1.0, 1e200)})])
+    with pytest.raises(InputError, match=r"weight of penalty 'l2' must be .* got inf at step 2"):
+        loss_with_penalties(jnp.sum, pipeline)(jnp.ones(2), step=2)
+
+
+def test_a_schedule_that_cannot_be_traced_works_outside_jit_and_says_so_inside() -> None:
+    def stepwise(step: Any) -> float:
+        return 1.0 if step > 1 else 0.0
+
+    loss = loss_with_penalties(
+        lambda p: jnp.float32(0.0), PenaltyPipeline(["l2"]), schedules={"l2": stepwise}
+    )
+    assert float(loss(jnp.array([2.0]), step=2)[0]) == 4.0
     with pytest.raises(InputError) as caught:
         jax.jit(loss)(jnp.array([2.0]), step=2)
     assert str(caught.value) == (
-        "the schedule of 'l2' must work on a traced step, and _Linear(start=0.0, end=1.0, steps=4) "
-        "does not (TracerBoolConversionError): take one of optax (linear_schedule, "
-        "cosine_decay_schedule, …), or write it with jax.numpy."
+        f"the schedule of penalty 'l2' must work on a traced step, and {stepwise!r} does not "
+        "(TracerBoolConversionError): take one of steelyard.schedules or of optax "
+        "(linear_schedule, cosine_decay_schedule, …), or write it with jax.numpy."
     )
 
 
@@ -488,6 +540,9 @@ def test_bad_steps() -> None:
         InputError, match=r"^the weight of 'l2' follows a schedule .* got step=None"
     ):
         loss(jnp.ones(2))
+    scheduled = PenaltyPipeline([("l2", {"weight": ours.constant(1.0)})])
+    with pytest.raises(InputError, match=r"^the weight of 'l2' follows a schedule"):
+        loss_with_penalties(jnp.sum, scheduled)(jnp.ones(2))
     vector = loss_with_penalties(jnp.sum, pipeline, schedules={"l2": lambda step: jnp.ones(2)})
     with pytest.raises(InputError, match=r"'l2' must give one number, got shape \(2,\)\.$"):
         vector(jnp.ones(2), step=0)

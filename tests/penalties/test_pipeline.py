@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from steelyard import telemetry
+from steelyard import register, schedules, telemetry
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties import PenaltyPipeline, entropy, kl_divergence, l1
+from steelyard.spec import registry
 
 from .backends import JAX, NUMPY, TORCH, Backend
 
@@ -320,6 +321,160 @@ def test_jax_transformations() -> None:
             transformed(x)
 
 
+# Schedules.
+
+WARM = PenaltyPipeline(["l1", ("l2", {"weight": schedules.warmup(1.0, 4)})])
+
+
+def test_a_weight_may_follow_a_schedule(backend: Backend) -> None:
+    x = backend.array(X)
+    total, metrics = WARM.compute(x, 1)
+    assert metrics == {
+        "l1": 7.0,
+        "l1_weighted": 7.0,
+        "l2": 25.0,
+        "l2_weighted": 6.25,
+        "total": 13.25,
+    }
+    assert backend.numpy(total) == backend.numpy(WARM.compute_total(x, 1)) == 13.25
+    assert WARM.compute(x)[1]["total"] == backend.numpy(WARM.compute_total(x)) == 7.0
+    assert WARM.compute(x, step=9)[1]["total"] == backend.numpy(WARM.compute_total(x, step=9)) == 32
+
+
+def test_gradient_norms_follow_the_schedule(autodiff: Backend) -> None:
+    _, metrics = WARM.compute(autodiff.array(X), 2, track_grad_norms=True)
+    assert metrics["l2_grad_norm"] == pytest.approx(10.0)
+    assert metrics["total_grad_norm"] == pytest.approx(math.hypot(1 + 3, 1 + 4))
+
+
+def test_a_schedule_wherever_a_weight_may_stand() -> None:
+    def falling(step: int) -> float:
+        return 1.0 - step
+
+    pipeline = PenaltyPipeline(["l1"]).add("cubes", cube, weight=falling)
+    changed = pipeline.update_weight("l1", schedules.linear(0.0, 2.0, 4))
+    assert changed.weights(3) == {"l1": 1.5, "cubes": -2.0}
+    assert changed.set_enabled("cubes", False).weights(3) == {"l1": 1.5}
+    assert [each.weight_at(1) for each in changed.terms] == [0.5, 0.0]
+    assert float(changed.compute_total(np.array(X), 3)) == 1.5 * 7 - 2 * -37
+    assert repr(changed.set_enabled("l1", False)) == (
+        "PenaltyPipeline(_Linear(start=0.0, end=2.0, steps=4) * l1 (off) + falling * cubes)"
+    )
+    assert pickle.loads(pickle.dumps(WARM)).weights(2) == {"l1": 1.0, "l2": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            lambda step: math.nan,
+            r"weight of penalty 'l1' must be a finite number, got nan at step 3",
+        ),
+        (lambda step: None, r"weight of penalty 'l1' must be a finite number, got None at step 3"),
+        (
+            lambda step: 1 / (3 - step),
+            r"it raised ZeroDivisionError: .* at step 3 \(penalty 'l1'\)",
+        ),
+        (lambda step: np.ones(2), r"the schedule of 'l1' must give one number, got shape \(2,\)"),
+    ],
+)
+def test_a_schedule_that_gives_no_weight(schedule: Any, message: str) -> None:
+    pipeline = PenaltyPipeline([("l1", {"weight": schedule})])
+    for compute in (pipeline.compute, pipeline.compute_total):
+        with pytest.raises(InputError, match=message):
+            compute(np.array(X), 3)
+
+
+EVERY = {
+    "constant": schedules.constant(0.3),
+    "linear": schedules.linear(0.1, 0.9, 7),
+    "warmup": schedules.warmup(0.5, 4),
+    "exponential": schedules.exponential(0.9, 0.8),
+    "cosine": schedules.cosine(0.9, 0.1, 7),
+    "piecewise": schedules.piecewise({0: 0.1, 3: 0.7}),
+    "by_epoch": schedules.by_epoch(schedules.linear(0.1, 0.9, 4), 2),
+}
+
+
+@pytest.mark.parametrize("schedule", EVERY.values(), ids=EVERY)
+def test_a_traced_step(schedule: Any) -> None:
+    """Inside `jax.jit` and `torch.compile` the total is the one outside."""
+    pipeline = PenaltyPipeline(["l1", ("l2", {"weight": schedule})])
+    jitted = jax.jit(pipeline.compute_total)
+    slope = jax.jit(jax.grad(pipeline.compute_total))
+    torch.compiler.reset()
+    compiled = torch.compile(pipeline.compute_total, fullgraph=True, backend="eager")
+    for step in (0, 1, 2, 5, 11):
+        weight = schedule(step)
+        assert float(jitted(JAX.array(X), step)) == pytest.approx(7 + 25 * weight, rel=1e-6)
+        expected = [1 + 6 * weight, -1 - 8 * weight]
+        np.testing.assert_allclose(slope(JAX.array(X), step), expected, rtol=1e-6)
+        found = compiled(TORCH.array(X), step)
+        assert float(found) == pytest.approx(7 + 25 * weight, rel=1e-6)
+        tensor = compiled(TORCH.array(X), torch.tensor(step))
+        assert float(tensor) == pytest.approx(7 + 25 * weight, rel=1e-6)
+
+
+def test_only_compute_total_takes_a_traced_step() -> None:
+    with pytest.raises(InputError, match=r"call compute_total inside jax.jit"):
+        jax.jit(lambda step: WARM.compute(np.array(X), step)[0])(1)
+
+
+def test_a_traced_weight_of_a_value_that_is_no_array() -> None:
+    one = PenaltyPipeline([(lambda x: 2.0, {"name": "two", "weight": schedules.warmup(1.0, 4)})])
+    assert float(jax.jit(one.compute_total)(JAX.array(X), 1)) == 0.5
+
+
+# Names.
+
+
+def test_a_registered_name_and_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", {})
+    register("cubes")(cube)
+    pipeline = PenaltyPipeline(["cubes", ("steelyard.penalties:l1", {"name": "size"})]).add(
+        "again", "cubes", weight=2.0
+    )
+    assert float(pipeline.compute_total(np.array(X))) == -37 + 7 - 74
+    with pytest.raises(InputError, match=r"'output_magnitude', 'cubes', 'package.module:attr', or"):
+        PenaltyPipeline(["cube"])
+
+
+def test_a_term_of_another_pipeline() -> None:
+    assert PenaltyPipeline([*WARM.terms, cube]).names == ("l1", "l2", "cube")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, True),
+        ({"gradient": "auto"}, True),
+        ({"gradient": "autograd"}, True),
+        ({"gradient": "none"}, False),
+        ({"gradient": "auto", "differentiable": False}, False),
+        ({"gradient": "none", "differentiable": False}, False),
+        ({"gradient": "autograd", "differentiable": True}, True),
+    ],
+)
+def test_gradient_is_the_specs_word_for_differentiable(
+    settings: dict[str, Any], expected: bool
+) -> None:
+    for pipeline in (
+        PenaltyPipeline([("l1", settings)]),
+        PenaltyPipeline().add("l1", "l1", **settings),
+    ):
+        for each in (pipeline, pipeline.update_weight("l1", 2.0)):
+            assert each.terms[0].differentiable is expected
+            [gradient] = TORCH.gradients(
+                lambda x, each=each: each.compute_total(x) + x.sum(), TORCH.array(X)
+            )
+            weight = each.weights()["l1"] * expected
+            np.testing.assert_array_equal(gradient, [1 + weight, 1 - weight])
+
+
+def test_added_switched_off() -> None:
+    assert PenaltyPipeline(["l1"]).add("l2", "l2", enabled=False).weights() == {"l1": 1.0}
+
+
 @pytest.fixture
 def heard() -> Iterator[list[tuple[Any, ...]]]:
     events: list[tuple[Any, ...]] = []
@@ -367,6 +522,19 @@ KNOWN = "'l1', 'l2', 'elastic_net', 'kl', 'js', 'entropy', 'orthogonality', 'con
         ([("l1", {"inputs": (1,)})], "inputs of penalty 'l1' must be one or more names, got (1,)"),
         ([("l1", {"name": ""})], "name must be a non-empty string, got ''"),
         ([("l1", {"differentiable": 1})], "differentiable must be True or False, got 1"),
+        (
+            [("l1", {"gradient": "none", "differentiable": True})],
+            "gradient='none' and differentiable=True of penalty 'l1' contradict each other",
+        ),
+        (
+            [("l1", {"gradient": "autograd", "differentiable": False})],
+            "gradient='autograd' and differentiable=False of penalty 'l1' contradict each other",
+        ),
+        (
+            [("l1", {"gradient": "score"})],
+            "gradient must be one of 'auto', 'autograd', 'none', got 'score'",
+        ),
+        ([("l1", {"wieght": 1.0})], "its options are 'scale', 'reduction', 'mask'. Name the arr"),
         ([("l1", {"enabled": None})], "enabled must be True or False, got None"),
         ([lambda x: x], "a penalty needs a name, got <function <lambda>"),
         ([functools.partial(l1, scale=2.0)], "a penalty needs a name, got functools.partial"),

@@ -150,6 +150,14 @@ def test_a_config_entry_makes_it(name: str) -> None:
     assert spec.name == NAMED.get(name, name)
 
 
+@pytest.mark.parametrize(("short", "long"), [("kl", "kl_to_reference"), ("js", "js_to_reference")])
+def test_a_short_name_is_the_name_of_its_term(short: str, long: str) -> None:
+    assert lookup(short) is lookup(long)
+    assert RegularizerSpec.from_dict({"fn": short, "weight": 0.1}).name == short
+    named = {"fn": short, "weight": 0.1, "name": "drift"}
+    assert RegularizerSpec.from_dict(named).name == "drift"
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_what_runs_in_a_process_can_travel_there(name: str) -> None:
     spec = RegularizerSpec.from_dict(
@@ -203,5 +211,7 @@ def test_an_unknown_option_is_named_without_values() -> None:
         RegularizerSpec.from_dict({"fn": "external_validation", "weight": 1.0, "options": options})
     assert str(caught.value) == (
         "'external_validation' cannot be made with the options ['url', 'header']: "
-        "got an unexpected keyword argument 'header'."
+        "got an unexpected keyword argument 'header'; its options are 'url', 'payload', 'headers', "
+        "'concurrency', 'request_timeout', 'retries', 'backoff', 'max_backoff', 'max_bytes', "
+        "'unanswered', 'follow_redirects'."
     )

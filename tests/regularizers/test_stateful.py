@@ -209,7 +209,7 @@ FIELDS = "regularizer must have the fields 'fn' and, if need be, 'options', got"
             {"fn": nll, "options": {"a": 1}},
             (
                 "regularizer must accept (data, logprobs) and the options ['a']: "
-                "got an unexpected keyword argument 'a'"
+                "got an unexpected keyword argument 'a'; its options are none"
             ),
         ),
     ],

@@ -131,22 +131,50 @@ def open_ended(*args: Any, **options: Any) -> None: ...
     ("fn", "keywords", "reason"),
     [
         (exact, [], None),
-        (exact, ["alpha"], "got an unexpected keyword argument 'alpha'"),
-        (exact, ["data"], "multiple values for argument 'data'"),
+        (exact, ["alpha"], "got an unexpected keyword argument 'alpha'; its options are none"),
+        (exact, ["data"], "multiple values for argument 'data'; its options are none"),
         (keyword_only, ["alpha"], None),
-        (keyword_only, [], "missing a required argument: 'alpha'"),
+        (keyword_only, [], "missing a required argument: 'alpha'; its options are 'alpha'"),
         (open_ended, ["alpha", "beta"], None),
-        (lambda data: None, [], "too many positional arguments"),
-        (lambda data, logprobs, more: None, [], "missing a required argument: 'more'"),
+        (lambda data: None, [], "too many positional arguments; its options are none"),
+        (
+            lambda data, logprobs, more: None,
+            [],
+            "missing a required argument: 'more'; its options are 'more'",
+        ),
         (functools.partial(keyword_only, alpha=1.0), [], None),
         (Computing().compute, ["scale"], None),
-        (Computing().compute, ["gamma"], "got an unexpected keyword argument 'gamma'"),
+        (
+            Computing().compute,
+            ["gamma"],
+            "got an unexpected keyword argument 'gamma'; its options are 'scale', 'shift'",
+        ),
+        (
+            lambda data, /, *rest, alpha=1.0: None,
+            ["alhpa"],
+            "got an unexpected keyword argument 'alhpa'; its options are 'alpha'",
+        ),
     ],
 )
 def test_a_signature_decides_what_may_be_passed(
     fn: Callable[..., Any], keywords: list[str], reason: str | None
 ) -> None:
     assert rejects(fn, keywords) == reason
+
+
+@pytest.mark.parametrize(
+    ("positional", "reason"),
+    [
+        (0, "got an unexpected keyword argument 'y'; its options are 'data', 'logprobs', 'alpha'"),
+        (1, "got an unexpected keyword argument 'y'; its options are 'logprobs', 'alpha'"),
+        (3, "too many positional arguments; its options are 'alpha'"),
+    ],
+)
+def test_as_many_arguments_come_before_the_options_as_are_said(
+    positional: int, reason: str
+) -> None:
+    given = ["y", "alpha", *("data", "logprobs")[positional:]]
+    assert rejects(keyword_only, given, positional=positional) == reason
 
 
 class Unreadable:

@@ -12,7 +12,7 @@ import pytest
 import steelyard
 from steelyard import RegularizerSpec, register
 from steelyard.errors import MissingExtraError, RegistryError
-from steelyard.spec import lookup, registered, registry
+from steelyard.spec import lookup, lookup_penalty, registered, registry
 
 MODULE = """
 class Brevity:
@@ -268,8 +268,51 @@ def test_options_a_factory_does_not_take_are_refused() -> None:
         RegularizerSpec.from_dict({"fn": "brevity", "weight": 1.0, "options": {"limits": 3}})
     assert str(caught.value) == (
         "'brevity' cannot be made with the options ['limits']: "
-        "got an unexpected keyword argument 'limits'."
+        "got an unexpected keyword argument 'limits'; its options are 'limit'."
     )
+
+
+@pytest.mark.usefixtures("terms")
+def test_penalties_are_found_by_their_names_by_registered_ones_and_by_paths() -> None:
+    assert lookup_penalty("kl") is steelyard.penalties.kl_divergence
+    assert lookup_penalty("output_magnitude") is steelyard.penalties.output_magnitude_penalty
+    assert register("length")(length) is lookup_penalty("length")
+    assert lookup_penalty("their_package.terms:length").__module__ == "their_package.terms"
+
+
+PENALTIES = (
+    "'l1', 'l2', 'elastic_net', 'kl', 'js', 'entropy', 'orthogonality', 'consistency', "
+    "'output_magnitude'"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "l3",
+            f"penalty must be one of {PENALTIES}, 'brevity', 'limit', 'package.module:attr', or ",
+        ),
+        (
+            "brevity",
+            f"penalty must be a function over arrays, and 'brevity' stands for {Brevity!r}.",
+        ),
+        ("limit", "penalty must be a function over arrays, and 'limit' stands for 5."),
+        ("math:pi", "penalty must be a function over arrays, and 'math:pi' stands for 3.14159"),
+        ("math:tau2", "'math:tau2' cannot be imported: module 'math' has no attribute 'tau2'."),
+    ],
+)
+def test_what_is_no_penalty_is_refused(name: str, message: str) -> None:
+    register("limit")(5)
+    register("brevity")(Brevity)
+    with pytest.raises(RegistryError) as caught:
+        lookup_penalty(name)
+    assert str(caught.value).startswith(message)
+
+
+def test_every_penalty_there_is_has_a_function() -> None:
+    for name in registry.PENALTIES:
+        assert callable(lookup_penalty(name))
 
 
 def test_the_decorator_is_at_the_top_level() -> None:

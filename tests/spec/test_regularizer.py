@@ -126,28 +126,32 @@ GRADIENT = (
             {"options": {"alpha": 1.0}},
             (
                 "fn must accept (data, logprobs) and the keywords ['alpha']: "
-                "got an unexpected keyword argument 'alpha' (regularizer 'term')."
+                "got an unexpected keyword argument 'alpha'; its options are none "
+                "(regularizer 'term')."
             ),
         ),
         (
             {"options": {"data": 1.0}},
             (
                 "fn must accept (data, logprobs) and the keywords ['data']: "
-                "multiple values for argument 'data' (regularizer 'term')."
+                "multiple values for argument 'data'; its options are none "
+                "(regularizer 'term')."
             ),
         ),
         (
             {"needs": "logits"},
             (
                 "fn must accept (data, logprobs) and the keywords ['logits']: "
-                "got an unexpected keyword argument 'logits' (regularizer 'term')."
+                "got an unexpected keyword argument 'logits'; its options are none "
+                "(regularizer 'term')."
             ),
         ),
         (
             {"fn": strict},
             (
                 "fn must accept (data, logprobs) and the keywords []: "
-                "missing a required argument: 'alpha' (regularizer 'term')."
+                "missing a required argument: 'alpha'; its options are 'alpha' "
+                "(regularizer 'term')."
             ),
         ),
         (

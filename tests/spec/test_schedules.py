@@ -5,7 +5,11 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,6 +188,54 @@ def test_schedules_compare_hash_and_pickle_by_value(
         twin = pickle.loads(pickle.dumps(schedule, protocol))
         assert twin == schedule
         assert twin(4) == schedule(4)
+
+
+TRACEABLE: list[Schedule] = [
+    constant(0.3),
+    linear(0.25, 3.0, 7),
+    linear(0.25, 3.0, 0),
+    warmup(0.8, 5),
+    exponential(2.0, 0.999),
+    exponential(2.0, 1.01),
+    exponential(2.0, 0.0),
+    exponential(2.0, -0.5),
+    exponential(0.0, 2.0),
+    cosine(5.0, 1.0, 6),
+    cosine(5.0, 1.0, 0),
+    piecewise({0: 0.1}),
+    piecewise({0: 0.1, 3: 0.5, 7: -1.0}),
+    by_epoch(linear(0.0, 1.0, 5), 3),
+    by_epoch(piecewise({0: 1.0, 1: 2.0, 2: 5.0}), 3),
+]
+WHERE: dict[str, Callable[[Schedule, int], Any]] = {
+    "jit": lambda schedule, step: jax.jit(schedule)(step),
+    "jax": lambda schedule, step: schedule(jnp.asarray(step)),  # type: ignore[arg-type]
+    "numpy": lambda schedule, step: schedule(np.asarray(step)),  # type: ignore[arg-type]
+    "scalar": lambda schedule, step: schedule(np.int64(step)),  # type: ignore[arg-type]
+    "torch": lambda schedule, step: schedule(torch.tensor(step)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("schedule", TRACEABLE, ids=repr)
+def test_a_step_may_be_an_array_and_traced(schedule: Schedule, where: str) -> None:
+    for step in (0, 1, 3, 6, 8, 1000):
+        found, plain = WHERE[where](schedule, step), schedule(step)
+        assert type(plain) is float
+        assert np.shape(found) == ()
+        assert float(found) == pytest.approx(plain, rel=1e-6, abs=1e-9)
+
+
+def test_an_exponential_keeps_its_precision_in_float32() -> None:
+    """The rate rounded to float32 and raised to the power would be off by 1e-4."""
+    schedule = exponential(2.0, 0.999)
+    exact = schedule(5000)
+    assert float(jax.jit(schedule)(5000)) == pytest.approx(exact, rel=2e-6)
+    assert float(np.float32(0.999) ** np.float32(5000)) * 2 != pytest.approx(exact, rel=2e-5)
+
+
+def test_a_schedule_is_differentiable_by_its_step() -> None:
+    assert float(jax.grad(linear(0.0, 1.0, 4))(2.0)) == 0.25
 
 
 def test_kinds_do_not_equal_each_other() -> None:

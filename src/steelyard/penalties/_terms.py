@@ -2,57 +2,73 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias
 
-from steelyard.errors import InputError
+from steelyard.errors import InputError, RegistryError
 from steelyard.penalties._arrays import Array, constant
-from steelyard.penalties._options import flag, number
-from steelyard.penalties.constraints import consistency, orthogonality
-from steelyard.penalties.divergences import entropy, js_divergence, kl_divergence
-from steelyard.penalties.gradient_penalties import output_magnitude_penalty
-from steelyard.penalties.primitives import elastic_net, l1, l2
+from steelyard.penalties._options import flag, one_of
+from steelyard.spec import (
+    Schedule,
+    check_weight,
+    listed,
+    lookup_penalty,
+    rejects,
+    weight_at,
+)
 
 Penalty: TypeAlias = Callable[..., Array]
-# A term as the caller writes it: options are whatever its function takes, hence `Any`.
-TermLike: TypeAlias = str | Penalty | tuple[str | Penalty, Mapping[str, Any]]
-
-BUILT_IN: Mapping[str, Penalty] = {
-    "l1": l1,
-    "l2": l2,
-    "elastic_net": elastic_net,
-    "kl": kl_divergence,
-    "js": js_divergence,
-    "entropy": entropy,
-    "orthogonality": orthogonality,
-    "consistency": consistency,
-    "output_magnitude": output_magnitude_penalty,
-}
+# `"autograd"` and `"none"` are the spec's spelling of `differentiable`.
+PenaltyGradient: TypeAlias = Literal["auto", "autograd", "none"]
+_DIFFERENTIABLE = {"auto": None, "autograd": True, "none": False}
 
 
 @dataclass(frozen=True)
-class Term:
+class PenaltyTerm:
+    """A named, weighted penalty, checked when it is built; `fn` may be given by its name."""
+
     name: str
-    fn: Penalty
-    weight: float = 1.0
+    fn: Any  # a Penalty, or until it is built its name
+    weight: float | Schedule = 1.0
     inputs: tuple[str, ...] | None = None
-    differentiable: bool = True
+    differentiable: bool | None = None  # once built, a boolean
+    gradient: PenaltyGradient = "auto"
     enabled: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)  # whatever `fn` takes
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise InputError(f"name must be a non-empty string, got {self.name!r}.")
-        weight = number(f"weight of penalty {self.name!r}", self.weight)
-        object.__setattr__(self, "weight", weight)  # the class is frozen, its weight a float
-        flag("differentiable", self.differentiable)
+        if not callable(self.weight):
+            self._settle("weight", check_weight(self.weight, self.name, negative=True))
+        self._settle("fn", _function(self.name, self.fn))
+        self._settle("inputs", _names(self.name, self.inputs))
+        self._settle("differentiable", _differentiable(self))
         flag("enabled", self.enabled)
-        _check_call(self)
+        why = rejects(self.fn, self.options, positional=len(self.reads))
+        if why is not None:
+            raise InputError(
+                f"penalty {self.name!r} cannot be called with the inputs {listed(self.reads)} and "
+                f"the options {listed(self.options)}: {why}. Name the arrays it reads with the "
+                "option 'inputs'."
+            )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of its arguments; a single unnamed one is called `x`."""
+        return ("x",) if self.inputs is None else self.inputs
+
+    def weight_at(self, step: Any) -> Any:  # which may be traced
+        """The weight at `step`.
+
+        Raises:
+            InputError: A schedule does not give a finite number there.
+        """
+        return weight_at(self.weight, step, self.name, negative=True)
 
     def arguments(self, inputs: Array | Mapping[str, Array]) -> dict[str, Array]:
-        """The arrays this term reads, by name; a single unnamed one is called `x`."""
+        """The arrays this term reads, by name."""
         if not isinstance(inputs, Mapping):
             if self.inputs is not None:
                 raise InputError(
@@ -80,8 +96,7 @@ class Term:
 
     def value(self, arguments: Mapping[str, Array]) -> Array:
         """Call the function; only a scalar can be weighed."""
-        names = self.inputs if self.inputs is not None else ("x",)
-        value = self.fn(*(arguments[name] for name in names), **self.options)
+        value = self.fn(*(arguments[name] for name in self.reads), **self.options)
         shape = tuple(getattr(value, "shape", ()))
         if shape:
             raise InputError(
@@ -90,9 +105,19 @@ class Term:
             )
         return value
 
+    def _settle(self, key: str, value: object) -> None:
+        object.__setattr__(self, key, value)  # the class is frozen
 
-def term_from(like: TermLike) -> Term:
-    """Read `"l1"`, a callable, or a pair of either with its options."""
+
+# A term as the caller writes it: options are whatever its function takes, hence `Any`.
+TermLike: TypeAlias = str | Penalty | tuple[str | Penalty, Mapping[str, Any]] | PenaltyTerm
+_FIELDS = {each.name for each in fields(PenaltyTerm)} - {"name", "fn", "options"}
+
+
+def term_from(like: TermLike) -> PenaltyTerm:
+    """Read `"l1"`, a callable, a pair of either with its options, or a term."""
+    if isinstance(like, PenaltyTerm):
+        return like
     fn, options = like if isinstance(like, tuple) and len(like) == 2 else (like, {})  # noqa: PLR2004
     if not isinstance(options, Mapping) or not (isinstance(fn, str) or callable(fn)):
         raise InputError(
@@ -105,55 +130,38 @@ def term_from(like: TermLike) -> Term:
         raise InputError(
             f"a penalty needs a name, got {fn!r}, which has none; write (fn, {{'name': 'smooth'}})."
         )
-    return term(name, fn, **settings)
+    known = {key: settings.pop(key) for key in _FIELDS & settings.keys()}
+    return PenaltyTerm(name, fn, **known, options=settings)
 
 
-def term(
-    name: str,
-    fn: str | Penalty,
-    /,
-    *,
-    weight: float = 1.0,
-    inputs: str | tuple[str, ...] | None = None,
-    differentiable: bool = True,
-    enabled: bool = True,
-    **options: Any,  # whatever `fn` takes
-) -> Term:
+def _function(name: str, fn: str | Penalty) -> Penalty:
     if isinstance(fn, str):
-        if fn not in BUILT_IN:
-            raise InputError(
-                f"penalty must be one of {listed(BUILT_IN)}, or any callable, got {fn!r}."
-            )
-        fn = BUILT_IN[fn]
-    elif not callable(fn):
+        try:
+            return lookup_penalty(fn)
+        except RegistryError as error:
+            raise InputError(str(error)) from error
+    if not callable(fn):
         raise InputError(f"fn of penalty {name!r} must be a name or a callable, got {fn!r}.")
-    names = (inputs,) if isinstance(inputs, str) else inputs
-    if names is not None:
-        names = tuple(names)
-        if not names or not all(isinstance(each, str) for each in names):
-            raise InputError(
-                f"inputs of penalty {name!r} must be one or more names, got {inputs!r}."
-            )
-    return Term(name, fn, weight, names, differentiable, enabled, options)
+    return fn
 
 
-def _check_call(term: Term) -> None:
-    """Find out when the pipeline is built whether the function can be called so."""
-    try:
-        signature = inspect.signature(term.fn)
-    except (TypeError, ValueError):  # some functions written in C hide theirs
-        return
-    names = ("x",) if term.inputs is None else term.inputs
-    try:
-        signature.bind(*names, **term.options)
-    except TypeError as error:
-        known = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+def _names(name: str, inputs: object) -> tuple[str, ...] | None:
+    if inputs is None:
+        return None
+    names = (inputs,) if isinstance(inputs, str) else tuple(inputs)  # type: ignore[arg-type]
+    if not names or not all(isinstance(each, str) for each in names):
+        raise InputError(f"inputs of penalty {name!r} must be one or more names, got {inputs!r}.")
+    return names
+
+
+def _differentiable(term: PenaltyTerm) -> bool:
+    said = _DIFFERENTIABLE[one_of("gradient", term.gradient, tuple(_DIFFERENTIABLE))]
+    given = term.differentiable
+    if given is None:
+        return said is not False
+    if said not in (None, flag("differentiable", given)):
         raise InputError(
-            f"penalty {term.name!r} cannot be called with the inputs {listed(names)} and the "
-            f"options {listed(term.options)}: {error}. Its options are {listed(known)}; name "
-            "the arrays it reads with the option 'inputs'."
-        ) from None
-
-
-def listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"
+            f"gradient={term.gradient!r} and differentiable={given!r} of penalty {term.name!r} "
+            "contradict each other; leave one of them out."
+        )
+    return given

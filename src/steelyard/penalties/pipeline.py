@@ -5,14 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from steelyard import telemetry
 from steelyard.errors import InputError
-from steelyard.penalties._arrays import Array, is_traced
+from steelyard.penalties._arrays import Array, constant, is_traced
 from steelyard.penalties._options import flag
-from steelyard.penalties._terms import Penalty, Term, TermLike, listed, term, term_from
-from steelyard.penalties._weighing import metrics_of, values_and_norms, values_of, weighted_sum
+from steelyard.penalties._terms import (
+    Penalty,
+    PenaltyGradient,
+    PenaltyTerm,
+    TermLike,
+    term_from,
+)
+from steelyard.penalties._weighing import values_and_norms, weighted_sum
+from steelyard.spec import Schedule, listed
+
+T = TypeVar("T")
 
 
 class PenaltyPipeline:
@@ -20,16 +29,19 @@ class PenaltyPipeline:
 
     A pipeline does not change: each update returns another one. Names stand for the built-in
     penalties `l1`, `l2`, `elastic_net`, `kl`, `js`, `entropy`, `orthogonality`, `consistency`
-    and `output_magnitude`; any callable that gives a scalar works too.
+    and `output_magnitude`, for what was registered with `steelyard.register`, and as
+    `"package.module:attr"`; any callable that gives a scalar works too.
 
     Args:
         penalties: Each a name, a callable, or a pair of either with its options: `weight`
-            (1.0), `inputs` (names of the arrays it reads, in order), `differentiable` (True),
-            `enabled` (True), `name` (to have one penalty twice), and the penalty's own.
+            (1.0; a finite number, or a schedule `step -> weight`), `inputs` (names of the arrays
+            it reads, in order), `differentiable` (True; `gradient="none"` says that it is not),
+            `enabled` (True), `name` (to have one penalty twice), and the penalty's own. Or a
+            term of another pipeline.
 
     Raises:
-        InputError: A name is unknown or there twice; a weight is not a finite number; the
-            penalty does not take such options or that many inputs.
+        InputError: A name is unknown or there twice; a weight is neither a finite number nor a
+            schedule; the penalty does not take such options or that many inputs.
 
     Example:
         >>> import numpy as np
@@ -48,9 +60,19 @@ class PenaltyPipeline:
     __slots__ = ("_terms",)
 
     def __init__(self, penalties: Iterable[TermLike] = ()) -> None:
-        self._terms: tuple[Term, ...] = ()
+        self._terms: tuple[PenaltyTerm, ...] = ()
+        taken = {"total", "total_grad_norm"}
         for like in penalties:
-            self._terms = self._joined(term_from(like))
+            added = term_from(like)
+            keys = {added.name, f"{added.name}_weighted", f"{added.name}_grad_norm"}
+            if clash := sorted(taken & keys):
+                raise InputError(
+                    "penalty names, and the metrics named after them, must be unique, got "
+                    f"{added.name!r}, whose metric {clash[0]!r} is taken; there are: "
+                    f"{listed(self.names)}. Set the option 'name' to have a penalty twice."
+                )
+            taken |= keys
+            self._terms = (*self._terms, added)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,11 +80,12 @@ class PenaltyPipeline:
         return tuple(each.name for each in self._terms)
 
     @property
-    def terms(self) -> tuple[Term, ...]:
+    def terms(self) -> tuple[PenaltyTerm, ...]:
         """The penalties that are enabled, in order: each has a `name`, a `weight`, `inputs`.
 
-        `evaluate` gives the value of one, inside transformations too and with nothing told to
-        telemetry, for those who join the penalties to something else.
+        `evaluate` gives the value of one and `weight_at` its weight at a step, inside
+        transformations too and without telemetry, for those who join the penalties to something
+        else.
 
         Example:
             >>> import numpy as np
@@ -72,13 +95,61 @@ class PenaltyPipeline:
         """
         return tuple(each for each in self._terms if each.enabled)
 
+    def weights(self, step: Any = 0) -> dict[str, Any]:
+        """The weights of the enabled penalties at a step, by name.
+
+        Args:
+            step: Where schedules are; it may be traced, and then so are their weights.
+
+        Raises:
+            InputError: A schedule does not give a finite number there.
+
+        Example:
+            >>> from steelyard import schedules
+            >>> warm = ("l2", {"weight": schedules.warmup(0.5, 10)})
+            >>> PenaltyPipeline(["l1", warm]).weights(step=5)
+            {'l1': 1.0, 'l2': 0.25}
+        """
+        return {each.name: each.weight_at(step) for each in self.terms}
+
+    @staticmethod
+    def metrics(
+        values: Mapping[str, T], weights: Mapping[str, Any], norms: Mapping[str, T], total: T
+    ) -> dict[str, T]:
+        """Metrics under the names that `compute` gives them.
+
+        Args:
+            values: The raw values.
+            weights: Those of the values that are weighted.
+            norms: The gradient norms of those that are tracked, and of the `"total"`.
+            total: The total.
+
+        Example:
+            >>> PenaltyPipeline.metrics({"l1": 3.0}, {"l1": 0.5}, {"l1": 2.0, "total": 1.0}, 1.5)
+            {'l1': 3.0, 'l1_weighted': 1.5, 'l1_grad_norm': 2.0, 'total': 1.5, \
+'total_grad_norm': 1.0}
+        """
+        metrics: dict[str, T] = {}
+        for name, value in {**values, "total": total}.items():
+            metrics[name] = value
+            if name in weights:
+                metrics[f"{name}_weighted"] = weights[name] * value
+            if name in norms:
+                metrics[f"{name}_grad_norm"] = norms[name]
+        return metrics
+
     def compute(
-        self, inputs: Array | Mapping[str, Array], *, track_grad_norms: bool = False
+        self,
+        inputs: Array | Mapping[str, Array],
+        step: Any = 0,
+        *,
+        track_grad_norms: bool = False,
     ) -> tuple[Array, dict[str, float]]:
         """Compute the total and the metrics.
 
         Args:
             inputs: One array for every penalty, or a dict of arrays for penalties with `inputs`.
+            step: Where the weights that are schedules are.
             track_grad_norms: Add the norm of each penalty's gradient with respect to all its
                 inputs together. Each penalty is evaluated once and differentiated once; the
                 total's norm is that of the weighted sum of the gradients.
@@ -89,8 +160,9 @@ class PenaltyPipeline:
             `total_grad_norm`. Without an enabled penalty 0 and `{"total": 0.0}`.
 
         Raises:
-            InputError: An input is missing; a penalty does not give a scalar; gradient norms
-                of NumPy arrays; inside a JAX transformation (use `compute_total`).
+            InputError: An input is missing; a penalty does not give a scalar; a schedule does
+                not give a finite number; gradient norms of NumPy arrays; inside a JAX
+                transformation (use `compute_total`).
             GradientError: A tracked penalty has no gradient and is not `differentiable=False`.
 
         Example:
@@ -102,25 +174,25 @@ class PenaltyPipeline:
 'total_grad_norm': 5.0}
         """
         flag("track_grad_norms", track_grad_norms)
-        active = self.terms
-        started = time.perf_counter()
+        terms, weights, started = self.terms, self.weights(step), time.perf_counter()
         telemetry.execute(
             telemetry.events.PENALTIES_START,
             {"system_time": time.time()},
-            {"size": len(active)},
+            {"size": len(terms)},
         )
         norms: dict[str, float] = {}
         if track_grad_norms:
-            values, norms = values_and_norms(active, inputs)
+            values, norms = values_and_norms(terms, weights, inputs)
         else:
-            values = values_of(active, inputs)
-        total = weighted_sum(active, values, inputs)
+            values = {each.name: each.evaluate(inputs) for each in terms}
+        total = weighted_sum(weights, values, inputs)
         if is_traced(total):
             raise InputError(
                 "compute gives metrics as floats, got traced arrays, which have no values yet; "
                 "call compute_total inside jax.jit, jax.grad and jax.vmap."
             )
-        metrics = metrics_of(active, values, norms, total)
+        raw = {name: float(constant(value)) for name, value in values.items()}
+        metrics = self.metrics(raw, weights, norms, float(constant(total)))
         telemetry.execute(
             telemetry.events.PENALTIES_STOP,
             {"duration": time.perf_counter() - started, "total": metrics["total"]},
@@ -128,13 +200,14 @@ class PenaltyPipeline:
         )
         return total, metrics
 
-    def compute_total(self, inputs: Array | Mapping[str, Array]) -> Array:
+    def compute_total(self, inputs: Array | Mapping[str, Array], step: Any = 0) -> Array:
         """Compute the total alone, inside `torch.compile`, `jax.jit` or `jax.grad` if need be.
 
         No metrics, no telemetry. A penalty with `differentiable=False` counts as a constant.
 
         Args:
             inputs: As in `compute`.
+            step: As in `compute`; it may be traced. A traced weight cannot be checked.
 
         Returns:
             The total.
@@ -147,17 +220,19 @@ class PenaltyPipeline:
             >>> print(PenaltyPipeline(["l1", "l2"]).compute_total(np.array([1.0, -2.0])))
             8.0
         """
-        active = self.terms
-        return weighted_sum(active, values_of(active, inputs), inputs)
+        values = {each.name: each.evaluate(inputs) for each in self.terms}
+        return weighted_sum(self.weights(step), values, inputs)
 
     def add(
         self,
         name: str,
         fn: str | Penalty,
         *,
-        weight: float = 1.0,
+        weight: float | Schedule = 1.0,
         inputs: str | tuple[str, ...] | None = None,
-        differentiable: bool = True,
+        differentiable: bool | None = None,
+        gradient: PenaltyGradient = "auto",
+        enabled: bool = True,
         **options: Any,  # whatever `fn` takes
     ) -> PenaltyPipeline:
         """Return a pipeline with one more penalty at its end.
@@ -165,9 +240,11 @@ class PenaltyPipeline:
         Args:
             name: Its name in the metrics.
             fn: A built-in penalty's name or a callable that gives a scalar.
-            weight: Any finite number.
+            weight: Any finite number, or a schedule `step -> weight`.
             inputs: Names of the arrays it reads, in order; `None` if there is one unnamed.
-            differentiable: If not, it counts as a constant, without a gradient norm.
+            differentiable: If False, it counts as a constant, without a gradient norm.
+            gradient: `"none"` says the same as `differentiable=False`, as in a regularizer's spec.
+            enabled: Whether it counts at all.
             **options: Passed to `fn`.
 
         Returns:
@@ -180,10 +257,9 @@ class PenaltyPipeline:
             >>> PenaltyPipeline(["l1"]).add("spread", "l2", center="mean").names
             ('l1', 'spread')
         """
-        added = term(
-            name, fn, weight=weight, inputs=inputs, differentiable=differentiable, **options
-        )
-        return _of(self._joined(added))
+        names: Any = inputs  # one alone becomes a tuple
+        added = PenaltyTerm(name, fn, weight, names, differentiable, gradient, enabled, options)
+        return PenaltyPipeline([*self._terms, added])
 
     def remove(self, name: str) -> PenaltyPipeline:
         """Return a pipeline without a penalty.
@@ -192,13 +268,14 @@ class PenaltyPipeline:
             InputError: There is none of that name.
         """
         gone = self._find(name)
-        return _of(tuple(each for each in self._terms if each is not gone))
+        return PenaltyPipeline(each for each in self._terms if each is not gone)
 
-    def update_weight(self, name: str, weight: float) -> PenaltyPipeline:
+    def update_weight(self, name: str, weight: float | Schedule) -> PenaltyPipeline:
         """Return a pipeline in which a penalty has another weight.
 
         Raises:
-            InputError: There is none of that name, or the weight is not a finite number.
+            InputError: There is none of that name, or the weight is neither a finite number nor a
+                schedule.
         """
         return self._replaced(name, weight=weight)
 
@@ -214,39 +291,20 @@ class PenaltyPipeline:
         return len(self._terms)
 
     def __repr__(self) -> str:
-        parts = [
-            f"{each.weight:g} * {each.name}{'' if each.enabled else ' (off)'}"
-            for each in self._terms
-        ]
+        parts = []
+        for each in self._terms:
+            schedule = getattr(each.weight, "__name__", each.weight)
+            weight = schedule if callable(each.weight) else f"{each.weight:g}"
+            parts.append(f"{weight} * {each.name}{'' if each.enabled else ' (off)'}")
         return f"PenaltyPipeline({' + '.join(parts)})"
 
-    def _find(self, name: str) -> Term:
+    def _find(self, name: str) -> PenaltyTerm:
         for each in self._terms:
             if each.name == name:
                 return each
         raise InputError(f"no penalty is called {name!r}; there are: {listed(self.names)}.")
 
-    def _replaced(self, name: str, **changes: Any) -> PenaltyPipeline:  # fields of Term
+    def _replaced(self, name: str, **changes: Any) -> PenaltyPipeline:  # fields of PenaltyTerm
         old = self._find(name)
-        return _of(tuple(replace(each, **changes) if each is old else each for each in self._terms))
-
-    def _joined(self, added: Term) -> tuple[Term, ...]:
-        taken = {"total", "total_grad_norm"}.union(*(_keys(each) for each in self._terms))
-        clash = sorted(taken & _keys(added))
-        if clash:
-            raise InputError(
-                "penalty names, and the metrics named after them, must be unique, got "
-                f"{added.name!r}, whose metric {clash[0]!r} is taken; there are: "
-                f"{listed(self.names)}. Set the option 'name' to have a penalty twice."
-            )
-        return (*self._terms, added)
-
-
-def _of(terms: tuple[Term, ...]) -> PenaltyPipeline:
-    pipeline = PenaltyPipeline()
-    pipeline._terms = terms  # noqa: SLF001
-    return pipeline
-
-
-def _keys(each: Term) -> set[str]:
-    return {each.name, f"{each.name}_weighted", f"{each.name}_grad_norm"}
+        new = replace(old, **changes)
+        return PenaltyPipeline(new if each is old else each for each in self._terms)

@@ -1,13 +1,10 @@
-"""What to run: specs, the protocols they accept, the registry, and weight schedules.
-
-The checks of numbers and callables that specs are validated with serve the other folders too.
-"""
+"""What to run: specs, the protocols they accept, the registry, weights and their schedules."""
 
 from steelyard.spec import schedules
-from steelyard.spec.callables import entry_point, is_async, rejects
+from steelyard.spec.callables import entry_point, is_async, listed, options_of, rejects
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
-from steelyard.spec.registry import build, lookup, register, registered
+from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
     BASE,
     Gradient,
@@ -15,9 +12,9 @@ from steelyard.spec.regularizer import (
     RegularizerSpec,
     RunIn,
     check_timeout,
-    check_weight,
     title,
 )
+from steelyard.spec.weights import check_weight, weight_at
 
 __all__ = [
     "BASE",
@@ -37,10 +34,14 @@ __all__ = [
     "is_async",
     "is_finite",
     "is_whole",
+    "listed",
     "lookup",
+    "lookup_penalty",
+    "options_of",
     "register",
     "registered",
     "rejects",
     "schedules",
     "title",
+    "weight_at",
 ]

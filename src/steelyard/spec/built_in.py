@@ -1,4 +1,4 @@
-"""The names of the library's own regularizers, found without loading them."""
+"""The names of the library's own regularizers and penalties, found without loading them."""
 
 from __future__ import annotations
 
@@ -23,4 +23,21 @@ _CLASSES = {
     "topological_consistency": "TopologicalConsistency",
     "whole_vocabulary": "WholeVocabulary",
 }
+# What penalties over arrays call them.
+SHORT = {"js": "js_to_reference", "kl": "kl_to_reference"}
+_CLASSES |= {short: _CLASSES[name] for short, name in SHORT.items()}
 BUILT_IN = {name: f"steelyard.regularizers:{cls}" for name, cls in _CLASSES.items()}
+
+# In the order in which messages list them.
+_FUNCTIONS = {
+    "l1": "l1",
+    "l2": "l2",
+    "elastic_net": "elastic_net",
+    "kl": "kl_divergence",
+    "js": "js_divergence",
+    "entropy": "entropy",
+    "orthogonality": "orthogonality",
+    "consistency": "consistency",
+    "output_magnitude": "output_magnitude_penalty",
+}
+PENALTIES = {name: f"steelyard.penalties:{fn}" for name, fn in _FUNCTIONS.items()}

@@ -9,6 +9,10 @@ from typing import Any
 
 from steelyard.spec.protocol import Regularizer, TermFn
 
+_KIND = inspect.Parameter
+_BY_POSITION = (_KIND.POSITIONAL_ONLY, _KIND.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (_KIND.POSITIONAL_OR_KEYWORD, _KIND.KEYWORD_ONLY)
+
 
 def entry_point(fn: Any) -> TermFn:
     """What to call for `fn`: its `compute` method if it has one, else `fn` itself."""
@@ -27,14 +31,42 @@ def is_async(fn: Any) -> bool:
     )
 
 
-def rejects(fn: TermFn, keywords: Iterable[str]) -> str | None:
-    """Why `fn(data, logprobs, **keywords)` cannot be called, or None if it can."""
+def rejects(fn: TermFn, keywords: Iterable[str], *, positional: int = 2) -> str | None:
+    """Why `fn` cannot be called so, with the options it has, or None if it can.
+
+    Args:
+        fn: what is called. One that shows no signature is trusted.
+        keywords: the names of the options it would be given.
+        positional: how many arguments it would be given before them: 2, as `(data, logprobs)`.
+    """
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # builtins and some C functions show no signature
         return None
     try:
-        signature.bind(None, None, **dict.fromkeys(keywords))
+        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        return str(error)
+        return f"{error}; its options are {listed(options_of(fn, positional=positional))}"
     return None
+
+
+def options_of(fn: TermFn, *, positional: int = 2) -> tuple[str, ...]:
+    """The options that a function with a signature can be given, after so many arguments.
+
+    Example:
+        >>> options_of(lambda data, logprobs, scale=1.0, *, floor=0.0: 0.0)
+        ('scale', 'floor')
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    given = [p for p in parameters if p.kind in _BY_POSITION][:positional]
+    return tuple(p.name for p in parameters if p.kind in _BY_NAME and p not in given)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names as messages list them.
+
+    Example:
+        >>> listed(["l1", "l2"]), listed([])
+        ("'l1', 'l2'", 'none')
+    """
+    return ", ".join(repr(name) for name in names) or "none"

@@ -1,9 +1,11 @@
-"""What counts as a number, NumPy's included and booleans not."""
+"""What counts as a number, NumPy's included and booleans not, and which have a value to read."""
 
 from __future__ import annotations
 
 import math
 import numbers
+import sys
+from typing import Any
 
 
 def is_finite(value: object) -> bool:
@@ -11,7 +13,8 @@ def is_finite(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     try:
-        return math.isfinite(float(value))
+        # Not math.isfinite: Dynamo compares a number that depends on the step, and knows no more.
+        return -math.inf < float(value) < math.inf
     except OverflowError:
         return False
 
@@ -20,3 +23,23 @@ def is_whole(value: object, *, at_least: int) -> bool:
     """Whether `value` is a whole number of at least that size."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return whole and int(value) >= at_least  # type: ignore[call-overload]  # whole
+
+
+def is_array(value: object) -> bool:
+    """Whether `value` is an array, and no number: a NumPy scalar is a number."""
+    # In this order: Dynamo cannot say what a number that depends on the step has.
+    return not isinstance(value, numbers.Real) and hasattr(value, "shape")
+
+
+def is_traced(scalar: Any) -> bool:  # an array without axes, of any library
+    """Whether an array without axes has no value to read: inside `jax.jit` or `torch.compile`."""
+    tensor = hasattr(type(scalar), "__torch_function__")
+    return (tensor and sys.modules["torch"].compiler.is_compiling()) or not _is_readable(scalar)
+
+
+def _is_readable(scalar: Any) -> bool:
+    try:
+        float(scalar)
+    except (TypeError, RuntimeError):  # what JAX's tracers and torch's fake tensors raise
+        return False
+    return True

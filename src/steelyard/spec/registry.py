@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from steelyard.errors import MissingExtraError, RegistryError
-from steelyard.spec.built_in import BUILT_IN
+from steelyard.spec.built_in import BUILT_IN, PENALTIES
+from steelyard.spec.callables import listed, rejects
 
 T = TypeVar("T")
 
@@ -90,14 +91,41 @@ def build(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     entry = _entry(name)
     if not entry.factory:
         return entry.thing, dict(options)
-    try:
-        inspect.signature(entry.thing).bind(**options)
-    except TypeError as error:
+    why = rejects(entry.thing, options, positional=0)
+    if why is not None:
         # Names only: the values may hold secrets.
-        raise RegistryError(
-            f"{name!r} cannot be made with the options {list(options)}: {error}."
-        ) from error
+        raise RegistryError(f"{name!r} cannot be made with the options {list(options)}: {why}.")
     return entry.thing(**options), {}
+
+
+def lookup_penalty(name: str) -> Callable[..., Any]:
+    """The function over arrays that a penalty's name stands for.
+
+    A registered name and `"package.module:attr"` work too. The names of the penalties are `l1`,
+    `l2`, `elastic_net`, `kl`, `js`, `entropy`, `orthogonality`, `consistency` and
+    `output_magnitude`.
+
+    Raises:
+        RegistryError: there is none of that name, or it stands for something else; the message
+            lists what there is.
+        MissingExtraError: it needs an optional dependency that is not installed.
+
+    Example:
+        >>> lookup_penalty("kl").__name__
+        'kl_divergence'
+    """
+    if name not in PENALTIES and name not in _entries and ":" not in name:
+        known = listed((*PENALTIES, *sorted(_entries)))
+        raise RegistryError(
+            f"penalty must be one of {known}, 'package.module:attr', or any callable, got {name!r}."
+        )
+    entry = _entry(PENALTIES.get(name, name))
+    if entry.factory or not callable(entry.thing):
+        raise RegistryError(
+            f"penalty must be a function over arrays, and {name!r} stands for {entry.thing!r}."
+        )
+    fn: Callable[..., Any] = entry.thing
+    return fn
 
 
 def _entry(name: str) -> _Entry:

@@ -10,8 +10,10 @@ from typing import Any, Literal, TypeAlias, cast
 
 from steelyard.errors import SpecError
 from steelyard.spec import callables, registry
+from steelyard.spec.built_in import SHORT
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Schedule, Stateful, TermFn
+from steelyard.spec.weights import check_weight, weight_at
 
 RunIn: TypeAlias = Literal["auto", "inline", "thread", "process", "async"]
 Gradient: TypeAlias = Literal["auto", "autograd", "numerical", "score", "none"]
@@ -111,16 +113,8 @@ class RegularizerSpec:
         Raises:
             SpecError: a schedule yields a negative or non-finite weight there.
         """
-        if not callable(self.weight):
-            return self.weight
-        try:
-            weight = self.weight(step)
-        except Exception as error:
-            raise SpecError(
-                f"weight must be a schedule that gives a number for every step, and it raised "
-                f"{type(error).__name__}: {error} at step {step} (regularizer {self.name!r})."
-            ) from error
-        return check_weight(weight, self.name, f" at step {step}")
+        found: float = weight_at(self.weight, step, self.name)
+        return found
 
     def due(self, step: int) -> bool:
         """Whether the term runs at `step`."""
@@ -156,7 +150,8 @@ class RegularizerSpec:
             name = values["fn"]
             options = values.get("options") or {}
             values["fn"], values["options"] = registry.build(name, options)
-            values["name"] = values.get("name") or _name_of(values["fn"], "") or name
+            own = name if name in SHORT else _name_of(values["fn"], "")
+            values["name"] = values.get("name") or own or name
         return cls(**values)
 
     @classmethod
@@ -256,19 +251,6 @@ class RegularizerSpec:
 def title(name: str) -> str:
     """What messages call the term of that name."""
     return "the base loss" if name == BASE else f"regularizer {name!r}"
-
-
-def check_weight(weight: object, name: str, where: str = "") -> float:
-    """`weight` as a float, if it is a finite number >= 0.
-
-    Raises:
-        SpecError: it is not.
-    """
-    if not is_finite(weight) or cast("float", weight) < 0:
-        raise SpecError(
-            f"weight must be a finite number >= 0, got {weight!r}{where} (regularizer {name!r})."
-        )
-    return float(cast("float", weight))
 
 
 def check_timeout(timeout: object, where: str) -> float:

@@ -2,26 +2,30 @@
 
 Each is a small frozen object, so it pickles, compares and prints. A schedule may yield any
 number; the pipeline refuses a negative or non-finite weight at the step where it occurs.
+
+A step may also be a NumPy, torch or JAX array without axes, traced by `jax.jit` or
+`torch.compile` or not: the weight is then such an array, in its library's default precision.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from steelyard.errors import SpecError
-from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec.numbers import is_array, is_finite, is_whole
 
 __all__ = ["by_epoch", "constant", "cosine", "exponential", "linear", "piecewise", "warmup"]
 
 
+# `Any`: a whole number gives a float, an array without axes gives another one.
 @dataclass(frozen=True)
 class _Constant:
     v: float
 
-    def __call__(self, step: int) -> float:  # noqa: ARG002 - every schedule takes the step
+    def __call__(self, step: Any) -> Any:  # noqa: ARG002 - every schedule takes the step
         return self.v
 
 
@@ -31,7 +35,7 @@ class _Linear:
     end: float
     steps: int
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step: Any) -> Any:
         return self.start + (self.end - self.start) * _progress(step, self.steps)
 
 
@@ -40,12 +44,15 @@ class _Exponential:
     v: float
     rate: float
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step: Any) -> Any:
+        if self.v == 0:
+            return 0.0
+        if is_array(step) and self.rate > 0:
+            # rate ** step would raise the rounded rate to that power: off by step times as much.
+            return self.v * _elementwise("exp", step * math.log(self.rate))
         try:
             return self.v * self.rate**step
         except OverflowError:
-            if self.v == 0:
-                return 0.0
             sign = -1.0 if self.rate < 0 and step % 2 else 1.0
             return math.copysign(math.inf, self.v * sign)
 
@@ -56,8 +63,8 @@ class _Cosine:
     end: float
     steps: int
 
-    def __call__(self, step: int) -> float:
-        falling = (1 + math.cos(math.pi * _progress(step, self.steps))) / 2
+    def __call__(self, step: Any) -> Any:
+        falling = (1 + _elementwise("cos", math.pi * _progress(step, self.steps))) / 2
         return self.end + (self.start - self.end) * falling
 
 
@@ -65,16 +72,20 @@ class _Cosine:
 class _Piecewise:
     pieces: tuple[tuple[int, float], ...]
 
-    def __call__(self, step: int) -> float:
-        return self.pieces[bisect_right(self.pieces, step, key=lambda piece: piece[0]) - 1][1]
+    def __call__(self, step: Any) -> Any:
+        value = self.pieces[0][1]
+        for begin, other in self.pieces[1:]:
+            # A choice without a branch, which a traced step could not take.
+            value = other * (step >= begin) + value * (step < begin)
+        return value
 
 
 @dataclass(frozen=True)
 class _ByEpoch:
-    schedule: Callable[[int], float]
+    schedule: Callable[[Any], Any]
     steps_per_epoch: int
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step: Any) -> Any:
         return self.schedule(step // self.steps_per_epoch)
 
 
@@ -163,8 +174,22 @@ def piecewise(pieces: Mapping[int, float]) -> _Piecewise:
     return _Piecewise(tuple(sorted(values.items())))
 
 
-def _progress(step: int, steps: int) -> float:
-    return min(step / steps, 1.0) if steps else 1.0
+def _progress(step: Any, steps: int) -> Any:
+    if not steps:
+        return 1.0
+    share = step / steps
+    return share.clip(max=1.0) if is_array(share) else min(share, 1.0)
+
+
+def _elementwise(function: str, x: Any) -> Any:
+    """A function of `math`, for an array that of its library."""
+    if not is_array(x):
+        return getattr(math, function)(x)
+    if hasattr(x, function):  # a tensor's method; Dynamo cannot trace what is below
+        return getattr(x, function)()
+    from array_api_compat import array_namespace  # noqa: PLC0415  # only ever reached with an array
+
+    return getattr(array_namespace(x), function)(x)
 
 
 def _number(name: str, value: float) -> float:

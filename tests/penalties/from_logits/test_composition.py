@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from steelyard import schedules
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties.from_logits import (
+    Projection,
     compose_linear,
     compose_logits,
     cross_entropy,
@@ -359,3 +361,77 @@ def test_weights_may_stand_alone(terms: Any) -> None:
     z, _, t = inputs(43, 4, 9)
     found = compose_logits(z, terms, targets=t)
     torch.testing.assert_close(found.total, 0.5 * entropy(z) + 2 * z_loss(z) + cross_entropy(z, t))
+
+
+# Schedules.
+
+PLANS: list[Any] = [
+    [("entropy", schedules.warmup(1.0, 4)), ("z_loss", {"weight": schedules.linear(1.0, -1.0, 4)})],
+    {"entropy": {"weight": schedules.warmup(1.0, 4)}, "z_loss": schedules.linear(1.0, -1.0, 4)},
+]
+
+
+@pytest.mark.parametrize("terms", PLANS)
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_weights_may_follow_schedules(terms: Any, step: int, backend: Backend) -> None:
+    z, _, _ = arguments(backend, *inputs(44, 4, 9))
+    fixed = compose_logits(
+        z, [("entropy", step / 4), ("z_loss", 1 - step / 2)], track_grad_norms=True
+    )
+    found = compose_logits(z, terms, step=step, track_grad_norms=True)
+    np.testing.assert_allclose(backend.numpy(found.total), backend.numpy(fixed.total), rtol=1e-12)
+    for name, norm in fixed.grad_norms.items():
+        np.testing.assert_allclose(
+            backend.numpy(found.grad_norms[name]), backend.numpy(norm), rtol=1e-12
+        )
+
+
+def test_a_linear_layer_follows_schedules() -> None:
+    hidden, weight = torch.ones(4, 3), torch.randn(5, 3)
+    for step in (0, 3):
+        found = compose_linear(hidden, weight, PLANS[0], step=step)
+        by_projection = compose_logits(Projection(hidden, weight), PLANS[0], step=step)
+        whole = compose_logits(hidden @ weight.T, PLANS[0], step=step)
+        torch.testing.assert_close(found.total, whole.total)
+        torch.testing.assert_close(by_projection.total, whole.total)
+
+
+def test_a_traced_step_in_jax() -> None:
+    backend = Backend("jax")
+    z, r, _ = arguments(backend, *inputs(45, 4, 9))
+    terms: list[Any] = [*PLANS[0], ("kl", {"weight": schedules.cosine(0.5, 0.1, 5)})]
+
+    def everything(z: Any, step: Any) -> Any:
+        found = compose_logits(z, terms, reference=r, step=step, track_grad_norms=True)
+        return found.total, (found.gradient, found.values, found.grad_norms, found.cosines)
+
+    traced = jax.jit(jax.value_and_grad(everything, has_aux=True))
+    for step in (0, 1, 3, 8):
+        (total, aux), gradient = jax.value_and_grad(everything, has_aux=True)(z, step)
+        (again, others), slope = traced(z, step)
+        np.testing.assert_allclose(again, total, rtol=1e-6)
+        np.testing.assert_allclose(slope, gradient, rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(slope, others[0], rtol=1e-5, atol=1e-8)
+        for a, b in zip(jax.tree.leaves(others), jax.tree.leaves(aux), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_schedule_inside_torch_compile() -> None:
+    z = inputs(46, 4, 9, torch.float32)[0]
+
+    def total(z: torch.Tensor, step: int) -> torch.Tensor:
+        found: torch.Tensor = compose_logits(z, PLANS[0], step=step).total
+        return found
+
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
+    for step in (0, 3):
+        torch.testing.assert_close(compiled(z, step), total(z, step))
+
+
+def test_a_schedule_that_gives_no_weight() -> None:
+    z = torch.zeros(2, 3)
+    with pytest.raises(InputError) as caught:
+        compose_logits(z, [("entropy", lambda step: math.inf)], step=3)
+    assert (
+        str(caught.value) == "weight of term 'entropy' must be a finite number, got inf at step 3."
+    )

@@ -2,8 +2,7 @@
 
 * `loss`: `loss_with_penalties`: a base loss and a `PenaltyPipeline` as one loss function
 * `inputs`: what penalties read: the base's outputs and the parameters, by name
-* `weights`: weights that follow a traced step
-* `norms`: how steep each term is, by one vmapped VJP
+* `norms`: norms of the gradients of all terms, by one vmapped VJP
 """
 
 from steelyard._extras import cure as _cure

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from steelyard.errors import InputError
-from steelyard.penalties._terms import Term
+from steelyard.spec import listed
 
 PARAMS = "params"
 # A tree of arrays has no static type in JAX.
@@ -46,16 +46,16 @@ class Inputs:
             for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         }
 
-    def for_term(self, term: Term) -> Tree:
-        """One array for a penalty that names none, else those it names.
+    def read(self, term: str, names: tuple[str, ...] | None) -> Tree:
+        """The arrays that the penalty `term` names; if it names none, the one there is.
 
         Raises:
             InputError: There is none of that name, or it cannot be told which is meant.
         """
-        if term.inputs is not None:
-            return {name: self._named(name, term.name) for name in term.inputs}
+        if names is not None:
+            return {name: self._named(name, term) for name in names}
         if self._outputs is None:
-            return self._joined(PARAMS, term.name)
+            return self._joined(PARAMS, term)
         # Of named outputs none is meant: the penalty itself says so, and lists them.
         return self._outputs
 
@@ -76,7 +76,8 @@ class Inputs:
             given = self._outputs if isinstance(self._outputs, Mapping) else ()
             raise InputError(
                 f"penalty {term!r} needs the input {name!r}, got from the base "
-                f"{_listed(given)}; parameters: {_listed([PARAMS, *self._leaves])}."
+                f"{listed(given)}; parameters: "
+                f"{listed(dict.fromkeys([PARAMS, *self._leaves]))}."
             )
         if len(found) == 1:
             return jnp.asarray(found[0])
@@ -85,7 +86,3 @@ class Inputs:
 
 def _path(path: Any) -> str:  # a tuple of JAX's kinds of keys
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(repr(name) for name in dict.fromkeys(names)) or "none"

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from steelyard.errors import InputError
 from steelyard.integrations.jax.inputs import Inputs, Tree, read_base
 from steelyard.integrations.jax.norms import gradient_norms, wide
-from steelyard.integrations.jax.weights import check_schedules, weight_at
 from steelyard.penalties import PenaltyPipeline
+from steelyard.spec import listed
 
 
 class LossFunction(Protocol):
@@ -42,9 +42,9 @@ def loss_with_penalties(
         pipeline: The penalties. Their `inputs` name outputs of the base, or parameters:
             `"params"` is all of them as one vector, `"params/dense/kernel"` one,
             `"params/dense"` those below it, `"params/*/kernel"` those that match. A penalty
-            without `inputs` reads the base's one output, or without any all parameters.
-        schedules: Weights that change, `{name: step -> weight}`, in place of the pipeline's:
-            those of optax, or any function that works on a traced step.
+            without `inputs` reads the base's one output, or without any all parameters. Weights
+            may be schedules: those of `steelyard.schedules` and of optax work on a traced step.
+        schedules: Schedules in place of the pipeline's weights, `{name: step -> weight}`.
         track_grad_norms: Add the norms of the gradients with respect to the parameters. It
             costs a backward pass more for the base and for each term, run as one vmapped pass,
             and memory for as many copies of the parameters.
@@ -83,24 +83,22 @@ def loss_with_penalties(
         raise InputError(f"base must be a function of the parameters, got {base!r}.")
     if not isinstance(track_grad_norms, bool):
         raise InputError(f"track_grad_norms must be True or False, got {track_grad_norms!r}.")
-    planned = check_schedules(schedules or {}, pipeline)
+    pipeline = _scheduled(pipeline, schedules or {})
     terms = pipeline.terms
 
     def values(params: Tree, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Tree]:
         loss, outputs, aux = read_base(base(params, *args, **kwargs))
         inputs = Inputs(params, outputs)
-        found = {term.name: jnp.asarray(term.evaluate(inputs.for_term(term))) for term in terms}
+        found = {
+            term.name: jnp.asarray(term.evaluate(inputs.read(term.name, term.inputs)))
+            for term in terms
+        }
         return {"base": loss, **found}, aux
 
     def loss(
         params: Tree, *args: Any, step: Any = None, **kwargs: Any
     ) -> tuple[jax.Array, dict[str, Any]]:
-        weights = {
-            term.name: weight_at(term.name, planned[term.name], step)
-            if term.name in planned
-            else term.weight
-            for term in terms
-        }
+        weights = pipeline.weights(step)
         found, aux = values(params, *args, **kwargs)
         total = wide(found["base"])
         for name, weight in weights.items():
@@ -109,33 +107,17 @@ def loss_with_penalties(
         norms: dict[str, jax.Array] = {}
         if track_grad_norms:
             point, fixed, named = _constant((params, args, kwargs))
-            tracked = {"base", *(term.name for term in terms if term.differentiable)}
+            tracked = ["base", *(term.name for term in terms if term.differentiable)]
 
             def steep(at: Tree) -> dict[str, Any]:
                 every, _ = values(at, *fixed, **named)
-                return {name: value for name, value in every.items() if name in tracked}
+                return {name: every[name] for name in tracked}
 
             norms = gradient_norms(steep, point, {"base": 1.0, **weights})
-        metrics = _metrics(found, weights, norms, total)
+        metrics = pipeline.metrics(found, weights, norms, total)
         return total, metrics if aux is None else {**metrics, "aux": aux}
 
     return loss
-
-
-def _metrics(
-    found: Mapping[str, Any], weights: Mapping[str, Any], norms: Mapping[str, Any], total: Any
-) -> dict[str, Any]:
-    metrics: dict[str, Any] = {}
-    for name, value in found.items():
-        metrics[name] = value
-        if name in weights:
-            metrics[f"{name}_weighted"] = weights[name] * value
-        if f"{name}_grad_norm" in norms:
-            metrics[f"{name}_grad_norm"] = norms[f"{name}_grad_norm"]
-    metrics["total"] = total
-    if norms:
-        metrics["total_grad_norm"] = norms["total_grad_norm"]
-    return metrics
 
 
 def _constant(tree: Tree) -> Tree:
@@ -157,3 +139,23 @@ def _check_pipeline(pipeline: PenaltyPipeline) -> None:
                 f"a penalty must not be called {name!r}, which the metrics have for the base: "
                 "set the option 'name'."
             )
+
+
+def _scheduled(pipeline: PenaltyPipeline, schedules: Any) -> PenaltyPipeline:
+    """The pipeline with each of the schedules as the weight of the penalty that it names."""
+    if not isinstance(schedules, Mapping):
+        raise InputError(
+            f"schedules must map names of penalties to functions of the step, got {schedules!r}."
+        )
+    for name, schedule in schedules.items():
+        if name not in pipeline.names:
+            raise InputError(
+                f"schedules must name penalties, got {name!r}; there are: {listed(pipeline.names)}."
+            )
+        if not callable(schedule):
+            raise InputError(
+                f"the schedule of {name!r} must be a function of the step, got {schedule!r}: a "
+                "number belongs in the pipeline, as weight."
+            )
+        pipeline = pipeline.update_weight(name, schedule)
+    return pipeline

@@ -1,4 +1,4 @@
-"""How steep each term is, by one vmapped VJP."""
+"""Norms of the gradients of all terms, by one vmapped VJP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gradient_norms(
     of the parameters.
 
     Returns:
-        `name_grad_norm` for each, unweighted, and `total_grad_norm`.
+        The norm of each, unweighted, by name, and that of the `"total"`.
     """
     names: list[str] = []
 
@@ -38,8 +38,7 @@ def gradient_norms(
     norms = _joint([jnp.linalg.norm(leaf, axis=1) for leaf in leaves])
     shares = jnp.stack([jnp.asarray(weights[name], rows.dtype) for name in names])
     total = _joint([jnp.linalg.norm(shares @ leaf) for leaf in leaves])
-    each = {f"{name}_grad_norm": norm for name, norm in zip(names, norms, strict=True)}
-    return {**each, "total_grad_norm": total}
+    return {**dict(zip(names, norms, strict=True)), "total": total}
 
 
 def wide(value: Any) -> jax.Array:  # an array, or what can be one

@@ -29,10 +29,12 @@ def composed(
     components: Sequence[Component],
     weights: Sequence[float],
     reduction: str,
-    *,
     tracked: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The differentiable total, the components' values, and their inner products if tracked."""
+) -> tuple[Tensor, Tensor, None, Tensor | None]:
+    """The differentiable total, the components' values, and their inner products if tracked.
+
+    In between, where other ways have the gradient by the logits, nothing: there are none.
+    """
     scale, share = problem.rows.scale(reduction)
     wanted = _wanted(problem)
     late = _is_late(problem, wanted)
@@ -42,12 +44,12 @@ def composed(
             for rows in _rows(problem, components, weights)
         )
         if not tracked:
-            return total, each.detach(), None
+            return total, each.detach(), None, None
     wants = [*(asked and not late for asked in wanted), tracked]
     made, values, *_, products = _linear.compose_linear(
         *_flat(problem, scale, components, weights), share, wants
     )
-    return total if late else made, values.detach(), products.detach() if tracked else None
+    return total if late else made, values.detach(), None, products.detach() if tracked else None
 
 
 def _is_late(problem: Projected, wanted: Sequence[bool]) -> bool:

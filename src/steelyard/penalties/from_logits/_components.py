@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from steelyard.errors import InputError
-from steelyard.penalties._options import flag, number, one_of, positive
-from steelyard.penalties._terms import listed
+from steelyard.penalties._options import flag, one_of, positive
+from steelyard.spec import Schedule, check_weight, listed, options_of, weight_at
 
 ENTROPY, FORWARD, REVERSE, JS, Z_LOSS, CROSS_ENTROPY = range(6)
 
 # A term as the caller writes it: a name, or a pair of a name and its weight or its options.
-LogitTermLike: TypeAlias = str | tuple[str, float | Mapping[str, Any]]
-LogitTermsLike: TypeAlias = Iterable[LogitTermLike] | Mapping[str, float | Mapping[str, Any]]
+_Settings: TypeAlias = float | Schedule | Mapping[str, Any]
+LogitTermLike: TypeAlias = str | tuple[str, _Settings]
+LogitTermsLike: TypeAlias = Iterable[LogitTermLike] | Mapping[str, _Settings]
 
 
 class Component(NamedTuple):
@@ -31,7 +33,7 @@ Parts: TypeAlias = Sequence[tuple[Component, float]]
 
 class LogitTerm(NamedTuple):
     name: str
-    weight: float
+    weight: float  # or a traced scalar, in JAX
     parts: Parts
 
 
@@ -63,73 +65,72 @@ def of_kl(
     return [(forward if direction == "forward" else reverse, 1.0)]
 
 
-def of_js(*, temperature: float = 1.0) -> Parts:
-    return [(Component(JS, positive("temperature", temperature)), 1.0)]
+def of_one(kind: int, *, temperature: float = 1.0) -> Parts:
+    return [(Component(kind, positive("temperature", temperature)), 1.0)]
 
 
-def of_z_loss(*, temperature: float = 1.0) -> Parts:
-    return [(Component(Z_LOSS, positive("temperature", temperature)), 1.0)]
-
-
-def of_cross_entropy(*, temperature: float = 1.0) -> Parts:
-    return [(Component(CROSS_ENTROPY, positive("temperature", temperature)), 1.0)]
-
-
-BUILDERS: Mapping[str, tuple[Callable[..., Parts], tuple[str, ...]]] = {
-    "entropy": (of_entropy, ("mode", "normalize", "temperature")),
-    "kl": (of_kl, ("direction", "temperature", "max_log_ratio")),
-    "js": (of_js, ("temperature",)),
-    "z_loss": (of_z_loss, ("temperature",)),
-    "cross_entropy": (of_cross_entropy, ("temperature",)),
+_BUILDERS: Mapping[str, Callable[..., Parts]] = {
+    "entropy": of_entropy,
+    "kl": of_kl,
+    "js": partial(of_one, JS),
+    "z_loss": partial(of_one, Z_LOSS),
+    "cross_entropy": partial(of_one, CROSS_ENTROPY),
+}
+# Looked up once: Dynamo, which traces what follows, cannot inspect a function.
+_OPTIONS = {
+    kind: options_of(build, positional=kind == "entropy") for kind, build in _BUILDERS.items()
 }
 
 
-def read_terms(likes: LogitTermsLike, classes: int) -> list[LogitTerm]:
-    """The terms as written by the caller, with unique names.
+def read_terms(likes: LogitTermsLike, classes: int, step: Any = 0) -> list[LogitTerm]:
+    """The terms as written by the caller, with unique names and their weights at `step`.
 
     Raises:
-        InputError: A term is none of ours, does not take such an option, or is there twice.
+        InputError: A term is none of ours, does not take such an option, or is there twice; a
+            weight is not a finite number.
     """
     if isinstance(likes, str):
         raise InputError(f"terms must be a list of terms, got {likes!r}; write [{likes!r}].")
     terms: list[LogitTerm] = []
     for like in likes.items() if isinstance(likes, Mapping) else likes:
-        term = _read(like, classes)
+        term = _read(like, classes, step)
         if any(term.name == other.name for other in terms):
             raise InputError(
                 f"names of terms must be unique, got {term.name!r} twice; set the option 'name'."
             )
         terms.append(term)
     if not terms:
-        raise InputError(f"terms must hold at least one of {listed(BUILDERS)}, got none.")
+        raise InputError(f"terms must hold at least one of {listed(_BUILDERS)}, got none.")
     return terms
 
 
-def _read(like: LogitTermLike, classes: int) -> LogitTerm:
+def _read(like: LogitTermLike, classes: int, step: Any) -> LogitTerm:
     kind, options = like if isinstance(like, tuple) and len(like) == 2 else (like, {})  # noqa: PLR2004
-    if isinstance(options, int | float):
+    if not isinstance(options, Mapping) and (isinstance(options, int | float) or callable(options)):
         options = {"weight": options}
-    if not isinstance(kind, str) or kind not in BUILDERS or not isinstance(options, Mapping):
+    if not isinstance(kind, str) or kind not in _BUILDERS or not isinstance(options, Mapping):
         raise InputError(
-            f"a term over logits must be one of {listed(BUILDERS)}, or a pair of it with a weight "
+            f"a term over logits must be one of {listed(_BUILDERS)}, or a pair of it with a weight "
             f"or with {{options}}, got {like!r}."
         )
-    build, known = BUILDERS[kind]
-    name = options.get("name", kind)
+    own = dict(options)
+    name, weight = own.pop("name", kind), own.pop("weight", 1.0)
     if not isinstance(name, str) or name in ("", "total"):
         raise InputError(
             f"name must be a non-empty string other than 'total', the weighted sum, got {name!r}."
         )
-    weight = number(f"weight of term {name!r}", options.get("weight", 1.0))
-    own = {key: value for key, value in options.items() if key not in ("name", "weight")}
     for key in own:
-        if key not in known:
+        if key not in _OPTIONS[kind]:
             raise InputError(
-                f"term {name!r} takes the options {listed(('name', 'weight', *known))}, "
+                f"term {name!r} takes the options {listed(('name', 'weight', *_OPTIONS[kind]))}, "
                 f"got {key!r}."
             )
-    parts = build(classes, **own) if kind == "entropy" else build(**own)
-    return LogitTerm(name, weight, parts)
+    if callable(weight):
+        weight = weight_at(weight, step, name, negative=True, kind="term")
+    else:
+        weight = check_weight(weight, name, negative=True, kind="term")
+    build = _BUILDERS[kind]
+    return LogitTerm(name, weight, build(classes, **own) if kind == "entropy" else build(**own))
 
 
 def go_together(parts: Parts, others: Parts) -> bool:
@@ -141,12 +142,7 @@ def go_together(parts: Parts, others: Parts) -> bool:
 
 def components_of(terms: Sequence[LogitTerm]) -> list[Component]:
     """Each component once, by kind."""
-    found: list[Component] = []
-    for term in terms:
-        for component, _ in term.parts:
-            if component not in found:
-                found.append(component)
-    return sorted(found)
+    return sorted({component for term in terms for component, _ in term.parts})
 
 
 def shares_of(terms: Sequence[LogitTerm], components: Sequence[Component]) -> list[list[float]]:

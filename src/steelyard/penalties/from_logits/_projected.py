@@ -45,6 +45,7 @@ def accept(
     reference: Array | Projection | None = None,
     targets: Array | None = None,
     mask: Array | None = None,
+    chunk: int | None = None,
 ) -> Rows | Projected:
     """Check the inputs of a function over logits, whichever they are.
 
@@ -52,7 +53,7 @@ def accept(
         InputError: As `accept_rows` and `accept_projection`.
     """
     if isinstance(logits, Projection):
-        return accept_projection(logits, reference, targets, mask)
+        return accept_projection(logits, reference, targets, mask, chunk)
     return accept_rows(logits, made(reference), targets, mask)
 
 

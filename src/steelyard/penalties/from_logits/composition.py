@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array, Namespace, constant, is_jax, is_torch
 from steelyard.penalties._options import flag, one_of
 from steelyard.penalties.from_logits._components import (
     Component,
-    LogitTerm,
     LogitTermsLike,
     components_of,
     needs_reference,
@@ -20,10 +19,14 @@ from steelyard.penalties.from_logits._components import (
     shares_of,
 )
 from steelyard.penalties.from_logits._evaluation import check_targets, value_rows
-from steelyard.penalties.from_logits._inputs import Rows, accept_rows
+from steelyard.penalties.from_logits._inputs import Rows
+from steelyard.penalties.from_logits._projected import Projected, accept
 from steelyard.penalties.from_logits._sweep import Wants, sweep
 from steelyard.penalties.from_logits._tracking import tracked
-from steelyard.penalties.from_logits.projection import Projection, made
+from steelyard.penalties.from_logits.projection import Projection
+
+# The total, the components' values, the gradient by the logits, the components' inner products.
+_Evaluated: TypeAlias = tuple[Array, Array, Array | None, Array | None]
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ def compose_logits(
     mask: Array | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     track_grad_norms: bool = False,
+    step: Any = 0,
 ) -> ComposedLogits:
     """Compute any set of terms over logits together.
 
@@ -70,12 +74,14 @@ def compose_logits(
         logits: Any leading shape, classes last; or a `Projection`, as for `compose_linear`.
         terms: Each a name, `entropy`, `kl`, `js`, `z_loss` or `cross_entropy`, or a pair of one
             with its weight, or with its options: `weight` (1.0), `name` (to have one twice) and
-            the function's own. A mapping of names to either is as good.
+            the function's own. A mapping of names to either is as good. A weight is a finite
+            number, or a schedule `step -> weight`.
         reference: Logits of the same shape, for `kl` and `js`; or a `Projection`, a constant.
         targets: Integers in the leading shape, for `cross_entropy`.
         mask: Booleans over rows, as for the functions.
         reduction: `"mean"` or `"sum"` over rows, of every term.
         track_grad_norms: Add the norm of each term's gradient and all cosines.
+        step: Where the weights that are schedules are; in JAX it may be traced.
 
     Returns:
         The total, the values and what was tracked.
@@ -95,64 +101,76 @@ def compose_logits(
         >>> logits.grad.sum().round(decimals=4)
         tensor(1.3863)
     """
-    if isinstance(logits, Projection):
-        from steelyard.penalties.from_logits import linear  # noqa: PLC0415  # it builds on this
+    return compose(logits, terms, reference, targets, mask, reduction, track_grad_norms, step)
 
-        return linear.compose_linear(
-            logits.hidden,
-            logits.weight,
-            terms,
-            bias=logits.bias,
-            reference=reference,
-            targets=targets,
-            mask=mask,
-            reduction=reduction,
-            track_grad_norms=track_grad_norms,
-        )
+
+def compose(
+    logits: Array | Projection,
+    terms: LogitTermsLike,
+    reference: Array | Projection | tuple[Array, Array] | None,
+    targets: Array | None,
+    mask: Array | None,
+    reduction: str,
+    tracks: bool,
+    step: Any,
+    chunk: int | None = None,
+) -> ComposedLogits:
+    """Compute terms over logits, or over what makes them: the arguments are `compose_linear`'s."""
     one_of("reduction", reduction, ("mean", "sum"))
-    flag("track_grad_norms", track_grad_norms)
-    rows = accept_rows(logits, made(reference), targets, mask)
-    read = read_terms(terms, rows.logits.shape[-1])
+    flag("track_grad_norms", tracks)
+    if isinstance(reference, tuple) and isinstance(logits, Projection):
+        reference = Projection(*reference)
+    given = accept(logits, reference, targets, mask, chunk)
+    read = read_terms(terms, given.classes, step)
     components = components_of(read)
-    check_inputs(components, reference, targets)
-    if not needs_reference(components):
-        rows = rows._replace(reference=None)
-    if not needs_targets(components):
-        rows = rows._replace(targets=None)
-    evaluate = _torch if is_torch(logits) else _elsewhere
-    found = evaluate(rows, read, components, reduction, track_grad_norms)
-    if found.gradient is None:
-        return found
-    return ComposedLogits(
-        found.total,
-        found.values,
-        found.gradient.reshape(logits.shape),
-        found.grad_norms,
-        found.cosines,
-    )
+    given = _only_what_is_read(given, components, reference, targets)
+    shares = shares_of(read, components)
+    columns = zip(*shares, strict=True)
+    weights = [sum(t.weight * s for t, s in zip(read, column, strict=True)) for column in columns]
+    if isinstance(given, Projected):
+        from steelyard.penalties.from_logits import _chunked  # noqa: PLC0415  # needs torch
+
+        xp, evaluate = given.rows.xp, _chunked.composed
+    else:
+        xp, evaluate = given.xp, _torch if is_torch(logits) else _elsewhere
+    total, values, gradient, products = evaluate(given, components, weights, reduction, tracks)
+    each = list(values)  # in torch one operation for all
+    by_name = {term.name: _weighed(xp, own, each) for term, own in zip(read, shares, strict=True)}
+    if gradient is not None:
+        gradient = gradient.reshape(logits.shape)
+    if products is None:
+        return ComposedLogits(total, by_name, gradient)
+    norms, cosines = tracked(xp, list(by_name), [*shares, weights], products)
+    return ComposedLogits(total, by_name, gradient, norms, cosines)
 
 
-def check_inputs(
-    components: list[Component], reference: object | None, targets: object | None
-) -> None:
-    """Nothing, if what the components read was given.
+def _only_what_is_read(
+    given: Rows | Projected, components: list[Component], reference: object, targets: object
+) -> Rows | Projected:
+    """The inputs without those that no component reads.
 
     Raises:
-        InputError: The reference or the targets are missing.
+        InputError: The reference or the targets are read, and missing.
     """
     if needs_reference(components) and reference is None:
         raise InputError("reference must be given, since kl and js compare with it, got None.")
     if needs_targets(components) and targets is None:
         raise InputError("targets must be given, since cross_entropy reads them, got None.")
+    if not needs_reference(components):
+        none = [key for key in given._fields if key.startswith("reference")]
+        given = given._replace(**dict.fromkeys(none))
+    if needs_targets(components):
+        return given
+    if isinstance(given, Rows):
+        return given._replace(targets=None)
+    return given._replace(rows=given.rows._replace(targets=None))
 
 
 def _torch(
-    rows: Rows, terms: list[LogitTerm], components: list[Component], reduction: str, tracks: bool
-) -> ComposedLogits:
+    rows: Rows, components: list[Component], weights: list[float], reduction: str, tracks: bool
+) -> _Evaluated:
     from steelyard.penalties.from_logits import _operators  # noqa: PLC0415  # needs torch
 
-    shares = shares_of(terms, components)
-    weights = weights_of(terms, shares)
     problem = (rows.logits, rows.reference, rows.targets)
     scale, share = rows.scale(reduction)
     by_logits, by_reference = _operators.wanted(rows.logits, rows.reference)
@@ -163,23 +181,15 @@ def _torch(
     if late:
         each = _operators.rows(*problem, rows.scale("sum")[0], *flat)[0]
         total = share * (each if scale is None else each * scale).sum()
-    return composed(
-        rows.xp,
-        terms,
-        shares,
-        total,
-        values.detach(),
-        gradient.detach() if wants[0] else None,
-        products.detach() if tracks else None,
-    )
+    kept = gradient.detach() if wants[0] else None
+    return total, values.detach(), kept, products.detach() if tracks else None
 
 
 def _elsewhere(
-    rows: Rows, terms: list[LogitTerm], components: list[Component], reduction: str, tracks: bool
-) -> ComposedLogits:
+    rows: Rows, components: list[Component], weights: list[float], reduction: str, tracks: bool
+) -> _Evaluated:
     """NumPy and JAX."""
-    xp, shares = rows.xp, shares_of(terms, components)
-    weights = weights_of(terms, shares)
+    xp = rows.xp
     scale, share = rows.scale(reduction)
     if scale is None:
         scale = xp.full(rows.logits.shape[0], share, dtype=rows.dtype)
@@ -187,7 +197,7 @@ def _elsewhere(
     total = sum(weight * values[i] for i, weight in enumerate(weights))
     values = constant(values)
     if not tracks:
-        return composed(rows.xp, terms, shares, total, values, None, None)
+        return total, values, None, None
     arrays = (constant(rows.logits), rows.reference, rows.targets)
     if is_jax(rows.logits):
         from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX
@@ -196,32 +206,7 @@ def _elsewhere(
     else:
         check_targets(rows)
         swept = sweep(xp, *arrays, scale, components, weights, Wants(logits=True, gram=True))
-    return composed(rows.xp, terms, shares, total, values, swept.logits, swept.gram)
-
-
-def weights_of(terms: list[LogitTerm], shares: list[list[float]]) -> list[float]:
-    """What each component counts in the weighted total."""
-    columns = zip(*shares, strict=True)
-    return [sum(t.weight * s for t, s in zip(terms, column, strict=True)) for column in columns]
-
-
-def composed(
-    xp: Namespace,
-    terms: list[LogitTerm],
-    shares: list[list[float]],
-    total: Array,
-    values: Array,
-    gradient: Array | None,
-    products: Array | None,
-) -> ComposedLogits:
-    """From components to terms: their values, and norms and cosines from inner products."""
-    each = list(values)  # in torch one operation for all
-    by_name = {term.name: _weighed(xp, own, each) for term, own in zip(terms, shares, strict=True)}
-    if products is None:
-        return ComposedLogits(total, by_name, gradient)
-    names = [term.name for term in terms]
-    norms, cosines = tracked(xp, names, [*shares, weights_of(terms, shares)], products)
-    return ComposedLogits(total, by_name, gradient, norms, cosines)
+    return total, values, swept.logits, swept.gram
 
 
 def _weighed(xp: Namespace, shares: list[float], values: list[Array]) -> Array:

@@ -5,22 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from steelyard.penalties._arrays import Array
-from steelyard.penalties._options import flag, one_of
-from steelyard.penalties.from_logits._components import (
-    LogitTermsLike,
-    components_of,
-    needs_reference,
-    needs_targets,
-    read_terms,
-    shares_of,
-)
-from steelyard.penalties.from_logits._projected import accept_projection
-from steelyard.penalties.from_logits.composition import (
-    ComposedLogits,
-    check_inputs,
-    composed,
-    weights_of,
-)
+from steelyard.penalties.from_logits._components import LogitTermsLike
+from steelyard.penalties.from_logits.composition import ComposedLogits, compose
 from steelyard.penalties.from_logits.projection import Projection
 
 
@@ -35,6 +21,7 @@ def compose_linear(
     mask: Array | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     track_grad_norms: bool = False,
+    step: int = 0,
     chunk: int | None = None,
 ) -> ComposedLogits:
     """Compute terms over `logits = hidden @ weight.T + bias`, a chunk of tokens at a time (torch).
@@ -56,6 +43,7 @@ def compose_linear(
         mask: As for `compose_logits`.
         reduction: As for `compose_logits`.
         track_grad_norms: As for `compose_logits`: norms and cosines are those in logit space.
+        step: As for `compose_logits`.
         chunk: Tokens at a time; `None` is as many as have 1 GB of bfloat16 logits on a GPU.
 
     Returns:
@@ -75,22 +63,5 @@ def compose_linear(
         >>> print(f"{found.values['cross_entropy']:.4f} {weight.grad[0, 0]:.1f}")
         1.6094 -0.3
     """
-    one_of("reduction", reduction, ("mean", "sum"))
-    flag("track_grad_norms", track_grad_norms)
-    if isinstance(reference, tuple):
-        reference = Projection(*reference)
-    problem = accept_projection(Projection(hidden, weight, bias), reference, targets, mask, chunk)
-    read = read_terms(terms, problem.classes)
-    components = components_of(read)
-    check_inputs(components, reference, targets)
-    if not needs_reference(components):
-        problem = problem._replace(reference=None, reference_weight=None, reference_bias=None)
-    if not needs_targets(components):
-        problem = problem._replace(rows=problem.rows._replace(targets=None))
-    from steelyard.penalties.from_logits import _chunked  # noqa: PLC0415  # needs torch
-
-    shares = shares_of(read, components)
-    total, values, products = _chunked.composed(
-        problem, components, weights_of(read, shares), reduction, tracked=track_grad_norms
-    )
-    return composed(problem.rows.xp, read, shares, total, values, None, products)
+    made = Projection(hidden, weight, bias)
+    return compose(made, terms, reference, targets, mask, reduction, track_grad_norms, step, chunk)

@@ -7,11 +7,12 @@ from typing import Literal
 from steelyard.penalties._arrays import Array
 from steelyard.penalties._reduction import accept_reduction
 from steelyard.penalties.from_logits._components import (
-    of_cross_entropy,
+    CROSS_ENTROPY,
+    JS,
+    Z_LOSS,
     of_entropy,
-    of_js,
     of_kl,
-    of_z_loss,
+    of_one,
 )
 from steelyard.penalties.from_logits._evaluation import evaluated
 from steelyard.penalties.from_logits._projected import accept
@@ -136,7 +137,7 @@ def js(
     """
     accept_reduction(reduction)
     rows = accept(logits, reference, mask=mask)
-    return evaluated(rows, of_js(temperature=temperature), reduction)
+    return evaluated(rows, of_one(JS, temperature=temperature), reduction)
 
 
 def z_loss(
@@ -170,7 +171,7 @@ def z_loss(
         Chowdhery et al. (2022), "PaLM: scaling language modeling with pathways", section 5.
     """
     accept_reduction(reduction)
-    return evaluated(accept(logits, mask=mask), of_z_loss(temperature=temperature), reduction)
+    return evaluated(accept(logits, mask=mask), of_one(Z_LOSS, temperature=temperature), reduction)
 
 
 def cross_entropy(
@@ -205,7 +206,7 @@ def cross_entropy(
     """
     accept_reduction(reduction)
     rows = accept(logits, targets=targets, mask=mask)
-    return evaluated(rows, of_cross_entropy(temperature=temperature), reduction)
+    return evaluated(rows, of_one(CROSS_ENTROPY, temperature=temperature), reduction)
 
 
 def target_logprobs(
@@ -235,6 +236,6 @@ def target_logprobs(
         >>> print(target_logprobs(np.log([[0.25, 0.75]]), np.array([1])).round(6))
         [-0.287682]
     """
-    [(component, _)] = of_cross_entropy(temperature=temperature)
+    [(component, _)] = of_one(CROSS_ENTROPY, temperature=temperature)
     rows = accept(logits, targets=targets, mask=mask)
     return evaluated(rows, [(component, -1.0)], "none")
