@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -44,6 +44,7 @@ class Reads(Named):
         keywords: the inputs that it must have, by the keyword it takes them by.
         owner: the object that `fn` is a method of, or `fn`.
         head: the part of the outputs it sees.
+        required: all inputs that it must have.
     """
 
     fn: Callable[..., Any]
@@ -52,11 +53,11 @@ class Reads(Named):
     keywords: tuple[tuple[str, str], ...] = ()
     owner: Any = None
     head: str | None = None
+    required: tuple[str, ...] = field(init=False)
 
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The inputs that it must have."""
-        return (*self.names, *(name for _, name in self.keywords))
+    def __post_init__(self) -> None:
+        required = (*self.names, *(name for _, name in self.keywords))
+        object.__setattr__(self, "required", required)  # the class is frozen
 
     def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
         """What the function gives for these inputs."""
