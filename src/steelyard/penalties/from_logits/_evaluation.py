@@ -71,7 +71,8 @@ def _torch(
     """By the operators over logits, or by those over a projection, which take what those take."""
     from steelyard.penalties.from_logits import _linear, _operators  # noqa: PLC0415  # need torch
 
-    rows, flat = given.rows, (*_operators.flat(components), list(weights))
+    flat: tuple[Any, ...] = (*_operators.flat(components), list(weights))
+    rows = given.rows
     if isinstance(given, Projected):
         by_rows, at_once = _linear.rows, _linear.compose_linear
         problem, flat = given.arrays, (*flat, given.chunk)

@@ -134,8 +134,7 @@ def _only_what_is_read(
     if needs_targets(components) and targets is None:
         raise InputError("targets must be given, since cross_entropy reads them, got None.")
     if not needs_reference(components):
-        none = [key for key in given._fields if key.startswith("reference")]
-        given = given._replace(**dict.fromkeys(none))
+        given = given._replace(reference=None)
     if needs_targets(components):
         return given
     if isinstance(given, Rows):

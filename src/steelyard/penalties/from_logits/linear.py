@@ -64,7 +64,7 @@ def compose_linear(
         1.6094 -0.3
     """
     return compose_logits(
-        Projection(hidden, weight, bias, chunk),
+        Projection(hidden, weight, bias, chunk=chunk),
         terms,
         reference=reference,
         targets=targets,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from steelyard.penalties._arrays import Array
@@ -36,7 +36,7 @@ class Projection:
     hidden: Array
     weight: Array
     bias: Array | None = None
-    chunk: int | None = None
+    chunk: int | None = field(default=None, kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
