@@ -35,7 +35,7 @@ def round_trip(workers: Workers, lane: Any, payload: object, reply_bytes: int = 
 
     def once() -> None:
         ticket = Ticket("nothing", lane, nothing, (payload,), 30.0, reply_bytes=reply_bytes)
-        with Batch([ticket], workers.executors, {}) as batch:
+        with Batch([ticket], workers.executors, 2) as batch:
             for settled in batch.settled():
                 settled.result()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from .test_layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,7 +69,9 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     assert '<link rel="stylesheet" href="http' not in page
 
 
-def test_imports_in_the_diagram_point_down(site: Path) -> None:
+def test_the_diagram_has_every_folder_and_imports_that_the_layers_allow(site: Path) -> None:
     drawn = (site / "reference" / "diagram.svg").read_text(encoding="utf-8")
-    assert "composition imports gradients" in drawn
-    assert "gradients imports composition" not in drawn
+    assert set(re.findall(r">(\w+)</text>", drawn)) == set(LAYERS)
+    imports = re.findall(r"(\w+) imports (\w+)", drawn)
+    assert ("composition", "gradients") in imports
+    assert [pair for pair in imports if pair[1] not in LAYERS[pair[0]]] == []

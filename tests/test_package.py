@@ -1,4 +1,4 @@
-"""The package as a whole: its surface, its imports and its packaging."""
+"""The package as a whole: its surface, how light its import is, and its packaging."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_every_module_says_what_it_is() -> None:
     assert silent == []
 
 
-# Imports: light, and in one direction.
+# Imports are light; `test_layers` says which way they point.
 
 LIGHT = [
     name
@@ -204,110 +204,6 @@ def test_the_import_is_light(name: str) -> None:
 
 def test_a_heavy_import_would_be_noticed() -> None:
     assert python(f"import steelyard.gradients; {LOADED}") == "torch"
-
-
-BELOW = frozenset({"penalties", "spec", "output", "telemetry"})
-CORE = BELOW | {"execution", "gradients", "composition"}
-ON_TOP = frozenset({"clients", "engine", "regularizers", "integrations", "experiment", "cli"})
-ALLOWED: dict[str, frozenset[str]] = {
-    "errors": frozenset(),
-    "_extras": frozenset(),
-    "_version": frozenset(),
-    "penalties": frozenset({"telemetry"}),  # the pipeline tells it
-    "spec": frozenset(),
-    "output": frozenset(),
-    "telemetry": frozenset(),
-    "execution": BELOW,
-    "gradients": BELOW,
-    "composition": CORE,
-    **dict.fromkeys(ON_TOP, CORE | ON_TOP),
-    "__main__": frozenset({"cli"}),
-}
-FOR_ALL = frozenset({"errors", "_extras", "_version"})
-EXEMPT = ("steelyard", "steelyard.schedules")
-
-
-def imports_of(source: str, package: str) -> Iterator[str]:
-    """The dotted names a module of `package` imports from the library, wherever in the file."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-            origin = ".".join([*(parents if node.level else ()), *filter(None, [node.module])])
-            found = [f"{origin}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (name for name in found if name.partition(".")[0] == "steelyard")
-
-
-def stage_of(imported: str) -> str:
-    """The stage an imported name belongs to; names at the top level lead to where they live."""
-    _, _, rest = imported.partition(".")
-    first = rest.partition(".")[0]
-    if f"steelyard.{first}" in FILES or first in ALLOWED:
-        return first
-    return TOP_LEVEL.get(first, "steelyard")
-
-
-TOP_LEVEL = {
-    alias.asname or alias.name: (node.module or "").split(".")[1]
-    for node in ast.walk(ast.parse(FILES["steelyard"].read_text(encoding="utf-8")))
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("steelyard.")
-    for alias in node.names
-}
-
-
-def breaches(source: str, module: str, package: str) -> list[str]:
-    stage = module.split(".")[1]
-    wrong = []
-    for imported in imports_of(source, package):
-        target = stage_of(imported)
-        sideways = target in ON_TOP - {stage} and any(
-            part.startswith("_") for part in imported.split(".")
-        )
-        if sideways or target not in ALLOWED[stage] | FOR_ALL | {stage}:
-            wrong.append(imported)
-    return wrong
-
-
-@pytest.mark.parametrize("module", [name for name in FILES if name not in EXEMPT])
-def test_imports_point_one_way(module: str) -> None:
-    assert module.split(".")[1] in ALLOWED, "a stage that DESIGN.md does not know: place it above"
-    package = module if module in PACKAGES else module.rpartition(".")[0]
-    assert breaches(FILES[module].read_text(encoding="utf-8"), module, package) == []
-
-
-@pytest.mark.parametrize(
-    ("module", "line", "wrong"),
-    [
-        ("spec.x", "import steelyard.telemetry.bus", ["steelyard.telemetry.bus"]),
-        ("spec.x", "from steelyard import telemetry", ["steelyard.telemetry"]),
-        ("spec.x", "from steelyard import Pipeline", ["steelyard.Pipeline"]),
-        ("spec.x", "import steelyard", ["steelyard"]),
-        ("spec.x", "def f():\n from steelyard.output import terms", ["steelyard.output.terms"]),
-        ("spec.x", "from ..output import terms", ["steelyard.output.terms"]),
-        ("spec.x", "from .. import output", ["steelyard.output"]),
-        ("spec.x", "from . import registry\nfrom .registry import build", []),
-        ("spec.x", "from steelyard.errors import SpecError\nimport torch", []),
-        ("penalties.x", "from steelyard.telemetry import execute", []),
-        ("penalties.x", "from steelyard.spec import BASE", ["steelyard.spec.BASE"]),
-        ("execution.x", "import steelyard.gradients", ["steelyard.gradients"]),
-        ("gradients.x", "from steelyard import Workers", ["steelyard.Workers"]),
-        ("gradients.x", "from steelyard import RegularizerSpec", []),
-        ("composition.x", "import steelyard.clients", ["steelyard.clients"]),
-        ("composition.x", "from steelyard.execution.batch import Batch", []),
-        ("engine.x", "from steelyard.clients import regularize", []),
-        ("engine.x", "from steelyard.clients._wire import send", ["steelyard.clients._wire.send"]),
-        ("engine.x", "from steelyard.engine._model import load", []),
-        ("errors", "from steelyard import spec", ["steelyard.spec"]),
-    ],
-)
-def test_an_import_against_the_direction_would_be_found(
-    module: str, line: str, wrong: list[str]
-) -> None:
-    package = f"steelyard.{module}".rpartition(".")[0]
-    assert breaches(line, f"steelyard.{module}", package) == wrong
 
 
 # Without the extras.

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "steelyard"
 EXAMPLES = ROOT / "examples"
 
-# From the bottom up: each imports from those before it.
+# From the bottom up, as in docs/architecture.md.
 STAGES = (
     "telemetry",
     "output",
@@ -36,9 +36,9 @@ STAGES = (
     "execution",
     "gradients",
     "composition",
+    "regularizers",
     "clients",
     "engine",
-    "regularizers",
     "integrations",
     "experiment",
     "cli",

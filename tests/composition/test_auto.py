@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import term as term_module
+from steelyard.composition import terms as term_module
 
 from .terms import LOGPROBS, nll
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from steelyard import RegularizerSpec
 from steelyard.composition.call import Call, Settings
 from steelyard.composition.part import Part
-from steelyard.composition.term import Term
+
+from steelyard import RegularizerSpec
+from steelyard.composition.terms import Term
 from steelyard.execution import default_workers
 from steelyard.gradients import flatten
 

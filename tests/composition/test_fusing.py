@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, telemetry
+from steelyard.composition.evaluate import Evaluator
 from steelyard.errors import NonFiniteError, TermError
 from steelyard.gradients import Joint
 from steelyard.output import CustomLossOutput
@@ -96,7 +97,7 @@ def test_the_numbers_are_those_of_one_by_one(
     found = compute(*TERMS, *beside, track_grad_norms=tracked)
     # A group tells no cosine with a term outside of it.
     assert together == ([] if tracked and beside else [3])
-    monkeypatch.setattr("steelyard.composition.call.groups_of", lambda *_args, **_kwargs: [])
+    monkeypatch.setattr(Evaluator, "_groups", lambda *_args, **_kwargs: [])
     wanted = compute(*TERMS, *beside, track_grad_norms=tracked)
     assert len(together) <= 1
     assert_same(found, wanted)
@@ -125,7 +126,7 @@ def test_a_projection(tracked: bool, together: list[int], monkeypatch: pytest.Mo
     found = compute(*terms, track_grad_norms=tracked)
     # Norms by hidden states and weight are each term's own.
     assert together == ([] if tracked else [3])
-    monkeypatch.setattr("steelyard.composition.call.groups_of", lambda *_args, **_kwargs: [])
+    monkeypatch.setattr(Evaluator, "_groups", lambda *_args, **_kwargs: [])
     wanted = compute(*terms, track_grad_norms=tracked)
     assert found.loss_total == pytest.approx(wanted.loss_total, rel=1e-5)
     for mine, other in zip(found.beyond["projection"], wanted.beyond["projection"], strict=True):

@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from steelyard.engine import LocalServiceClient, sources, tiny
+from steelyard.engine import KNOWN_MODELS, LocalServiceClient, find_model, model_folder, tiny
 from steelyard.errors import InputError, ModelError
 
 UNKNOWN = [
@@ -29,13 +29,23 @@ UNKNOWN = [
 def test_an_unknown_model_is_an_error_that_lists_the_known_and_the_three_ways(
     service: LocalServiceClient, name: Any
 ) -> None:
-    for call in (sources.find, service.create_lora_training_client):
+    for call in (find_model, service.create_lora_training_client):
         with pytest.raises(ModelError) as caught:
             call(name)
         assert str(caught.value) == (
             "base_model must be a known name (smollm2-135m, tiny-random), the path of a folder as "
             f"transformers writes it, or a Hub id (organisation/name), got {name!r}."
         )
+
+
+def test_known_models_say_where_they_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    assert {name: model_folder(name) for name in KNOWN_MODELS} == {
+        "smollm2-135m": tmp_path / "models" / "smollm2-135m",
+        "tiny-random": None,
+    }
 
 
 def test_a_folder_without_a_config_is_an_error(service: LocalServiceClient, tmp_path: Path) -> None:

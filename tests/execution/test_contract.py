@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from steelyard.errors import TermTimeoutError
-from steelyard.execution import Batch, Cancelled, Lane, Ticket, Workers
+from steelyard.execution import Batch, Cancelled, Executor, Ticket, Workers
 
-LANES: tuple[Lane, ...] = ("thread", "process", "async")
+LANES: tuple[str, ...] = ("thread", "process", "async")
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +25,12 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.fixture(params=LANES)
-def lane(request: pytest.FixtureRequest) -> Lane:
-    found: Lane = request.param
+def lane(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
     return found
 
 
-def for_lane(lane: Lane, fn: Callable[..., Any]) -> Callable[..., Any]:
+def for_lane(lane: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` as the lane takes it; a sleep in it becomes one that yields."""
     if lane != "async":
         return fn
@@ -41,13 +41,12 @@ def for_lane(lane: Lane, fn: Callable[..., Any]) -> Callable[..., Any]:
     return afn
 
 
-def ticket(lane: Lane, fn: Callable[..., Any], *args: Any, timeout: float | None = 20.0) -> Ticket:
+def ticket(lane: str, fn: Callable[..., Any], *args: Any, timeout: float | None = 20.0) -> Ticket:
     return Ticket(fn.__name__, lane, for_lane(lane, fn), args, timeout)
 
 
 def run(workers: Workers, tickets: list[Ticket], width: int = 2, **options: Any) -> list[Ticket]:
-    limits = {"thread": width, "process": width}
-    with Batch(tickets, workers.executors, limits, **options) as batch:
+    with Batch(tickets, workers.executors, width, **options) as batch:
         return list(batch.settled())
 
 
@@ -63,7 +62,7 @@ def leave() -> None:
     raise SystemExit(3)
 
 
-def test_every_ticket_is_settled_once_with_its_own_result(workers: Workers, lane: Lane) -> None:
+def test_every_ticket_is_settled_once_with_its_own_result(workers: Workers, lane: str) -> None:
     tickets = [ticket(lane, double, i) for i in range(12)]
     settled = run(workers, tickets)
     assert sorted(map(id, settled)) == sorted(map(id, tickets))
@@ -72,7 +71,7 @@ def test_every_ticket_is_settled_once_with_its_own_result(workers: Workers, lane
     assert not any(t.running for t in tickets)
 
 
-def test_a_failure_concerns_one_ticket(workers: Workers, lane: Lane) -> None:
+def test_a_failure_concerns_one_ticket(workers: Workers, lane: str) -> None:
     good, bad, also_good = (ticket(lane, fn, 7) for fn in (double, fail, double))
     run(workers, [good, bad, also_good])
     assert (good.result(), also_good.result()) == (14, 14)
@@ -80,7 +79,7 @@ def test_a_failure_concerns_one_ticket(workers: Workers, lane: Lane) -> None:
         bad.result()
 
 
-def test_an_exit_is_a_failure_too(workers: Workers, lane: Lane) -> None:
+def test_an_exit_is_a_failure_too(workers: Workers, lane: str) -> None:
     bad, good = ticket(lane, leave), ticket(lane, double, 1)
     run(workers, [bad, good])
     assert good.result() == 2
@@ -88,7 +87,7 @@ def test_an_exit_is_a_failure_too(workers: Workers, lane: Lane) -> None:
         bad.result()
 
 
-def hang(lane: Lane) -> Callable[[], Any]:
+def hang(lane: str) -> Callable[[], Any]:
     if lane != "async":
         return lambda: time.sleep(10.0)
 
@@ -98,7 +97,7 @@ def hang(lane: Lane) -> Callable[[], Any]:
     return nap
 
 
-def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, lane: Lane) -> None:
+def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, lane: str) -> None:
     run(workers, [ticket(lane, double, 0)])  # warm
     slow = Ticket("slow", lane, hang(lane), (), 0.2)
     good = ticket(lane, double, 4)
@@ -155,7 +154,7 @@ def test_coroutines_are_not_limited(workers: Workers) -> None:
 
 
 def test_in_turn_is_one_at_a_time_in_order(workers: Workers) -> None:
-    lanes: list[Lane] = ["thread", "async", "thread"]
+    lanes: list[str] = ["thread", "async", "thread"]
     tickets = [ticket(lane, double, i) for i, lane in enumerate(lanes)]
     assert run(workers, tickets, in_turn=True) == tickets
     for before, after in itertools.pairwise(tickets):
@@ -164,10 +163,10 @@ def test_in_turn_is_one_at_a_time_in_order(workers: Workers) -> None:
         assert before.ended <= after.started
 
 
-def test_leaving_the_block_calls_off_the_rest(workers: Workers, lane: Lane) -> None:
+def test_leaving_the_block_calls_off_the_rest(workers: Workers, lane: str) -> None:
     running, queued = (Ticket(name, lane, hang(lane), (), 20.0) for name in ("r", "q"))
     quick = ticket(lane, double, 1)
-    with Batch([quick, running, queued], workers.executors, {"thread": 2, "process": 2}) as batch:
+    with Batch([quick, running, queued], workers.executors, 2) as batch:
         next(iter(batch.settled()))
     for t in (running, queued):
         assert t.settled
@@ -178,13 +177,13 @@ def test_leaving_the_block_calls_off_the_rest(workers: Workers, lane: Lane) -> N
 def test_another_thread_can_interrupt_the_wait(workers: Workers) -> None:
     events: SimpleQueue[Ticket | None] = SimpleQueue()
     slow = Ticket("slow", "async", hang("async"), (), 20.0)
-    with Batch([slow], workers.executors, {}, events=events) as batch:
+    with Batch([slow], workers.executors, 2, events=events) as batch:
         events.put(None)
         with pytest.raises(Cancelled):
             list(batch.settled())
 
 
-def test_starts_are_told_in_the_waiting_thread(workers: Workers, lane: Lane) -> None:
+def test_starts_are_told_in_the_waiting_thread(workers: Workers, lane: str) -> None:
     told: list[tuple[str, threading.Thread]] = []
     tickets = [ticket(lane, double, i) for i in range(3)]
     run(workers, tickets, on_start=lambda t: told.append((t.term, threading.current_thread())))
@@ -192,12 +191,14 @@ def test_starts_are_told_in_the_waiting_thread(workers: Workers, lane: Lane) -> 
 
 
 def test_what_cannot_be_submitted_fails_its_ticket(workers: Workers) -> None:
-    class Broken:
-        def submit(self, _: Ticket) -> None:
+    class Broken(Executor):
+        def submit(self, ticket: Ticket) -> None:
             raise OSError("no more threads")
 
+        def close(self) -> None: ...
+
     t = ticket("thread", double, 1)
-    with Batch([t], {"thread": Broken()}, {}) as batch:
+    with Batch([t], {"thread": Broken()}, 2) as batch:
         list(batch.settled())
     with pytest.raises(OSError, match="no more threads"):
         t.result()

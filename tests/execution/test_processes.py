@@ -31,7 +31,7 @@ def workers() -> Iterator[Workers]:
 
 
 def run(workers: Workers, *tickets: Ticket) -> None:
-    with Batch(tickets, workers.executors, {"process": 2}) as batch:
+    with Batch(tickets, workers.executors, 2) as batch:
         list(batch.settled())
 
 
@@ -145,7 +145,7 @@ def test_closing_kills_busy_and_idle_workers(tmp_path: Path) -> None:
     workers = Workers(processes=2)
     blocks = set(_MEMORY.glob("steelyard-*"))
     busy = job(announce_and_loop, tmp_path / "pid", torch.ones(100_000))
-    with Batch([busy], workers.executors, {}):
+    with Batch([busy], workers.executors, 2):
         wait_until((tmp_path / "pid").exists, within=30)
         workers.close()
         assert set(_MEMORY.glob("steelyard-*")) <= blocks
@@ -159,7 +159,7 @@ def test_closing_kills_busy_and_idle_workers(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_task_is_killed(workers: Workers, tmp_path: Path) -> None:
-    with Batch([job(announce_and_loop, tmp_path / "pid")], workers.executors, {}):
+    with Batch([job(announce_and_loop, tmp_path / "pid")], workers.executors, 2):
         wait_until((tmp_path / "pid").exists, within=30)
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not psutil.pid_exists(pid))

@@ -16,7 +16,7 @@ from steelyard.execution.threads import ThreadExecutor
 
 
 def run(workers: Workers, *tickets: Ticket) -> None:
-    with Batch(tickets, workers.executors, {}) as batch:
+    with Batch(tickets, workers.executors, 2) as batch:
         list(batch.settled())
 
 
@@ -87,7 +87,7 @@ def test_a_coroutine_that_blocks_the_loop_is_given_up_on() -> None:
         with pytest.raises(TermTimeoutError):
             blocking.result()
         assert blocking.running
-        workers.coroutines.give_up()
+        workers.coroutines.abandon()
         after = Ticket("fine", "async", fine, (), 5.0)
         run(workers, after)
         assert after.result() == 1
@@ -101,7 +101,7 @@ def test_a_loop_that_turns_is_not_given_up_on() -> None:
     with Workers() as workers:
         first, second = (Ticket(n, "async", loop, ()) for n in "ab")
         run(workers, first)
-        workers.coroutines.give_up()
+        workers.coroutines.abandon()
         run(workers, second)
         assert first.result() == second.result()
 
@@ -119,7 +119,7 @@ def test_closing_cancels_what_runs_on_the_loop() -> None:
             raise
 
     workers = Workers()
-    with Batch([Ticket("w", "async", wait, ())], workers.executors, {}):
+    with Batch([Ticket("w", "async", wait, ())], workers.executors, 2):
         assert begun.wait(5)
         workers.close()
         assert cancelled.wait(5)

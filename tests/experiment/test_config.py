@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from steelyard.errors import ConfigError
-from steelyard.experiment import read_config
+from steelyard.experiment import check_config, example_config, read_config
 from steelyard.experiment.complaints import place
 from steelyard.experiment.terms import build_terms
 from steelyard.experiment.weights import SCHEDULES, check_weight, schedule_of
@@ -155,6 +155,26 @@ def test_terms_say_whether_they_read_the_reference(
         "regularizers": [{"use": use, "weight": 1, "options": options}],
     }
     assert build_terms(read_config(raw, folder=folder)).read_reference is reads
+
+
+def test_a_check_gives_the_regularizers_with_open_weights_at_their_low_end(folder: Path) -> None:
+    (folder / "example.toml").write_text(example_config(), encoding="utf-8")
+    config = read_config(folder / "example.toml", ["regularizers.kl.weight={tune = [0.5, 2.0]}"])
+    kl, entropy = check_config(config)
+    assert (kl.name, kl.weight, entropy.name, entropy.weight) == ("kl", 0.5, "entropy", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.base_model=gpt-9", r"\[model\]: base_model must be"),
+        ("loss.use=no", r"\[loss\]: use"),
+    ],
+)
+def test_a_check_refuses_what_training_would(folder: Path, override: str, message: str) -> None:
+    config = read_config({"data": {"path": "train.jsonl"}}, [override], folder=folder)
+    with pytest.raises(ConfigError, match=message):
+        check_config(config)
 
 
 def test_a_loss_of_ones_own_takes_options(folder: Path) -> None:

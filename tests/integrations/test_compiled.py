@@ -70,8 +70,7 @@ def test_a_compiled_step_is_one_graph_for_all_steps() -> None:
             assert each.custom == pytest.approx(expected.custom, rel=1e-6)
     assert counter.frame_count == 1
     # No number keeps the graph of its pass alive.
-    assert ours._weighed is not None
-    for reading in ours._weighed.readings:
+    for reading in ours.results:
         assert not reading.value.requires_grad
         assert not any(value.requires_grad for value in reading.custom.values())
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from steelyard import schedules
+from steelyard.composition.evaluate import Evaluator
 from steelyard.errors import TermError
-from steelyard.integrations import fusing
 from steelyard.integrations.torch import CompositeLoss, term
 from steelyard.output import CustomLossOutput
 from steelyard.penalties.from_logits import (
@@ -76,7 +76,7 @@ def weighed(composite: CompositeLoss, batch: dict[str, Tensor]) -> tuple[CustomL
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "fusable", lambda _calls: [])
+    monkeypatch.setattr(Evaluator, "_groups", lambda *_args, **_kwargs: [])
 
 
 def near(number: float | None) -> Any:

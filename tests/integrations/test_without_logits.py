@@ -20,11 +20,11 @@ from steelyard.engine import tiny
 from steelyard.errors import InputError
 from steelyard.integrations import term
 from steelyard.integrations.huggingface import RegularizerCallback
-from steelyard.integrations.output_layer import Heard
 from steelyard.integrations.without_logits import OwnLoss, can_stand_in, counted
 from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import Projection
 from steelyard.penalties.from_logits import _projected as projected
+from steelyard.penalties.from_logits.lm_head import Heard
 from tests.integrations.test_huggingface import (
     Collator,
     RegularizedTrainer,

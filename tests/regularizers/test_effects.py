@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,7 +122,8 @@ def on_policy(trained: Trained, generator: torch.Generator) -> list[Any]:
 
 
 def entropy_with(*specs: RegularizerSpec) -> float:
-    return entropy(train(on_policy, policy_gradient, specs), PROMPT)
+    # A sampled penalty takes 30 to 60 steps, by the luck of the draw, to settle on one token.
+    return entropy(train(on_policy, policy_gradient, specs, steps=80), PROMPT)
 
 
 def test_entropy_rises_under_a_bonus_and_falls_under_a_penalty() -> None:
@@ -134,16 +136,19 @@ def test_entropy_rises_under_a_bonus_and_falls_under_a_penalty() -> None:
 def test_entropy_of_classes() -> None:
     data = [sequence(PROMPT, target_tokens=[list(range(500))])]
 
-    def first_is_likely(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
-        return (torch.cat(logprobs)[:, 0] + 1.5).square().mean()
+    def entropy_of(first: float, *specs: RegularizerSpec) -> float:
+        """Entropy after training that holds the first class at a log-prob."""
 
-    def entropy_of(*specs: RegularizerSpec) -> float:
-        return entropy(train(data, first_is_likely, specs), PROMPT)
+        def loss(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+            return (torch.cat(logprobs)[:, 0] - first).square().mean()
 
-    without = entropy_of()
-    assert entropy_of(term(Entropy(mode="bonus"), 1.0)) > without + 0.4
-    assert entropy_of(term(Entropy(mode="penalty"), 1.0)) < without - 0.4
-    assert entropy_of(term(ConfidencePenalty(threshold=6.0), 1.0)) > without + 0.4
+        return entropy(train(data, loss, specs), PROMPT)
+
+    # A sharp distribution leaves room above its entropy, a broad one room below.
+    sharp, broad = entropy_of(-0.5), entropy_of(-1.5)
+    assert entropy_of(-0.5, term(Entropy(mode="bonus"), 1.0)) > sharp + 0.4
+    assert entropy_of(-1.5, term(Entropy(mode="penalty"), 1.0)) < broad - 0.4
+    assert entropy_of(-0.5, term(ConfidencePenalty(threshold=6.0), 1.0)) > sharp + 0.4
 
 
 @pytest.mark.parametrize("of", ["logits", "projection"])
@@ -284,8 +289,10 @@ def test_the_difference_is_no_longer_significant() -> None:
     def p_value(trained: Trained) -> float:
         return fair.compute(many, trained.logprobs(many))[1]["p_value"]
 
-    assert p_value(train(many, held)) < 0.001
-    assert p_value(train(many, held, [term(fair, 20.0)])) > 0.05
+    # Equal groups have any p-value with equal chance, so a level of 0.05 would fail at times.
+    level = 0.001
+    assert p_value(train(many, held)) < 0.1 * level
+    assert p_value(train(many, held, [term(fair, 20.0)])) > level
 
 
 # Verdicts.
@@ -321,15 +328,26 @@ def test_the_mean_log_prob_drifts_more_slowly() -> None:
 
 
 def test_the_target_is_held() -> None:
-    data = referenced()
+    values: list[float] = []
 
-    def value(*specs: RegularizerSpec) -> float:
-        trained = train(data, nll, specs, steps=100)
-        return float(KLToReference().compute(data, trained.logprobs(data))[0])
+    def recorded(data: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+        loss, _ = KLToReference().compute(data, logprobs)
+        values.append(loss.item())
+        return loss
 
-    controller = Adaptive(regularizer=KLToReference(), target=1.0, rate=0.5, initial=0.1)
-    assert 0.5 < value(term(controller, 1.0)) < 2.0
-    assert value(term(KLToReference(), 0.1)) > 5.0
+    def typical(fn: Any, weight: float) -> float:
+        """Median of the divergence over the last half of the steps.
+
+        The multiplier follows the divergence with a lag, so the divergence swings around its
+        target between a tenth and three times of it, and any single step may lie anywhere there.
+        """
+        values.clear()
+        train(referenced(), nll, [term(fn, weight)], steps=200)
+        return statistics.median(values[100:])
+
+    controller = Adaptive(regularizer=recorded, target=1.0, rate=0.5, initial=0.1)
+    assert 0.5 < typical(controller, 1.0) < 2.0
+    assert typical(recorded, 0.1) > 5.0
 
 
 # Preference.

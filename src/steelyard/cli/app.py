@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard import __version__
+from steelyard._version import __version__
 from steelyard.cli.ablate import ablate
 from steelyard.cli.config import app as config
 from steelyard.cli.demo import demo

@@ -16,7 +16,7 @@ app = typer.Typer(help="Config files: their schema, an example, and checks.", no
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of config files."""
-    from steelyard.experiment.config import Config  # noqa: PLC0415 - takes a second
+    from steelyard.experiment import Config  # noqa: PLC0415 - takes a second
 
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
 
@@ -24,9 +24,9 @@ def schema() -> None:
 @app.command()
 def example() -> None:
     """Print a config to begin with."""
-    from steelyard.experiment.example import EXAMPLE  # noqa: PLC0415 - takes a second
+    from steelyard.experiment import example_config  # noqa: PLC0415 - takes a second
 
-    typer.echo(EXAMPLE, nl=False)
+    typer.echo(example_config(), nl=False)
 
 
 @app.command()
@@ -35,14 +35,8 @@ def check(
     overrides: Overrides = None,
 ) -> None:
     """Check a config, and build its terms; no data are read and nothing is trained."""
-    from steelyard.experiment import read_config  # noqa: PLC0415 - takes seconds
-    from steelyard.experiment.backend import check_model  # noqa: PLC0415 - as above
-    from steelyard.experiment.terms import build_terms  # noqa: PLC0415 - as above
-    from steelyard.experiment.tuning import open_weights, with_weights  # noqa: PLC0415 - as above
+    from steelyard.experiment import check_config, read_config  # noqa: PLC0415 - takes seconds
 
     read = read_config(config, overrides or ())
-    check_model(read.model)
-    ranges = open_weights(read)
-    terms = build_terms(with_weights(read, {name: r["tune"][0] for name, r in ranges.items()}))
-    names = ", ".join(spec.name for spec in terms.specs) or "none"
+    names = ", ".join(spec.name for spec in check_config(read)) or "none"
     typer.echo(f"{config}: good. Loss: {read.loss.use}. Regularizers: {names}.")

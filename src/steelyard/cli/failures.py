@@ -12,7 +12,7 @@ FAILED, MISUSED = 1, 2
 
 def report(error: Exception) -> int:
     """Print what went wrong, with a traceback if it is no error of ours; the exit code."""
-    from steelyard.experiment.secrets import redact  # noqa: PLC0415 - takes seconds
+    from steelyard.experiment import redact  # noqa: PLC0415 - takes seconds
 
     if isinstance(error, SteelyardError):
         said = f"{type(error).__name__}: {error}\n"

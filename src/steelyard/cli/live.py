@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.cli.rows import Row, rows_of
-from steelyard.experiment.secrets import redact
+from steelyard.experiment import redact
 
 _COLUMNS = ("term", "value", "weight", "adds", "pulls", "share", "cosine", "time", "")
 _STYLES = {"dominates": "yellow", "fights the base loss": "red", "no gradient": "magenta"}

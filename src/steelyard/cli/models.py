@@ -12,15 +12,15 @@ app = typer.Typer(help="Base models: which there are, and fetching them.", no_ar
 @app.command("list")
 def list_models() -> None:
     """List the models that have a name here."""
-    from steelyard.engine import smollm2, sources  # noqa: PLC0415 - takes seconds
+    from steelyard.engine import KNOWN_MODELS, model_folder  # noqa: PLC0415 - takes seconds
 
-    for name, context in sources.KNOWN.items():
-        if name == smollm2.NAME:
-            folder = smollm2.cache() / "models" / name
+    for name, context in KNOWN_MODELS.items():
+        folder = model_folder(name)
+        if folder is None:
+            where = "built in, random weights for tests"
+        else:
             fetched = (folder / "config.json").is_file()
             where = f"in {folder}" if fetched else "not fetched yet (98 MB)"
-        else:
-            where = "built in, random weights for tests"
         typer.echo(f"{name:<14} context {context:>5}  {where}")
     typer.echo("Also: the path of a folder as transformers writes it, or a Hub id.")
 
@@ -34,9 +34,9 @@ def pull(
     """Fetch a model, so that training need not; it is loaded once to see that it is whole."""
     import torch  # noqa: PLC0415 - takes seconds
 
-    from steelyard.engine import sources  # noqa: PLC0415 - as above
+    from steelyard.engine import find_model  # noqa: PLC0415 - as above
 
-    source = sources.find(name)
+    source = find_model(name)
     source.tokenizer()
     size = sum(weights.numel() for weights in source.model(torch.float32).parameters())
     typer.echo(f"{name} is here: {size:,} weights.")

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from steelyard.cli.rows import rows_of
-from steelyard.experiment.secrets import redact
+from steelyard.experiment import redact
 
 
 class Plain:

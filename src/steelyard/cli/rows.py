@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from steelyard.experiment.marks import dominates, fights
+from steelyard.experiment import dominates, fights
 
 _PREFIX, _LAST = "regularizers/", "/contribution"
 

@@ -14,9 +14,7 @@ from steelyard.composition import Pipeline
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, Regularizer, RegularizerSpec, TermFn
-from steelyard.spec.numbers import is_whole
-from steelyard.spec.protocol import Stateful
+from steelyard.spec import BASE, Regularizer, RegularizerSpec, Stateful, TermFn, is_whole
 
 _COMPANION = "steelyard"
 

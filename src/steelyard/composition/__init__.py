@@ -1,11 +1,34 @@
-"""Joins specs, execution and gradients into the total: `Pipeline`, `compute`, `acompute`.
+"""The one core: evaluate the terms that are due, aggregate their gradients, build the output.
 
-One call goes this way: `pipeline` takes a snapshot of the terms and their weights, `call`
-runs them (`jobs` turns those that run apart into tickets), and `join` makes the output.
+`term_set` holds the terms, `evaluate` decides where each of them runs (`offload` for those that
+run elsewhere), `inputs` says what they read, and `aggregate` makes one gradient and one output of
+their results. The core has two faces: `Pipeline` on one flat vector of log-probs, and
+`CompositeLoss` on named tensors in the caller's graph.
 """
 
-from steelyard.composition.functions import acompute, compute
-from steelyard.composition.pipeline import Pipeline
-from steelyard.composition.term import DetachedTermWarning
+from steelyard.composition.aggregate import Aggregator, WeightedSum
+from steelyard.composition.auxiliary import Deposits, aux_loss, collect_aux
+from steelyard.composition.composite import CompositeLoss, Share, TermLike
+from steelyard.composition.named import Reads, itself, reads, term
+from steelyard.composition.pipeline import Pipeline, acompute, compute
+from steelyard.composition.terms import DetachedTermWarning, TermResult
 
-__all__ = ["DetachedTermWarning", "Pipeline", "acompute", "compute"]
+__all__ = [
+    "Aggregator",
+    "CompositeLoss",
+    "Deposits",
+    "DetachedTermWarning",
+    "Pipeline",
+    "Reads",
+    "Share",
+    "TermLike",
+    "TermResult",
+    "WeightedSum",
+    "acompute",
+    "aux_loss",
+    "collect_aux",
+    "compute",
+    "itself",
+    "reads",
+    "term",
+]

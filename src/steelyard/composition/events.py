@@ -1,96 +1,104 @@
-"""What a call of a pipeline tells telemetry."""
+"""The telemetry events of one call."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sized
 from typing import Any
 
 from steelyard import telemetry
-from steelyard.composition.term import Place, Term
-from steelyard.gradients import Evaluation
+from steelyard.composition.terms import TermResult
+from steelyard.errors import TermError
 from steelyard.output import CustomLossOutput
 from steelyard.telemetry import events
 
+TOLD = tuple(event for event in events.ALL if not event.startswith("steelyard.penalties."))
+_WITH_NUMBERS = (
+    events.CUSTOM_LOSS_STOP,
+    events.GRADIENT,
+    events.TERM_STOP,
+    events.COMPOSE_COMPLETE,
+)
+
 
 class CallEvents:
-    """The events of one whole call."""
+    """The events of one call; made only if somebody is attached to one of `TOLD`."""
 
-    def __init__(self, metadata: dict[str, Any]) -> None:
-        self._metadata = metadata
+    def __init__(
+        self, model_id: str | None, data: object, regularizer_count: int, *, tracked: bool
+    ) -> None:
         self._began = time.perf_counter()
-        telemetry.execute(events.CUSTOM_LOSS_START, {"system_time": time.time()}, metadata)
+        self._metadata = {
+            "model_id": model_id,
+            "data_count": len(data) if isinstance(data, Sized) else None,
+            "regularizer_count": regularizer_count,
+            "track_grad_norms": tracked,
+        }
+        measured = {"system_time": time.time()}
+        telemetry.execute(events.CUSTOM_LOSS_START, measured, self._metadata)
 
-    def stop(self, output: CustomLossOutput) -> None:
-        """The call gave `output`."""
-        measurements = {
-            "duration": time.perf_counter() - self._began,
+    def term_started(self, result: TermResult) -> None:
+        """A term begins; told once, and the base loss has no such event."""
+        if not result.started:
+            result.started = time.perf_counter()
+            if not result.term.is_base:
+                measured = {"system_time": time.time()}
+                telemetry.execute(events.TERM_START, measured, _metadata(result))
+
+    def term_failed(self, result: TermResult, failure: TermError) -> None:
+        """A term failed."""
+        if not result.term.is_base:
+            began = result.started or self._began
+            measured = {"duration": time.perf_counter() - began}
+            metadata = {**_metadata(result), "reason": failure}
+            telemetry.execute(events.TERM_EXCEPTION, measured, metadata)
+
+    def wants_numbers(self) -> bool:
+        """Whether anybody is told of values, which may have to be read from a device."""
+        return telemetry.listening(*_WITH_NUMBERS)
+
+    def stop(self, results: Iterable[TermResult], output: CustomLossOutput, began: float) -> None:
+        """The call gave `output`; its terms were composed from `began` on."""
+        for result in results:
+            if result.skipped is None:
+                self._term_stopped(result, output)
+        totals = {
             "loss_total": output.loss_total,
             "regularizer_total": output.regularizer_total,
-            "total_grad_norm": output.total_grad_norm,
         }
-        telemetry.execute(events.CUSTOM_LOSS_STOP, measurements, self._metadata)
+        now = time.perf_counter()
+        metadata = {"regularizer_count": len(output.regularizers)}
+        telemetry.execute(events.COMPOSE_COMPLETE, {"duration": now - began, **totals}, metadata)
+        measured = {"duration": now - self._began, **totals}
+        measured["total_grad_norm"] = output.total_grad_norm
+        telemetry.execute(events.CUSTOM_LOSS_STOP, measured, self._metadata)
 
     def exception(self, error: BaseException) -> None:
         """The call failed."""
-        telemetry.execute(
-            events.CUSTOM_LOSS_EXCEPTION,
-            {"duration": time.perf_counter() - self._began},
-            {**self._metadata, "reason": error},
-        )
+        measured = {"duration": time.perf_counter() - self._began}
+        metadata = {**self._metadata, "reason": error}
+        telemetry.execute(events.CUSTOM_LOSS_EXCEPTION, measured, metadata)
 
-    def composed(self, began: float, output: CustomLossOutput) -> None:
-        """The terms were joined into the total, from `began` on."""
-        measurements = {
-            "duration": time.perf_counter() - began,
-            "loss_total": output.loss_total,
-            "regularizer_total": output.regularizer_total,
-        }
-        metadata = {"regularizer_count": len(output.regularizers)}
-        telemetry.execute(events.COMPOSE_COMPLETE, measurements, metadata)
+    def _term_stopped(self, result: TermResult, output: CustomLossOutput) -> None:
+        name = result.term.name
+        if result.method is not None and result.gradient_duration is not None:
+            metadata = {"regularizer_name": name, "method": result.method}
+            telemetry.execute(events.GRADIENT, {"duration": result.gradient_duration}, metadata)
+        if name in output.regularizers:
+            told = output.regularizers[name]
+            measured = {
+                "duration": told.duration,
+                "value": told.value,
+                "contribution": told.contribution,
+                "grad_norm": told.grad_norm,
+            }
+            telemetry.execute(events.TERM_STOP, measured, _metadata(result))
 
 
-class TermEvents:
-    """The events of one regularizer in one call; the base loss has none of its own."""
-
-    def __init__(self, term: Term, weight: float, place: Place) -> None:
-        self._silent = term.is_base
-        self._weight = weight
-        self._began = time.perf_counter()
-        self._metadata = {
-            "regularizer_name": term.name,
-            "weight": weight,
-            "is_async": place == "async" or term.spec.is_async,
-            "run_in": place,
-        }
-
-    def start(self) -> None:
-        """The term begins."""
-        self._began = time.perf_counter()
-        if not self._silent:
-            telemetry.execute(events.TERM_START, {"system_time": time.time()}, self._metadata)
-
-    def stop(self, evaluation: Evaluation, grad_norm: float | None) -> None:
-        """The term gave `evaluation`. Told when the gradients of all terms are combined."""
-        if self._silent:
-            return
-        measurements = {
-            "duration": evaluation.duration,
-            "value": evaluation.value,
-            "contribution": self._weight * evaluation.value,
-            "grad_norm": grad_norm,
-        }
-        telemetry.execute(events.TERM_STOP, measurements, self._metadata)
-
-    def gradient(self, method: str, duration: float) -> None:
-        """The term was differentiated."""
-        metadata = {"regularizer_name": self._metadata["regularizer_name"], "method": method}
-        telemetry.execute(events.GRADIENT, {"duration": duration}, metadata)
-
-    def exception(self, error: BaseException) -> None:
-        """The term failed."""
-        if not self._silent:
-            telemetry.execute(
-                events.TERM_EXCEPTION,
-                {"duration": time.perf_counter() - self._began},
-                {**self._metadata, "reason": error},
-            )
+def _metadata(result: TermResult) -> dict[str, Any]:
+    return {
+        "regularizer_name": result.term.name,
+        "weight": result.weight,
+        "is_async": result.place == "async" or result.term.spec.is_async,
+        "run_in": result.place,
+    }

@@ -1,43 +1,35 @@
-"""`Pipeline`: a base loss and its regularizers, ready to be called step after step."""
+"""`Pipeline`: a base loss and its regularizers over log-probs, ready to be called at each step."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Self
 
 import torch
 
-from steelyard.composition.call import Call, Settings
-from steelyard.composition.events import CallEvents
-from steelyard.composition.join import join
-from steelyard.composition.part import Part
-from steelyard.composition.term import Facts, Term
-from steelyard.errors import ClosedError, InputError, SpecError, StateError
-from steelyard.execution import Ticket, Workers, check_picklable, default_workers
-from steelyard.gradients import LogProbs, Nest, flatten
-from steelyard.output import CustomLossOutput
-from steelyard.spec import (
-    BASE,
-    Regularizer,
-    RegularizerSpec,
-    Schedule,
-    TermFn,
-    check_timeout,
+from steelyard import telemetry
+from steelyard.composition.aggregate import Combined, build_output, combine
+from steelyard.composition.evaluate import Evaluator
+from steelyard.composition.events import TOLD, CallEvents
+from steelyard.composition.inputs import LOGPROBS, FlatInputs
+from steelyard.composition.term_set import TermSet
+from steelyard.composition.terms import Term
+from steelyard.errors import ClosedError, InputError
+from steelyard.execution import Ticket
+from steelyard.gradients import (
+    LogProbs,
+    Nest,
 )
-from steelyard.spec.callables import is_async
-from steelyard.spec.numbers import is_whole
-
-MAX_REGULARIZERS = 100
+from steelyard.output import CustomLossOutput
+from steelyard.spec import BASE, Regularizer, RegularizerSpec, TermFn, is_whole
 
 
-class Pipeline:
+class Pipeline(TermSet):
     """Composes loss_total = base_loss + sum(weight * regularizer) and its gradient.
 
     Args:
@@ -50,7 +42,8 @@ class Pipeline:
             core. Coroutines are not limited.
         check_finite: treat a NaN or infinite value or gradient as a failure of its term.
         workers: what terms run on; None is what all pipelines of the process share.
-        gives: what `compute` will be given beyond log-probs; a term may need no more.
+        aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
+        gives: the extra inputs that `compute` will be given; a term may need no others.
         after: a pipeline to go on from: what it has learned of its terms, by name, goes along.
 
     Raises:
@@ -72,64 +65,7 @@ class Pipeline:
         [tensor([-0.7000, -0.9000])]
     """
 
-    def __init__(
-        self,
-        loss_fn: TermFn | Regularizer,
-        regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
-        track_grad_norms: bool = False,
-        parallel: bool = True,
-        timeout: float = 30.0,
-        max_concurrency: int | None = None,
-        check_finite: bool = True,
-        workers: Workers | None = None,
-        *,
-        gives: Collection[str] = (),
-        after: Pipeline | None = None,
-    ) -> None:
-        width = (os.cpu_count() or 1) if max_concurrency is None else max_concurrency
-        if not is_whole(width, at_least=1):
-            raise SpecError(
-                f"max_concurrency must be a whole number >= 1 or None, got {max_concurrency!r}."
-            )
-        self._settings = Settings(
-            track_grad_norms=track_grad_norms,
-            parallel=parallel,
-            timeout=check_timeout(timeout, "the pipeline"),
-            width=width,
-            check_finite=check_finite,
-        )
-        self.model_id: str | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-        self._own_workers = workers
-        self._gives = frozenset(gives)
-        self._facts: dict[str, Facts] = {} if after is None else after._facts  # noqa: SLF001
-        self._base = self._term(_base_spec(loss_fn))
-        self._terms: tuple[Term, ...] = ()
-        self._replace_terms([self._term(RegularizerSpec.of(spec)) for spec in regularizers])
-
-    @property
-    def specs(self) -> tuple[RegularizerSpec, ...]:
-        """The specs of the regularizers, in order."""
-        return tuple(term.spec for term in self._terms)
-
-    @property
-    def settings(self) -> Settings:
-        """How the terms run."""
-        return self._settings
-
-    @property
-    def workers(self) -> Workers:
-        """What the terms run on."""
-        return self._own_workers or default_workers()
-
-    def due(self, step: int = 0) -> tuple[Term, ...]:
-        """The base loss and the regularizers that run at `step`, in order."""
-        return (self._base, *(term for term in self._terms if term.spec.due(step)))
-
-    def needs(self, step: int = 0) -> tuple[str, ...]:
-        """What the regularizers that are due at `step` need beyond log-probs."""
-        return tuple(dict.fromkeys(need for term in self.due(step) for need in term.spec.needs))
+    _closed = False
 
     def compute(
         self,
@@ -139,7 +75,7 @@ class Pipeline:
         *,
         given: Mapping[str, Nest] | None = None,
     ) -> CustomLossOutput:
-        """The composed loss of one batch, its parts and its gradient.
+        """Compute the composed loss of one batch, its parts and its gradient.
 
         It may be called from plain code, inside a running event loop (which it blocks; see
         `acompute`), in a notebook, and from several threads at once.
@@ -148,7 +84,7 @@ class Pipeline:
             data: handed to every term as it is; one item per datum.
             logprobs: a tensor per datum, `[T]` or `[T, K]`, in a list; or one tensor.
             step: the number of this step, from 0; schedules and `every` follow it.
-            given: what there is beyond log-probs, by need: tensors in lists and mappings.
+            given: the extra inputs, by need: tensors in lists and mappings.
 
         Raises:
             InputError: the log-probs or the step break a rule, or something needed is not given.
@@ -156,7 +92,7 @@ class Pipeline:
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
             ClosedError: the pipeline is closed.
         """
-        return self._compute(data, logprobs, step, given or {}, SimpleQueue())
+        return self._compute(data, logprobs, step, given or {}, None)
 
     async def acompute(
         self,
@@ -186,60 +122,6 @@ class Pipeline:
         result: CustomLossOutput = ticket.result()
         return result
 
-    def add(self, spec: RegularizerSpec | Mapping[str, Any]) -> None:
-        """Put one more regularizer at the end, from the next call on.
-
-        Raises:
-            SpecError: it breaks a rule, its name is taken, or there are 100 already.
-        """
-        with self._lock:
-            self._replace_terms([*self._terms, self._term(RegularizerSpec.of(spec))])
-
-    def remove(self, name: str) -> None:
-        """Take a regularizer off, from the next call on.
-
-        Raises:
-            SpecError: there is none of that name.
-        """
-        with self._lock:
-            gone = self._find(name)
-            self._terms = tuple(term for term in self._terms if term is not gone)
-
-    def set_weight(self, name: str, weight: float | Schedule) -> None:
-        """Change a weight, from the next call on.
-
-        Raises:
-            SpecError: there is no such regularizer, or the weight breaks a rule.
-        """
-        self._change(name, weight=weight)
-
-    def set_enabled(self, name: str, enabled: bool) -> None:
-        """Switch a regularizer on or off, from the next call on.
-
-        Raises:
-            SpecError: there is no such regularizer, or `enabled` is not a bool.
-        """
-        self._change(name, enabled=enabled)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the base loss and the regularizers remember from batch to batch, by name."""
-        return {name: fn.state_dict() for name, fn in self._stateful().items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave.
-
-        Raises:
-            StateError: it does not hold a state for exactly the stateful terms there are.
-        """
-        stateful = self._stateful()
-        if set(state) != set(stateful):
-            raise StateError(
-                f"state must hold exactly the stateful terms {sorted(stateful)}, "
-                f"got {sorted(state)}."
-            )
-        for name, fn in stateful.items():
-            fn.load_state_dict(state[name])
-
     def close(self) -> None:
         """Refuse further calls. Workers that pipelines share, or that were passed in, live on."""
         self._closed = True
@@ -250,138 +132,137 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has a lock of its own, and runs on the workers of the process it lives in.
-        return {**self.__dict__, "_lock": None, "_own_workers": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
-
     def _compute(
         self,
         data: Any,
         logprobs: LogProbs,
         step: int,
         given: Mapping[str, Nest],
-        stop: SimpleQueue[Ticket | None],
+        stop: SimpleQueue[Ticket | None] | None,
     ) -> CustomLossOutput:
-        terms = self._terms
-        events = CallEvents(
-            {
-                "model_id": self.model_id,
-                "data_count": _count(data),
-                "regularizer_count": len(terms),
-                "track_grad_norms": self._settings.track_grad_norms,
-            }
-        )
+        terms, events = self._terms, None
+        if telemetry.listening(*TOLD):
+            tracked = self._settings.track_grad_norms
+            events = CallEvents(self.model_id, data, len(terms), tracked=tracked)
         try:
-            output = self._composed(terms, data, logprobs, step, given, stop, events)
+            # Whatever mode the caller is in: terms are differentiated.
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                return self._composed(terms, data, logprobs, step, given, stop, events)
         except BaseException as error:
-            events.exception(error)
+            if events is not None:
+                events.exception(error)
             raise
-        events.stop(output)
-        return output
 
     def _composed(
         self,
-        terms: tuple[Term, ...],
+        terms: Sequence[Term],
         data: Any,
         logprobs: LogProbs,
         step: int,
         given: Mapping[str, Nest],
-        stop: SimpleQueue[Ticket | None],
-        events: CallEvents,
+        stop: SimpleQueue[Ticket | None] | None,
+        events: CallEvents | None,
     ) -> CustomLossOutput:
         if self._closed:
             raise ClosedError("a pipeline must be open to compute, got a closed one.")
-        if not is_whole(step, at_least=0):
+        if (type(step) is not int and not is_whole(step, at_least=0)) or step < 0:
             raise InputError(f"step must be a whole number >= 0, got {step!r}.")
-        with torch.inference_mode(mode=False):
-            layout, flat = flatten(logprobs)
-        due = [self._base, *(term for term in terms if term.spec.due(step))]
+        settings = self._settings
+        due = [self._base, *(term for term in terms if term.due(step))]
         for term in due:
-            if not given.keys() >= set(term.spec.needs):
+            if term.spec.needs and not given.keys() >= set(term.spec.needs):
                 raise InputError(
                     f"given must hold {list(term.spec.needs)} for regularizer {term.name!r}, "
                     f"got {sorted(given)}."
                 )
-        finite = self._settings.check_finite
-        parts = [
-            Part.of(term, step, data, layout, flat, given, check_finite=finite) for term in due
-        ]
-        call = Call(parts, self._settings)
-        call.run(self.workers, stop)
-        call.combine()
+        needs = dict.fromkeys(need for term in due for need in term.spec.needs)
+        inputs = FlatInputs(data, logprobs, given, needs)
+        evaluator = Evaluator(inputs, settings, self.own_workers, events, stop)
+        results = evaluator.evaluate(due, step, tracked=settings.track_grad_norms)
         began = perf_counter()
-        not_run = [term.name for term in terms if not term.spec.due(step)]
-        tracked = self._settings.track_grad_norms
-        output = join(call, layout, given, not_run, tracked=tracked)
-        events.composed(began, output)
+        tracked, aggregator = settings.track_grad_norms, settings.aggregator
+        combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
+        # The total shows what no term may have, at the cost of one look for all of them.
+        if settings.check_finite and not _is_finite(combined):
+            for result in results:
+                if result.group is not None:  # whose gradient is the sum of several
+                    result.value = result.number = result.group = None
+                    evaluator.run_inline(result)
+            evaluator.check_gradients(results)
+            combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
+        output = build_output(
+            results,
+            combined,
+            [term.name for term in terms if term not in due],
+            total_grad_norm=(combined.total_norm or 0.0) if tracked else None,
+            **inputs.gradients(combined.totals),
+        )
+        if events is not None:
+            events.stop(results, output, began)
         return output
 
-    def _term(self, spec: RegularizerSpec) -> Term:
-        return Term(spec, self._facts.setdefault(spec.name, Facts()))
 
-    def _stateful(self) -> dict[str, Any]:
-        terms = (self._base, *self._terms)
-        return {term.name: term.spec.stateful for term in terms if term.spec.stateful is not None}
-
-    def _change(self, name: str, **fields: Any) -> None:
-        with self._lock:
-            old = self._find(name)
-            new = replace(old, spec=replace(old.spec, **fields))
-            self._terms = tuple(new if term is old else term for term in self._terms)
-
-    def _find(self, name: str) -> Term:
-        for term in self._terms:
-            if term.name == name:
-                return term
-        known = [term.name for term in self._terms]
-        raise SpecError(f"name must be that of a regularizer here, one of {known}, got {name!r}.")
-
-    def _replace_terms(self, terms: list[Term]) -> None:
-        if len(terms) > MAX_REGULARIZERS:
-            raise SpecError(
-                f"a pipeline takes at most {MAX_REGULARIZERS} regularizers, got {len(terms)}."
-            )
-        names = {BASE}
-        for term in terms:
-            if term.name in names:
-                why = "is the base loss" if term.name == BASE else "stands twice"
-                raise SpecError(f"names must be unique, and {term.name!r} {why}: choose another.")
-            names.add(term.name)
-            missing = [need for need in term.spec.needs if need not in self._gives]
-            if missing:
-                raise SpecError(
-                    f"needs must be among what the training client gives, log-probs"
-                    f"{''.join(f', {need}' for need in sorted(self._gives))}, and {missing} "
-                    f"is not: train on steelyard.engine, which has it, or rewrite the term "
-                    f"(regularizer {term.name!r})."
-                )
-        unproved = [
-            term
-            for term in terms
-            if term.spec.run_in == "process" and term.facts.travelled is not term.spec.fn
-        ]
-        for term in unproved:
-            check_picklable(term.name, (term.spec.call, term.spec.options))
-            term.facts.travelled = term.spec.fn
-        if unproved:
-            self.workers.processes.warm()
-        self._terms = tuple(terms)
+def _is_finite(combined: Combined) -> bool:
+    extra = (g for key, row in combined.totals.items() if key != LOGPROBS for g in row)
+    return math.isfinite(combined.total_norm or 0.0) and all(
+        math.isfinite(gradient.sum().item()) for gradient in extra if gradient is not None
+    )
 
 
-def _base_spec(loss_fn: Any) -> RegularizerSpec:
-    if loss_fn is None or not (callable(loss_fn) or hasattr(loss_fn, "compute")):
-        raise SpecError(
-            f"loss_fn must be the base loss, callable as (data, logprobs), got {loss_fn!r}."
-        )
-    place = "async" if is_async(loss_fn) else "inline"
-    return RegularizerSpec(loss_fn, 1.0, BASE, run_in=place)  # type: ignore[arg-type]  # both are
+def compute(
+    data: Any,
+    logprobs: LogProbs,
+    loss_fn: TermFn | Regularizer,
+    *,
+    regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
+    track_grad_norms: bool = False,
+    parallel: bool = True,
+    timeout: float = 30.0,
+    max_concurrency: int | None = None,
+    check_finite: bool = True,
+    step: int = 0,
+) -> CustomLossOutput:
+    """The composed loss of one batch; see `Pipeline`, which learns from call to call.
+
+    Example:
+        >>> import torch, steelyard
+        >>> logprobs = [torch.tensor([-1.0, -3.0])]
+        >>> steelyard.compute([], logprobs, lambda data, lps: -lps[0].sum()).loss_total
+        4.0
+    """
+    pipeline = Pipeline(
+        loss_fn,
+        regularizers,
+        track_grad_norms,
+        parallel,
+        timeout,
+        max_concurrency,
+        check_finite,
+    )
+    return pipeline.compute(data, logprobs, step)
 
 
-def _count(data: Any) -> int | None:
-    try:
-        return len(data)
-    except TypeError:
-        return None
+async def acompute(
+    data: Any,
+    logprobs: LogProbs,
+    loss_fn: TermFn | Regularizer,
+    *,
+    regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
+    track_grad_norms: bool = False,
+    parallel: bool = True,
+    timeout: float = 30.0,  # noqa: ASYNC109 - it is each term's, not this coroutine's
+    max_concurrency: int | None = None,
+    check_finite: bool = True,
+    step: int = 0,
+) -> CustomLossOutput:
+    """As `compute`, without blocking the running event loop."""
+    pipeline = Pipeline(
+        loss_fn,
+        regularizers,
+        track_grad_norms,
+        parallel,
+        timeout,
+        max_concurrency,
+        check_finite,
+    )
+    return await pipeline.acompute(data, logprobs, step)

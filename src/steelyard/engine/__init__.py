@@ -13,8 +13,17 @@ try:
     from steelyard.engine.sampling import LocalSamplingClient
     from steelyard.engine.server.serving import serve
     from steelyard.engine.service import LocalServiceClient
+    from steelyard.engine.sources import KNOWN_MODELS, find_model, model_folder
     from steelyard.engine.training import LocalTrainingClient
 except ModuleNotFoundError as error:
     raise _cure("steelyard.engine", error, extra="engine") from error
 
-__all__ = ["LocalSamplingClient", "LocalServiceClient", "LocalTrainingClient", "serve"]
+__all__ = [
+    "KNOWN_MODELS",
+    "LocalSamplingClient",
+    "LocalServiceClient",
+    "LocalTrainingClient",
+    "find_model",
+    "model_folder",
+    "serve",
+]

@@ -10,7 +10,7 @@ from tinker import types
 from torch import Tensor, nn
 
 from steelyard.errors import InputError, NonFiniteError, StateError
-from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec import is_finite, is_whole
 
 # Tinker's: independent of the rank, so that a learning rate found for one rank suits another.
 ALPHA = 32

@@ -10,8 +10,7 @@ from steelyard.engine.adapter import Adapter
 from steelyard.engine.checkpoints import Checkpoint, Checkpoints, Kind
 from steelyard.engine.model import Model
 from steelyard.errors import CheckpointError, InputError, StateError
-from steelyard.spec.numbers import is_whole
-from steelyard.spec.protocol import Stateful
+from steelyard.spec import Stateful, is_whole
 
 
 class Keeper:

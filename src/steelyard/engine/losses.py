@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import InputError
-from steelyard.spec.numbers import is_finite
+from steelyard.spec import is_finite
 
 # (log-probs, the fields of the datum, the settings) -> the loss of each token, shaped alike
 Elementwise = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]

@@ -21,7 +21,7 @@ from steelyard.engine.adapter import ALPHA, Adapter, LoraSettings
 from steelyard.engine.examples import Limits
 from steelyard.engine.sources import Source
 from steelyard.errors import InputError
-from steelyard.integrations.output_layer import overheard
+from steelyard.penalties.from_logits.lm_head import overheard
 
 # How far rounding may move logits, as a part of the largest.
 _ROUNDING, _HALF_ROUNDING = 1e-4, 5e-2

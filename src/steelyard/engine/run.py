@@ -15,8 +15,8 @@ from steelyard.engine.adapter import Adapter
 from steelyard.engine.examples import Example
 from steelyard.engine.model import Model
 from steelyard.engine.packing import Packing
-from steelyard.integrations.output_layer import overheard, stand_in
 from steelyard.penalties.from_logits import Projection
+from steelyard.penalties.from_logits.lm_head import overheard, stand_in
 
 # What a term may ask for beyond log-probs that a forward pass makes.
 MADE = ("logits", "projection", "hidden_states")

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.model import Model
 from steelyard.errors import InputError
-from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec import is_finite, is_whole
 
 
 @dataclass(frozen=True)

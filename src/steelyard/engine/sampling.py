@@ -14,7 +14,7 @@ from steelyard.engine.examples import Limits, read_prompt
 from steelyard.engine.host import Host
 from steelyard.engine.sampler import Sampler, Wanted, check_sampling
 from steelyard.errors import InputError
-from steelyard.spec.numbers import is_whole
+from steelyard.spec import is_whole
 
 
 class LocalSamplingClient:

@@ -27,7 +27,7 @@ from steelyard.engine.model import Model
 from steelyard.engine.sampling import LocalSamplingClient
 from steelyard.engine.training import LocalTrainingClient
 from steelyard.errors import CheckpointError, ClosedError, InputError
-from steelyard.spec.numbers import is_whole
+from steelyard.spec import is_whole
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -100,7 +100,7 @@ class LocalServiceClient:
                 types.SupportedModel(
                     model_name=name, max_context_length=context, trainable=True, sampleable=True
                 )
-                for name, context in sources.KNOWN.items()
+                for name, context in sources.KNOWN_MODELS.items()
             ]
         )
 
@@ -362,7 +362,7 @@ class LocalServiceClient:
         with self._lock:
             if self._closed:
                 raise ClosedError("the service must be open, got a closed one: make a new one.")
-            source = sources.find(base_model)
+            source = sources.find_model(base_model)
             if base_model not in self._hosts:
                 model = Model(source, self._device, self._dtype)
                 self._hosts[base_model] = Host(model, self._max_tokens)

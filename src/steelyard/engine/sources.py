@@ -11,7 +11,7 @@ from steelyard.engine import smollm2, tiny
 from steelyard.errors import ModelError
 
 # The names, and the longest text each model can take.
-KNOWN = {smollm2.NAME: smollm2.CONTEXT, tiny.NAME: tiny.CONTEXT}
+KNOWN_MODELS = {smollm2.NAME: smollm2.CONTEXT, tiny.NAME: tiny.CONTEXT}
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Source:
     tokenizer: Callable[[], Any]
 
 
-def find(base_model: str) -> Source:
+def find_model(base_model: str) -> Source:
     """The source of `base_model`: a known name, a folder, or a Hub id.
 
     Raises:
@@ -54,6 +54,11 @@ def find(base_model: str) -> Source:
     raise _unknown(base_model)
 
 
+def model_folder(name: str) -> Path | None:
+    """Folder that a known model is kept in once it is fetched; None if it is built in code."""
+    return smollm2.model_path() if name == smollm2.NAME else None
+
+
 def _pretrained(name: str, place: Callable[[], str | Path]) -> Source:
     def load(loader: str, **options: Any) -> Any:
         import transformers  # noqa: PLC0415 - takes seconds
@@ -76,6 +81,6 @@ def _pretrained(name: str, place: Callable[[], str | Path]) -> Source:
 
 def _unknown(base_model: object) -> ModelError:
     return ModelError(
-        f"base_model must be a known name ({', '.join(KNOWN)}), the path of a folder as "
+        f"base_model must be a known name ({', '.join(KNOWN_MODELS)}), the path of a folder as "
         f"transformers writes it, or a Hub id (organisation/name), got {base_model!r}."
     )

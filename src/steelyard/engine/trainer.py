@@ -18,8 +18,8 @@ from steelyard.engine.packing import Packing, pack
 from steelyard.engine.room import Room
 from steelyard.engine.run import MADE, Pulls, Run, forward
 from steelyard.errors import InputError
-from steelyard.integrations.output_layer import affine
 from steelyard.penalties.from_logits import Projection
+from steelyard.penalties.from_logits.lm_head import affine
 
 Settings = Mapping[str, float]
 LossOfLogprobs = Callable[[list[Tensor]], tuple[Tensor, Mapping[str, float]]]

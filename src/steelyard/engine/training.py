@@ -26,7 +26,7 @@ from steelyard.engine.passes import ForwardPass
 from steelyard.engine.sampling import LocalSamplingClient
 from steelyard.engine.trainer import LossOfLogprobs, Trainer, with_metrics
 from steelyard.errors import InputError
-from steelyard.spec.protocol import Stateful
+from steelyard.spec import Stateful
 
 if TYPE_CHECKING:
     from steelyard.engine.service import LocalServiceClient

@@ -6,16 +6,15 @@ keep one contract: a ticket is settled exactly once, with a value or an error; a
 timeout concerns that ticket alone; what can be stopped is stopped when nobody waits for it.
 """
 
-from steelyard.execution.batch import Batch, Executor
+from steelyard.execution.batch import Batch, Cancelled, Ticket
+from steelyard.execution.executor import Executor
 from steelyard.execution.processes import check_picklable
-from steelyard.execution.ticket import Cancelled, Lane, Ticket
 from steelyard.execution.workers import Workers, default_workers
 
 __all__ = [
     "Batch",
     "Cancelled",
     "Executor",
-    "Lane",
     "Ticket",
     "Workers",
     "check_picklable",

@@ -1,4 +1,4 @@
-"""A batch: the tickets of one call, under way together."""
+"""Tickets, which are pieces of work, and batches, which are the tickets of one call."""
 
 from __future__ import annotations
 
@@ -7,16 +7,131 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Protocol, Self
+from typing import Any, Self
 
-from steelyard.execution.ticket import Cancelled, Ticket
+from steelyard.errors import TermTimeoutError
+from steelyard.execution.executor import Executor
+from steelyard.spec import title
 
 
-class Executor(Protocol):
-    """Something that runs tickets: each is started, ended and settled, in its own time."""
+class Cancelled(Exception):  # noqa: N818 - not an error: nobody waits for the result any more
+    """The work was called off before it ended."""
 
-    def submit(self, ticket: Ticket) -> None:
-        """Run the ticket, soon; never raise what the ticket's work raises."""
+
+class Ticket:
+    """`fn(*args)` on behalf of a term, to be run in a lane and within a time limit.
+
+    It is settled once, by whoever comes first: the worker with a result or an error, the
+    waiting caller with a timeout, or a cancellation. Work that cannot be stopped may go on
+    `running` after that.
+    """
+
+    def __init__(
+        self,
+        term: str,
+        lane: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float | None = None,
+        *,
+        reply_bytes: int = 0,
+    ) -> None:
+        self.term = term
+        self.lane = lane
+        self.fn = fn
+        self.args = args
+        self.timeout = timeout
+        self.reply_bytes = reply_bytes
+        self.submitted: float | None = None
+        self.started: float | None = None
+        self.ended: float | None = None
+        self.settled = False
+        self.on_change: Callable[[Ticket], object] = lambda _: None
+        self.stop: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the work has begun and not ended, whatever was decided about its result."""
+        return self.started is not None and self.ended is None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error a settled ticket ended with, if it did."""
+        return self._error
+
+    def start(self) -> bool:
+        """Note that the work begins. False if it was called off before."""
+        with self._lock:
+            if self.settled:
+                return False
+            self.started = monotonic()
+        self.on_change(self)
+        return True
+
+    def run(self) -> None:
+        """Do the work here and now, and settle with what comes of it."""
+        if not self.start():
+            return
+        value, failure = None, None
+        try:
+            value = self.fn(*self.args)
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
+            failure = error
+        self.ended = monotonic()
+        # Late is late, also when nobody was looking at the clock.
+        if self.timeout is not None and self.ended - self.started > self.timeout:  # type: ignore[operator]  # it has started
+            self.expire()
+        self.settle(value, failure)
+
+    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Note that the work ended, and settle unless somebody has done so."""
+        self.ended = monotonic()
+        self.settle(value, error)
+
+    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Decide the result, once."""
+        with self._lock:
+            if self.settled:
+                return
+            self.settled = True
+            self._value, self._error = value, error
+            self.fn, self.args = _nothing, ()
+        self.on_change(self)
+
+    def overrun(self) -> None:
+        """Note that the work was ended because it took too long."""
+        self.ended = monotonic()
+        self.expire()
+
+    def expire(self) -> None:
+        """Decide that it took too long, though it may still be running."""
+        self.settle(
+            error=TermTimeoutError(
+                f"{title(self.term)} must end within {self.timeout:g} s and did not: "
+                f"raise its timeout, make it faster, or drop it for such steps with "
+                f"on_error='skip'.",
+                term=self.term,
+            )
+        )
+
+    def cancel(self) -> None:
+        """Call it off, and stop the work where that is possible."""
+        if not self.settled:
+            self.settle(error=Cancelled())
+            self.stop()
+
+    def result(self) -> Any:
+        """What came of a settled ticket: the value, or the error raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def _nothing() -> None:
+    """What a settled ticket would run: it lets go of the term and its data."""
 
 
 class Batch:
@@ -27,7 +142,7 @@ class Batch:
     Args:
         tickets: what to run. They start in this order.
         executors: the executor of each lane.
-        limits: how many tickets of a lane may run at once; no entry, no limit.
+        width: how many tickets may run at once in each lane whose executor limits them.
         in_turn: run all of them one after the other, whatever their lanes.
         on_start: told, in the waiting thread, of each ticket that has begun.
         events: what the waiting thread listens to; None put in it by another thread makes
@@ -38,10 +153,10 @@ class Batch:
         self,
         tickets: Sequence[Ticket],
         executors: Mapping[str, Executor],
-        limits: Mapping[str, int],
+        width: int,
         *,
         in_turn: bool = False,
-        on_start: Callable[[Ticket], object] = lambda _: None,
+        on_start: Callable[[Ticket], object] | None = None,
         events: SimpleQueue[Ticket | None] | None = None,
     ) -> None:
         self._tickets = tickets
@@ -57,7 +172,8 @@ class Batch:
             ticket.on_change = self._changed
             lane = self._lane_of(ticket)
             self._queues.setdefault(lane, deque()).append(ticket)
-            self._places[lane] = 1 if in_turn else limits.get(lane, len(tickets))
+            limited = executors[ticket.lane].limited
+            self._places[lane] = 1 if in_turn else width if limited else len(tickets)
 
     def __enter__(self) -> Self:
         for lane in self._queues:
@@ -80,7 +196,11 @@ class Batch:
         begun: set[Ticket] = set()
         while waiting:
             for ticket in self._next(waiting):
-                if ticket.started is not None and ticket not in begun:
+                if (
+                    self._on_start is not None
+                    and ticket.started is not None
+                    and ticket not in begun
+                ):
                     begun.add(ticket)
                     self._on_start(ticket)
                 if ticket.settled and ticket in waiting:
@@ -89,7 +209,7 @@ class Batch:
 
     def _next(self, waiting: set[Ticket]) -> list[Ticket]:
         """The ticket something happened to, or those that are overdue by now."""
-        deadlines = [d for ticket in waiting if (d := ticket.deadline) is not None]
+        deadlines = [d for t in waiting if (d := self._deadline(t)) is not None]
         try:
             if not deadlines:
                 event = self._events.get()
@@ -97,7 +217,7 @@ class Batch:
                 event = self._events.get(timeout=max(0.0, min(deadlines) - monotonic()))
         except Empty:
             now = monotonic()
-            overdue = [t for t in waiting if (d := t.deadline) is not None and d <= now]
+            overdue = [t for t in waiting if (d := self._deadline(t)) is not None and d <= now]
             for ticket in overdue:
                 ticket.expire()
                 ticket.stop()
@@ -105,6 +225,11 @@ class Batch:
         if event is None:
             raise Cancelled
         return [event]
+
+    def _deadline(self, ticket: Ticket) -> float | None:
+        if ticket.timeout is None or ticket.settled:
+            return None
+        return self._executors[ticket.lane].deadline(ticket)
 
     def _changed(self, ticket: Ticket) -> None:
         self._events.put(ticket)

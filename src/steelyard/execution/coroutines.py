@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from steelyard.execution.ticket import Ticket
+from steelyard.execution.batch import Ticket
+from steelyard.execution.executor import Executor
+
+# How long after its deadline a coroutine may take to notice that it is cancelled.
+CANCEL_GRACE = 0.5
 
 
-class CoroutineExecutor:
+class CoroutineExecutor(Executor):
     """An event loop in a thread, where async terms run whoever calls them.
 
     It is never the caller's loop: `compute` works inside a running one, `acompute` does not
     block it, and what a term keeps open from call to call stays on one loop.
     """
+
+    awaits = True
+    limited = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,7 +33,12 @@ class CoroutineExecutor:
                 self._loop = _LoopThread()
             self._loop.begin(ticket)
 
-    def give_up(self) -> None:
+    def deadline(self, ticket: Ticket) -> float | None:
+        """The loop cancels its own tasks; it is given up on only if it does not."""
+        since = ticket.submitted if ticket.started is None else ticket.started
+        return None if since is None else since + (ticket.timeout or 0.0) + CANCEL_GRACE
+
+    def abandon(self) -> None:
         """Put a new loop in place of one that a coroutine blocks."""
         with self._lock:
             loop = self._loop

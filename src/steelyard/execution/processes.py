@@ -17,12 +17,13 @@ from pebble import ProcessExpired, ProcessPool
 
 from steelyard.errors import ClosedError, UnpicklableError, WorkerDiedError
 from steelyard.execution import worker
+from steelyard.execution.batch import Cancelled, Ticket
+from steelyard.execution.executor import Executor
 from steelyard.execution.spawning import worker_context
-from steelyard.execution.ticket import Cancelled, Ticket
 from steelyard.execution.transport import Message, Parcel
 
 
-class ProcessExecutor:
+class ProcessExecutor(Executor):
     """A pool of worker processes with torch imported, one more than are used at once.
 
     The spare one is there so that the call after a kill does not wait for an import of torch.
@@ -34,6 +35,15 @@ class ProcessExecutor:
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
         self._waiting: dict[Ticket, Parcel] = {}
+
+    def prepare(self, term: str, call: object) -> None:
+        """Check that a call pickles, and start the workers, without waiting for them.
+
+        Raises:
+            UnpicklableError: it does not.
+        """
+        check_picklable(term, call)
+        self.warm()
 
     def warm(self) -> None:
         """Start the workers, without waiting for them."""

@@ -7,10 +7,11 @@ import os
 import threading
 from queue import SimpleQueue
 
-from steelyard.execution.ticket import Ticket
+from steelyard.execution.batch import Ticket
+from steelyard.execution.executor import Executor
 
 
-class ThreadExecutor:
+class ThreadExecutor(Executor):
     """Daemon threads, started when needed and kept for the next ticket.
 
     The standard pool would join a stuck thread when the interpreter exits, and hand it no
@@ -41,6 +42,10 @@ class ThreadExecutor:
         for worker in idle:
             worker.inbox.put(None)
             worker.join()
+
+    def deadline(self, ticket: Ticket) -> float | None:
+        """A thread cannot be ended: whoever waits for it gives up when its time is over."""
+        return None if ticket.started is None else ticket.started + (ticket.timeout or 0.0)
 
     def take_back(self, worker: _Worker) -> bool:
         """Whether an idle worker is kept for later."""

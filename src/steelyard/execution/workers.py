@@ -8,11 +8,11 @@ import threading
 from typing import Self
 
 from steelyard.errors import ClosedError, SpecError
-from steelyard.execution.batch import Executor
 from steelyard.execution.coroutines import CoroutineExecutor
+from steelyard.execution.executor import Executor
 from steelyard.execution.processes import ProcessExecutor
 from steelyard.execution.threads import ThreadExecutor
-from steelyard.spec.numbers import is_whole
+from steelyard.spec import is_whole
 
 
 class Workers:
@@ -40,25 +40,30 @@ class Workers:
         self.threads = ThreadExecutor()
         self.processes = ProcessExecutor(count)
         self.coroutines = CoroutineExecutor()
+        # A place to run terms is registered here, by the name that `run_in` has for it.
+        self._executors: dict[str, Executor] = {
+            "thread": self.threads,
+            "process": self.processes,
+            "async": self.coroutines,
+        }
         self._closed = False
 
     @property
     def executors(self) -> dict[str, Executor]:
-        """The executor of each lane.
+        """The executor of each place that `run_in` names.
 
         Raises:
             ClosedError: the workers are closed.
         """
         if self._closed:
             raise ClosedError("these workers must be open to run terms, got closed ones.")
-        return {"thread": self.threads, "process": self.processes, "async": self.coroutines}
+        return self._executors
 
     def close(self) -> None:
         """End every thread, process and event loop. Threads that are stuck end when they can."""
         self._closed = True
-        self.processes.close()
-        self.coroutines.close()
-        self.threads.close()
+        for executor in reversed(self._executors.values()):
+            executor.close()
 
     def __enter__(self) -> Self:
         return self

@@ -5,17 +5,21 @@ rules and its voice); `terms` builds the loss and the regularizers; `backend` op
 client; `records` and `encoding` turn lines into data, `batches` puts them in order, `reference`
 adds what the base model says of them (`material` is all of that); `loop` makes the steps, with
 `held_out` beside it; `folder`, `saving` and `sinks` keep what comes of it. `ablation` (with
-`side_by_side`) and `tuning` make many runs.
+`side_by_side`) and `tuning` make many runs; `checking` makes none.
 """
 
 from steelyard._extras import cure as _cure
 
 try:
     from steelyard.experiment.ablation import Ablation, ablate
+    from steelyard.experiment.checking import check_config
     from steelyard.experiment.config import Config
+    from steelyard.experiment.example import example_config
     from steelyard.experiment.folder import RunFolder
     from steelyard.experiment.loop import Outcome, Watcher, resume, train
+    from steelyard.experiment.marks import dominates, fights
     from steelyard.experiment.reading import read_config
+    from steelyard.experiment.secrets import redact
     from steelyard.experiment.tuning import Tuned, tune
 except ModuleNotFoundError as error:
     raise _cure("steelyard.experiment", error, extra="cli") from error
@@ -28,7 +32,12 @@ __all__ = [
     "Tuned",
     "Watcher",
     "ablate",
+    "check_config",
+    "dominates",
+    "example_config",
+    "fights",
     "read_config",
+    "redact",
     "resume",
     "train",
     "tune",

@@ -65,10 +65,10 @@ def check_model(config: ModelConfig) -> None:
         ConfigError: it is not.
     """
     if config.backend == "local":
-        from steelyard.engine import sources  # noqa: PLC0415 - takes seconds
+        from steelyard.engine import find_model  # noqa: PLC0415 - takes seconds
 
         try:
-            sources.find(config.base_model)
+            find_model(config.base_model)
         except ModelError as error:
             raise ConfigError(f"[model]: {error}") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-EXAMPLE = """\
+_EXAMPLE = """\
 [model]
 backend = "local"              # "local" | "tinker" (its key is in $TINKER_API_KEY)
 base_model = "smollm2-135m"
@@ -38,3 +38,8 @@ options = { mode = "bonus" }
 [sinks]
 tensorboard = false
 """
+
+
+def example_config() -> str:
+    """Text of a config file that has every table; `steelyard config example` prints it."""
+    return _EXAMPLE

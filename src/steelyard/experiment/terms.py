@@ -13,8 +13,7 @@ from steelyard.composition import Pipeline
 from steelyard.errors import ConfigError, RegistryError, SpecError
 from steelyard.experiment.config import Config, TermConfig
 from steelyard.experiment.weights import is_tuned, schedule_of
-from steelyard.spec import RegularizerSpec
-from steelyard.spec.registry import build
+from steelyard.spec import RegularizerSpec, build
 
 LOSSES = {"cross_entropy": "steelyard.experiment.losses:CrossEntropy"}
 GIVES = {"local": ("hidden_states", "logits", "parameters", "projection"), "tinker": ()}

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from steelyard.errors import SpecError
-from steelyard.spec import Schedule, schedules
-from steelyard.spec.numbers import is_finite
+from steelyard.spec import Schedule, is_finite, schedules
 
 SCHEDULES = {
     "constant": "[v]",

@@ -1,69 +1,57 @@
-"""What each term pulls: its gradient with respect to the log-probs, norms and cosines.
+"""Gradients of terms: how each is found, and the algebra over several of them.
 
-`layout` and `leaf` turn the log-probs into one flat vector; `inputs` reads the fields of a
-datum; `evaluation` asks a term for its value and differentiates it once; `numerical` and
-`score` are the estimators for terms that autograd cannot see through; `gram` is the algebra
-over several terms, and `beyond` the same for what a term may have asked for beyond log-probs;
-`joint` is what terms say that can be computed together.
+`layout` turns the log-probs into one flat vector, `nested` walks through containers of tensors,
+and `data` reads the fields of a datum. `returned` reads what a term returned. `isolated` is a call
+of a term on copies of its inputs; `numerical` and `score` are the estimators for terms that
+autograd cannot see through. `algebra` has weighted sums, the Gram matrix, norms and cosines.
+`fusable` is what terms offer that can be computed together.
 """
 
-from steelyard.gradients.beyond import (
-    Gradients,
-    Nest,
-    PullBeyond,
-    combine_beyond,
-    leaves_of,
-    mapped,
-    tensors_in,
-)
-from steelyard.gradients.evaluation import (
-    Evaluation,
-    Method,
-    Question,
-    Trial,
-    aevaluate,
-    aslopes,
+from steelyard.gradients.algebra import (
+    Row,
     check_gradient,
-    evaluate,
-    evaluate_coroutine,
-    slopes,
-    slopes_coroutine,
+    differentiate,
+    gram,
+    norm_of,
+    norms_and_cosines,
+    split_gradient,
+    weighted_sum,
 )
-from steelyard.gradients.gram import Pull, combine
-from steelyard.gradients.inputs import as_tensor, loss_fn_input
-from steelyard.gradients.joint import Fusable, Joint
-from steelyard.gradients.layout import Layout, LogProbs, flatten
-from steelyard.gradients.leaf import Leaf
+from steelyard.gradients.data import as_tensor, loss_fn_input
+from steelyard.gradients.fusable import Fusable, Joint
+from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
+from steelyard.gradients.layout import Layout, LogProbs, flatten, leaf_over
+from steelyard.gradients.nested import Nest, fields_of, leaves_of, mapped, tensors_in
 from steelyard.gradients.numerical import check_count
+from steelyard.gradients.returned import as_scalar, check_finite, split_metrics
 
 __all__ = [
     "Evaluation",
     "Fusable",
-    "Gradients",
+    "IsolatedCall",
     "Joint",
     "Layout",
-    "Leaf",
     "LogProbs",
     "Method",
     "Nest",
-    "Pull",
-    "PullBeyond",
-    "Question",
-    "Trial",
-    "aevaluate",
+    "Row",
+    "as_scalar",
     "as_tensor",
-    "aslopes",
     "check_count",
+    "check_finite",
     "check_gradient",
-    "combine",
-    "combine_beyond",
-    "evaluate",
-    "evaluate_coroutine",
+    "differentiate",
+    "fields_of",
     "flatten",
+    "gram",
+    "leaf_over",
     "leaves_of",
     "loss_fn_input",
     "mapped",
-    "slopes",
-    "slopes_coroutine",
+    "norm_of",
+    "norms_and_cosines",
+    "split_gradient",
+    "split_metrics",
     "tensors_in",
+    "weighted_sum",
 ]

@@ -77,6 +77,13 @@ def flatten(logprobs: LogProbs) -> tuple[Layout, Tensor]:
     return Layout(kind, [tensor.numel() for tensor in tensors], shapes), flat
 
 
+def leaf_over(flat: Tensor) -> Tensor:
+    """A leaf over the memory of `flat`, with respect to which terms are differentiated."""
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        # Cloned only where it must be: what inference mode made cannot require a gradient.
+        return (flat.clone() if flat.is_inference() else flat.detach()).requires_grad_()
+
+
 def _complaint(tensors: Sequence[object]) -> InputError:
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():

@@ -12,8 +12,6 @@ from steelyard.errors import GradientError
 
 MAX_EVALUATIONS = 10_000
 RELATIVE_STEP = 1e-5
-# A coroutine is usually a request to somebody's server.
-_REQUESTS_AT_ONCE = 64
 
 
 def check_count(term: str, size: int) -> None:
@@ -31,31 +29,37 @@ def check_count(term: str, size: int) -> None:
         )
 
 
-def differences(f: Callable[[Tensor], float], flat: Tensor, start: int, stop: int) -> Tensor:
-    """The slopes of `f` along `flat[start:stop]`, by central differences, in float64."""
-    slopes = []
-    for index in range(start, stop):
-        above, below, distance = _neighbours(flat, index)
-        slopes.append((f(above) - f(below)) / distance)
-    return torch.tensor(slopes, dtype=torch.float64)
-
-
-async def adifferences(
-    f: Callable[[Tensor], Awaitable[float]], flat: Tensor, start: int, stop: int
+async def differences(
+    f: Callable[[Tensor], Awaitable[float]], flat: Tensor, start: int, stop: int, at_once: int = 1
 ) -> Tensor:
-    """As `differences`, for a coroutine: many evaluations are under way at once."""
-    places = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+    """The slopes of `f` along `flat[start:stop]`, by central differences, in float64.
 
-    async def limited(point: Tensor) -> float:
-        async with places:
-            return await f(point)
+    Args:
+        f: the function, awaited; nothing else is, unless several evaluations may run at once.
+        flat: the point.
+        start: the first axis.
+        stop: one past the last.
+        at_once: how many evaluations may be under way.
+    """
 
-    async def slope(index: int) -> float:
+    async def slope(index: int, places: asyncio.Semaphore | None = None) -> float:
         above, below, distance = _neighbours(flat, index)
+        if places is None:
+            return (await f(above) - await f(below)) / distance
+
+        async def limited(point: Tensor) -> float:
+            async with places:
+                return await f(point)
+
         high, low = await asyncio.gather(limited(above), limited(below))
         return (high - low) / distance
 
-    slopes = await asyncio.gather(*(slope(index) for index in range(start, stop)))
+    indices = range(start, stop)
+    if at_once == 1:
+        slopes = [await slope(index) for index in indices]
+    else:
+        places = asyncio.Semaphore(at_once)
+        slopes = await asyncio.gather(*(slope(index, places) for index in indices))
     return torch.tensor(slopes, dtype=torch.float64)
 
 

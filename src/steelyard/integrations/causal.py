@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.errors import InputError
-from steelyard.integrations.output_layer import Heard, overheard, stand_in
 from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import Projection
+from steelyard.penalties.from_logits.lm_head import Heard, overheard, stand_in
 
 IGNORED = -100
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from steelyard._extras import cure as _cure
+from steelyard.composition import CompositeLoss, Reads, TermLike, itself, reads
 from steelyard.errors import CheckpointError, InputError
 from steelyard.integrations.causal import token_count
-from steelyard.integrations.named import Reads, itself
 from steelyard.integrations.tally import Tally
-from steelyard.integrations.torch import CompositeLoss, TermLike, reads
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -171,7 +170,7 @@ class RegularizerCallback(TrainerCallback):
         share = _share(trainer, batch, items)
         composite.share = 1.0 if share is None else share
         total: Tensor = composite(named)
-        self._tally.add(composite.readings, share)
+        self._tally.add(composite.results, share)
         return total
 
     def _asked(self) -> set[str]:

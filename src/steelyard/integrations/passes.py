@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from steelyard.composition import collect_aux
 from steelyard.integrations.activations import capture
-from steelyard.integrations.auxiliary import collect_aux
 from steelyard.integrations.causal import (
     Forward,
     data_of,
@@ -20,7 +20,6 @@ from steelyard.integrations.causal import (
     projection_of,
     target_logprobs,
 )
-from steelyard.integrations.output_layer import Heard, overheard
 from steelyard.integrations.without_logits import (
     Counted,
     OwnLoss,
@@ -28,6 +27,7 @@ from steelyard.integrations.without_logits import (
     counted,
     standing_in,
 )
+from steelyard.penalties.from_logits.lm_head import Heard, overheard
 
 
 @dataclass(frozen=True, eq=False)

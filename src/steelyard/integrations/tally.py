@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from steelyard.integrations.reading import Reading
-from steelyard.integrations.weighing import Share
+from steelyard.composition import Share, TermResult
 from steelyard.spec import BASE
 
 _NUMBERS = ("value", "weight", "contribution")
@@ -29,16 +28,18 @@ class Tally:
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
 
-    def add(self, readings: Sequence[Reading], share: Share | None) -> None:
+    def add(self, results: Sequence[TermResult], share: Share | None) -> None:
         """One micro-batch; `share` is its part of the step, None if it has none."""
         self._shared = share is not None
-        for reading in readings:
-            value = reading.value.detach().double()
-            weight = torch.as_tensor(reading.weight).to(value)
+        for result in results:
+            if result.value is None:  # it was dropped
+                continue
+            value = result.value.double()
+            weight = torch.as_tensor(result.weight).to(value)
             numbers = torch.stack([value, weight, weight * value])
-            if share is not None and not reading.term.is_base:
+            if share is not None and not result.term.is_base:
                 numbers = numbers * share
-            self._step.setdefault(reading.term.name, []).append(numbers)
+            self._step.setdefault(result.term.name, []).append(numbers)
 
     def end_step(self) -> None:
         """The optimizer has stepped."""

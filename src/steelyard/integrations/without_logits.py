@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from steelyard.integrations.causal import IGNORED, next_labels
-from steelyard.integrations.output_layer import Heard, overheard, stand_in
 from steelyard.penalties.from_logits import Projection, cross_entropy
+from steelyard.penalties.from_logits.lm_head import Heard, overheard, stand_in
 
 
 class Counted(NamedTuple):

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from steelyard.errors import SpecError
-from steelyard.spec import lookup
-from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec import is_finite, is_whole, lookup
 
 
 # The checks take `Any`: what comes in is what is being checked.

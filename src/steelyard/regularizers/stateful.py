@@ -13,10 +13,7 @@ from steelyard.errors import SpecError, StateError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import mean, rows_of
-from steelyard.spec import Regularizer, Stateful
-from steelyard.spec.callables import entry_point, is_async, rejects
-from steelyard.spec.numbers import is_finite
-from steelyard.spec.registry import build
+from steelyard.spec import Regularizer, Stateful, build, entry_point, is_async, is_finite, rejects
 
 
 class EMADrift:

@@ -13,8 +13,7 @@ from steelyard.errors import InputError, SpecError, TermError
 from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
 from steelyard.regularizers import _options
 from steelyard.regularizers._endpoint import Endpoint, Limits, Session
-from steelyard.spec import title
-from steelyard.spec.numbers import is_finite
+from steelyard.spec import is_finite, title
 
 
 class ExternalValidation:

@@ -100,9 +100,9 @@ def list_handlers(prefix: str = "") -> list[Handler]:
     return [h for event, hs in _handlers.items() if event.startswith(prefix) for h in hs]
 
 
-def listening(event: str) -> bool:
-    """Whether anybody is attached to `event`: lets an emitter skip costly measurements."""
-    return event in _handlers
+def listening(*events: str) -> bool:
+    """Whether anybody is attached to any of `events`: lets an emitter skip costly measurements."""
+    return any(event in _handlers for event in events) if _handlers else False
 
 
 def execute(event: str, measurements: Payload, metadata: Payload | None = None) -> None:

@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass, fields
 
 from steelyard.errors import InputError
-from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec import is_finite, is_whole
 
 _SECONDS = ("client_timeout", "poll_seconds", "gap_seconds", "keep_seconds")
 

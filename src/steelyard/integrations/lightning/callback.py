@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from steelyard.composition import CompositeLoss, TermLike, collect_aux, reads
 from steelyard.errors import InputError
 from steelyard.integrations.activations import Captured, hooked
-from steelyard.integrations.auxiliary import collect_aux
 from steelyard.integrations.lightning.inputs import joined, of_batch
 from steelyard.integrations.lightning.logs import checked, log
 from steelyard.integrations.lightning.names import Callback, LightningModule, Trainer
-from steelyard.integrations.torch import CompositeLoss, TermLike, reads
 from steelyard.spec import Schedule
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steelyard.errors import InputError
-from steelyard.integrations.inputs import Inputs, fields_of
+from steelyard.gradients import fields_of
 
 
-def of_batch(batch: object, names: Sequence[str]) -> Inputs:
+def of_batch(batch: object, names: Sequence[str]) -> Mapping[str, Any]:
     """The parts of a batch: its fields; or its items, under `names` or as `batch.0`, `batch.1`.
 
     Raises:
@@ -30,7 +30,7 @@ def of_batch(batch: object, names: Sequence[str]) -> Inputs:
     return dict(zip(names, batch, strict=True))
 
 
-def joined(sources: Mapping[str, Inputs]) -> dict[str, Any]:
+def joined(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """All inputs by their name; one that several sources have, as `source.name`."""
     every = {(name, id(value)) for fields in sources.values() for name, value in fields.items()}
     counts = Counter(name for name, _ in every)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from steelyard.composition import CompositeLoss, Deposits, collect_aux
 from steelyard.errors import InputError
-from steelyard.integrations.auxiliary import Deposits, collect_aux
 from steelyard.integrations.lightning.logs import checked, log
 from steelyard.integrations.lightning.names import LightningModule, Trainer
-from steelyard.integrations.torch import CompositeLoss
 
 if TYPE_CHECKING:
     _Mixed = LightningModule

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.integrations.optim.slots import chosen, ready, slots_of
 from steelyard.integrations.optim.transform import Transform
-from steelyard.spec.numbers import is_whole
+from steelyard.spec import is_whole
 
 _KEY = "steelyard"
 _ATTACHED: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()

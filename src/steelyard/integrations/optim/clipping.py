@@ -12,7 +12,7 @@ from torch import Tensor
 from steelyard.errors import NonFiniteError, SpecError
 from steelyard.integrations.optim.slots import Slot, batches, pieces, wide
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
-from steelyard.spec.numbers import is_finite
+from steelyard.spec import is_finite
 
 _BLOCK = 1024
 _norm: Callable[..., Tensor] = torch.linalg.vector_norm  # torch leaves it untyped

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from steelyard.errors import SpecError
 from steelyard.integrations.optim.slots import Slot, batches, refuse_sparse
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
-from steelyard.spec.numbers import is_finite
+from steelyard.spec import is_finite
 
 
 @dataclass(frozen=True, kw_only=True)

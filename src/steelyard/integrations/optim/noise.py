@@ -12,7 +12,7 @@ import torch
 from steelyard.errors import SpecError
 from steelyard.integrations.optim.slots import Slot, batches, refuse_sparse, wide
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
-from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec import is_finite, is_whole
 
 
 @dataclass(frozen=True, kw_only=True)

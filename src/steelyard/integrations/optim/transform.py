@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from steelyard.errors import SpecError
 from steelyard.integrations.optim.slots import Slot, chosen, labels, slots_of
-from steelyard.spec.numbers import is_finite
+from steelyard.spec import is_finite
 
 Schedule: TypeAlias = Callable[[int], float]
 Where: TypeAlias = Callable[[Tensor], bool]

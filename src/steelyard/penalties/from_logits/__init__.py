@@ -5,12 +5,13 @@
 * `projection`: `Projection`: stands for logits and does not make them
 * `linear`: `compose_linear`: several terms without ever having all logits
 * `fusion`: `fusable`: which calls of a loss go together
+* `lm_head`: the output layer of a language model as a `Projection`; needs torch
 
 On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows at a time.
 """
 
 from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
-from steelyard.penalties.from_logits.fusion import Fused, LogitCall, fusable
+from steelyard.penalties.from_logits.fusion import Fused, LogitCall, fusable, is_fusable
 from steelyard.penalties.from_logits.linear import compose_linear
 from steelyard.penalties.from_logits.projection import Projection
 from steelyard.penalties.from_logits.terms import (
@@ -32,6 +33,7 @@ __all__ = [
     "cross_entropy",
     "entropy",
     "fusable",
+    "is_fusable",
     "js",
     "kl",
     "target_logprobs",

@@ -41,6 +41,24 @@ class LogitCall:
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)  # whatever `fn` takes
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        fn: Callable[..., Array],
+        args: Sequence[Array],
+        arrays: Mapping[str, Array],
+        weight: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> LogitCall | None:
+        """The call `fn(*args, **arrays, **options)`; None if it cannot be fused."""
+        names = parameters_of(fn)
+        if names is None or len(args) > len(names):
+            return None
+        named = {**arrays, **dict(zip(names, args, strict=False))}
+        call = cls(name, fn, named, weight, options or {})
+        return None if call.parts is None else call
+
     @cached_property
     def parts(self) -> Parts | None:
         """What `compose_logits` would make of it; None if it cannot."""
@@ -92,6 +110,11 @@ class Fused:
             track_grad_norms=track_grad_norms,
             **self.arrays,
         )
+
+
+def is_fusable(fn: Callable[..., Array]) -> bool:
+    """Whether calls of a function can be made together with others."""
+    return parameters_of(fn) is not None
 
 
 def parameters_of(fn: Callable[..., Array]) -> tuple[str, ...] | None:

@@ -1,4 +1,8 @@
-"""The output layer of a language model: what it reads, and logits that it need not make."""
+"""The output layer of a language model: what it reads, and logits that it need not make.
+
+It needs torch, which the rest of this package loads on demand only, so it is imported by its own
+name: for the engine and the integrations, which both train language models.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.errors import InputError
-from steelyard.penalties.from_logits import Projection
+from steelyard.penalties.from_logits.projection import Projection
+
+__all__ = ["Heard", "affine", "overheard", "stand_in"]
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Terms that are computed together: what they say of themselves, and what comes of them."""
+"""Terms that are computed together: what they offer, and what comes back."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from steelyard.gradients.layout import LogProbs
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """What came of several terms at once.
+    """The result of several terms computed at once.
 
     Attributes:
         values: of each term, unweighted, as tensors without axes.
-        total: their weighted sum, with a graph to what they asked for.
+        total: their weighted sum, with a graph to what they read.
         norms: the L2 norm of each term's gradient there; empty unless tracked.
         cosines: of each pair of terms, by their places; empty unless tracked.
+        total_norm: the norm of the gradient of `total`, where the terms know it.
     """
 
     values: Sequence[Tensor]
     total: Tensor
     norms: Sequence[float] = ()
     cosines: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    total_norm: float | None = None
 
 
 @runtime_checkable
@@ -48,7 +50,7 @@ class Fusable(Protocol):
         tracked: bool,
         **needed: Any,
     ) -> Joint:
-        """What it and `others` come to.
+        """Compute it and `others` at once.
 
         Args:
             others: regularizers that it fuses with.
@@ -56,5 +58,5 @@ class Fusable(Protocol):
             data: as for `compute`.
             logprobs: as for `compute`.
             tracked: whether norms and cosines are wanted.
-            needed: what they asked for beyond log-probs, the same for all.
+            needed: the extra inputs that they need, the same for all.
         """

@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from steelyard.composition.lookup import Inputs, find, names_in, within
 from steelyard.errors import InputError, SpecError
-from steelyard.integrations.inputs import Inputs, find, names_in, within
-from steelyard.spec import RegularizerSpec, Schedule, Stateful
-from steelyard.spec.callables import entry_point, is_async
+from steelyard.spec import BASE, RegularizerSpec, Schedule, Stateful, entry_point, is_async, title
 
 
 class Named(ABC):
@@ -24,7 +23,7 @@ class Named(ABC):
         """What a term returns."""
 
     @abstractmethod
-    def check(self, who: str, inputs: Inputs) -> None:
+    def check(self, term: str, inputs: Inputs) -> None:
         """Nothing, if all it reads is there.
 
         Raises:
@@ -45,6 +44,7 @@ class Reads(Named):
         keywords: the inputs that it must have, by the keyword it takes them by.
         owner: the object that `fn` is a method of, or `fn`.
         head: the part of the outputs it sees.
+        required: all inputs that it must have.
     """
 
     fn: Callable[..., Any]
@@ -53,11 +53,11 @@ class Reads(Named):
     keywords: tuple[tuple[str, str], ...] = ()
     owner: Any = None
     head: str | None = None
+    required: tuple[str, ...] = field(init=False)
 
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The inputs that it must have."""
-        return (*self.names, *(name for _, name in self.keywords))
+    def __post_init__(self) -> None:
+        required = (*self.names, *(name for _, name in self.keywords))
+        object.__setattr__(self, "required", required)  # the class is frozen
 
     def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
         """What the function gives for these inputs."""
@@ -68,17 +68,20 @@ class Reads(Named):
         """What the function takes from the inputs: by position, and by keyword."""
         seen = self.seen(inputs)
         extra = {name: seen[name] for name in self.optional if name in seen}
-        extra |= {keyword: find(seen, name) for keyword, name in self.keywords}
-        return [find(seen, name) for name in self.names], extra
+        for keyword, name in self.keywords:
+            extra[keyword] = seen[name] if name in seen else find(seen, name)
+        return [seen[name] if name in seen else find(seen, name) for name in self.names], extra
 
     def seen(self, inputs: Inputs) -> Inputs:
         """The inputs, as the head sees them."""
         return inputs if self.head is None else within(inputs, self.head)
 
-    def check(self, who: str, inputs: Inputs) -> None:
+    def check(self, term: str, inputs: Inputs) -> None:
         """Nothing, if all it reads is there."""
         seen = self.seen(inputs)
         for name in self.required:
+            if name in seen:
+                continue
             try:
                 find(seen, name)
             except KeyError:
@@ -86,9 +89,10 @@ class Reads(Named):
                 cure = ""
                 if name.startswith("aux."):
                     cure = " The model leaves it with aux_loss, and is watched with watch(model)."
+                of = f" of head {self.head!r}" if self.head and term == BASE else ""
                 raise InputError(
-                    f"{who} reads the input {name!r}, which is not there; the inputs are: "
-                    f"{there}.{cure}"
+                    f"{title(term)}{of} reads the input {name!r}, which is not there; the inputs "
+                    f"are: {there}.{cure}"
                 ) from None
 
 
@@ -135,10 +139,10 @@ class BaseOfHeads(Named):
             total = loss if total is None else total + loss
         return total, metrics
 
-    def check(self, who: str, inputs: Inputs) -> None:
+    def check(self, term: str, inputs: Inputs) -> None:
         """Nothing, if all the heads read is there."""
         for fn in self.heads:
-            fn.check(f"{who} of head {fn.head!r}", inputs)
+            fn.check(term, inputs)
 
 
 def base_of(base: Any) -> Named:

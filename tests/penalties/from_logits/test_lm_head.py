@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from steelyard.errors import InputError
-from steelyard.integrations.output_layer import affine, overheard
+from steelyard.penalties.from_logits.lm_head import affine, overheard, stand_in
 
 
 class Net(nn.Module):
@@ -58,6 +58,16 @@ def test_something_else_instead_and_the_method_is_back_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="mat1"), overheard(net.head):
         net(X[:, 1:])
     assert net(X).shape == (3, 7)
+
+
+@pytest.mark.parametrize("change", [lambda z: z / 2, lambda z: 30 * torch.tanh(z / 30)])
+def test_a_model_that_changes_its_logits_changes_the_stand_in(change: Any) -> None:
+    net = Net()
+    with overheard(net.head, stand_in) as heard:
+        made = net.head(net.inner(X))
+    assert made.shape == (3, 1)
+    assert heard.untouched(made)
+    assert not heard.untouched(change(made))
 
 
 def test_a_later_pass_without_a_graph_is_not_what_is_heard() -> None:

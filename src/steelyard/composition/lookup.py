@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from steelyard.errors import InputError
+from steelyard.gradients import fields_of
 
 # Tensors as a rule, and whatever else a term may want to read.
 Inputs: TypeAlias = Mapping[str, Any]
-
-
-def fields_of(value: object) -> Inputs | None:
-    """A mapping or a dataclass as a mapping; None if `value` is neither."""
-    if isinstance(value, Mapping):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return None
 
 
 def gather(outputs: Sequence[object], inputs: Inputs) -> dict[str, Any]:

@@ -1,0 +1,233 @@
+"""Aggregation: how the terms' values and gradients become one loss and one gradient."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from steelyard.composition.terms import TermResult
+from steelyard.errors import SpecError
+from steelyard.gradients import Row, gram, norm_of, norms_and_cosines, split_metrics, weighted_sum
+from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
+
+
+class Aggregator(ABC):
+    """Decides how much of each term's weighted gradient the total gradient gets.
+
+    The total gradient is Σ factorᵢ · weightᵢ · gradientᵢ, the base loss with weight 1.
+
+    Attributes:
+        reads_gram: whether the factors depend on the Gram matrix. Then the terms are
+            differentiated one by one at every step.
+    """
+
+    reads_gram = True
+
+    @abstractmethod
+    def factors(
+        self, values: Sequence[float], weights: Sequence[float], products: Sequence[Sequence[float]]
+    ) -> Sequence[float]:
+        """The factor of each term.
+
+        Args:
+            values: of the terms, the base loss first.
+            weights: of the terms.
+            products: the inner products of their weighted gradients; empty unless `reads_gram`.
+        """
+
+
+class WeightedSum(Aggregator):
+    """The gradient of the weighted sum: every factor is 1."""
+
+    reads_gram = False
+
+    def factors(
+        self,
+        values: Sequence[float],
+        weights: Sequence[float],  # noqa: ARG002 - it decides nothing
+        products: Sequence[Sequence[float]],  # noqa: ARG002
+    ) -> Sequence[float]:
+        """One for each term."""
+        return [1.0] * len(values)
+
+
+AGGREGATORS: Mapping[str, type[Aggregator]] = {"sum": WeightedSum}
+
+
+def aggregator_of(aggregate: str | Aggregator) -> Aggregator:
+    """The aggregator of that name, or the object itself.
+
+    Raises:
+        SpecError: there is none of that name.
+    """
+    if isinstance(aggregate, Aggregator):
+        return aggregate
+    if aggregate not in AGGREGATORS:
+        known = ", ".join(repr(name) for name in AGGREGATORS)
+        raise SpecError(f"aggregate must be one of {known}, or an Aggregator, got {aggregate!r}.")
+    return AGGREGATORS[aggregate]()
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The gradients of the terms of a call, combined.
+
+    Attributes:
+        totals: Σ factor · weight · gradient, a row for each space.
+        total_norm: the L2 norm of the total in the main space.
+        norms: the norm of each term's gradient in its space; empty unless tracked.
+        cosines: of each pair of terms of one space.
+        factors: by name, those that are not 1.
+    """
+
+    totals: Mapping[str, Row] = field(default_factory=dict)
+    total_norm: float | None = None
+    norms: Mapping[str, float] = field(default_factory=dict)
+    cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+
+def combine(
+    results: Sequence[TermResult], aggregator: Aggregator, main: str, *, tracked: bool
+) -> Combined:
+    """Combine the gradients of the terms.
+
+    Args:
+        results: of the terms that ran.
+        aggregator: decides the factors.
+        main: the space whose total has the norm, and whose gradients the aggregator sees.
+        tracked: whether norms and cosines are wanted.
+    """
+    done = [result for result in results if result.gradients]
+    norms: dict[str, float] = {}
+    cosines: dict[tuple[str, str], float] = {}
+    products: Sequence[Sequence[float]] = ()
+    if tracked or aggregator.reads_gram:
+        for space in dict.fromkeys(result.space for result in done):
+            mine = [r for r in done if r.space == space and r.gradients.keys() >= set(space)]
+            found = gram([[g for key in space for g in r.gradients[key]] for r in mine])
+            if space == (main,):
+                products = found
+            own = norms_and_cosines([r.term.name for r in mine], found)
+            norms |= own[0]
+            cosines |= own[1]
+    factors = _factors([r for r in done if r.space == (main,)], aggregator, products)
+    weights = {r.term.name: factors.get(r.term.name, 1.0) * float(r.weight) for r in done}
+    totals: dict[str, Row] = {}
+    for key in dict.fromkeys(key for result in done for key in result.gradients):
+        mine = [result for result in done if key in result.gradients]
+        rows = [result.gradients[key] for result in mine]
+        totals[key] = weighted_sum([weights[result.term.name] for result in mine], rows)
+    total_norm = norm_of(totals[main]) if main in totals else None
+    for group in dict.fromkeys(r.group for r in results if r.group is not None):
+        joint = group.joint
+        for key, row in group.gradients.items():
+            totals[key] = _added(totals.get(key), row)
+        norms |= zip(group.names, joint.norms, strict=False)
+        cosines |= {(group.names[i], group.names[j]): c for (i, j), c in joint.cosines.items()}
+        total_norm = joint.total_norm if joint.total_norm is not None else total_norm
+    if not tracked:
+        norms, cosines = {}, {}
+    return Combined(totals, total_norm, norms, cosines, factors)
+
+
+def _factors(
+    done: Sequence[TermResult], aggregator: Aggregator, products: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    if not aggregator.reads_gram:
+        return {}
+    weights = [float(result.weight) for result in done]
+    weighted = [
+        [a * b * product for b, product in zip(weights, row, strict=True)]
+        for a, row in zip(weights, products, strict=True)
+    ]
+    found = aggregator.factors(read_numbers(done), weights, weighted)
+    return {result.term.name: f for result, f in zip(done, found, strict=True)}
+
+
+def _added(a: Row | None, b: Row) -> Row:
+    if a is None:
+        return b
+    return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
+
+
+def read_numbers(results: Sequence[TermResult]) -> list[float]:
+    """The values as floats; those that are on a device are read at once, and kept."""
+    unread = [(r, r.value) for r in results if r.number is None and r.value is not None]
+    if unread:
+        for (result, _), number in zip(unread, _as_floats([v for _, v in unread]), strict=True):
+            result.number = number
+    return [0.0 if r.number is None else r.number for r in results]
+
+
+def _as_floats(numbers: Sequence[float | Tensor]) -> list[float]:
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    device = next((t.device for t in tensors if t.device.type != "cpu"), None)
+    if device is None:
+        return [n.item() if isinstance(n, Tensor) else n for n in numbers]
+    floats: list[float] = torch.stack([t.detach().to(device) for t in tensors]).tolist()
+    return floats
+
+
+def build_output(
+    results: Sequence[TermResult],
+    combined: Combined,
+    not_run: Sequence[str],
+    numbers: Mapping[str, tuple[float, float]] | None = None,
+    **more: object,
+) -> CustomLossOutput:
+    """The output of a call.
+
+    Args:
+        results: of the terms that were due, the base loss first.
+        combined: their gradients.
+        not_run: names of the terms that were not due.
+        numbers: value and weight of each term that ran, by name; None reads them.
+        more: further fields of the output.
+    """
+    ran = [result for result in results if result.skipped is None]
+    if numbers is None:
+        weights = _as_floats([result.weight for result in ran])
+        pairs = zip(read_numbers(ran), weights, strict=True)
+        numbers = dict(zip([result.term.name for result in ran], pairs, strict=True))
+    by_name = {result.term.name: result for result in results}
+    base = BaseLossOutput(0.0)
+    regularizers: dict[str, RegularizerOutput] = {}
+    for name, (value, weight) in numbers.items():
+        result = by_name.get(name)
+        norm = combined.norms.get(name)
+        custom = split_metrics(name, (None, result.custom))[1] if result and result.custom else {}
+        if result is not None and result.term.is_base:
+            base = BaseLossOutput(value, norm, custom)
+            continue
+        space = result.space if result else ran[0].space
+        regularizers[name] = RegularizerOutput(
+            name=name,
+            value=value,
+            weight=weight,
+            contribution=weight * value,
+            grad_norm=norm,
+            grad_norm_weighted=None if norm is None else weight * norm,
+            custom=custom,
+            duration=result.duration if result else 0.0,
+            grad_space="+".join(space),
+        )
+    added = sum(regularizer.contribution for regularizer in regularizers.values())
+    return CustomLossOutput(
+        loss_total=base.value + added,
+        base_loss=base,
+        regularizers=regularizers,
+        regularizer_total=added,
+        cosines=combined.cosines,
+        skipped={
+            name: r.skipped
+            for name, r in by_name.items()
+            if r.skipped is not None and name not in numbers
+        },
+        not_run=tuple(name for name in not_run if name not in numbers),
+        **more,  # type: ignore[arg-type]  # fields of the output
+    )

@@ -1,0 +1,423 @@
+"""`CompositeLoss`: a base loss and terms over named tensors, in the caller's graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from time import perf_counter
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from steelyard import telemetry
+from steelyard.composition.aggregate import Aggregator, combine
+from steelyard.composition.auxiliary import Deposits, begin_collecting, end_collecting
+from steelyard.composition.composed_call import ComposedCall
+from steelyard.composition.evaluate import Evaluator
+from steelyard.composition.events import TOLD, CallEvents
+from steelyard.composition.inputs import (
+    Inputs,
+    call_term,
+    differentiable,
+    settled,
+    stays_in_graph,
+)
+from steelyard.composition.lookup import gather
+from steelyard.composition.named import Named, Reads, base_of, itself, spec_of, specs_of, term
+from steelyard.composition.term_set import TermSet
+from steelyard.composition.terms import Term, TermResult
+from steelyard.errors import InputError, SpecError
+from steelyard.execution import Workers
+from steelyard.output import CustomLossOutput
+from steelyard.spec import RegularizerSpec, Schedule, is_whole, title
+
+Share: TypeAlias = float | Tensor
+TermLike: TypeAlias = RegularizerSpec | Mapping[str, Any]
+BaseFn: TypeAlias = Callable[..., Any]
+
+_GIVEN = ("logits", "projection", "hidden_states", "parameters")
+
+
+class CompositeLoss(nn.Module):
+    """A base loss and weighted terms over named tensors: total = base + sum(weight * term).
+
+    Called with what the loss functions read, by name; mappings and dataclasses, such as the
+    outputs of a model, are opened. It gives a scalar to call `backward` on; `output` has the
+    numbers. Terms stay in the caller's graph, so what they close over is trained as well. A
+    term that runs apart (`run_in`, `timeout`, an async function, a numerical or a score
+    gradient) works on copies, and its gradient goes to what it reads alone.
+
+    Args:
+        base: the base loss, a function of named inputs; or one for each head.
+        terms: what `term` gives; mappings with its arguments; or specs of terms over
+            `(data, logprobs)`, which read the inputs of these names. Or a list for each head.
+        aux: the weights of auxiliary losses, by name; see `aux_loss` and `watch`.
+        track_grad_norms: also compute each term's gradient norm and all cosines.
+        wrt: a module or tensors that the norms are with respect to; None is all the inputs.
+        track_every: compute the norms at steps that this divides.
+        timeout: seconds each term that runs apart may take, unless its spec says otherwise.
+        parallel: let terms that run apart overlap.
+        max_concurrency: how many threads, and how many processes, at once; None is one per core.
+        check_finite: treat a NaN or infinite value as a failure of its term. That reads the
+            values at each call, so an accelerator is waited for; False leaves it to `output`.
+        workers: what terms run on that run apart; None is what all of the process share.
+        aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
+
+    Attributes:
+        share: what part of the regularizers' sum a call adds, 1 unless set. With gradients
+            accumulated over micro-batches whose base loss is divided by the tokens of the whole
+            batch, it is the micro-batch's share of them.
+
+    Raises:
+        SpecError: an argument breaks a rule.
+
+    Example:
+        >>> from torch.nn import functional
+        >>> loss = CompositeLoss(
+        ...     lambda logits, labels: functional.cross_entropy(logits, labels),
+        ...     [term(lambda hidden: hidden.square().mean(), weight=0.5, name="activity")],
+        ... )
+        >>> hidden = torch.ones(2, 4, requires_grad=True)
+        >>> total = loss(logits=hidden[:, :3] * 0, labels=torch.tensor([0, 2]), hidden=hidden)
+        >>> total.backward()
+        >>> round(total.item(), 4), loss.output.regularizers["activity"].contribution
+        (1.5986, 0.5)
+    """
+
+    def __init__(
+        self,
+        base: BaseFn | Mapping[str, BaseFn],
+        terms: Iterable[TermLike] | Mapping[str, Iterable[TermLike]] = (),
+        *,
+        aux: Mapping[str, float | Schedule] | None = None,
+        track_grad_norms: bool = False,
+        wrt: nn.Module | Tensor | Iterable[Tensor] | None = None,
+        track_every: int = 1,
+        timeout: float = 30.0,
+        parallel: bool = True,
+        max_concurrency: int | None = None,
+        check_finite: bool = True,
+        workers: Workers | None = None,
+        aggregate: str | Aggregator = "sum",
+    ) -> None:
+        super().__init__()
+        if not is_whole(track_every, at_least=1):
+            raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
+        left = [term(itself, w, name, inputs=f"aux.{name}") for name, w in (aux or {}).items()]
+        self._terms = TermSet(
+            base_of(base),
+            [*specs_of(terms), *left],
+            track_grad_norms,
+            parallel,
+            timeout,
+            max_concurrency,
+            check_finite,
+            workers,
+            aggregate,
+            gives=_GIVEN,
+        )
+        self.share: Share = 1.0
+        self._wrt = _parameters_of(wrt)
+        self._track_every = track_every
+        self._unweighed: set[str] = set()
+        self._deposits: Deposits = {}
+        self._last: ComposedCall | None = None
+        self._base_module = base if isinstance(base, nn.Module) else None
+        self.register_buffer("_weights", torch.zeros(0), persistent=False)
+        self._weights: Tensor
+        self.step = 0
+
+    @property
+    def step(self) -> int:
+        """The number of the step that schedules and `every` follow; set it, or `follow`."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if not is_whole(step, at_least=0):
+            raise InputError(f"step must be a whole number >= 0, got {step!r}.")
+        self._step = step
+        self._plan()
+
+    @property
+    def specs(self) -> tuple[RegularizerSpec, ...]:
+        """The specs of the terms, in order."""
+        return self._terms.specs
+
+    @property
+    def output(self) -> CustomLossOutput:
+        """The numbers of the last call, in this process.
+
+        Raises:
+            InputError: there was none.
+        """
+        return self._last_call().output
+
+    @property
+    def results(self) -> Sequence[TermResult]:
+        """The terms of the last call, as tensors on their device: reading them waits for nothing.
+
+        Raises:
+            InputError: there was none.
+        """
+        return self._last_call().results
+
+    def output_across_ranks(self, group: dist.ProcessGroup | None = None) -> CustomLossOutput:
+        """The numbers of the last call, each averaged over the processes where the term ran.
+
+        Every process of the group must call it. Norms, cosines and the terms' own metrics are
+        this process's.
+
+        Raises:
+            InputError: there is no group, or the processes have different terms.
+        """
+        return self._last_call().across(group)
+
+    def forward(self, *outputs: object, **inputs: Any) -> Tensor:
+        """The weighted total.
+
+        Args:
+            outputs: mappings and dataclasses whose fields are inputs.
+            inputs: what the terms read, by name.
+
+        Raises:
+            InputError: something that a term reads is not there.
+            SpecError: a schedule yields a bad weight at this step.
+            TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
+        """
+        found = gather(outputs, inputs)
+        if self._deposits:
+            found.setdefault("aux", self._deposits)
+        self._warn_unweighed(found.get("aux"))
+        for each in self._due:
+            _check_inputs(each, found)
+        if not torch.compiler.is_compiling():
+            total = self._compose(found)
+        elif self._traceable:
+            total = self._compose_traced(found)
+        else:
+            total = torch.compiler.disable(self._compose)(found)
+        if self._deposits:
+            self._deposits = {}
+        return total
+
+    def follow(self, optimizer: Optimizer) -> RemovableHandle:
+        """Count a step whenever `optimizer` has made one; `remove` the handle to stop."""
+
+        def count(*_: object) -> None:
+            self.step += 1
+
+        return optimizer.register_step_post_hook(count)
+
+    def watch(self, model: nn.Module) -> RemovableHandle:
+        """Collect what modules leave with `aux_loss` whenever `model` is called."""
+        before = model.register_forward_pre_hook(self._begin_collecting)
+        after = model.register_forward_hook(self._end_collecting, always_call=True)
+        return _Both(before, after)
+
+    def add(self, like: TermLike) -> None:
+        """Put one more term at the end, from the next call on."""
+        self._terms.add(spec_of(like))
+        self._plan()
+
+    def remove(self, name: str) -> None:
+        """Take a term off, from the next call on."""
+        self._terms.remove(name)
+        self._plan()
+
+    def set_weight(self, name: str, weight: float | Schedule) -> None:
+        """Change a weight, from the next call on."""
+        self._terms.set_weight(name, weight)
+        self._plan()
+
+    def set_enabled(self, name: str, enabled: bool) -> None:
+        """Switch a term on or off, from the next call on."""
+        self._terms.set_enabled(name, enabled)
+        self._plan()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What goes into `state_dict`: the step, and what the terms remember."""
+        return {"step": self._step, "terms": self._terms.state_dict()}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_extra_state` gave."""
+        self._terms.load_state_dict(state["terms"])
+        self.step = state["step"]
+
+    # Methods rather than closures: what copies the model with the composite copies the bond.
+    def _begin_collecting(self, *_: object) -> None:
+        self._deposits = begin_collecting()
+
+    def _end_collecting(self, *_: object) -> None:
+        end_collecting(self._deposits)
+
+    def _plan(self) -> None:
+        """Settle what runs at this step, for a compiled call, which cannot ask."""
+        self._due = self._terms.due(self._step)
+        track = self._terms.settings.track_grad_norms
+        self._tracked = track and self._step % self._track_every == 0
+        self._traceable = not self._tracked and all(stays_in_graph(t.spec) for t in self._due)
+        self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
+        self._read_aux = {name for spec in self.specs for name in _aux_of(spec)}
+        weights = [each.spec.weight_at(self._step) for each in self._due]
+        self._weights = torch.tensor(weights, dtype=torch.float32, device=self._weights.device)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._plan()  # a change of dtype would have rounded the weights
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What the last forward pass left is of the graph of that pass.
+        return {**self.__dict__, "_deposits": {}}
+
+    def _compose(self, inputs: Mapping[str, Any]) -> Tensor:
+        settings, tracked = self._terms.settings, self._tracked
+        aggregator = settings.aggregator
+        events = None
+        if telemetry.listening(*TOLD):
+            data, count = inputs.get("data"), len(self.specs)
+            events = CallEvents(self._terms.model_id, data, count, tracked=tracked)
+        try:
+            targets = self._targets(inputs) if tracked or aggregator.reads_gram else []
+            tracked = tracked and bool(targets)
+            space = "inputs" if self._wrt is None else "parameters"
+            named = Inputs(inputs, space, targets, fuse_base=_is_whole(self.share))
+            evaluator = Evaluator(named, settings, self._terms.own_workers, events)
+            results = evaluator.evaluate(self._due, self._step, tracked=tracked)
+            began = perf_counter()
+            combined = None
+            if targets:
+                combined = combine(results, aggregator, space, tracked=tracked)
+            total = _added(results, self.share, combined.factors if combined else {})
+        except BaseException as error:
+            if events is not None:
+                events.exception(error)
+            raise
+        for result in results:  # let go of the graph and of the gradients
+            result.value = None if result.value is None else result.value.detach()
+            result.gradients, result.group = {}, None
+        kept = replace(combined, totals={}) if combined is not None and tracked else None
+        # Not by nn.Module's own way, which looks for parameters and takes as long as a term.
+        self.__dict__["_last"] = last = ComposedCall(results, self._not_run, kept)
+        if events is not None and events.wants_numbers():
+            events.stop(results, last.output, began)
+        return total
+
+    def _compose_traced(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The same while a compiler watches: tensors alone, no events, no failures to catch."""
+        results = [_traced(term, self._weights[i], inputs) for i, term in enumerate(self._due)]
+        total = _added(results, self.share, {})
+        for result in results:
+            result.value = None if result.value is None else result.value.detach()
+        self._last = ComposedCall(results, self._not_run)
+        return total
+
+    def _targets(self, inputs: Mapping[str, Any]) -> list[Tensor]:
+        return differentiable(inputs if self._wrt is None else self._wrt)
+
+    def _last_call(self) -> ComposedCall:
+        if self._last is None:
+            raise InputError("output is that of the last call, and there was none: call it first.")
+        return self._last
+
+    def _warn_unweighed(self, deposits: object) -> None:
+        if not isinstance(deposits, Mapping):  # an output of the model that happens to be "aux"
+            return
+        for name in deposits.keys() - self._read_aux - self._unweighed:
+            self._unweighed.add(name)
+            warnings.warn(
+                f"the model leaves the auxiliary loss {name!r}, which has no weight and is not "
+                f"part of the loss: give it one with aux={{{name!r}: ...}}.",
+                stacklevel=5,
+            )
+
+
+def _added(results: Sequence[TermResult], share: Share, factors: Mapping[str, float]) -> Tensor:
+    """Base + weight * term + ..., in the order in which a person would write it.
+
+    Args:
+        results: the base loss first; those that were computed together count once.
+        share: what part of the regularizers' sum counts.
+        factors: what an aggregator puts on a term's gradient, though not on its value.
+    """
+    parts = []
+    for result in results:
+        if result.group is None and result.value is not None:
+            value = result.value if result.term.is_base else result.weight * result.value
+            parts.append(_scaled(value, factors.get(result.term.name, 1.0)))
+    groups = dict.fromkeys(result.group for result in results if result.group is not None)
+    parts += [group.joint.total for group in groups]
+    if _is_whole(share):
+        return reduce(add, parts)
+    return parts[0] + share * sum(parts[1:])
+
+
+def _scaled(value: Tensor, factor: float) -> Tensor:
+    """The value with its gradient times the factor."""
+    return value if factor == 1 else factor * value + (1 - factor) * value.detach()
+
+
+def _is_whole(share: Share) -> bool:
+    return not isinstance(share, Tensor) and share == 1
+
+
+def _traced(term: Term, weight: Tensor, inputs: Mapping[str, Any]) -> TermResult:
+    """A term while a compiler watches: nothing is asked of a value, nobody is told."""
+    returned = call_term(term.spec, inputs)
+    loss, custom = returned if isinstance(returned, tuple) else (returned, {})
+    kept = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (custom or {}).items()}
+    value = settled(term.spec, loss.reshape(()))
+    return TermResult(term, weight, space=("inputs",), value=value, custom=kept)
+
+
+class _Both(RemovableHandle):
+    """Two handles as one."""
+
+    def __init__(self, first: RemovableHandle, second: RemovableHandle) -> None:
+        self._handles = (first, second)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _aux_of(spec: RegularizerSpec) -> list[str]:
+    """The auxiliary losses that a term reads."""
+    names = spec.fn.required if isinstance(spec.fn, Reads) else ()
+    return [name.removeprefix("aux.") for name in names if name.startswith("aux.")]
+
+
+def _parameters_of(wrt: nn.Module | Tensor | Iterable[Tensor] | None) -> list[Tensor] | None:
+    if wrt is None:
+        return None
+    if isinstance(wrt, Tensor):
+        wrt = [wrt]
+    every = list(wrt.parameters() if isinstance(wrt, nn.Module) else wrt)
+    targets = [each for each in every if isinstance(each, Tensor) and each.requires_grad]
+    if not targets:
+        raise SpecError(
+            f"wrt must hold tensors that require a gradient, and none of the {len(every)} does."
+        )
+    return targets
+
+
+def _check_inputs(each: Term, inputs: Mapping[str, Any]) -> None:
+    if isinstance(each.spec.fn, Named):
+        each.spec.fn.check(each.name, inputs)
+        return
+    for name in ("data", "logprobs", *each.spec.needs):
+        if name not in inputs:
+            there = ", ".join(repr(name) for name in inputs) or "none"
+            raise InputError(
+                f"{title(each.name)} reads the input {name!r}, which is not there; the inputs "
+                f"are: {there}. "
+                f"Name others with steelyard.integrations.torch.term(..., inputs=...)."
+            )

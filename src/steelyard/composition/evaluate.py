@@ -1,0 +1,259 @@
+"""Evaluating the terms that are due: inline, offloaded, or fused with others.
+
+This is the one place that decides how a term runs. What terms read, and what becomes of their
+gradients, is up to the `Inputs` of the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from queue import SimpleQueue
+from time import perf_counter
+
+from steelyard.composition.aggregate import Aggregator, read_numbers
+from steelyard.composition.events import CallEvents
+from steelyard.composition.inputs import Inputs
+from steelyard.composition.offload import Job, gather, job_for
+from steelyard.composition.terms import Term, TermResult
+from steelyard.errors import GradientError, TermError
+from steelyard.execution import Batch, Ticket, Workers, default_workers
+from steelyard.gradients import (
+    Evaluation,
+    as_scalar,
+    check_finite,
+    check_gradient,
+    split_metrics,
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How terms run."""
+
+    track_grad_norms: bool
+    parallel: bool
+    timeout: float
+    width: int
+    check_finite: bool
+    aggregator: Aggregator
+
+
+class Evaluator:
+    """One evaluation of terms on some inputs.
+
+    Args:
+        inputs: what the terms read.
+        settings: how they run.
+        workers: what they run on; None is what all of the process share.
+        events: the events of the call; None if nobody is attached.
+        stop: a queue that another thread puts None in to call the evaluation off.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        settings: Settings,
+        workers: Workers | None,
+        events: CallEvents | None,
+        stop: SimpleQueue[Ticket | None] | None = None,
+    ) -> None:
+        self._inputs, self._settings, self._events = inputs, settings, events
+        self._workers, self._stop = workers, stop
+        self._check = settings.check_finite
+
+    def evaluate(self, terms: Sequence[Term], step: int, *, tracked: bool) -> list[TermResult]:
+        """Evaluate terms; offloaded ones are started first, then the others run here.
+
+        Args:
+            terms: those that are due, the base loss first.
+            step: the number of the step.
+            tracked: whether norms and cosines are wanted.
+
+        Raises:
+            SpecError: a schedule yields a bad weight at this step.
+            TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
+        """
+        inputs = self._inputs
+        spaces = [inputs.space(term) for term in terms]
+        stay = [inputs.keeps_terms and inputs.stays(term) for term in terms]
+        results = [
+            TermResult(term, term.weight_at(step), "inline" if stays else term.place(), space)
+            for term, stays, space in zip(terms, stay, spaces, strict=True)
+        ]
+        groups = self._groups(results, tracked=tracked)
+        grouped = [result for group in groups for result in group]
+        for result in grouped:
+            result.place = "inline"
+        offloaded = [result for result in results if result.place != "inline"]
+        workers = (self._workers or default_workers()) if offloaded else None
+        jobs = self._jobs(offloaded, workers) if workers else []
+        parallel = self._settings.parallel
+        with ExitStack() as stack:
+            batch = stack.enter_context(self._batch(jobs)) if jobs and parallel else None
+            for result in results:
+                if result.place == "inline" and result not in grouped:
+                    self.run_inline(result)
+            for group in groups:
+                self._run_together(group, tracked=tracked)
+            if jobs:
+                batch = batch or stack.enter_context(self._batch(jobs))
+                gather(jobs, batch, self._accept, self.fail)
+        self._judge(results)
+        return results
+
+    def run_inline(self, result: TermResult) -> None:
+        """Run a term here and now, in the graph of the inputs if it stays there."""
+        inputs, term = self._inputs, result.term
+        if self._events is not None:
+            self._events.term_started(result)
+        began = perf_counter()
+        try:
+            if inputs.stays(term):
+                loss, result.custom = split_metrics(term.name, inputs.call(term))
+                result.value = as_scalar(term.name, loss)
+                inputs.differentiate(result)
+                result.duration = term.facts.duration = perf_counter() - began
+            else:
+                call = inputs.isolated(term, check_finite=self._check)
+                self._accept(result, call.run_whole())
+        except Exception as error:  # noqa: BLE001 - whatever the term raised
+            self.fail(result, error)
+
+    def check_gradients(self, results: Sequence[TermResult]) -> None:
+        """Drop the terms with a gradient that is not finite.
+
+        Raises:
+            TermError: one of them is not allowed to fail.
+        """
+        for result in results:
+            try:
+                for row in result.gradients.values():
+                    check_gradient(result.term.name, row)
+            except TermError as error:
+                self.fail(result, error)
+
+    def fail(self, result: TermResult, error: BaseException) -> None:
+        """Drop a term that failed.
+
+        Raises:
+            TermError: it is not allowed to fail.
+        """
+        failure = result.term.failure(error)
+        if self._events is not None:
+            self._events.term_failed(result, failure)
+        result.drop(failure)
+
+    def _groups(self, results: Sequence[TermResult], *, tracked: bool) -> list[list[TermResult]]:
+        """The terms that can be computed together, in groups of at least two."""
+        inputs = self._inputs
+        groups: list[list[TermResult]] = []
+        if self._settings.aggregator.reads_gram:  # each term's own gradient is wanted
+            return groups
+        for result in results:
+            if not inputs.fuse_with(result.term, [], tracked=tracked):
+                continue
+            for group in groups:
+                if inputs.fuse_with(result.term, [r.term for r in group], tracked=tracked):
+                    group.append(result)
+                    break
+            else:
+                groups.append([result])
+        if tracked:  # a group gives no cosine with a term outside of it
+            spaces = [result.space for result in results]
+            groups = [group for group in groups if spaces.count(group[0].space) == len(group)]
+        return [group for group in groups if len(group) > 1]
+
+    def _run_together(self, group: Sequence[TermResult], *, tracked: bool) -> None:
+        """Evaluate a group at once; one by one if that fails, which shows whose fault it is."""
+        if self._events is not None:
+            for result in group:
+                self._events.term_started(result)
+        began = perf_counter()
+        try:
+            found = self._inputs.compute_together(
+                [result.term for result in group],
+                [float(result.weight) for result in group],
+                tracked=tracked,
+            )
+        except Exception:  # noqa: BLE001 - whatever one of them raised
+            found = None
+        if found is not None:
+            for result, value in zip(group, found.joint.values, strict=True):
+                result.value, result.group = value, found
+            if self._check and not all(map(math.isfinite, read_numbers(group))):
+                found = None
+        if found is None:
+            for result in group:
+                result.value = result.number = result.group = None
+                self.run_inline(result)
+            return
+        share = (perf_counter() - began) / len(group)
+        for result in group:
+            result.method = "autograd" if found.joint.total.requires_grad else None
+            result.duration = share
+            result.gradient_duration = share if found.gradients else None
+
+    def _jobs(self, results: Sequence[TermResult], workers: Workers) -> list[Job]:
+        settings, executors = self._settings, workers.executors
+        calls = [self._inputs.isolated(r.term, check_finite=self._check) for r in results]
+        jobs = []
+        for result, call in zip(results, calls, strict=True):
+            executor = executors[result.place]
+            try:
+                jobs.append(job_for(result, call, executor, settings.timeout, settings.width))
+            except TermError as error:
+                self.fail(result, error)
+        return jobs
+
+    def _batch(self, jobs: Sequence[Job]) -> Batch:
+        """The tickets of all jobs, to be run together, or one after the other."""
+        results = {job.result.term.name: job.result for job in jobs}
+        events = self._events
+        return Batch(
+            [ticket for job in jobs for ticket in job.tickets],
+            {job.result.place: job.executor for job in jobs},
+            self._settings.width,
+            in_turn=not self._settings.parallel,
+            on_start=events and (lambda ticket: events.term_started(results[ticket.term])),
+            events=self._stop,
+        )
+
+    def _accept(self, result: TermResult, evaluation: Evaluation) -> None:
+        result.number, result.custom = evaluation.value, evaluation.custom
+        result.method, result.duration = evaluation.method, evaluation.duration
+        if evaluation.method is not None:
+            result.gradient_duration = evaluation.gradient_duration
+        result.term.facts.duration = evaluation.duration
+        self._inputs.accept(result, evaluation)
+
+    def _judge(self, results: Sequence[TermResult]) -> None:
+        """Drop terms whose value is not finite, and complain of those without a gradient."""
+        ran = [result for result in results if result.skipped is None]
+        if self._check:
+            for result, number in zip(ran, read_numbers(ran), strict=True):
+                if not math.isfinite(number):
+                    try:
+                        check_finite(result.term.name, number)
+                    except TermError as error:
+                        self.fail(result, error)
+        detached = [r for r in results if r.skipped is None and r.method is None]
+        source = self._inputs.source if detached else None
+        if source is None:
+            return
+        for result in detached:
+            if result.term.spec.gradient == "autograd":
+                self.fail(result, _no_path(result.term.name, source))
+            elif result.term.spec.gradient == "auto":
+                result.term.warn_detached(source)
+
+
+def _no_path(name: str, source: str) -> GradientError:
+    return GradientError(
+        f"gradient='autograd' needs a loss that depends on {source} through torch, got one with "
+        f"no path to them (regularizer {name!r}): use gradient='score' with one penalty per "
+        f"datum, gradient='numerical', or gradient='none' if it is meant so.",
+        term=name,
+    )

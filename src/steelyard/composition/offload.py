@@ -1,0 +1,114 @@
+"""Terms that run elsewhere: from isolated calls to tickets of an executor, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from steelyard.composition.terms import TermResult
+from steelyard.execution import Batch, Executor, Ticket
+from steelyard.gradients import Evaluation, IsolatedCall, check_count, mapped, tensors_in
+
+
+@dataclass(eq=False)
+class Job:
+    """An offloaded term: one ticket as a rule, several for a numerical gradient."""
+
+    result: TermResult
+    call: IsolatedCall
+    executor: Executor
+    tickets: Sequence[Ticket]
+
+    @property
+    def settled(self) -> bool:
+        """Whether every ticket is."""
+        return all(ticket.settled for ticket in self.tickets)
+
+    def evaluation(self, last: Ticket) -> Evaluation:
+        """The result when `last` was settled, or the error that it ended with, raised."""
+        last.result()
+        first, *rest = self.tickets
+        evaluation: Evaluation = first.result()
+        if rest:
+            begun = [t.started for t in self.tickets if t.started is not None]
+            ended = [t.ended for t in self.tickets if t.ended is not None]
+            slopes = torch.cat([ticket.result() for ticket in rest])
+            evaluation = self.call.with_slopes(evaluation, slopes, max(ended) - min(begun))
+        if evaluation.gradient is not None and evaluation.gradient.device != self.call.flat.device:
+            evaluation = replace(evaluation, gradient=evaluation.gradient.to(self.call.flat.device))
+        if evaluation.extra:
+            device = self.call.flat.device
+            evaluation = replace(
+                evaluation, extra=mapped(evaluation.extra, lambda gradient: gradient.to(device))
+            )
+        return evaluation
+
+    def call_off(self) -> None:
+        """One of the tickets failed: the others need not go on."""
+        for ticket in self.tickets:
+            if ticket.running and ticket.settled:
+                self.result.term.facts.stuck = ticket
+                self.executor.abandon()
+            ticket.cancel()
+
+
+def job_for(
+    result: TermResult, call: IsolatedCall, executor: Executor, timeout: float, width: int
+) -> Job:
+    """The tickets that evaluate a term; a numerical gradient spreads over `width` of them.
+
+    Raises:
+        TermBusyError: a call of the term that timed out is still running.
+        GradientError: a numerical gradient would take too many evaluations.
+    """
+    term, size = result.term, call.flat.numel()
+    term.check_free()
+
+    def ticket(fn: Callable[..., Any], *args: int, reply_bytes: int) -> Ticket:
+        seconds = term.spec.timeout or timeout
+        return Ticket(term.name, result.place, fn, args, seconds, reply_bytes=reply_bytes)
+
+    reply = call.flat.nbytes
+    if call.extra:
+        reply += sum(x.nbytes for x in tensors_in(call.extra))
+    tickets = [ticket(call.arun if executor.awaits else call.run, reply_bytes=reply)]
+    if call.gradient == "numerical":
+        check_count(term.name, size)
+        slopes = call.aslopes if executor.awaits else call.slopes
+        pieces = 1 if executor.awaits else min(width, size)
+        edges = [round(i * size / pieces) for i in range(pieces + 1)]
+        tickets += [
+            ticket(slopes, start, stop, reply_bytes=8 * (stop - start))
+            for start, stop in pairwise(edges)
+        ]
+    return Job(result, call, executor, tickets)
+
+
+def gather(
+    jobs: Sequence[Job],
+    batch: Batch,
+    succeed: Callable[[TermResult, Evaluation], object],
+    fail: Callable[[TermResult, BaseException], object],
+) -> None:
+    """Wait for the jobs, and hand on what each of them gave as soon as it is there.
+
+    Raises:
+        Cancelled: another thread called the whole batch off.
+    """
+    left = {job.result.term.name: job for job in jobs}
+    for ticket in batch.settled():
+        job = left.get(ticket.term)
+        if job is None or not (job.settled or ticket.error is not None):
+            continue
+        del left[ticket.term]
+        try:
+            evaluation = job.evaluation(ticket)
+        except BaseException as error:  # noqa: BLE001 - also a sys.exit() in a thread
+            job.call_off()
+            fail(job.result, error)
+        else:
+            succeed(job.result, evaluation)

@@ -1,0 +1,208 @@
+"""The base loss and the regularizers of a composition, which may change between steps."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from steelyard.composition.aggregate import Aggregator, aggregator_of
+from steelyard.composition.evaluate import Settings
+from steelyard.composition.terms import Facts, Term
+from steelyard.errors import SpecError, StateError
+from steelyard.execution import Workers, default_workers
+from steelyard.spec import (
+    BASE,
+    Regularizer,
+    RegularizerSpec,
+    Schedule,
+    TermFn,
+    check_timeout,
+    is_async,
+    is_whole,
+)
+
+MAX_REGULARIZERS = 100
+
+
+class TermSet:
+    """A base loss, its regularizers, and how they run; see `Pipeline` for the arguments."""
+
+    def __init__(
+        self,
+        loss_fn: TermFn | Regularizer,
+        regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
+        track_grad_norms: bool = False,
+        parallel: bool = True,
+        timeout: float = 30.0,
+        max_concurrency: int | None = None,
+        check_finite: bool = True,
+        workers: Workers | None = None,
+        aggregate: str | Aggregator = "sum",
+        *,
+        gives: Collection[str] = (),
+        after: TermSet | None = None,
+    ) -> None:
+        width = (os.cpu_count() or 1) if max_concurrency is None else max_concurrency
+        if not is_whole(width, at_least=1):
+            raise SpecError(
+                f"max_concurrency must be a whole number >= 1 or None, got {max_concurrency!r}."
+            )
+        self._settings = Settings(
+            track_grad_norms=track_grad_norms,
+            parallel=parallel,
+            timeout=check_timeout(timeout, "the pipeline"),
+            width=width,
+            check_finite=check_finite,
+            aggregator=aggregator_of(aggregate),
+        )
+        self.model_id: str | None = None
+        self._lock = threading.Lock()
+        self.own_workers = workers
+        self._gives = frozenset(gives)
+        self._facts: dict[str, Facts] = {} if after is None else after._facts  # noqa: SLF001
+        self._base = self._term(_base_spec(loss_fn))
+        self._terms: tuple[Term, ...] = ()
+        self._replace_terms([self._term(RegularizerSpec.of(spec)) for spec in regularizers])
+
+    @property
+    def specs(self) -> tuple[RegularizerSpec, ...]:
+        """The specs of the regularizers, in order."""
+        return tuple(term.spec for term in self._terms)
+
+    @property
+    def settings(self) -> Settings:
+        """How the terms run."""
+        return self._settings
+
+    @property
+    def workers(self) -> Workers:
+        """What the terms run on."""
+        return self.own_workers or default_workers()
+
+    def due(self, step: int = 0) -> tuple[Term, ...]:
+        """The base loss and the regularizers that run at `step`, in order."""
+        return (self._base, *(term for term in self._terms if term.due(step)))
+
+    def needs(self, step: int = 0) -> tuple[str, ...]:
+        """The extra inputs that the regularizers due at `step` need."""
+        return tuple(dict.fromkeys(need for term in self.due(step) for need in term.spec.needs))
+
+    def add(self, spec: RegularizerSpec | Mapping[str, Any]) -> None:
+        """Put one more regularizer at the end, from the next call on.
+
+        Raises:
+            SpecError: it breaks a rule, its name is taken, or there are 100 already.
+        """
+        with self._lock:
+            self._replace_terms([*self._terms, self._term(RegularizerSpec.of(spec))])
+
+    def remove(self, name: str) -> None:
+        """Take a regularizer off, from the next call on.
+
+        Raises:
+            SpecError: there is none of that name.
+        """
+        with self._lock:
+            gone = self._find(name)
+            self._terms = tuple(term for term in self._terms if term is not gone)
+
+    def set_weight(self, name: str, weight: float | Schedule) -> None:
+        """Change a weight, from the next call on.
+
+        Raises:
+            SpecError: there is no such regularizer, or the weight breaks a rule.
+        """
+        self._change(name, weight=weight)
+
+    def set_enabled(self, name: str, enabled: bool) -> None:
+        """Switch a regularizer on or off, from the next call on.
+
+        Raises:
+            SpecError: there is no such regularizer, or `enabled` is not a bool.
+        """
+        self._change(name, enabled=enabled)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the base loss and the regularizers remember from batch to batch, by name."""
+        return {name: fn.state_dict() for name, fn in self._stateful().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises:
+            StateError: it does not hold a state for exactly the stateful terms there are.
+        """
+        stateful = self._stateful()
+        if set(state) != set(stateful):
+            raise StateError(
+                f"state must hold exactly the stateful terms {sorted(stateful)}, "
+                f"got {sorted(state)}."
+            )
+        for name, fn in stateful.items():
+            fn.load_state_dict(state[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has a lock of its own, and runs on the workers of the process it lives in.
+        return {**self.__dict__, "_lock": None, "own_workers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def _term(self, spec: RegularizerSpec) -> Term:
+        return Term(spec, self._facts.setdefault(spec.name, Facts()))
+
+    def _stateful(self) -> dict[str, Any]:
+        terms = (self._base, *self._terms)
+        return {term.name: term.spec.stateful for term in terms if term.spec.stateful is not None}
+
+    def _change(self, name: str, **fields: Any) -> None:
+        with self._lock:
+            old = self._find(name)
+            new = replace(old, spec=replace(old.spec, **fields))
+            self._terms = tuple(new if term is old else term for term in self._terms)
+
+    def _find(self, name: str) -> Term:
+        for term in self._terms:
+            if term.name == name:
+                return term
+        known = [term.name for term in self._terms]
+        raise SpecError(f"name must be that of a regularizer here, one of {known}, got {name!r}.")
+
+    def _replace_terms(self, terms: list[Term]) -> None:
+        if len(terms) > MAX_REGULARIZERS:
+            raise SpecError(
+                f"a pipeline takes at most {MAX_REGULARIZERS} regularizers, got {len(terms)}."
+            )
+        names = {BASE}
+        for term in terms:
+            if term.name in names:
+                why = "is the base loss" if term.name == BASE else "stands twice"
+                raise SpecError(f"names must be unique, and {term.name!r} {why}: choose another.")
+            names.add(term.name)
+            missing = [need for need in term.spec.needs if need not in self._gives]
+            if missing:
+                raise SpecError(
+                    f"needs must be among what the training client gives, log-probs"
+                    f"{''.join(f', {need}' for need in sorted(self._gives))}, and {missing} "
+                    f"is not: train on steelyard.engine, which has it, or rewrite the term "
+                    f"(regularizer {term.name!r})."
+                )
+        for term in terms:
+            spec = term.spec
+            if spec.run_in not in ("auto", "inline") and term.facts.prepared is not spec.fn:
+                executor = self.workers.executors[spec.run_in]
+                executor.prepare(term.name, (spec.call, spec.options))
+                term.facts.prepared = spec.fn
+        self._terms = tuple(terms)
+
+
+def _base_spec(loss_fn: Any) -> RegularizerSpec:
+    if loss_fn is None or not (callable(loss_fn) or hasattr(loss_fn, "compute")):
+        raise SpecError(
+            f"loss_fn must be the base loss, callable as (data, logprobs), got {loss_fn!r}."
+        )
+    place = "async" if is_async(loss_fn) else "inline"
+    return RegularizerSpec(loss_fn, 1.0, BASE, run_in=place)  # type: ignore[arg-type]  # both are

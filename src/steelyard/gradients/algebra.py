@@ -1,0 +1,174 @@
+"""The algebra of the terms' gradients: derivatives, weighted sums, Gram matrix, norms, cosines.
+
+A term's gradient is a *row*: one tensor for each thing it is differentiated with respect to, None
+where there is no path. A row has one entry for the flat vector of log-probs, and several for the
+inputs of a composite or the parameters of a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations, combinations_with_replacement
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from steelyard.gradients.nested import Nest, tensors_in
+from steelyard.gradients.returned import check_finite
+
+Row: TypeAlias = Sequence[Tensor | None]
+# Squares outside this range have lost digits in float32.
+_SAFE_SQUARES = (1e-30, 1e30)
+# NaN and infinity are the caller's to judge, as torch leaves them: NumPy need not warn.
+_quietly = np.errstate(over="ignore", invalid="ignore", under="ignore")
+
+
+def differentiate(loss: Tensor, inputs: Sequence[Tensor]) -> Row:
+    """The gradient of `loss` with respect to each of `inputs`, in one backward pass."""
+    free = [x for x in inputs if x.requires_grad]
+    if not free or not loss.requires_grad:
+        return [None] * len(inputs)
+    # What torch.autograd.grad does after checks that here take longer than a small term.
+    found = Variable._execution_engine.run_backward(  # noqa: SLF001 - see above
+        (loss,),
+        (torch.ones_like(loss),),
+        # A term may share a part of its graph, a cached tensor, with another one.
+        keep_graph=True,
+        create_graph=False,
+        inputs=tuple(free),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    if len(free) == len(inputs):
+        return found  # type: ignore[no-any-return]  # torch leaves it untyped
+    each = iter(found)
+    return [next(each) if x.requires_grad else None for x in inputs]
+
+
+def split_gradient(
+    loss: Tensor, leaf: Tensor, extra: Mapping[str, Nest]
+) -> tuple[Tensor | None, dict[str, Row]]:
+    """The gradient with respect to the leaf, and with respect to extra inputs, by need.
+
+    There is an entry for each need if there is a path to any of them, else none.
+    """
+    if not extra:
+        return differentiate(loss, [leaf])[0], {}
+    tensors = {need: list(tensors_in(nest)) for need, nest in extra.items()}
+    gradient, *rest = differentiate(loss, [leaf, *(t for ts in tensors.values() for t in ts)])
+    if all(found is None for found in rest):
+        return gradient, {}
+    each = iter(rest)
+    return gradient, {need: [next(each) for _ in ts] for need, ts in tensors.items()}
+
+
+def check_gradient(term: str, row: Row) -> None:
+    """Check that a gradient is finite.
+
+    Raises:
+        NonFiniteError: it is not.
+    """
+    for gradient in row:
+        bad = gradient[~torch.isfinite(gradient)] if gradient is not None else None
+        if bad is not None and bad.numel():
+            worst = math.nan if bool(bad.isnan().any()) else bad[0].item()
+            check_finite(term, worst, "gradient")
+
+
+@_quietly
+def weighted_sum(weights: Sequence[float], rows: Sequence[Row]) -> list[Tensor | None]:
+    """Σ weight · row, entry by entry; None where no row has a gradient."""
+    return [_sum_of_column(weights, column) for column in zip(*rows, strict=True)]
+
+
+def norm_of(row: Row) -> float:
+    """The L2 norm of all entries of a row together."""
+    return math.sqrt(gram([row])[0][0])
+
+
+@_quietly
+def gram(rows: Sequence[Row]) -> list[list[float]]:
+    """The inner products of all pairs of rows, in float64 where float32 would lose digits."""
+    products = _inner_products(rows)
+    low, high = _SAFE_SQUARES
+    if all(low < products[i][i] < high for i in range(len(rows))):
+        return products
+    return _inner_products([[x if x is None else x.double() for x in row] for row in rows])
+
+
+def norms_and_cosines(
+    names: Sequence[str], products: Sequence[Sequence[float]]
+) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+    """The norm of each row and the cosine of each pair, from the Gram matrix of the rows."""
+    norms = [math.sqrt(row[i]) for i, row in enumerate(products)]
+    cosines = {
+        (a, b): _cosine(products[i][j], norms[i] * norms[j])
+        for (i, a), (j, b) in combinations(enumerate(names), 2)
+    }
+    return dict(zip(names, norms, strict=True)), cosines
+
+
+def _sum_of_column(weights: Sequence[float], column: Row) -> Tensor | None:
+    pairs = [(w, x) for w, x in zip(weights, column, strict=True) if x is not None]
+    if not pairs:
+        return None
+    (weight, first), *rest = pairs
+    if not _suits_numpy(first):
+        total = first * weight
+        for w, x in rest:
+            total.add_(x, alpha=w)
+        return total
+    summed = first.numpy() * weight
+    scaled = np.empty_like(summed)
+    for w, x in rest:
+        np.multiply(x.numpy(), w, out=scaled)
+        summed += scaled
+    return torch.from_numpy(summed)
+
+
+def _inner_products(rows: Sequence[Row]) -> list[list[float]]:
+    """Summed entry by entry, so that no row is ever copied into one long vector."""
+    count = len(rows)
+    products = [[0.0] * count for _ in rows]
+    on_device = None  # summed there, and read once
+    for column in zip(*rows, strict=True):
+        there = [(i, x) for i, x in enumerate(column) if x is not None]
+        if not there:
+            continue
+        if _suits_numpy(there[0][1]):
+            arrays = [(i, x.numpy().reshape(-1)) for i, x in there]
+            for (i, a), (j, b) in combinations_with_replacement(arrays, 2):
+                products[i][j] += float(np.dot(a, b))
+        else:
+            like = there[0][1]
+            empty = torch.zeros_like(like)
+            stacked = torch.stack([empty if x is None else x for x in column]).reshape(count, -1)
+            stacked = stacked if like.dtype == torch.float64 else stacked.float()
+            found = stacked @ stacked.T
+            on_device = found if on_device is None else on_device + found
+    if on_device is not None:
+        found_there = on_device.tolist()
+        products = [
+            [a + b for a, b in zip(p, q, strict=True)]
+            for p, q in zip(products, found_there, strict=True)
+        ]
+    for i, j in combinations(range(count), 2):
+        products[j][i] = products[i][j]
+    return products
+
+
+def _suits_numpy(x: Tensor) -> bool:
+    """Whether NumPy is quicker: on a CPU torch spreads such a vector over threads, to no gain."""
+    return x.dim() > 0 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+
+
+def _cosine(product: float, scale: float) -> float:
+    """`product` / `scale` within -1 and 1; 0 where a gradient is zero, NaN where it is NaN."""
+    if scale == 0:
+        return 0.0
+    ratio = product / scale
+    return ratio if math.isnan(ratio) else min(1.0, max(-1.0, ratio))

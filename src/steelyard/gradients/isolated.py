@@ -1,0 +1,176 @@
+"""A call of a term that leaves the caller's graph: it pickles, and can run anywhere.
+
+The term works on a copy of what it is differentiated with respect to, and what comes back is a
+number with its gradient: by autograd, by central differences, or by the score-function estimate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from steelyard.gradients import numerical
+from steelyard.gradients.algebra import Row, check_gradient, split_gradient
+from steelyard.gradients.layout import Layout, LogProbs, leaf_over
+from steelyard.gradients.nested import Nest, leaves_of, mapped
+from steelyard.gradients.returned import as_scalar, check_finite, split_metrics
+from steelyard.gradients.score import read_costs, score_gradient
+from steelyard.spec import Gradient
+
+Method: TypeAlias = Literal["autograd", "numerical", "score"]
+T = TypeVar("T")
+# A coroutine is usually a request to somebody's server.
+REQUESTS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Value and gradient of a term, as plain data.
+
+    Attributes:
+        value: the term's value.
+        custom: the metrics it returned.
+        gradient: with respect to the flat vector; None if there is no path.
+        method: how the gradient was found; None if there is none.
+        duration: seconds, the gradient included.
+        gradient_duration: seconds the gradient took.
+        extra: the gradients with respect to extra inputs, by need.
+    """
+
+    value: float
+    custom: dict[str, float]
+    gradient: Tensor | None
+    method: Method | None
+    duration: float
+    gradient_duration: float
+    extra: Mapping[str, Row] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class IsolatedCall:
+    """A term and everything it reads.
+
+    Attributes:
+        term: its name.
+        fn: called as `fn(data, logprobs, **options, **extra)`.
+        options: keyword arguments.
+        gradient: how to differentiate it.
+        data: handed on as it is.
+        layout: how the flat vector divides into what the term receives.
+        flat: what it is differentiated with respect to.
+        check_finite: whether a value that is not finite is a failure.
+        extra: the extra inputs, by need.
+        is_async: whether `fn` gives a coroutine.
+    """
+
+    term: str
+    fn: Callable[..., Any]
+    options: Mapping[str, Any]
+    gradient: Gradient
+    data: Any
+    layout: Layout
+    flat: Tensor
+    check_finite: bool = True
+    extra: Mapping[str, Nest] = field(default_factory=dict)
+    is_async: bool = False
+
+    def run(self) -> Evaluation:
+        """Evaluate the term once and differentiate it once; a numerical gradient is left out.
+
+        Raises:
+            TermError: it returned no loss, or one that is not finite.
+        """
+        return self._now(self.arun())
+
+    def run_whole(self) -> Evaluation:
+        """As `run`, with the numerical gradient if that is asked for."""
+        if self.gradient != "numerical":
+            return self.run()
+        numerical.check_count(self.term, self.flat.numel())
+        began, evaluation = perf_counter(), self.run()
+        slopes = self.slopes(0, self.flat.numel())
+        return self.with_slopes(evaluation, slopes, perf_counter() - began)
+
+    def slopes(self, start: int, stop: int) -> Tensor:
+        """The numerical gradient with respect to `flat[start:stop]`."""
+        return self._now(self.aslopes(start, stop))
+
+    async def aslopes(self, start: int, stop: int) -> Tensor:
+        """As `slopes`, awaited."""
+
+        async def value(point: Tensor) -> float:
+            returned = await self._call(self.layout.split(point), {})
+            return self._number(as_scalar(self.term, split_metrics(self.term, returned)[0]))
+
+        at_once = REQUESTS_AT_ONCE if self.is_async else 1
+        return await numerical.differences(value, self.flat, start, stop, at_once)
+
+    async def arun(self) -> Evaluation:
+        """As `run`, awaited."""
+        began, leaf = perf_counter(), None
+        if self.gradient in ("auto", "autograd"):
+            leaf = leaf_over(self.flat)
+            logprobs = self.layout.split(leaf)
+            extra = {need: leaves_of(nest) for need, nest in self.extra.items()}
+        else:  # in memory of their own: the term may write to them
+            logprobs = self.layout.split(self.flat.clone())
+            extra = mapped(self.extra, Tensor.detach)
+        result, custom = split_metrics(self.term, await self._call(logprobs, extra))
+        gradient, by_need, method = None, dict[str, Row](), None
+        if self.gradient == "score":
+            costs = read_costs(self.term, result, self.layout)
+            value, called = self._number(costs.mean()), perf_counter()
+            gradient = score_gradient(self.term, costs, self.data, self.layout).to(self.flat)
+            method = "score"
+        else:
+            loss = as_scalar(self.term, result)
+            value, called = self._number(loss), perf_counter()
+            if leaf is not None:
+                gradient, by_need = split_gradient(loss, leaf, extra)
+                method = None if gradient is None and not by_need else "autograd"
+        if self.check_finite:
+            check_gradient(self.term, [gradient, *(g for row in by_need.values() for g in row)])
+        now = perf_counter()
+        return Evaluation(value, custom, gradient, method, now - began, now - called, by_need)
+
+    def with_slopes(self, evaluation: Evaluation, slopes: Tensor, seconds: float) -> Evaluation:
+        """An evaluation with the numerical gradient that was computed beside it.
+
+        Raises:
+            NonFiniteError: that is not finite.
+        """
+        if self.check_finite:
+            check_gradient(self.term, [slopes])
+        return replace(
+            evaluation,
+            gradient=slopes.to(self.flat),
+            method="numerical",
+            duration=seconds,
+            gradient_duration=seconds,
+        )
+
+    async def _call(self, logprobs: LogProbs, extra: Mapping[str, Nest]) -> Any:
+        returned = self.fn(self.data, logprobs, **self.options, **extra)
+        return await returned if self.is_async else returned
+
+    def _now(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine gives, here and now: without a loop if it has nothing to wait for."""
+        if self.is_async:
+            return asyncio.run(coroutine)
+        try:
+            coroutine.send(None)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        raise AssertionError("a plain function waits for nothing")  # pragma: no cover
+
+    def _number(self, loss: Tensor) -> float:
+        value: float = loss.item()
+        if self.check_finite:
+            check_finite(self.term, value)
+        return value

@@ -1,0 +1,74 @@
+"""Tensors in lists, tuples, mappings and dataclasses: walking through them, and replacing them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+# A tensor, or containers of nests, with anything else between; a recursive alias would say no
+# more. A tensor may stand in several places, and is one.
+Nest: TypeAlias = Any
+
+
+def fields_of(value: object) -> Mapping[str, Any] | None:
+    """A mapping or a dataclass as a mapping; None if `value` is neither."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return None
+
+
+def mapped(nest: Nest, fn: Callable[[Any], Any], kind: type = Tensor) -> Nest:
+    """The nest with `fn` of everything of a kind in it, in containers of the same types.
+
+    `fn` is called once for each thing, however often it stands in the nest.
+    """
+    known: dict[int, Any] = {}
+
+    def of(inner: Nest) -> Nest:
+        if isinstance(inner, kind):
+            if id(inner) not in known:
+                known[id(inner)] = fn(inner)
+            return known[id(inner)]
+        if isinstance(inner, Mapping):
+            return {key: of(each) for key, each in inner.items()}
+        if isinstance(inner, list | tuple):
+            items = [of(each) for each in inner]
+            return type(inner)(*items) if hasattr(inner, "_fields") else type(inner)(items)
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+            names = [f.name for f in dataclasses.fields(inner) if f.init]
+            return dataclasses.replace(inner, **{name: of(getattr(inner, name)) for name in names})
+        return inner
+
+    return of(nest)
+
+
+def tensors_in(nest: Nest) -> Iterator[Tensor]:
+    """The tensors of a nest, in order, each once."""
+    found: dict[int, Tensor] = {}
+    _collect(nest, found)
+    return iter(found.values())
+
+
+def _collect(nest: Nest, found: dict[int, Tensor]) -> None:
+    if isinstance(nest, Tensor):
+        found.setdefault(id(nest), nest)
+        return
+    fields = fields_of(nest)
+    for each in nest if isinstance(nest, list | tuple) else (fields or {}).values():
+        _collect(each, found)
+
+
+def leaves_of(nest: Nest) -> Nest:
+    """The nest over the same memory, each tensor a leaf that requires a gradient.
+
+    Where some of them require one already, the others are constants.
+    """
+    some = any(tensor.requires_grad for tensor in tensors_in(nest))
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        return mapped(nest, lambda t: t.detach().requires_grad_(t.requires_grad or not some))
