@@ -193,7 +193,7 @@ class Evaluator:
         share = (perf_counter() - began) / len(group)
         for result in group:
             result.method = "autograd" if found.joint.total.requires_grad else None
-            result.duration = share
+            result.duration = result.term.facts.duration = share
             result.gradient_duration = share if found.gradients else None
 
     def _jobs(self, results: Sequence[TermResult], workers: Workers) -> list[Job]:
@@ -217,7 +217,9 @@ class Evaluator:
             {job.result.place: job.executor for job in jobs},
             self._settings.width,
             in_turn=not self._settings.parallel,
-            on_start=events and (lambda ticket: events.term_started(results[ticket.term])),
+            on_start=None
+            if events is None
+            else lambda ticket: events.term_started(results[ticket.term]),
             events=self._stop,
         )
 

@@ -21,7 +21,7 @@ from steelyard.gradients.data import as_tensor, loss_fn_input
 from steelyard.gradients.fusable import Fusable, Joint
 from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
 from steelyard.gradients.layout import Layout, LogProbs, flatten, leaf_over
-from steelyard.gradients.nested import Nest, fields_of, leaves_of, mapped, tensors_in
+from steelyard.gradients.nested import Nest, fields_of, filled, leaves_of, mapped, tensors_in
 from steelyard.gradients.numerical import check_count
 from steelyard.gradients.returned import as_scalar, check_finite, split_metrics
 
@@ -42,6 +42,7 @@ __all__ = [
     "check_gradient",
     "differentiate",
     "fields_of",
+    "filled",
     "flatten",
     "gram",
     "leaf_over",
