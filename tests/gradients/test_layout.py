@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steelyard.errors import InputError
-from steelyard.gradients import flatten
+from steelyard.gradients import flatten, leaf_over
 
 
 def test_a_list_of_rows_becomes_one_vector_and_back() -> None:
@@ -73,3 +73,17 @@ def test_bad_logprobs(logprobs: Any, message: str) -> None:
     with pytest.raises(InputError) as caught:
         flatten(logprobs)
     assert str(caught.value).startswith(message)
+
+
+def test_writing_to_a_view_of_the_leaf_is_refused() -> None:
+    layout, flat = flatten([torch.tensor([1.0]), torch.tensor([2.0])])
+    views = layout.split(leaf_over(flat))
+    with pytest.raises(RuntimeError, match="view"):
+        views[0].mul_(2.0)
+
+
+def test_the_leaf_lies_over_the_same_memory() -> None:
+    _, flat = flatten(torch.tensor([1.0, 2.0]))
+    leaf = leaf_over(flat)
+    assert (leaf.is_leaf, leaf.requires_grad) == (True, True)
+    assert leaf.data_ptr() == flat.data_ptr()

@@ -1,18 +1,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from steelyard.errors import GradientError
-from steelyard.gradients import check_count
-from steelyard.gradients.numerical import adifferences, differences
+from steelyard.gradients import check_count, numerical
 
 
 def f(x: Tensor) -> float:
     return float((x.sin() * x.exp()).sum() + x.prod())
+
+
+def differences(fn: Callable[[Tensor], float], flat: Tensor, start: int, stop: int) -> Tensor:
+    """The slopes of a plain function, which needs no event loop: nothing is waited for."""
+
+    async def value(point: Tensor) -> float:
+        return fn(point)
+
+    coroutine = numerical.differences(value, flat, start, stop)
+    with pytest.raises(StopIteration) as stopped:
+        coroutine.send(None)
+    found: Tensor = stopped.value.value
+    return found
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 10.0])
@@ -43,7 +56,8 @@ def test_the_input_is_left_alone_and_seen_in_float64() -> None:
     assert seen == [torch.float64] * 4
 
 
-def test_the_async_way_gives_the_same_numbers_and_overlaps() -> None:
+@pytest.mark.parametrize(("at_once", "most_wanted"), [(1, 1), (2, 2), (64, 6)])
+def test_several_at_once_give_the_same_numbers_and_overlap(at_once: int, most_wanted: int) -> None:
     x = torch.tensor([0.5, -0.5, 2.0])
     under_way, most = 0, 0
 
@@ -55,9 +69,9 @@ def test_the_async_way_gives_the_same_numbers_and_overlaps() -> None:
         under_way -= 1
         return f(point)
 
-    found = asyncio.run(adifferences(slow, x, 0, 3))
+    found = asyncio.run(numerical.differences(slow, x, 0, 3, at_once))
     assert torch.equal(found, differences(f, x, 0, 3))
-    assert most == 6
+    assert most == most_wanted
 
 
 def test_too_many_evaluations() -> None:

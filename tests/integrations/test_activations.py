@@ -14,7 +14,7 @@ from steelyard import DetachedTermWarning
 from steelyard.errors import InputError
 from steelyard.integrations import CompositeLoss, capture, term
 
-from .models import batch, cross_entropy, gradients
+from tests.composition.models import batch, cross_entropy, gradients
 
 
 class Attention(nn.Module):

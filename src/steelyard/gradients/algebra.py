@@ -136,18 +136,17 @@ def _inner_products(rows: Sequence[Row]) -> list[list[float]]:
     products = [[0.0] * count for _ in rows]
     on_device = None  # summed there, and read once
     for column in zip(*rows, strict=True):
-        there = [(i, x) for i, x in enumerate(column) if x is not None]
+        there = {i: _wide(x) for i, x in enumerate(column) if x is not None}
         if not there:
             continue
-        if _suits_numpy(there[0][1]):
-            arrays = [(i, x.numpy().reshape(-1)) for i, x in there]
+        like = next(iter(there.values()))
+        if _suits_numpy(like):
+            arrays = [(i, x.numpy().reshape(-1)) for i, x in there.items()]
             for (i, a), (j, b) in combinations_with_replacement(arrays, 2):
                 products[i][j] += float(np.dot(a, b))
         else:
-            like = there[0][1]
             empty = torch.zeros_like(like)
-            stacked = torch.stack([empty if x is None else x for x in column]).reshape(count, -1)
-            stacked = stacked if like.dtype == torch.float64 else stacked.float()
+            stacked = torch.stack([there.get(i, empty) for i in range(count)]).reshape(count, -1)
             found = stacked @ stacked.T
             on_device = found if on_device is None else on_device + found
     if on_device is not None:
@@ -159,6 +158,10 @@ def _inner_products(rows: Sequence[Row]) -> list[list[float]]:
     for i, j in combinations(range(count), 2):
         products[j][i] = products[i][j]
     return products
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _suits_numpy(x: Tensor) -> bool:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from steelyard.composition import CompositeLoss, term
 from steelyard.errors import SpecError
-from steelyard.integrations import CompositeLoss, term
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients
 

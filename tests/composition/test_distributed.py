@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from steelyard.composition import collect_aux
 from steelyard.errors import InputError
-from steelyard.integrations import collect_aux
 
 from .models import Net, activity, cross_entropy, gradients
 from .ranks import RANKS, composite, rows_of
@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process saw."""
     folder = tmp_path_factory.mktemp("ranks")
     commands = [
-        [sys.executable, "-m", "tests.integrations.ranks", str(rank), str(folder)]
+        [sys.executable, "-m", "tests.composition.ranks", str(rank), str(folder)]
         for rank in range(RANKS)
     ]
     processes = [

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from steelyard import RegularizerSpec, penalties
+from steelyard.composition import CompositeLoss, reads, term
 from steelyard.composition.lookup import find, gather, names_in, within
 from steelyard.errors import InputError, RegistryError, SpecError
-from steelyard.integrations import CompositeLoss, reads, term
 
 from .models import activity, confidence, cross_entropy, patient
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
+from steelyard.composition import CompositeLoss, reads, term
 from steelyard.errors import GradientError, InputError, NonFiniteError, SpecError, TermTimeoutError
-from steelyard.integrations import CompositeLoss, reads, term
-from tests.composition.terms import LOGPROBS, l2, nll
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients, listening, patient
+from .terms import LOGPROBS, l2, nll
 
 WAYS: list[dict[str, Any]] = [
     {"run_in": "thread"},

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from steelyard.composition import CompositeLoss, aux_loss, collect_aux, term
 from steelyard.composition.auxiliary import _open
 from steelyard.errors import InputError
-from steelyard.integrations import CompositeLoss, aux_loss, collect_aux, term
 
 from .models import batch, cross_entropy, gradients
 

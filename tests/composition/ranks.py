@@ -11,8 +11,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from steelyard.composition import CompositeLoss, term
 from steelyard.errors import InputError
-from steelyard.integrations import CompositeLoss, term
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients
 

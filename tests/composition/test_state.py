@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import Pipeline, RegularizerSpec, Workers
+from steelyard.composition import CompositeLoss, term
 from steelyard.errors import StateError
-from steelyard.integrations import CompositeLoss, term
-from tests.composition.terms import LOGPROBS, l2, nll
 
 from .models import Net, activity, batch, cross_entropy
+from .terms import LOGPROBS, l2, nll
 
 
 class Drift:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from steelyard import schedules
+from steelyard.composition import CompositeLoss, term
 from steelyard.composition.evaluate import Evaluator
 from steelyard.errors import TermError
-from steelyard.integrations.torch import CompositeLoss, term
 from steelyard.output import CustomLossOutput
 from steelyard.penalties.from_logits import (
     ComposedLogits,

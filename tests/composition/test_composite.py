@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import DetachedTermWarning, Pipeline, RegularizerSpec, penalties, schedules
+from steelyard.composition import CompositeLoss, reads, term
 from steelyard.errors import (
     GradientError,
     InputError,
@@ -17,10 +18,9 @@ from steelyard.errors import (
     TermError,
     TermResultError,
 )
-from steelyard.integrations import CompositeLoss, reads, term
-from tests.composition.terms import LOGPROBS, l2, nll, surprise
 
 from .models import Net, activity, batch, by_hand, confidence, cross_entropy, gradients
+from .terms import LOGPROBS, l2, nll, surprise
 
 
 def composite(*more: Any, **settings: Any) -> CompositeLoss:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, telemetry
+from steelyard.composition import CompositeLoss, reads, term
 from steelyard.errors import TermError
-from steelyard.integrations import CompositeLoss, reads, term
-from tests.composition.terms import LOGPROBS, broken, l2, nll, patient
 
 from .models import Heard, Net, activity, batch, cross_entropy, listening
+from .terms import LOGPROBS, broken, l2, nll, patient
 
 BASE = reads(nll, "data", "logprobs")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-from steelyard.integrations import CompositeLoss, term
+from steelyard.composition import CompositeLoss, term
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients
 

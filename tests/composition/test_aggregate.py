@@ -1,0 +1,343 @@
+"""How the terms' gradients become one: `combine`, and aggregators that decide the factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from steelyard import Pipeline, RegularizerSpec
+from steelyard.composition import Aggregator, CompositeLoss, TermResult, WeightedSum, term
+from steelyard.composition.aggregate import AGGREGATORS, aggregator_of, combine
+from steelyard.composition.terms import Term
+from steelyard.errors import SpecError
+from steelyard.gradients import Row
+from steelyard.penalties.from_logits import entropy, z_loss
+from steelyard.regularizers import WholeVocabulary
+from tests.fused import count_together
+
+from .models import Net, activity, batch, confidence, cross_entropy, gradients
+from .terms import LOGPROBS, broken, constant, l2, nll
+
+SUM = WeightedSum()
+
+
+def result(
+    name: str, weight: float, gradients: Mapping[str, Row], *space: str, **fields: Any
+) -> TermResult:
+    spec = RegularizerSpec(l2, weight, name)
+    return TermResult(
+        Term(spec), weight, space=space or ("logprobs",), gradients=gradients, **fields
+    )
+
+
+def flat(name: str, weight: float, gradient: Tensor, **fields: Any) -> TermResult:
+    return result(name, weight, {"logprobs": [gradient]}, **fields)
+
+
+# Combining gradients.
+
+
+def test_untracked_gives_the_same_total_and_nothing_else() -> None:
+    results = [
+        flat(name, weight, torch.randn(4))
+        for name, weight in {"a": 1.0, "b": 0.5, "c": 0.0}.items()
+    ]
+    tracked = combine(results, SUM, "logprobs", tracked=True)
+    plain = combine(results, SUM, "logprobs", tracked=False)
+    torch.testing.assert_close(plain.totals, tracked.totals)
+    assert plain.total_norm == pytest.approx(tracked.total_norm)
+    assert (plain.norms, plain.cosines) == ({}, {})
+    assert list(tracked.norms) == ["a", "b", "c"]
+    assert list(tracked.cosines) == [("a", "b"), ("a", "c"), ("b", "c")]
+
+
+def test_no_gradients() -> None:
+    for results in ([], [result("a", 1.0, {})]):
+        found = combine(results, SUM, "logprobs", tracked=True)
+        assert (found.totals, found.total_norm, found.norms) == ({}, None, {})
+
+
+def test_sums_in_each_space_and_norms_and_cosines_within_one() -> None:
+    a, b = torch.tensor([3.0, 0.0]), torch.tensor([[0.0], [4.0]])
+    results = [
+        result("one", 2.0, {"logits": [a, b]}, "logits"),
+        result("two", 0.5, {"logits": [a, None]}, "logits"),
+        result("wide", 1.0, {"logits": [a, None], "parameters": [b]}, "logits", "parameters"),
+    ]
+    found = combine(results, SUM, "logprobs", tracked=True)
+    totals = {k: [g if g is None else g.tolist() for g in row] for k, row in found.totals.items()}
+    assert totals == {"logits": [[10.5, 0.0], [[0.0], [8.0]]], "parameters": [[[0.0], [4.0]]]}
+    assert found.norms == {"one": 5.0, "two": 3.0, "wide": 5.0}
+    assert found.cosines == {("one", "two"): pytest.approx(9 / 15)}
+    assert found.total_norm is None  # nothing in the main space
+
+
+def test_a_gradient_outside_a_terms_own_space_counts_in_the_total_alone() -> None:
+    a, x = torch.tensor([3.0, 4.0]), torch.tensor([1.0])
+    results = [
+        flat("a", 1.0, a),
+        result("wide", 2.0, {"logprobs": [a], "logits": [x]}, "logits"),
+    ]
+    found = combine(results, SUM, "logprobs", tracked=True)
+    (total,) = found.totals["logprobs"]
+    assert total is not None
+    assert total.tolist() == [9.0, 12.0]
+    assert found.total_norm == 15.0
+    assert (found.norms, found.cosines) == ({"a": 5.0, "wide": 1.0}, {})
+
+
+# Aggregators.
+
+
+class Halved(Aggregator):
+    """Half of every term but the base loss."""
+
+    def factors(
+        self, values: Sequence[float], weights: Sequence[float], products: Any
+    ) -> Sequence[float]:
+        return [1.0, *(0.5 for _ in values[1:])]
+
+
+class Noted(Halved):
+    """The same, and what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[list[float], list[float], list[list[float]]]] = []
+
+    def factors(
+        self, values: Sequence[float], weights: Sequence[float], products: Any
+    ) -> Sequence[float]:
+        self.given.append((list(values), list(weights), [list(row) for row in products]))
+        return super().factors(values, weights, products)
+
+
+SPECS = [
+    RegularizerSpec(l2, 0.1, "l2", run_in="inline"),
+    RegularizerSpec(l2, 0.4, "apart", run_in="thread"),
+]
+FLAT = torch.cat(LOGPROBS)
+BASE = -torch.full_like(FLAT, 1 / 6)
+WEIGHTED = [BASE, 0.1 * 2 * FLAT, 0.4 * 2 * FLAT]
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_pipeline_puts_the_factors_on_the_gradients_and_not_on_the_values(tracked: bool) -> None:
+    plain = Pipeline(nll, SPECS, track_grad_norms=True).compute([], LOGPROBS)
+    pipeline = Pipeline(nll, SPECS, track_grad_norms=tracked, aggregate=Halved())
+    output = pipeline.compute([], LOGPROBS)
+    assert output.loss_total == plain.loss_total
+    assert {n: r.contribution for n, r in output.regularizers.items()} == {
+        n: r.contribution for n, r in plain.regularizers.items()
+    }
+    expected = WEIGHTED[0] + 0.5 * (WEIGHTED[1] + WEIGHTED[2])
+    torch.testing.assert_close(torch.cat(list(output.gradients)), expected)
+    if tracked:
+        assert output.total_grad_norm == pytest.approx(expected.norm().item())
+        assert output.cosines == plain.cosines
+        for name, each in plain.regularizers.items():
+            assert output.regularizers[name].grad_norm == each.grad_norm
+    else:
+        assert (output.total_grad_norm, output.cosines) == (None, {})
+        assert output.regularizers["l2"].grad_norm is None
+
+
+def test_an_aggregator_is_given_values_weights_and_the_gram_matrix_of_weighted_gradients() -> None:
+    noted = Noted()
+    output = Pipeline(nll, SPECS, aggregate=noted).compute([], LOGPROBS)
+    ((values, weights, products),) = noted.given
+    assert values == [output.base_loss.value, *(r.value for r in output.regularizers.values())]
+    assert weights == [1.0, 0.1, 0.4]
+    rows = torch.stack(WEIGHTED)
+    torch.testing.assert_close(torch.tensor(products), rows @ rows.T)
+
+
+def test_an_aggregator_does_not_see_terms_without_a_gradient_there() -> None:
+    def sums(_: Any, logprobs: Any, logits: Tensor) -> Tensor:
+        return logits.sum()
+
+    specs = [
+        RegularizerSpec(constant, 1.0, "constant", gradient="none"),
+        RegularizerSpec(broken, 1.0, "broken", on_error="skip"),
+        RegularizerSpec(sums, 3.0, "elsewhere", needs=("logits",)),
+        RegularizerSpec(l2, 0.1, "l2"),
+    ]
+    noted = Noted()
+    pipeline = Pipeline(nll, specs, aggregate=noted, gives=("logits",))
+    output = pipeline.compute([], LOGPROBS, given={"logits": torch.ones(2)})
+    ((values, weights, products),) = noted.given
+    assert (len(values), weights) == (2, [1.0, 0.1])
+    assert [len(row) for row in products] == [2, 2]
+    torch.testing.assert_close(torch.cat(list(output.gradients)), BASE + 0.5 * WEIGHTED[1])
+    assert output.beyond["logits"].tolist() == [3.0, 3.0]
+
+
+def composed(
+    model: Net, *, aggregate: Any = "sum", **settings: Any
+) -> tuple[CompositeLoss, Tensor]:
+    x, labels = batch()
+    terms = [
+        term(activity, 0.5, "activity"),
+        term(confidence, 0.25, "confidence", run_in="thread"),
+    ]
+    loss = CompositeLoss(cross_entropy, terms, aggregate=aggregate, **settings)
+    total: Tensor = loss(model(x), labels=labels)
+    return loss, total
+
+
+@pytest.mark.parametrize("wrt", [True, False])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_composite_has_the_value_of_the_sum_and_the_gradient_with_factors(
+    tracked: bool, wrt: bool
+) -> None:
+    model, (x, labels) = Net(), batch()
+    out = model(x)
+    terms = [
+        cross_entropy(out["logits"], labels),
+        0.5 * activity(out["hidden"])[0],
+        0.25 * confidence(out["logits"]),
+    ]
+    (terms[0] + 0.5 * (terms[1] + terms[2])).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    settings = {"track_grad_norms": tracked, "wrt": model if wrt else None}
+    loss, total = composed(model, aggregate=Halved(), **settings)
+    assert total.item() == pytest.approx(sum(t.item() for t in terms))
+    total.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(gradients(model), expected)
+    output = loss.output
+    assert output.loss_total == pytest.approx(total.item())
+    if not tracked:
+        assert (output.total_grad_norm, output.cosines) == (None, {})
+        return
+    plain, _ = composed(model, **settings)
+    assert output.cosines == pytest.approx(plain.output.cosines, abs=1e-6)
+    if wrt:
+        norm = torch.cat([g.flatten() for g in expected]).norm().item()
+        assert output.total_grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_composite_tells_its_aggregator_of_the_weighted_gradients() -> None:
+    model, noted = Net(), Noted()
+    loss, _ = composed(model, aggregate=noted, wrt=model)
+    x, labels = batch()
+    out = model(x)
+    values = [
+        cross_entropy(out["logits"], labels),
+        activity(out["hidden"])[0],
+        confidence(out["logits"]),
+    ]
+    rows = [
+        torch.cat([(g if g is not None else torch.zeros_like(p)).flatten() for p, g in zip(
+            model.parameters(),
+            torch.autograd.grad(v, list(model.parameters()), retain_graph=True, allow_unused=True),
+            strict=True,
+        )])
+        for v in values
+    ]  # fmt: skip
+    rows = [w * row for w, row in zip((1.0, 0.5, 0.25), rows, strict=True)]
+    ((told, weights, products),) = noted.given
+    assert told == pytest.approx([v.item() for v in values])
+    assert weights == [1.0, 0.5, 0.25]
+    stacked = torch.stack(rows)
+    torch.testing.assert_close(torch.tensor(products), stacked @ stacked.T, rtol=1e-4, atol=1e-7)
+    assert loss.output.skipped == {}
+
+
+def test_a_share_is_of_the_terms_with_their_factors() -> None:
+    x = torch.tensor(2.0, requires_grad=True)
+    loss = CompositeLoss(
+        lambda x: 3 * x, [term(lambda x: x.square(), 4.0, "square")], aggregate=Halved()
+    )
+    loss.share = 0.25
+    total = loss(x=x)
+    assert total.item() == 6.0 + 0.25 * 4.0 * 4.0
+    total.backward()
+    assert x.grad is not None
+    assert x.grad.item() == 3.0 + 0.25 * 0.5 * 4.0 * 4.0
+
+
+def test_without_gradients_there_is_nothing_to_aggregate() -> None:
+    noted = Noted()
+    loss = CompositeLoss(
+        lambda x: x.sum(), [term(lambda x: x.prod(), 2.0, "prod")], aggregate=noted
+    )
+    assert loss(x=torch.tensor([2.0, 3.0])).item() == 5.0 + 12.0
+    assert noted.given == []
+
+
+def test_the_base_loss_may_have_a_factor_too() -> None:
+    class Turned(Aggregator):
+        def factors(self, values: Any, weights: Any, products: Any) -> Sequence[float]:
+            return [-2.0, 0.0]
+
+    output = Pipeline(nll, SPECS[:1], aggregate=Turned()).compute([], LOGPROBS)
+    torch.testing.assert_close(torch.cat(list(output.gradients)), -2.0 * BASE)
+
+
+def test_terms_that_fuse_are_computed_one_by_one_for_an_aggregator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together = count_together(monkeypatch)
+    specs = [
+        RegularizerSpec(WholeVocabulary(kind="entropy"), 0.5),
+        RegularizerSpec(WholeVocabulary(kind="z_loss"), 0.1),
+    ]
+    given = {"logits": [torch.randn(3, 5), torch.randn(1, 5), torch.randn(2, 5)]}
+    for aggregate, wanted in (("sum", [2]), (Halved(), [2])):
+        pipeline = Pipeline(nll, specs, aggregate=aggregate, gives=("logits",))
+        output = pipeline.compute([{}] * 3, LOGPROBS, given=given)
+        assert together == wanted
+        assert list(output.regularizers) == ["whole_entropy", "whole_z_loss"]
+
+
+def test_fused_terms_of_a_composite_have_their_own_factors() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 7, requires_grad=True)
+    targets = torch.arange(4)
+    terms = [term(entropy, 0.3), term(z_loss, 0.1)]
+
+    def base(logits: Tensor, targets: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits, targets)
+
+    loss = CompositeLoss(base, terms, aggregate=Halved())
+    total = loss(logits=logits, targets=targets)
+    (found,) = torch.autograd.grad(total, logits)
+    parts = [base(logits, targets), 0.3 * entropy(logits), 0.1 * z_loss(logits)]
+    assert total.item() == pytest.approx(sum(p.item() for p in parts))
+    (wanted,) = torch.autograd.grad(parts[0] + 0.5 * (parts[1] + parts[2]), logits)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_sum_needs_no_gram_matrix() -> None:
+    assert SUM.factors([1.0, 2.0], [1.0, 0.5], []) == [1.0, 1.0]
+    assert not SUM.reads_gram
+    assert isinstance(aggregator_of("sum"), WeightedSum)
+    halved = Halved()
+    assert aggregator_of(halved) is halved
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "", None, Halved, 3])
+def test_an_unknown_aggregator(aggregate: Any) -> None:
+    message = "aggregate must be one of 'sum', or an Aggregator, got"
+    with pytest.raises(SpecError, match=message):
+        Pipeline(nll, aggregate=aggregate)
+    with pytest.raises(SpecError, match=message):
+        CompositeLoss(lambda x: x.sum(), aggregate=aggregate)
+    assert all(repr(name) in message for name in AGGREGATORS)
+
+
+def test_a_gradient_that_is_not_finite_is_told_of_before_its_factor() -> None:
+    def steep(_: Any, logprobs: list[Tensor]) -> Tensor:
+        return (logprobs[1] * 0).abs().sqrt().sum()
+
+    specs = [RegularizerSpec(steep, 1.0, "steep", on_error="skip"), *SPECS]
+    output = Pipeline(nll, specs, aggregate=Halved()).compute([], LOGPROBS)
+    assert list(output.skipped) == ["steep"]
+    expected = WEIGHTED[0] + 0.5 * (WEIGHTED[1] + WEIGHTED[2])
+    torch.testing.assert_close(torch.cat(list(output.gradients)), expected)
+    assert math.isfinite(output.loss_total)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from steelyard import Pipeline, RegularizerSpec
+from steelyard.composition import CompositeLoss, term
+from steelyard.composition.aggregate import WeightedSum
+from steelyard.composition.evaluate import Evaluator, Settings
+from steelyard.composition.inputs import FlatInputs
+from steelyard.composition.terms import Term
+from steelyard.errors import GradientError
+
+from .terms import LOGPROBS, constant, l2, nll
+
+
+@pytest.mark.parametrize("run_in", ["inline", "thread"])
+def test_terms_may_read_different_logprobs(run_in: Any) -> None:
+    a, b = (torch.tensor(row, requires_grad=True) for row in ([-1.0, -2.0], [-3.0]))
+    terms = [term(l2, 1.0, name, inputs=("data", name), run_in=run_in) for name in "ab"]
+    loss = CompositeLoss(lambda a: 0 * a[0].sum(), terms)
+    loss(data=[], a=[a], b=[b]).backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert (a.grad.tolist(), b.grad.tolist()) == ([-2.0, -4.0], [-6.0])
+
+
+@pytest.mark.parametrize("run_in", ["inline", "thread"])
+def test_an_evaluator_gives_a_result_for_each_term(run_in: Any) -> None:
+    settings = Settings(
+        track_grad_norms=False,
+        parallel=True,
+        timeout=30.0,
+        width=2,
+        check_finite=True,
+        aggregator=WeightedSum(),
+    )
+    inputs = FlatInputs([], [torch.tensor([-1.0, -2.0])], {}, ())
+    terms = [
+        Term(RegularizerSpec(l2, weight, name, run_in=run_in))
+        for name, weight in {"a": 1.0, "b": 2.0}.items()
+    ]
+    found = Evaluator(inputs, settings, None, None).evaluate(terms, 0, tracked=False)
+    assert [(r.term.name, r.weight, r.place, r.method) for r in found] == [
+        ("a", 1.0, run_in, "autograd"),
+        ("b", 2.0, run_in, "autograd"),
+    ]
+    for result in found:
+        (gradient,) = result.gradients["logprobs"]
+        assert gradient is not None
+        assert gradient.tolist() == [-2.0, -4.0]
+
+
+@pytest.mark.parametrize("run_in", ["inline", "thread", "process"])
+def test_autograd_demands_a_path(run_in: Any) -> None:
+    spec = RegularizerSpec(constant, 1.0, "t", gradient="autograd", run_in=run_in)
+    with pytest.raises(GradientError, match="one with no path to them") as caught:
+        Pipeline(nll, [spec]).compute([], LOGPROBS)
+    assert caught.value.term == "t"
+    for cure in ("gradient='score'", "gradient='numerical'", "gradient='none'"):
+        assert cure in str(caught.value)
