@@ -7,6 +7,7 @@ autograd cannot see through. `algebra` has weighted sums, the Gram matrix, norms
 `fusable` is what terms offer that can be computed together.
 """
 
+from steelyard._renamed import leave_aliases as _leave_aliases
 from steelyard.gradients.algebra import (
     Row,
     check_gradient,
@@ -56,3 +57,24 @@ __all__ = [
     "tensors_in",
     "weighted_sum",
 ]
+
+# Names of 0.1.0. `evaluate(question)` still works, as `IsolatedCall.run(question)`.
+_leave_aliases(
+    __name__,
+    {
+        "Gradients": "steelyard.gradients:Row",
+        "Leaf": "steelyard.gradients:leaf_over",
+        "Pull": "steelyard.composition.aggregate:Combined",
+        "PullBeyond": "steelyard.composition.aggregate:Combined",
+        "Question": "steelyard.gradients:IsolatedCall",
+        "Trial": "steelyard.gradients:IsolatedCall",
+        "aevaluate": "steelyard.gradients:IsolatedCall.arun",
+        "aslopes": "steelyard.gradients:IsolatedCall.aslopes",
+        "combine": "steelyard.composition.aggregate:combine",
+        "combine_beyond": "steelyard.composition.aggregate:combine",
+        "evaluate": "steelyard.gradients:IsolatedCall.run",
+        "evaluate_coroutine": "steelyard.gradients:IsolatedCall.run",
+        "slopes": "steelyard.gradients:IsolatedCall.slopes",
+        "slopes_coroutine": "steelyard.gradients:IsolatedCall.slopes",
+    },
+)
