@@ -91,9 +91,10 @@ def make_client() -> None:
 
 def datum(tokens: list[int]) -> types.Datum:
     """A sequence, and the tokens that follow."""
-    targets = [token + 1 for token in tokens]
+    targets = torch.tensor(tokens) + 1
     return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": targets}
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": types.TensorData.from_torch(targets)},
     )
 
 
