@@ -604,7 +604,7 @@ def test_what_the_spec_says_it_reads_goes_before_what_the_regularizer_says() -> 
             return 0.0
 
     assert RegularizerSpec(Reading(), 1.0, "term").needs == ("logits",)
-    assert RegularizerSpec(Reading(), 1.0, "term", needs="parameters").needs == ("parameters",)
+    assert RegularizerSpec(Reading(), 1.0, "term", needs=("parameters",)).needs == ("parameters",)
 
 
 def test_numerical_gradients_move_log_probs_alone() -> None:
