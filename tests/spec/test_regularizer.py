@@ -12,7 +12,7 @@ import pytest
 
 from steelyard import RegularizerSpec, schedules
 from steelyard.errors import SpecError
-from steelyard.spec import BASE, Gradient, OnError, RunIn, check_timeout, check_weight
+from steelyard.spec import BASE, Gradient, OnError, RunIn, check_timeout, check_weight, title
 
 
 def nothing(data: Any, logprobs: Any) -> float:
@@ -594,3 +594,25 @@ def test_a_preference_keeps_the_rules() -> None:
     with pytest.raises(SpecError) as caught:
         spec_of(fn=fn)
     assert str(caught.value) == RUN_IN.format("'gpu'")
+
+
+def test_what_the_spec_says_it_reads_goes_before_what_the_regularizer_says() -> None:
+    class Reading:
+        needs = ("logits",)
+
+        def compute(self, data: Any, logprobs: Any, **given: Any) -> float:
+            return 0.0
+
+    assert RegularizerSpec(Reading(), 1.0, "term").needs == ("logits",)
+    assert RegularizerSpec(Reading(), 1.0, "term", needs=("parameters",)).needs == ("parameters",)
+
+
+def test_numerical_gradients_move_log_probs_alone() -> None:
+    with pytest.raises(
+        SpecError, match=r"gradient='numerical' .* cannot go with needs=\('logits',\)"
+    ):
+        spec_of(fn=anything, gradient="numerical", needs="logits")
+
+
+def test_messages_call_a_term_by_its_title() -> None:
+    assert (title(BASE), title("l2")) == ("the base loss", "regularizer 'l2'")

@@ -95,3 +95,14 @@ def test_a_second_group() -> None:
     more = [LogitCall(n, f.entropy, {"logits": R}) for n in ("c", "d")]
     assert group(more[0], *CALLS, more[1]) == [("c", "d"), ("ce", "spread", "drift")]
     assert group() == []
+
+
+def test_a_call_from_its_arguments() -> None:
+    given = LogitCall.of("drift", f.kl, [Z, R], {"mask": MASK}, 0.3, {"direction": "reverse"})
+    assert given is not None
+    assert given.fits(CALLS[0])
+    assert (given.arrays["logits"] is Z, given.arrays["reference"] is R) == (True, True)
+    assert LogitCall.of("x", torch.sum, [Z], {}) is None
+    assert LogitCall.of("x", f.entropy, [Z, R], {}) is None
+    assert LogitCall.of("x", f.entropy, [Z], {}, options={"reduction": "none"}) is None
+    assert (f.is_fusable(f.entropy), f.is_fusable(torch.sum)) == (True, False)
