@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.composition import Aggregator, CompositeLoss, TermResult, WeightedSum, term
-from steelyard.composition.aggregate import AGGREGATORS, aggregator_of, combine
+from steelyard.composition.aggregate import AGGREGATORS, aggregator_of, combine, read_numbers
 from steelyard.composition.terms import Term
 from steelyard.errors import SpecError
 from steelyard.gradients import Row
@@ -341,3 +341,29 @@ def test_a_gradient_that_is_not_finite_is_told_of_before_its_factor() -> None:
     expected = WEIGHTED[0] + 0.5 * (WEIGHTED[1] + WEIGHTED[2])
     torch.testing.assert_close(torch.cat(list(output.gradients)), expected)
     assert math.isfinite(output.loss_total)
+
+
+# Reading numbers.
+
+
+class Far(Tensor):
+    """A tensor that says it is on an accelerator, where one number at a time is not read."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+    def to(self, *_: object) -> Tensor:  # type: ignore[override]
+        return self
+
+    def item(self) -> float:
+        raise AssertionError("each of these would wait for the device")
+
+
+def test_values_on_an_accelerator_are_read_at_once_and_kept() -> None:
+    values = [torch.tensor(float(i), requires_grad=True) for i in range(3)]
+    results = [flat(str(i), 1.0, FLAT, value=Far(v)) for i, v in enumerate(values)]
+    results.append(flat("read", 1.0, FLAT, number=7.0))
+    results.append(flat("dropped", 1.0, FLAT))
+    assert read_numbers(results) == [0.0, 1.0, 2.0, 7.0, 0.0]
+    assert [each.number for each in results] == [0.0, 1.0, 2.0, 7.0, None]

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from steelyard import DetachedTermWarning
 from steelyard.errors import InputError
 from steelyard.integrations import CompositeLoss, capture, term
-
 from tests.composition.models import batch, cross_entropy, gradients
 
 
