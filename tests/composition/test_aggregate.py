@@ -201,7 +201,7 @@ def test_a_composite_has_the_value_of_the_sum_and_the_gradient_with_factors(
         0.5 * activity(out["hidden"])[0],
         0.25 * confidence(out["logits"]),
     ]
-    (terms[0] + 0.5 * (terms[1] + terms[2])).backward()
+    (terms[0] + 0.5 * (terms[1] + terms[2])).backward()  # type: ignore[no-untyped-call]
     expected = gradients(model)
     model.zero_grad()
     settings = {"track_grad_norms": tracked, "wrt": model if wrt else None}

@@ -71,6 +71,7 @@ def test_a_compiled_step_is_one_graph_for_all_steps() -> None:
     assert counter.frame_count == 1
     # No number keeps the graph of its pass alive.
     for reading in ours.results:
+        assert reading.value is not None
         assert not reading.value.requires_grad
         assert not any(value.requires_grad for value in reading.custom.values())
 
@@ -174,6 +175,18 @@ def test_what_a_compiler_traces_is_the_plain_call(
         assert each.contribution == pytest.approx(other.contribution)
         assert each.custom == pytest.approx(other.custom)
     assert not any(each.value.requires_grad for each in loss.results if each.value is not None)
+
+
+def test_what_a_compiler_cannot_see_is_the_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, labels) = Net(), batch()
+    loss = composite(track_grad_norms=True)
+    loss.watch(model)
+    plain = loss(model(x), labels=labels)
+    wanted = loss.output
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(loss(model(x), labels=labels), plain)
+    monkeypatch.undo()
+    assert loss.output.total_grad_norm == wanted.total_grad_norm is not None
 
 
 def test_an_aggregator_breaks_the_graph_and_has_its_say() -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from steelyard import RegularizerSpec
+from steelyard import RegularizerSpec, penalties
 from steelyard.composition import CompositeLoss, reads, term
 from steelyard.composition.lookup import find, gather, names_in, within
-from steelyard.errors import InputError, SpecError
+from steelyard.errors import InputError, RegistryError, SpecError
 
 from .models import activity, confidence, cross_entropy, patient
 
@@ -308,3 +308,37 @@ def test_inputs_by_parameter() -> None:
         loss(out={"states": hidden})
     with pytest.raises(SpecError, match="names of inputs must be non-empty strings"):
         term(spread, 0.5, inputs={"hidden": ""})
+
+
+# Names of penalties, and options.
+
+
+@pytest.mark.parametrize("like", ["call", "mapping"])
+def test_a_penalty_may_be_named(like: str) -> None:
+    student, teacher = (torch.randn(3, 5).log_softmax(-1) for _ in range(2))
+    fields: dict[str, Any] = {"inputs": ("student", "teacher"), "options": {"direction": "reverse"}}
+    named = term("kl", 0.5, **fields) if like == "call" else {"fn": "kl", "weight": 0.5, **fields}
+    loss = CompositeLoss(lambda student: student.sum(), [named])
+    loss(student=student, teacher=teacher)
+    expected = penalties.kl_divergence(student, teacher, direction="reverse").item()
+    assert loss.output.regularizers["kl"].value == pytest.approx(expected)
+
+
+def test_an_unknown_name_lists_the_penalties() -> None:
+    with pytest.raises(RegistryError, match=r"one of 'l1', 'l2'.*got 'kll'"):
+        term("kll", 1.0, inputs="x")
+
+
+@pytest.mark.parametrize("fn", ["l2", penalties.l2])
+def test_a_misspelt_option_is_found_when_the_term_is_built(fn: Any) -> None:
+    with pytest.raises(SpecError, match=r"'scael'.* its options are .*'scale'.*regularizer 'size'"):
+        term(fn, 1.0, "size", inputs="x", options={"scael": 2.0})
+
+
+def test_an_option_of_a_module_is_checked_against_its_forward() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return scale * x.sum()
+
+    with pytest.raises(SpecError, match=r"its options are 'scale' \(regularizer 's'\)"):
+        term(Scaled(), 1.0, "s", inputs="x", options={"sclae": 2.0})

@@ -12,7 +12,7 @@ import pytest
 import steelyard
 from steelyard import RegularizerSpec, register
 from steelyard.errors import MissingExtraError, RegistryError
-from steelyard.spec import lookup, lookup_penalty, registered, registry
+from steelyard.spec import built_in, lookup, lookup_penalty, registered, registry
 
 MODULE = """
 class Brevity:
@@ -311,7 +311,7 @@ def test_what_is_no_penalty_is_refused(name: str, message: str) -> None:
 
 
 def test_every_penalty_there_is_has_a_function() -> None:
-    for name in registry.PENALTIES:
+    for name in built_in.PENALTIES:
         assert callable(lookup_penalty(name))
 
 

@@ -94,6 +94,7 @@ class RegularizedClient:
         self.pipeline: Pipeline | None = None
         self.optim_steps = 0
         self._settings = (max_concurrency, check_finite, workers)
+        self._asked: tuple[bool, bool, float] | None = None
         self._stateful: dict[str, Stateful] = {}
         self._waiting: dict[str, Any] = {}
         self._named: dict[str, tuple[object, object, Any]] = {}
@@ -236,15 +237,19 @@ class RegularizedClient:
         parallel: bool,
         timeout: float,
     ) -> Pipeline:
+        specs = [self._spec(given) for given in regularizers]
+        settings = (track_grad_norms, parallel, timeout)
+        last = self.pipeline
+        if last is not None and self._asked == settings and _holds(last, loss_fn, specs):
+            return last
+        self._asked = settings
         pipeline = Pipeline(
             loss_fn,
-            [self._spec(given) for given in regularizers],
-            track_grad_norms,
-            parallel,
-            timeout,
+            specs,
+            *settings,
             *self._settings,
             gives=getattr(self.client, "gives", ()),
-            after=self.pipeline,
+            after=last,
         )
         pipeline.model_id = getattr(self.client, "model_id", None)
         for name, term in [(BASE, loss_fn), *((spec.name, spec.fn) for spec in pipeline.specs)]:
@@ -256,8 +261,10 @@ class RegularizedClient:
 
     def _spec(self, given: RegularizerSpec | Mapping[str, Any]) -> RegularizerSpec:
         """The spec; a mapping that names its `fn` has the one that was made of it before."""
+        if isinstance(given, RegularizerSpec):
+            return given
         spec = RegularizerSpec.of(given)
-        if not isinstance(given, Mapping) or not isinstance(given["fn"], str):
+        if not isinstance(given["fn"], str):
             return spec
         fn, options = given["fn"], given.get("options")
         known = self._named.get(spec.name)
@@ -269,6 +276,13 @@ class RegularizedClient:
     def _restore(self, name: str, term: Stateful) -> None:
         if name in self._waiting:
             term.load_state_dict(states.decode(self._waiting.pop(name)))
+
+
+def _holds(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:
+    """Whether a pipeline is made of exactly these things."""
+    given = [loss_fn, *specs]
+    there = [pipeline.loss_fn, *pipeline.specs]
+    return len(given) == len(there) and all(a is b for a, b in zip(given, there, strict=True))
 
 
 def _submitted(opened: Pass, output: CustomLossOutput) -> Any:

@@ -204,7 +204,8 @@ class CompositeLoss(nn.Module):
             total = self._compose_traced(found)
         else:
             total = torch.compiler.disable(self._compose)(found)
-        self._deposits = {}
+        if self._deposits:
+            self._deposits = {}
         return total
 
     def follow(self, optimizer: Optimizer) -> RemovableHandle:
@@ -305,9 +306,10 @@ class CompositeLoss(nn.Module):
             result.value = None if result.value is None else result.value.detach()
             result.gradients, result.group = {}, None
         kept = replace(combined, totals={}) if combined is not None and tracked else None
-        self._last = ComposedCall(results, self._not_run, kept)
+        # Not by nn.Module's own way, which looks for parameters and takes as long as a term.
+        self.__dict__["_last"] = last = ComposedCall(results, self._not_run, kept)
         if events is not None and events.wants_numbers():
-            events.stop(results, self._last.output, began)
+            events.stop(results, last.output, began)
         return total
 
     def _compose_traced(self, inputs: Mapping[str, Any]) -> Tensor:

@@ -310,7 +310,8 @@ def call_term(spec: RegularizerSpec, named: Mapping[str, Any]) -> Any:
 
 def settled(spec: RegularizerSpec, value: Tensor) -> Tensor:
     """The value in float32 or more, since a sum of halves would lose the small terms."""
-    value = value.to(_wide(value.dtype))
+    if value.dtype not in (torch.float32, torch.float64):
+        value = value.float()
     return value.detach() if spec.gradient == "none" else value
 
 

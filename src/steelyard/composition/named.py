@@ -5,14 +5,25 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from steelyard.composition.lookup import Inputs, find, names_in, within
 from steelyard.errors import InputError, SpecError
-from steelyard.spec import BASE, RegularizerSpec, Schedule, Stateful, entry_point, is_async, title
+from steelyard.spec import (
+    BASE,
+    RegularizerSpec,
+    Schedule,
+    Stateful,
+    entry_point,
+    is_async,
+    listed,
+    lookup_penalty,
+    rejects,
+    title,
+)
 
 
 class Named(ABC):
@@ -44,6 +55,7 @@ class Reads(Named):
         keywords: the inputs that it must have, by the keyword it takes them by.
         owner: the object that `fn` is a method of, or `fn`.
         head: the part of the outputs it sees.
+        required: all inputs that it must have.
     """
 
     fn: Callable[..., Any]
@@ -52,11 +64,11 @@ class Reads(Named):
     keywords: tuple[tuple[str, str], ...] = ()
     owner: Any = None
     head: str | None = None
+    required: tuple[str, ...] = field(init=False)
 
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The inputs that it must have."""
-        return (*self.names, *(name for _, name in self.keywords))
+    def __post_init__(self) -> None:
+        required = (*self.names, *(name for _, name in self.keywords))
+        object.__setattr__(self, "required", required)  # the class is frozen
 
     def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
         """What the function gives for these inputs."""
@@ -202,7 +214,7 @@ def term(
 
     Args:
         fn: a function, a module, or an object with `compute`; it returns a loss, or a loss and
-            metrics.
+            metrics. Or the name of a penalty, such as `"kl"`, or a registered one.
         weight: a finite number >= 0, or a schedule.
         name: may be left out if `fn` has a `name`.
         inputs: the inputs for the parameters of `fn`, in order, or by parameter; without any,
@@ -219,7 +231,11 @@ def term(
         ('activity', ('hidden',))
         >>> term(penalties.l2, 0.1, "kept", inputs={"x": "hidden", "mask": "kept"}).fn.required
         ('hidden', 'kept')
+        >>> term("kl", 0.1, inputs=("student", "teacher")).fn.fn is penalties.kl_divergence
+        True
     """
+    if isinstance(fn, str):
+        name, fn = name or fn, lookup_penalty(fn)
     for key in ("run_in", "gradient"):
         if isinstance(own := getattr(fn, key, None), str):
             settings.setdefault(key, own)
@@ -232,7 +248,15 @@ def term(
             f"gradient='score' needs a term that reads the data and their log-probs, got "
             f"{list(read.required)}: name both, inputs=('data', 'logprobs') (regularizer {name!r})."
         )
-    return RegularizerSpec(read, weight, name or _own_name(fn), **settings)
+    spec = RegularizerSpec(read, weight, name or _own_name(fn), **settings)
+    named = (*spec.options, *(keyword for keyword, _ in read.keywords))
+    why = rejects(_signed(read.fn), named, positional=len(read.names))
+    if why is not None:
+        raise SpecError(
+            f"fn must accept {len(read.names)} inputs and the keywords {listed(named)}: {why} "
+            f"(regularizer {spec.name!r})."
+        )
+    return spec
 
 
 def specs_of(terms: Any) -> list[RegularizerSpec]:
@@ -247,10 +271,10 @@ def spec_of(like: RegularizerSpec | Mapping[str, Any], head: str | None = None) 
 
     A mapping has the fields of `RegularizerSpec`, and may have `inputs`.
     """
-    if isinstance(like, Mapping) and callable(like.get("fn")) and "weight" in like:
+    fn = like.get("fn") if isinstance(like, Mapping) else None
+    if isinstance(like, Mapping) and (callable(fn) or isinstance(fn, str)) and "weight" in like:
         fields = dict(like)
-        fn = fields["fn"]
-        if "inputs" in fields or not _takes_data(fn):
+        if "inputs" in fields or not (isinstance(fn, str) or _takes_data(fn)):
             like = term(fields.pop("fn"), fields.pop("weight"), **fields)
     spec = RegularizerSpec.of(like)
     if head is None:
@@ -272,7 +296,7 @@ def _takes_data(fn: Any) -> bool:
 def _parameters(fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the parameters that must be given, and of those that may."""
     try:
-        signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else _called(fn))
+        signature = inspect.signature(_signed(_called(fn)))
         named = [p for p in signature.parameters.values() if p.kind in _NAMED]
     except (TypeError, ValueError):  # builtins and some C functions show no signature
         named = []
@@ -292,6 +316,11 @@ _KINDS: Mapping[tuple[bool, bool], type[Reads]] = {
     (False, True): StatefulReads,
     (True, True): AsyncStatefulReads,
 }
+
+
+def _signed(fn: Any) -> Callable[..., Any]:
+    """What has the signature: a module's `__call__` takes anything."""
+    return fn.forward if isinstance(fn, nn.Module) else fn  # type: ignore[no-any-return]  # callable
 
 
 def _called(fn: Any) -> Callable[..., Any]:

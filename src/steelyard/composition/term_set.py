@@ -68,6 +68,12 @@ class TermSet:
         self._replace_terms([self._term(RegularizerSpec.of(spec)) for spec in regularizers])
 
     @property
+    def loss_fn(self) -> TermFn | Regularizer:
+        """The base loss, as it was given."""
+        fn: TermFn | Regularizer = self._base.spec.fn
+        return fn
+
+    @property
     def specs(self) -> tuple[RegularizerSpec, ...]:
         """The specs of the regularizers, in order."""
         return tuple(term.spec for term in self._terms)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,6 +25,7 @@ from steelyard.experiment.material import Material, gather
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.terms import Terms, build_terms
 from steelyard.experiment.weights import schedule_of
+from steelyard.spec import Schedule
 
 
 class Watcher(Protocol):
@@ -156,7 +158,8 @@ class _Run:
                     return self._outcome("interrupted")
                 metrics = self._step(backend, material, step)
                 self.run.append(metrics)
-                sinks.write(step, metrics)
+                if sinks.any:
+                    sinks.write(step, metrics)
                 self.watch.step(step, settings.steps, metrics)
                 made = step + 1
                 unsaved = not (settings.save_every and made % settings.save_every == 0)
@@ -198,9 +201,13 @@ class _Run:
             **measured,
         }
 
+    @cached_property
+    def _rate(self) -> float | Schedule:
+        return schedule_of(self.config.train.learning_rate)
+
     def _adam(self, step: int) -> types.AdamParams:
         settings = self.config.train
-        rate = schedule_of(settings.learning_rate)
+        rate = self._rate
         return types.AdamParams(
             learning_rate=rate(step) if callable(rate) else rate,
             grad_clip_norm=settings.grad_clip_norm,

@@ -22,6 +22,9 @@ class Sinks:
         run: where they keep their files.
         start: the step the run goes on from; what was written after it is purged or resumed.
 
+    Attributes:
+        any: whether there is one.
+
     Raises:
         MissingExtraError: one is not installed.
     """
@@ -42,6 +45,7 @@ class Sinks:
         if wanted.trackio is not None:
             options = {"resume": "allow"}
             self._sinks.append(_Session("trackio", wanted.trackio.project, config, run, options))
+        self.any = bool(self._sinks)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of a step on."""

@@ -130,6 +130,11 @@ def term_from(like: TermLike) -> PenaltyTerm:
         raise InputError(
             f"a penalty needs a name, got {fn!r}, which has none; write (fn, {{'name': 'smooth'}})."
         )
+    return made_of(name, fn, settings)
+
+
+def made_of(name: str, fn: str | Penalty, settings: dict[str, Any]) -> PenaltyTerm:
+    """The term with these fields; what is none of them is an option of its function."""
     known = {key: settings.pop(key) for key in _FIELDS & settings.keys()}
     return PenaltyTerm(name, fn, **known, options=settings)
 

@@ -11,13 +11,7 @@ from steelyard import telemetry
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array, constant, is_traced
 from steelyard.penalties._options import flag
-from steelyard.penalties._terms import (
-    Penalty,
-    PenaltyGradient,
-    PenaltyTerm,
-    TermLike,
-    term_from,
-)
+from steelyard.penalties._terms import Penalty, PenaltyTerm, TermLike, made_of, term_from
 from steelyard.penalties._weighing import values_and_norms, weighted_sum
 from steelyard.spec import Schedule, listed
 
@@ -230,10 +224,7 @@ class PenaltyPipeline:
         *,
         weight: float | Schedule = 1.0,
         inputs: str | tuple[str, ...] | None = None,
-        differentiable: bool | None = None,
-        gradient: PenaltyGradient = "auto",
-        enabled: bool = True,
-        **options: Any,  # whatever `fn` takes
+        **settings: Any,  # the other fields of a penalty, and whatever `fn` takes
     ) -> PenaltyPipeline:
         """Return a pipeline with one more penalty at its end.
 
@@ -242,10 +233,9 @@ class PenaltyPipeline:
             fn: A built-in penalty's name or a callable that gives a scalar.
             weight: Any finite number, or a schedule `step -> weight`.
             inputs: Names of the arrays it reads, in order; `None` if there is one unnamed.
-            differentiable: If False, it counts as a constant, without a gradient norm.
-            gradient: `"none"` says the same as `differentiable=False`, as in a regularizer's spec.
-            enabled: Whether it counts at all.
-            **options: Passed to `fn`.
+            **settings: `differentiable=False`, or `gradient="none"` as in a regularizer's spec,
+                for a constant without a gradient norm; `enabled=False` for one that does not
+                count yet; the rest is passed to `fn`.
 
         Returns:
             A new pipeline.
@@ -257,8 +247,7 @@ class PenaltyPipeline:
             >>> PenaltyPipeline(["l1"]).add("spread", "l2", center="mean").names
             ('l1', 'spread')
         """
-        names: Any = inputs  # one alone becomes a tuple
-        added = PenaltyTerm(name, fn, weight, names, differentiable, gradient, enabled, options)
+        added = made_of(name, fn, {"weight": weight, "inputs": inputs, **settings})
         return PenaltyPipeline([*self._terms, added])
 
     def remove(self, name: str) -> PenaltyPipeline:

@@ -15,6 +15,7 @@ from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import (
     LogitCall,
     Projection,
+    _linear,
     compose_linear,
     compose_logits,
     cross_entropy,
@@ -101,6 +102,22 @@ def test_every_term_against_torch_in_float64(name: str, reduction: Any) -> None:
     for ours, theirs in pairs:
         assert theirs.abs().max() > 1e-3
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_projection_says_how_many_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[int] = []
+    sweep = _linear._Problem.sweep
+
+    def counted(problem: Any, at: slice, rows: Tensor, *rest: Any) -> Any:
+        chunks.append(len(rows))
+        return sweep(problem, at, rows, *rest)
+
+    monkeypatch.setattr(_linear._Problem, "sweep", counted)
+    case = Case(20)
+    projection = Projection(*case.leaves[:2], chunk=6)
+    torch.testing.assert_close(entropy(projection), entropy(projection.logits()))
+    assert chunks == [6, 6, 3]
+    assert projection[1:].chunk == next(iter(projection)).chunk == 6
 
 
 @pytest.mark.usefixtures("chunks_of_four")

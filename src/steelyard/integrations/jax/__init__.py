@@ -1,4 +1,4 @@
-"""Penalties inside `jax.jit` and `jax.grad`; for optimizers, schedules and clipping there is optax.
+"""Penalties inside `jax.jit` and `jax.grad`; for optimizers and clipping there is optax.
 
 * `loss`: `loss_with_penalties`: a base loss and a `PenaltyPipeline` as one loss function
 * `inputs`: what penalties read: the base's outputs and the parameters, by name

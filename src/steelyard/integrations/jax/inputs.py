@@ -54,30 +54,24 @@ class Inputs:
         """
         if names is not None:
             return {name: self._named(name, term) for name in names}
-        if self._outputs is None:
-            return self._joined(PARAMS, term)
         # Of named outputs none is meant: the penalty itself says so, and lists them.
-        return self._outputs
+        return self._named(PARAMS, term) if self._outputs is None else self._outputs
 
-    def _named(self, name: str, term: str) -> jax.Array:
-        if isinstance(self._outputs, Mapping) and name in self._outputs:
-            found: jax.Array = self._outputs[name]
-            return found
-        return self._joined(name, term)
-
-    def _joined(self, name: str, term: str) -> jax.Array:
-        """One parameter as it is; several, or all, as one vector."""
+    def _named(self, name: str, term: str) -> Any:
+        """An output; or one parameter as it is; or several, or all, as one vector."""
+        outputs = self._outputs if isinstance(self._outputs, Mapping) else {}
+        if name in outputs:
+            return outputs[name]
         found = [
             leaf
             for path, leaf in self._leaves.items()
             if path == name or path.startswith(f"{name}/") or fnmatchcase(path, name)
         ]
         if not found:
-            given = self._outputs if isinstance(self._outputs, Mapping) else ()
+            parameters = listed(dict.fromkeys([PARAMS, *self._leaves]))
             raise InputError(
-                f"penalty {term!r} needs the input {name!r}, got from the base "
-                f"{listed(given)}; parameters: "
-                f"{listed(dict.fromkeys([PARAMS, *self._leaves]))}."
+                f"penalty {term!r} needs the input {name!r}, got from the base {listed(outputs)}; "
+                f"parameters: {parameters}."
             )
         if len(found) == 1:
             return jnp.asarray(found[0])

@@ -42,6 +42,11 @@ class Rows(NamedTuple):
     dtype: Any  # each backend's own class
 
     @property
+    def rows(self) -> Rows:
+        """Itself: what a projection has as `rows`."""
+        return self
+
+    @property
     def classes(self) -> int:
         count: int = self.logits.shape[-1]
         return count
@@ -92,7 +97,7 @@ def accept_rows(
             f"{tuple(reference.shape)}; broadcast them first."
         )
     if targets is not None:
-        _check_targets(targets, shape[:-1])
+        _check_shape(targets, shape[:-1])
     mask = accept_mask(xp, mask, logits, len(shape) - 1)
     return Rows(
         xp,
@@ -105,6 +110,31 @@ def accept_rows(
     )
 
 
+def check_targets(targets: Array | None, counts: Array | None, classes: int) -> None:
+    """Check that targets are classes, where looking costs nothing.
+
+    On a GPU and inside JAX it would wait for the device; there such a row's loss is NaN.
+
+    Args:
+        targets: `[rows]`, or None.
+        counts: `[rows]`, a mask or a scale: where 0, the row does not count. None is 1.
+        classes: How many there are.
+
+    Raises:
+        InputError: A target of a row that counts is out of range.
+    """
+    if targets is None:
+        return
+    bad = (targets < 0) | (targets >= classes)
+    if counts is not None:
+        bad = bad & (counts != 0)
+    if bad.any():
+        raise InputError(
+            f"targets must be in [0, {classes - 1}] where the mask is true, got "
+            f"{int(targets[bad][0])}; mask the rows that have no target."
+        )
+
+
 def _matrix(xp: Namespace, x: Array) -> Array:
     """`[rows, classes]`, a row's classes beside each other."""
     if is_torch(x) and x.stride(-1) != 1:
@@ -112,7 +142,7 @@ def _matrix(xp: Namespace, x: Array) -> Array:
     return xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
-def _check_targets(targets: Array, shape: tuple[int, ...]) -> None:
+def _check_shape(targets: Array, shape: tuple[int, ...]) -> None:
     if dtype_name(targets) not in _INTEGERS:
         raise InputError(f"targets must hold integers, got {dtype_name(targets)}; cast them first.")
     if tuple(targets.shape) != shape:

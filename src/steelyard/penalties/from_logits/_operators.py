@@ -10,8 +10,9 @@ import torch
 from array_api_compat import torch as xp
 from torch import Tensor
 
-from steelyard.errors import GradientError, InputError
+from steelyard.errors import GradientError
 from steelyard.penalties.from_logits._components import Component
+from steelyard.penalties.from_logits._inputs import check_targets
 from steelyard.penalties.from_logits._registering import operator
 from steelyard.penalties.from_logits._sweep import Swept, Wants, sweep
 
@@ -240,7 +241,7 @@ def swept(
                 logits, reference, targets, scale, components, weights, wants, into=into
             )
     elif targets is not None:
-        _check_targets(targets, scale, logits.shape[-1])
+        check_targets(targets, scale, logits.shape[-1])
     return sweep(xp, logits, reference, targets, scale, components, weights, wants)
 
 
@@ -253,13 +254,10 @@ def flat(components: Sequence[Component]) -> tuple[list[int], list[float], list[
     )
 
 
-def wanted(logits: Tensor, reference: Tensor | None) -> list[bool]:
-    """Whether a gradient by the logits and one by the reference will be asked for."""
+def wanted(*inputs: Tensor | None) -> list[bool]:
+    """Whether a gradient by each of the inputs will be asked for."""
     enabled = torch.is_grad_enabled()
-    return [
-        enabled and logits.requires_grad,
-        enabled and reference is not None and reference.requires_grad,
-    ]
+    return [enabled and x is not None and x.requires_grad for x in inputs]
 
 
 def is_late(logits: Tensor, reference: Tensor | None) -> bool:
@@ -272,18 +270,6 @@ def is_late(logits: Tensor, reference: Tensor | None) -> bool:
         x is not None and x.dtype == torch.float16 and asked
         for x, asked in zip((logits, reference), wanted(logits, reference), strict=True)
     )
-
-
-def _check_targets(targets: Tensor, scale: Tensor | None, classes: int) -> None:
-    """On a GPU this would wait for it; there such a row's loss is NaN."""
-    bad = (targets < 0) | (targets >= classes)
-    if scale is not None:
-        bad &= scale != 0
-    if bad.any():
-        raise InputError(
-            f"targets must be in [0, {classes - 1}] where the mask is true, got "
-            f"{int(targets[bad][0])}; mask the rows that have no target."
-        )
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None

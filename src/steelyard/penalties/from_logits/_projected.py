@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from steelyard.errors import InputError
@@ -11,6 +12,8 @@ from steelyard.penalties.from_logits.projection import Projection, made
 
 # Logits of a chunk: 1 GB in bfloat16 on a GPU, where larger products are faster, 16 MB on a CPU.
 _ON_GPU, _ELSEWHERE = 2**29, 2**22
+# Rows for each feature from which the gradient by the weight is small beside the logits.
+_MANY = 4
 
 
 class Projected(NamedTuple):
@@ -39,13 +42,30 @@ class Projected(NamedTuple):
         count: int = self.weight.shape[0]
         return count
 
+    @property
+    def arrays(self) -> tuple[Array | None, ...]:
+        """The arrays in the order in which the operators take them."""
+        return (self.rows.logits, *self[1:6], self.rows.targets)
+
+    def is_late(self, wanted: Sequence[bool]) -> bool:
+        """Whether the gradients are made in the backward pass, from logits made again.
+
+        float16 cannot hold the gradient of a mean over many rows without a loss scale, which is
+        known there alone. And of few rows, one datum's for example, the gradient by the weight
+        would be about as large as the logits are, and be kept until then.
+
+        Args:
+            wanted: Whether gradients by hidden states, weight and bias will be asked for.
+        """
+        few = self.rows.logits.shape[0] < _MANY * self.weight.shape[1]
+        return (few and wanted[1]) or (dtype_name(self.weight) == "float16" and any(wanted))
+
 
 def accept(
     logits: Array | Projection,
     reference: Array | Projection | None = None,
     targets: Array | None = None,
     mask: Array | None = None,
-    chunk: int | None = None,
 ) -> Rows | Projected:
     """Check the inputs of a function over logits, whichever they are.
 
@@ -53,7 +73,7 @@ def accept(
         InputError: As `accept_rows` and `accept_projection`.
     """
     if isinstance(logits, Projection):
-        return accept_projection(logits, reference, targets, mask, chunk)
+        return accept_projection(logits, reference, targets, mask)
     return accept_rows(logits, made(reference), targets, mask)
 
 
@@ -62,7 +82,6 @@ def accept_projection(
     reference: Array | Projection | None = None,
     targets: Array | None = None,
     mask: Array | None = None,
-    chunk: int | None = None,
 ) -> Projected:
     """Check the inputs of a function over logits that do not exist.
 
@@ -71,6 +90,7 @@ def accept_projection(
             `accept_rows`, for targets and mask.
     """
     _check(logits)
+    chunk = logits.chunk
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise InputError(f"chunk must be None or an integer >= 1, got {chunk!r}.")
     hidden, classes = logits.hidden, logits.weight.shape[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from steelyard.errors import InputError
-from steelyard.penalties._arrays import Array, Namespace, constant, is_jax, is_torch
+from steelyard.penalties._arrays import Array, Namespace
 from steelyard.penalties._options import flag, one_of
 from steelyard.penalties.from_logits._components import (
     Component,
@@ -18,15 +18,11 @@ from steelyard.penalties.from_logits._components import (
     read_terms,
     shares_of,
 )
-from steelyard.penalties.from_logits._evaluation import check_targets, value_rows
+from steelyard.penalties.from_logits._evaluation import evaluate
 from steelyard.penalties.from_logits._inputs import Rows
 from steelyard.penalties.from_logits._projected import Projected, accept
-from steelyard.penalties.from_logits._sweep import Wants, sweep
 from steelyard.penalties.from_logits._tracking import tracked
 from steelyard.penalties.from_logits.projection import Projection
-
-# The total, the components' values, the gradient by the logits, the components' inner products.
-_Evaluated: TypeAlias = tuple[Array, Array, Array | None, Array | None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ def compose_logits(
     logits: Array | Projection,
     terms: LogitTermsLike,
     *,
-    reference: Array | Projection | None = None,
+    reference: Array | Projection | tuple[Array, Array] | None = None,
     targets: Array | None = None,
     mask: Array | None = None,
     reduction: Literal["mean", "sum"] = "mean",
@@ -101,40 +97,21 @@ def compose_logits(
         >>> logits.grad.sum().round(decimals=4)
         tensor(1.3863)
     """
-    return compose(logits, terms, reference, targets, mask, reduction, track_grad_norms, step)
-
-
-def compose(
-    logits: Array | Projection,
-    terms: LogitTermsLike,
-    reference: Array | Projection | tuple[Array, Array] | None,
-    targets: Array | None,
-    mask: Array | None,
-    reduction: str,
-    tracks: bool,
-    step: Any,
-    chunk: int | None = None,
-) -> ComposedLogits:
-    """Compute terms over logits, or over what makes them: the arguments are `compose_linear`'s."""
     one_of("reduction", reduction, ("mean", "sum"))
-    flag("track_grad_norms", tracks)
+    flag("track_grad_norms", track_grad_norms)
     if isinstance(reference, tuple) and isinstance(logits, Projection):
         reference = Projection(*reference)
-    given = accept(logits, reference, targets, mask, chunk)
+    given = accept(logits, reference, targets, mask)
     read = read_terms(terms, given.classes, step)
     components = components_of(read)
     given = _only_what_is_read(given, components, reference, targets)
     shares = shares_of(read, components)
     columns = zip(*shares, strict=True)
     weights = [sum(t.weight * s for t, s in zip(read, column, strict=True)) for column in columns]
-    if isinstance(given, Projected):
-        from steelyard.penalties.from_logits import _chunked  # noqa: PLC0415  # needs torch
-
-        xp, evaluate = given.rows.xp, _chunked.composed
-    else:
-        xp, evaluate = given.xp, _torch if is_torch(logits) else _elsewhere
-    total, values, gradient, products = evaluate(given, components, weights, reduction, tracks)
-    each = list(values)  # in torch one operation for all
+    total, values, gradient, products = evaluate(
+        given, components, weights, reduction, tracks=track_grad_norms
+    )
+    xp, each = given.rows.xp, list(values)  # in torch one operation for all
     by_name = {term.name: _weighed(xp, own, each) for term, own in zip(read, shares, strict=True)}
     if gradient is not None:
         gradient = gradient.reshape(logits.shape)
@@ -157,56 +134,12 @@ def _only_what_is_read(
     if needs_targets(components) and targets is None:
         raise InputError("targets must be given, since cross_entropy reads them, got None.")
     if not needs_reference(components):
-        none = [key for key in given._fields if key.startswith("reference")]
-        given = given._replace(**dict.fromkeys(none))
+        given = given._replace(reference=None)
     if needs_targets(components):
         return given
     if isinstance(given, Rows):
         return given._replace(targets=None)
     return given._replace(rows=given.rows._replace(targets=None))
-
-
-def _torch(
-    rows: Rows, components: list[Component], weights: list[float], reduction: str, tracks: bool
-) -> _Evaluated:
-    from steelyard.penalties.from_logits import _operators  # noqa: PLC0415  # needs torch
-
-    problem = (rows.logits, rows.reference, rows.targets)
-    scale, share = rows.scale(reduction)
-    by_logits, by_reference = _operators.wanted(rows.logits, rows.reference)
-    late = _operators.is_late(rows.logits, rows.reference)
-    flat = (*_operators.flat(components), weights)
-    wants = [not late and (by_logits or tracks), not late and by_reference, tracks]
-    total, values, gradient, _, products = _operators.compose(*problem, scale, *flat, share, wants)
-    if late:
-        each = _operators.rows(*problem, rows.scale("sum")[0], *flat)[0]
-        total = share * (each if scale is None else each * scale).sum()
-    kept = gradient.detach() if wants[0] else None
-    return total, values.detach(), kept, products.detach() if tracks else None
-
-
-def _elsewhere(
-    rows: Rows, components: list[Component], weights: list[float], reduction: str, tracks: bool
-) -> _Evaluated:
-    """NumPy and JAX."""
-    xp = rows.xp
-    scale, share = rows.scale(reduction)
-    if scale is None:
-        scale = xp.full(rows.logits.shape[0], share, dtype=rows.dtype)
-    values = xp.sum(value_rows(rows, components) * scale, axis=-1)
-    total = sum(weight * values[i] for i, weight in enumerate(weights))
-    values = constant(values)
-    if not tracks:
-        return total, values, None, None
-    arrays = (constant(rows.logits), rows.reference, rows.targets)
-    if is_jax(rows.logits):
-        from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX
-
-        swept = _jax.tracked(*arrays, scale, components, weights)
-    else:
-        check_targets(rows)
-        swept = sweep(xp, *arrays, scale, components, weights, Wants(logits=True, gram=True))
-    return total, values, swept.logits, swept.gram
 
 
 def _weighed(xp: Namespace, shares: list[float], values: list[Array]) -> Array:

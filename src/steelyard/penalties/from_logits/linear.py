@@ -6,7 +6,7 @@ from typing import Literal
 
 from steelyard.penalties._arrays import Array
 from steelyard.penalties.from_logits._components import LogitTermsLike
-from steelyard.penalties.from_logits.composition import ComposedLogits, compose
+from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
 from steelyard.penalties.from_logits.projection import Projection
 
 
@@ -63,5 +63,13 @@ def compose_linear(
         >>> print(f"{found.values['cross_entropy']:.4f} {weight.grad[0, 0]:.1f}")
         1.6094 -0.3
     """
-    made = Projection(hidden, weight, bias)
-    return compose(made, terms, reference, targets, mask, reduction, track_grad_norms, step, chunk)
+    return compose_logits(
+        Projection(hidden, weight, bias, chunk=chunk),
+        terms,
+        reference=reference,
+        targets=targets,
+        mask=mask,
+        reduction=reduction,
+        track_grad_norms=track_grad_norms,
+        step=step,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from steelyard.penalties._arrays import Array
@@ -20,6 +20,7 @@ class Projection:
         hidden: Any leading shape, features last.
         weight: `[classes, features]`, as in `torch.nn.Linear`, of the same dtype.
         bias: `[classes]`, or None.
+        chunk: Rows at a time; `None` is as many as have 1 GB of bfloat16 logits on a GPU.
 
     Example:
         >>> import torch
@@ -35,6 +36,7 @@ class Projection:
     hidden: Array
     weight: Array
     bias: Array | None = None
+    chunk: int | None = field(default=None, kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,11 +50,11 @@ class Projection:
 
     def __getitem__(self, at: Any) -> Projection:  # whatever the hidden states take
         """The same for some of the rows: an index, a slice or a mask of the leading axes."""
-        return Projection(self.hidden[at], self.weight, self.bias)
+        return replace(self, hidden=self.hidden[at])
 
     def __iter__(self) -> Iterator[Projection]:
         """One for each entry of the first axis."""
-        return (Projection(each, self.weight, self.bias) for each in self.hidden)
+        return (replace(self, hidden=each) for each in self.hidden)
 
 
 def made(logits: Array | Projection | None) -> Array | None:
