@@ -166,7 +166,7 @@ def read_numbers(results: Sequence[TermResult]) -> list[float]:
 
 def _as_floats(numbers: Sequence[float | Tensor]) -> list[float]:
     tensors = [number for number in numbers if isinstance(number, Tensor)]
-    device = next((t.device for t in tensors if t.device.type != "cpu"), None)
+    device = next((t.device for t in tensors if not t.is_cpu), None)
     if device is None:
         return [n.item() if isinstance(n, Tensor) else n for n in numbers]
     floats: list[float] = torch.stack([t.detach().to(device) for t in tensors]).tolist()

@@ -203,7 +203,7 @@ class CompositeLoss(nn.Module):
         elif self._traceable:
             total = self._compose_traced(found)
         else:
-            total = torch.compiler.disable(self._compose)(found)
+            total = torch.compiler.disable(self._compose)(found)  # type: ignore[no-untyped-call]
         if self._deposits:
             self._deposits = {}
         return total

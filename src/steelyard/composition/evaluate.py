@@ -78,9 +78,15 @@ class Evaluator:
         """
         inputs = self._inputs
         spaces = [inputs.space(term) for term in terms]
-        stay = [inputs.keeps_terms and inputs.stays(term) for term in terms]
+        stay = [inputs.stays(term) for term in terms]
         results = [
-            TermResult(term, term.weight_at(step), "inline" if stays else term.place(), space)
+            TermResult(
+                term,
+                term.weight_at(step),
+                "inline" if stays and inputs.keeps_terms else term.place(),
+                space,
+                stays,
+            )
             for term, stays, space in zip(terms, stay, spaces, strict=True)
         ]
         groups = self._groups(results, tracked=tracked)
@@ -88,11 +94,11 @@ class Evaluator:
         for result in grouped:
             result.place = "inline"
         offloaded = [result for result in results if result.place != "inline"]
-        workers = (self._workers or default_workers()) if offloaded else None
-        jobs = self._jobs(offloaded, workers) if workers else []
-        parallel = self._settings.parallel
+        jobs = self._jobs(offloaded) if offloaded else []
         with ExitStack() as stack:
-            batch = stack.enter_context(self._batch(jobs)) if jobs and parallel else None
+            batch = None
+            if jobs and self._settings.parallel:
+                batch = stack.enter_context(self._batch(jobs))
             for result in results:
                 if result.place == "inline" and result not in grouped:
                     self.run_inline(result)
@@ -111,7 +117,7 @@ class Evaluator:
             self._events.term_started(result)
         began = perf_counter()
         try:
-            if inputs.stays(term):
+            if result.stays:
                 loss, result.custom = split_metrics(term.name, inputs.call(term))
                 result.value = as_scalar(term.name, loss)
                 inputs.differentiate(result)
@@ -193,11 +199,11 @@ class Evaluator:
         share = (perf_counter() - began) / len(group)
         for result in group:
             result.method = "autograd" if found.joint.total.requires_grad else None
-            result.duration = share
+            result.duration = result.term.facts.duration = share
             result.gradient_duration = share if found.gradients else None
 
-    def _jobs(self, results: Sequence[TermResult], workers: Workers) -> list[Job]:
-        settings, executors = self._settings, workers.executors
+    def _jobs(self, results: Sequence[TermResult]) -> list[Job]:
+        settings, executors = self._settings, (self._workers or default_workers()).executors
         calls = [self._inputs.isolated(r.term, check_finite=self._check) for r in results]
         jobs = []
         for result, call in zip(results, calls, strict=True):
@@ -217,7 +223,9 @@ class Evaluator:
             {job.result.place: job.executor for job in jobs},
             self._settings.width,
             in_turn=not self._settings.parallel,
-            on_start=events and (lambda ticket: events.term_started(results[ticket.term])),
+            on_start=None
+            if events is None
+            else lambda ticket: events.term_started(results[ticket.term]),
             events=self._stop,
         )
 

@@ -69,8 +69,8 @@ class CallEvents:
         now = time.perf_counter()
         metadata = {"regularizer_count": len(output.regularizers)}
         telemetry.execute(events.COMPOSE_COMPLETE, {"duration": now - began, **totals}, metadata)
-        measured = {"duration": now - self._began, **totals}
-        measured["total_grad_norm"] = output.total_grad_norm
+        whole = {**totals, "total_grad_norm": output.total_grad_norm}
+        measured = {"duration": now - self._began, **whole}
         telemetry.execute(events.CUSTOM_LOSS_STOP, measured, self._metadata)
 
     def exception(self, error: BaseException) -> None:

@@ -27,6 +27,7 @@ from steelyard.gradients import (
     Nest,
     Row,
     differentiate,
+    filled,
     flatten,
     leaf_over,
     leaves_of,
@@ -238,6 +239,7 @@ class FlatInputs(Inputs):
 
     source = "the log-probs"
     keeps_terms = False
+    _flat: tuple[Layout, Tensor]
 
     def __init__(
         self, data: Any, logprobs: LogProbs, given: Mapping[str, Nest], needs: Iterable[str]
@@ -276,11 +278,9 @@ class FlatInputs(Inputs):
     def gradients(self, totals: Mapping[str, Row]) -> dict[str, Any]:
         """The total gradients in the structure of what was given, as fields of the output."""
         (total,) = totals.get(LOGPROBS, [None])
-        beyond = {}
-        for need, row in totals.items():
-            if need != LOGPROBS:
-                each = iter(row)
-                beyond[need] = mapped(self._given[need], lambda _, each=each: next(each))
+        beyond = {
+            need: filled(self._given[need], r) for need, r in totals.items() if need != LOGPROBS
+        }
         layout, flat = self._flat
         gradients = layout.split(torch.zeros_like(flat) if total is None else total)
         return {"gradients": gradients, "beyond": beyond}

@@ -320,7 +320,7 @@ _KINDS: Mapping[tuple[bool, bool], type[Reads]] = {
 
 def _signed(fn: Any) -> Callable[..., Any]:
     """What has the signature: a module's `__call__` takes anything."""
-    return fn.forward if isinstance(fn, nn.Module) else fn  # type: ignore[no-any-return]  # callable
+    return fn.forward if isinstance(fn, nn.Module) else fn
 
 
 def _called(fn: Any) -> Callable[..., Any]:

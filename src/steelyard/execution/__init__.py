@@ -6,6 +6,7 @@ keep one contract: a ticket is settled exactly once, with a value or an error; a
 timeout concerns that ticket alone; what can be stopped is stopped when nobody waits for it.
 """
 
+from steelyard._renamed import leave_aliases as _leave_aliases
 from steelyard.execution.batch import Batch, Cancelled, Ticket
 from steelyard.execution.executor import Executor
 from steelyard.execution.processes import check_picklable
@@ -20,3 +21,5 @@ __all__ = [
     "check_picklable",
     "default_workers",
 ]
+
+_leave_aliases(__name__, {"Lane": "builtins:str"})

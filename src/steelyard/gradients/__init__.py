@@ -7,6 +7,7 @@ autograd cannot see through. `algebra` has weighted sums, the Gram matrix, norms
 `fusable` is what terms offer that can be computed together.
 """
 
+from steelyard._renamed import leave_aliases as _leave_aliases
 from steelyard.gradients.algebra import (
     Row,
     check_gradient,
@@ -21,7 +22,7 @@ from steelyard.gradients.data import as_tensor, loss_fn_input
 from steelyard.gradients.fusable import Fusable, Joint
 from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
 from steelyard.gradients.layout import Layout, LogProbs, flatten, leaf_over
-from steelyard.gradients.nested import Nest, fields_of, leaves_of, mapped, tensors_in
+from steelyard.gradients.nested import Nest, fields_of, filled, leaves_of, mapped, tensors_in
 from steelyard.gradients.numerical import check_count
 from steelyard.gradients.returned import as_scalar, check_finite, split_metrics
 
@@ -42,6 +43,7 @@ __all__ = [
     "check_gradient",
     "differentiate",
     "fields_of",
+    "filled",
     "flatten",
     "gram",
     "leaf_over",
@@ -55,3 +57,24 @@ __all__ = [
     "tensors_in",
     "weighted_sum",
 ]
+
+# Names of 0.1.0. `evaluate(question)` still works, as `IsolatedCall.run(question)`.
+_leave_aliases(
+    __name__,
+    {
+        "Gradients": "steelyard.gradients:Row",
+        "Leaf": "steelyard.gradients:leaf_over",
+        "Pull": "steelyard.composition.aggregate:Combined",
+        "PullBeyond": "steelyard.composition.aggregate:Combined",
+        "Question": "steelyard.gradients:IsolatedCall",
+        "Trial": "steelyard.gradients:IsolatedCall",
+        "aevaluate": "steelyard.gradients:IsolatedCall.arun",
+        "aslopes": "steelyard.gradients:IsolatedCall.aslopes",
+        "combine": "steelyard.composition.aggregate:combine",
+        "combine_beyond": "steelyard.composition.aggregate:combine",
+        "evaluate": "steelyard.gradients:IsolatedCall.run",
+        "evaluate_coroutine": "steelyard.gradients:IsolatedCall.run",
+        "slopes": "steelyard.gradients:IsolatedCall.slopes",
+        "slopes_coroutine": "steelyard.gradients:IsolatedCall.slopes",
+    },
+)

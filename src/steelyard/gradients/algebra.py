@@ -33,7 +33,7 @@ def differentiate(loss: Tensor, inputs: Sequence[Tensor]) -> Row:
     if not free or not loss.requires_grad:
         return [None] * len(inputs)
     # What torch.autograd.grad does after checks that here take longer than a small term.
-    found = Variable._execution_engine.run_backward(  # noqa: SLF001 - see above
+    found: Row = Variable._execution_engine.run_backward(  # noqa: SLF001 - see above
         (loss,),
         (torch.ones_like(loss),),
         # A term may share a part of its graph, a cached tensor, with another one.
@@ -44,7 +44,7 @@ def differentiate(loss: Tensor, inputs: Sequence[Tensor]) -> Row:
         accumulate_grad=False,
     )
     if len(free) == len(inputs):
-        return found  # type: ignore[no-any-return]  # torch leaves it untyped
+        return found
     each = iter(found)
     return [next(each) if x.requires_grad else None for x in inputs]
 

@@ -121,7 +121,9 @@ class IsolatedCall:
             logprobs = self.layout.split(self.flat.clone())
             extra = mapped(self.extra, Tensor.detach)
         result, custom = split_metrics(self.term, await self._call(logprobs, extra))
-        gradient, by_need, method = None, dict[str, Row](), None
+        gradient: Tensor | None = None
+        by_need: Mapping[str, Row] = {}
+        method: Method | None = None
         if self.gradient == "score":
             costs = read_costs(self.term, result, self.layout)
             value, called = self._number(costs.mean()), perf_counter()

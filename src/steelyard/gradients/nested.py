@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +46,12 @@ def mapped(nest: Nest, fn: Callable[[Any], Any], kind: type = Tensor) -> Nest:
         return inner
 
     return of(nest)
+
+
+def filled(nest: Nest, values: Iterable[Any]) -> Nest:
+    """The nest with one of `values` in the place of each tensor, in the order of `tensors_in`."""
+    each = iter(values)
+    return mapped(nest, lambda _: next(each))
 
 
 def tensors_in(nest: Nest) -> Iterator[Tensor]:

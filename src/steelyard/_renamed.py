@@ -1,0 +1,44 @@
+"""Aliases for names that have moved, or that something else has replaced."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+
+def leave_aliases(module: str, table: Mapping[str, str]) -> None:
+    """Let old names of a module lead to their replacements, with one warning for each name.
+
+    A replacement is imported when its old name is first used, so it may belong to a higher layer.
+
+    Args:
+        module: the module that had the names.
+        table: for each old name, its replacement as `"package.module:attribute"`.
+
+    Example:
+        >>> leave_aliases(__name__, {"Fraction": "fractions:Fraction"})
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     half = sys.modules[__name__].Fraction(1, 2)
+        >>> print(caught[0].message)
+        steelyard._renamed.Fraction is deprecated: use fractions.Fraction.
+    """
+
+    def resolve(name: str) -> Any:
+        if name not in table:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        origin, _, path = table[name].partition(":")
+        warnings.warn(
+            f"{module}.{name} is deprecated: use {origin}.{path}.", DeprecationWarning, stacklevel=2
+        )
+        found = attrgetter(path)(importlib.import_module(origin))
+        # Found there from now on, without a second warning.
+        setattr(sys.modules[module], name, found)
+        return found
+
+    # Set from here: type checkers would take a visible `__getattr__` to have every name.
+    vars(sys.modules[module])["__getattr__"] = resolve

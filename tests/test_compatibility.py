@@ -1,0 +1,299 @@
+"""What 0.1.0 wrote, and the names it had; `tests/data/0.1.0` says how its files were made."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import shutil
+import sys
+import tarfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tinker import types
+from torch import Tensor, nn
+from torch.nn import functional
+
+import steelyard.gradients
+from steelyard import RegularizerSpec, regularize, schedules
+from steelyard.clients import RegularizedClient
+from steelyard.engine import LocalServiceClient
+from steelyard.integrations import CompositeLoss
+from steelyard.regularizers import Adaptive, EMADrift
+
+from .cli.command import Kitchen
+from .cli.project import metrics_of
+
+WRITTEN = Path(__file__).parent / "data" / "0.1.0"
+NAMES = [
+    (module, name)
+    for module, names in json.loads((WRITTEN / "names.json").read_text()).items()
+    for name in names
+]
+RENAMED = {
+    ("steelyard.execution", "Lane"): "builtins.str",
+    **{
+        ("steelyard.gradients", old): f"steelyard.{new}"
+        for old, new in {
+            "Gradients": "gradients.Row",
+            "Leaf": "gradients.leaf_over",
+            "Pull": "composition.aggregate.Combined",
+            "PullBeyond": "composition.aggregate.Combined",
+            "Question": "gradients.IsolatedCall",
+            "Trial": "gradients.IsolatedCall",
+            "aevaluate": "gradients.IsolatedCall.arun",
+            "aslopes": "gradients.IsolatedCall.aslopes",
+            "combine": "composition.aggregate.combine",
+            "combine_beyond": "composition.aggregate.combine",
+            "evaluate": "gradients.IsolatedCall.run",
+            "evaluate_coroutine": "gradients.IsolatedCall.run",
+            "slopes": "gradients.IsolatedCall.slopes",
+            "slopes_coroutine": "gradients.IsolatedCall.slopes",
+        }.items()
+    },
+}
+
+
+def unpack(name: str, folder: Path) -> Path:
+    with tarfile.open(WRITTEN / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
+def expected_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((WRITTEN / f"{name}.json").read_text())
+    return found
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """All numbers agree, up to what another processor makes of them."""
+    found = {key: value for key, value in found.items() if not key.endswith("/duration")}
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+# A run.
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
+    with Kitchen(tmp_path_factory.mktemp("output")) as made:
+        yield made
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The project with its run, moved to another folder; the paths in the run are adapted."""
+    folder = tmp_path / "moved"
+    shutil.copytree(WRITTEN / "project", folder)
+    run = unpack("run", folder)
+    for name in ("config.json", "data.json"):
+        file = run / name
+        file.write_text(file.read_text().replace("PROJECT", str(folder)))
+    return folder
+
+
+def weights_in(line: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in line.items() if key.endswith("/weight")}
+
+
+def test_a_run_resumes_where_it_was(command: Kitchen, project: Path, tmp_path: Path) -> None:
+    before = metrics_of(project / "run")
+    assert [line["step"] for line in before] == [0, 1, 2, 3, 4]
+    done = command.run("resume", "run", cwd=project)
+    assert done.code == 0, done.err
+    (tmp_path / "metrics.jsonl").write_bytes((WRITTEN / "continued.jsonl").read_bytes())
+    expected, found = metrics_of(tmp_path), metrics_of(project / "run")
+    assert [line["step"] for line in found] == [line["step"] for line in expected] == [*range(8)]
+    assert found[:3] == before[:3]  # those before the checkpoint
+    assert_close(found[3], expected[3])
+    average = "regularizers/drift/custom/average"  # the state of the terms, as it was saved
+    multiplier = "regularizers/steady/custom/multiplier"
+    assert (found[3][average], found[3][multiplier]) == (before[3][average], before[3][multiplier])
+    for mine, theirs in zip(found[3:], expected[3:], strict=True):
+        assert mine.keys() == theirs.keys()  # so the same terms ran, and failed
+        assert weights_in(mine) == pytest.approx(weights_in(theirs), rel=1e-12)
+        assert all(math.isfinite(value) for value in mine.values())
+    assert ["regularizers/flaky/value" in line for line in found].count(False) == 4
+    assert json.loads((project / "run" / "result.json").read_text())["status"] == "done"
+
+
+def test_a_run_has_a_report(command: Kitchen, project: Path) -> None:
+    done = command.run("report", "run", cwd=project)
+    assert done.code == 0, done.err
+    page = next(project.rglob("*.html")).read_text()
+    assert all(name in page for name in ("kl", "drift", "steady", "flaky", "entropy"))
+
+
+# The state of a client.
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return unpack("client", tmp_path)
+
+
+@pytest.fixture
+def client(saved: Path) -> Iterator[RegularizedClient]:
+    with LocalServiceClient(checkpoint_dir=saved / "checkpoints", device="cpu") as service:
+        # Another seed: what agrees with 0.1.0 was loaded.
+        yield regularize(service.create_lora_training_client("tiny-random", rank=2, seed=1))
+
+
+def datum(tokens: list[int]) -> types.Datum:
+    targets = [token + 1 for token in tokens]
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": targets}
+    )
+
+
+def nll(_: Any, logprobs: list[Tensor]) -> Tensor:
+    return -torch.cat(logprobs).mean()
+
+
+def next_call(client: RegularizedClient) -> dict[str, Any]:
+    metrics: dict[str, Any] = client.forward_backward_custom(
+        [datum([1, 2, 3]), datum([5, 6, 7, 8])],
+        nll,
+        regularizers=expected_of("client")["regularizers"],
+    ).result().metrics  # fmt: skip
+    return metrics
+
+
+def test_a_checkpoint_of_a_client_loads(client: RegularizedClient) -> None:
+    expected = expected_of("client")
+    client.load_state_with_optimizer(expected["path"]).result()
+    assert client.state_dict() == expected["state"]
+    found = next_call(client)
+    assert_close(found, expected["next"])
+    for exact in ("regularizers/drift/custom/average", "regularizers/size/custom/multiplier"):
+        assert found[exact] == expected["next"][exact]
+
+
+def test_a_file_of_the_state_of_the_terms_loads(client: RegularizedClient, saved: Path) -> None:
+    expected = expected_of("client")
+    client.load_pipeline_state(saved / "pipeline.json")
+    assert client.optim_steps == 3
+    assert client.state_dict() == expected["state"]
+    found = next_call(client)
+    for exact in ("regularizers/drift/custom/average", "regularizers/size/custom/multiplier"):
+        assert found[exact] == expected["next"][exact]
+
+
+# The state of a composite.
+
+
+class Scaled(nn.Module):
+    """A base loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(logits * self.scale, labels)
+
+
+def test_the_state_of_a_composite_loads() -> None:
+    expected, base = expected_of("composite"), Scaled()
+    drift, size = EMADrift(decay=0.5), Adaptive(regularizer="l1", target=1.0)
+    terms = [
+        RegularizerSpec(drift, 0.5, "drift"),
+        RegularizerSpec(size, schedules.linear(0.1, 0.2, 10), "size"),
+    ]
+    loss = CompositeLoss(base, terms)
+    loss.load_state_dict(torch.load(WRITTEN / "composite.pt", weights_only=True))
+    assert loss.step == expected["state"]["step"] == 3
+    assert drift.state_dict() == expected["state"]["terms"]["drift"]
+    assert size.state_dict() == expected["state"]["terms"]["size"]
+    assert loss.get_extra_state() == expected["state"]
+    assert base.scale.item() == expected["scale"]
+    logits = torch.arange(6.0).reshape(2, 3) / 4
+    logprobs = [logits.log_softmax(-1)[i, label : label + 1] for i, label in enumerate((0, 2))]
+    loss(logits=logits, labels=torch.tensor([0, 2]), data=[], logprobs=logprobs)
+    assert_close(loss.output.metrics, expected["next"])
+
+
+# Names.
+
+
+def forget(module: str, name: str) -> None:
+    """Let the next use of an alias be its first."""
+    vars(sys.modules[module]).pop(name, None)
+
+
+def warned_by(statement: str) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(statement, {})
+    return [each for each in caught if each.category is DeprecationWarning]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_name_is_where_it_was(module: str, name: str) -> None:
+    found = importlib.import_module(module)
+    new = RENAMED.get((module, name))
+    if new is None:  # without a warning: here that would be an error
+        assert getattr(found, name) is not None
+        return
+    forget(module, name)
+    with pytest.warns(DeprecationWarning) as caught:
+        old = getattr(found, name)
+    assert [str(each.message) for each in caught] == [f"{module}.{name} is deprecated: use {new}."]
+    assert old is resolved(new)
+    assert getattr(found, name) is old  # and no second warning
+
+
+def resolved(path: str) -> Any:
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            thing = getattr(thing, part)
+        return thing
+    raise AssertionError(path)
+
+
+def test_every_alias_is_of_a_name_that_there_was() -> None:
+    assert RENAMED.keys() <= set(NAMES)
+
+
+def test_the_warning_shows_the_line_that_uses_the_name() -> None:
+    for statement in (
+        "from steelyard.gradients import Pull",
+        "import steelyard.gradients\nsteelyard.gradients.Pull",
+    ):
+        forget("steelyard.gradients", "Pull")
+        (warning,) = warned_by(statement)
+        assert warning.filename == "<string>"
+        assert warned_by(statement) == []
+
+
+def test_an_unknown_name_of_a_module_with_aliases_is_an_attribute_error() -> None:
+    message = "module 'steelyard.gradients' has no attribute 'Pul'"
+    with pytest.raises(AttributeError, match=message):
+        _ = steelyard.gradients.Pul  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="cannot import name 'Pul'"):
+        exec("from steelyard.gradients import Pul", {})
+
+
+def test_a_question_is_evaluated_in_the_old_way() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from steelyard.gradients import (  # type: ignore[attr-defined]
+            Question,
+            evaluate,
+            slopes,
+        )
+    layout, flat = steelyard.gradients.flatten([torch.tensor([1.0, 2.0])])
+    question = Question("t", lambda _, rows: rows[0].square().sum(), {}, "auto", [], layout, flat)
+    evaluation = evaluate(question)
+    assert (evaluation.value, evaluation.gradient.tolist()) == (5.0, [2.0, 4.0])
+    assert slopes(question, 1, 2).tolist() == pytest.approx([4.0])
