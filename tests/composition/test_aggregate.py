@@ -349,6 +349,8 @@ def test_a_gradient_that_is_not_finite_is_told_of_before_its_factor() -> None:
 class Far(Tensor):
     """A tensor that says it is on an accelerator, where one number at a time is not read."""
 
+    is_cpu = False
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda")

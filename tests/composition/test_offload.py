@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -116,13 +116,17 @@ class Out:
     logits: Tensor
     pair: Pair
     labels: tuple[str, ...] = ("x",)
+    twice: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twice = self.logits * 2
 
 
 def nested(out: Out, more: dict[str, list[Tensor]], scale: Tensor) -> Tensor:
     assert out.labels == ("x",)
     assert more["halves"][0].dtype == torch.float16
     assert more["halves"][1].dtype == torch.int64
-    product = (out.logits * out.pair.a).sum() + out.pair.b.square().sum()
+    product = (out.logits * out.pair.a).sum() + out.pair.b.square().sum() + out.twice.sum()
     return product * scale.sum() + more["halves"][0].float().sum() * more["halves"][1].sum()
 
 
