@@ -84,7 +84,7 @@ def test_every_field_of_a_dataclass_is_replaced_and_nothing_is_computed_anew() -
     assert [t.item() for t in tensors_in(nest)] == [3.0, 9.0, 1.0]
     (named,) = filled(nest, ["x", "squared", "y"])
     assert isinstance(named, Checked)
-    assert (named.x, named.squared, named.y) == ("x", "squared", "y")
+    assert fields_of(named) == {"x": "x", "squared": "squared", "y": "y"}
     (leaves,) = leaves_of(nest)
     assert leaves.squared.is_leaf
     assert nest[0].squared.item() == 9.0
