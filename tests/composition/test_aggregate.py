@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.composition import Aggregator, CompositeLoss, TermResult, WeightedSum, term
-from steelyard.composition.aggregate import AGGREGATORS, aggregator_of, combine
+from steelyard.composition.aggregate import AGGREGATORS, aggregator_of, combine, read_numbers
 from steelyard.composition.terms import Term
 from steelyard.errors import SpecError
 from steelyard.gradients import Row
@@ -201,7 +201,7 @@ def test_a_composite_has_the_value_of_the_sum_and_the_gradient_with_factors(
         0.5 * activity(out["hidden"])[0],
         0.25 * confidence(out["logits"]),
     ]
-    (terms[0] + 0.5 * (terms[1] + terms[2])).backward()
+    (terms[0] + 0.5 * (terms[1] + terms[2])).backward()  # type: ignore[no-untyped-call]
     expected = gradients(model)
     model.zero_grad()
     settings = {"track_grad_norms": tracked, "wrt": model if wrt else None}
@@ -341,3 +341,31 @@ def test_a_gradient_that_is_not_finite_is_told_of_before_its_factor() -> None:
     expected = WEIGHTED[0] + 0.5 * (WEIGHTED[1] + WEIGHTED[2])
     torch.testing.assert_close(torch.cat(list(output.gradients)), expected)
     assert math.isfinite(output.loss_total)
+
+
+# Reading numbers.
+
+
+class Far(Tensor):
+    """A tensor that says it is on an accelerator, where one number at a time is not read."""
+
+    is_cpu = False
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+    def to(self, *_: object) -> Tensor:  # type: ignore[override]
+        return self
+
+    def item(self) -> float:
+        raise AssertionError("each of these would wait for the device")
+
+
+def test_values_on_an_accelerator_are_read_at_once_and_kept() -> None:
+    values = [torch.tensor(float(i), requires_grad=True) for i in range(3)]
+    results = [flat(str(i), 1.0, FLAT, value=Far(v)) for i, v in enumerate(values)]
+    results.append(flat("read", 1.0, FLAT, number=7.0))
+    results.append(flat("dropped", 1.0, FLAT))
+    assert read_numbers(results) == [0.0, 1.0, 2.0, 7.0, 0.0]
+    assert [each.number for each in results] == [0.0, 1.0, 2.0, 7.0, None]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition import Aggregator, CompositeLoss, term
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients
 
@@ -71,6 +71,7 @@ def test_a_compiled_step_is_one_graph_for_all_steps() -> None:
     assert counter.frame_count == 1
     # No number keeps the graph of its pass alive.
     for reading in ours.results:
+        assert reading.value is not None
         assert not reading.value.requires_grad
         assert not any(value.requires_grad for value in reading.custom.values())
 
@@ -145,3 +146,62 @@ def test_an_input_that_is_not_there() -> None:
     compiled = torch.compile(composite(), backend="eager")
     with pytest.raises(Exception, match="reads the input 'labels', which is not there"):
         compiled(logits=torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_what_a_compiler_traces_is_the_plain_call(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terms_of(hidden: Tensor) -> tuple[Tensor, None]:
+        return hidden.mean().reshape(1), None
+
+    model, (x, labels) = Net(), batch()
+    loss = composite()
+    loss.add(term(terms_of, 0.5, "none"))
+    loss.step, loss.share = 2, share
+    loss.watch(model)
+    plain = loss(model(x), labels=labels)
+    wanted = loss.output
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    traced = loss(model(x), labels=labels)
+    monkeypatch.undo()
+    torch.testing.assert_close(traced, plain)
+    found = loss.output
+    assert found.not_run == wanted.not_run == ("off",)
+    assert found.base_loss.value == pytest.approx(wanted.base_loss.value)
+    assert list(found.regularizers) == list(wanted.regularizers)
+    for name, each in found.regularizers.items():
+        other = wanted.regularizers[name]
+        assert each.contribution == pytest.approx(other.contribution)
+        assert each.custom == pytest.approx(other.custom)
+    assert not any(each.value.requires_grad for each in loss.results if each.value is not None)
+
+
+def test_what_a_compiler_cannot_see_is_the_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, labels) = Net(), batch()
+    loss = composite(track_grad_norms=True)
+    loss.watch(model)
+    plain = loss(model(x), labels=labels)
+    wanted = loss.output
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(loss(model(x), labels=labels), plain)
+    monkeypatch.undo()
+    assert loss.output.total_grad_norm == wanted.total_grad_norm is not None
+
+
+def test_an_aggregator_breaks_the_graph_and_has_its_say() -> None:
+    class Halved(Aggregator):
+        def factors(self, values: Any, weights: Any, products: Any) -> Sequence[float]:
+            return [1.0, 0.5]
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    loss = CompositeLoss(
+        lambda x: 3 * x.sum(),
+        [term(lambda x: x.square().sum(), 1.0, "square")],
+        aggregate=Halved(),
+    )
+    total = torch.compile(lambda x: loss(x=x) * 1, backend="eager")(x)
+    assert total.item() == 9.0 + 5.0
+    total.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0 + 0.5 * 2.0, 3.0 + 0.5 * 4.0]

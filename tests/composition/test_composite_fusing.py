@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard import schedules
+from steelyard import RegularizerSpec, schedules
 from steelyard.composition import CompositeLoss, term
 from steelyard.composition.evaluate import Evaluator
 from steelyard.errors import TermError
@@ -24,6 +24,8 @@ from steelyard.penalties.from_logits import (
     target_logprobs,
     z_loss,
 )
+from steelyard.regularizers import WholeVocabulary
+from tests.fused import count_together
 
 from .models import listening
 
@@ -261,3 +263,44 @@ def test_a_group_has_no_term_named_total(
     composite(**batch)
     assert groups == [("total", "z_loss")]
     assert list(composite.output.regularizers) == ["total", "z_loss"]
+
+
+# Regularizers that say of themselves what they can be computed with.
+
+
+def whole(logits: Tensor, **settings: Any) -> tuple[CustomLossOutput, Tensor]:
+    torch.manual_seed(3)
+    data = [
+        {
+            "loss_fn_inputs": {
+                "weights": torch.tensor([0.0, *[1.0] * 4]),
+                "target_tokens": torch.randint(0, 11, (5,)),
+                "reference_logits": torch.randn(5, 11),
+            }
+        }
+        for _ in range(2)
+    ]
+    kinds: dict[Any, float] = {"cross_entropy": 0.5, "kl": 0.3, "entropy": 0.1}
+    terms = [RegularizerSpec(WholeVocabulary(kind=k), weight) for k, weight in kinds.items()]
+    loss = CompositeLoss(lambda logits: torch.cat(logits).square().mean(), terms, **settings)
+    logprobs = [torch.full((5,), -1.0) for _ in range(2)]
+    total = loss(logits=list(logits), data=data, logprobs=logprobs)
+    [gradient] = torch.autograd.grad(total, logits)
+    assert loss.output.loss_total == near(total.item())
+    return loss.output, gradient
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_regularizers_over_logits_give_the_numbers_of_one_by_one(
+    tracked: bool, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = count_together(monkeypatch)
+    found, gradient = whole(batch["logits"], track_grad_norms=tracked)
+    # What a group says of its norms is not about the inputs of a composite.
+    assert together == ([] if tracked else [3])
+    one_by_one(monkeypatch)
+    wanted, other = whole(batch["logits"], track_grad_norms=tracked)
+    assert len(together) <= 1
+    assert list(found.regularizers) == ["whole_cross_entropy", "whole_kl", "whole_entropy"]
+    assert_same(found, wanted)
+    torch.testing.assert_close(gradient, other)

@@ -130,6 +130,19 @@ def test_a_failure_is_told(run_in: Any) -> None:
     assert "custom_loss.stop" not in found
 
 
+@pytest.mark.parametrize("face", ["pipeline", "composite"])
+def test_a_base_loss_that_fails_is_told_with_the_call_alone(face: str) -> None:
+    spec = RegularizerSpec(l2, 1.0, "l2", run_in="inline")
+    call: Any = Pipeline(broken, [spec]).compute
+    if face == "composite":
+        call = CompositeLoss(reads(broken, "data", "logprobs"), [spec])
+    with listening() as heard, pytest.raises(TermError) as caught:
+        call(data=[], logprobs=leaves())
+    assert caught.value.term == "base"
+    assert [event for event, *_ in heard] == ["custom_loss.start", "custom_loss.exception"]
+    assert heard[-1][2]["reason"] is caught.value
+
+
 def test_a_value_that_is_not_finite_is_told_with_its_weight() -> None:
     spec = term(lambda x: x.sum() / 0, 0.5, "t", on_error="skip")
     with listening() as heard:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from steelyard.composition import collect_aux
+from steelyard.composition import CompositeLoss, collect_aux
 from steelyard.errors import InputError
 
 from .models import Net, activity, cross_entropy, gradients
@@ -127,4 +129,47 @@ def test_one_process_alone() -> None:
     loss.watch(model)
     loss(model(x), labels=labels)
     with pytest.raises(InputError, match=r"torch.distributed, which is not init.*\.output"):
+        loss.output_across_ranks()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    meeting = f"file://{tmp_path / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_of_one_has_the_numbers_of_its_process() -> None:
+    loss = composite(1, track_grad_norms=True)
+    model, (x, labels) = Net(), rows_of(1)
+    loss.watch(model)
+    loss(model(x), labels=labels)
+    mine, across = loss.output, loss.output_across_ranks()
+    assert across.loss_total == pytest.approx(mine.loss_total)
+    assert list(across.regularizers) == list(mine.regularizers) == ["activity", "balance"]
+    for name, each in mine.regularizers.items():
+        other = across.regularizers[name]
+        assert (other.weight, other.grad_norm) == (each.weight, each.grad_norm)
+        assert other.value == pytest.approx(each.value)
+        assert (other.custom, other.grad_space) == (each.custom, each.grad_space)
+    assert across.base_loss == mine.base_loss
+    assert (across.skipped, across.not_run) == (mine.skipped, mine.not_run)
+    assert list(across.skipped) == ["sometimes"]
+    assert across.cosines == mine.cosines
+    assert across.total_grad_norm == mine.total_grad_norm
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_with_other_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(everywhere: list[Any], names: list[str], group: Any = None) -> None:
+        everywhere[:] = [names, [*names, "other"]]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    loss = CompositeLoss(lambda x: x.sum())
+    loss(x=torch.ones(2))
+    message = r"every rank must have the same terms, got \[\['base'\], \['base', 'other'\]\]\."
+    with pytest.raises(InputError, match=message):
         loss.output_across_ranks()

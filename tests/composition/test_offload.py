@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import CompositeLoss, reads, term
+from steelyard import Pipeline, RegularizerSpec, Workers
+from steelyard.composition import CompositeLoss, TermResult, reads, term
+from steelyard.composition.offload import Job
+from steelyard.composition.terms import Term
 from steelyard.errors import GradientError, InputError, NonFiniteError, SpecError, TermTimeoutError
+from steelyard.execution import Executor, Ticket
+from steelyard.gradients import Evaluation, IsolatedCall, flatten
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients, listening, patient
 from .terms import LOGPROBS, l2, nll
@@ -112,13 +116,17 @@ class Out:
     logits: Tensor
     pair: Pair
     labels: tuple[str, ...] = ("x",)
+    twice: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twice = self.logits * 2
 
 
 def nested(out: Out, more: dict[str, list[Tensor]], scale: Tensor) -> Tensor:
     assert out.labels == ("x",)
     assert more["halves"][0].dtype == torch.float16
     assert more["halves"][1].dtype == torch.int64
-    product = (out.logits * out.pair.a).sum() + out.pair.b.square().sum()
+    product = (out.logits * out.pair.a).sum() + out.pair.b.square().sum() + out.twice.sum()
     return product * scale.sum() + more["halves"][0].float().sum() * more["halves"][1].sum()
 
 
@@ -250,3 +258,55 @@ def test_an_autograd_term_that_reads_nothing_with_a_gradient() -> None:
     assert loss.output.skipped["c"].startswith("GradientError: gradient='autograd' needs a loss")
     with pytest.raises(GradientError, match="regularizer 'c'"):
         totals([term(constant, 1.0, "c", gradient="autograd", run_in="thread")])
+
+
+# Executors.
+
+
+class Apart(Executor):
+    """A place of its own: it runs tickets at once, and notes what it is asked."""
+
+    limited = False
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def submit(self, ticket: Ticket) -> None:
+        self.asked.append(("submit", ticket.term, ticket.timeout))
+        ticket.run()
+
+    def prepare(self, term: str, call: object) -> None:
+        self.asked.append(("prepare", term))
+
+    def close(self) -> None:
+        self.asked.append(("close",))
+
+
+def test_terms_run_on_whatever_executor_the_workers_have() -> None:
+    mine = Apart()
+    with Workers() as workers:
+        workers._executors["thread"] = mine
+        spec = RegularizerSpec(l2, 0.5, "t", run_in="thread", timeout=5.0)
+        found = Pipeline(nll, [spec], workers=workers).compute([], LOGPROBS)
+        loss = CompositeLoss(reads(nll, "data", "logprobs"), [spec], workers=workers)
+        total = loss(data=[], logprobs=[each.clone().requires_grad_() for each in LOGPROBS])
+    assert found.loss_total == pytest.approx(total.item())
+    here = Pipeline(nll, [replace(spec, run_in="inline", timeout=None)]).compute([], LOGPROBS)
+    assert found.loss_total == here.loss_total
+    seen = [("prepare", "t"), ("submit", "t", 5.0)]
+    assert mine.asked == [*seen, *seen, ("close",)]
+
+
+def test_what_an_executor_gives_comes_to_the_device_of_the_inputs() -> None:
+    layout, flat = flatten(torch.zeros(2))
+    call = IsolatedCall("t", l2, {}, "auto", [], layout, flat.to("meta"))
+    given = Evaluation(1.0, {}, torch.ones(2), "autograd", 1.0, 1.0, {"logits": [torch.ones(1)]})
+    ticket = Ticket("t", "process", lambda: given, ())
+    ticket.run()
+    result = TermResult(Term(RegularizerSpec(l2, 1.0, "t")), 1.0)
+    found = Job(result, call, Apart(), [ticket]).evaluation(ticket)
+    assert found.gradient is not None
+    assert found.gradient.device.type == "meta"
+    (gradient,) = found.extra["logits"]
+    assert gradient is not None
+    assert gradient.device.type == "meta"

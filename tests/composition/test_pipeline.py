@@ -41,6 +41,13 @@ def test_values_by_hand() -> None:
         torch.testing.assert_close(gradient, -1 / 6 + 0.2 * logprob)
 
 
+def test_a_pipeline_has_its_base_loss_and_its_specs() -> None:
+    specs = [spec(), spec(surprise, 0.2, "surprise")]
+    pipeline = Pipeline(nll, specs)
+    assert pipeline.loss_fn is nll
+    assert pipeline.specs == tuple(specs)
+
+
 def test_the_base_alone() -> None:
     output = Pipeline(nll).compute([], LOGPROBS)
     assert (output.regularizers, output.regularizer_total) == ({}, 0.0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from steelyard.errors import NonFiniteError
 from steelyard.gradients import (
+    LogProbs,
     Row,
     check_gradient,
     differentiate,
@@ -166,7 +167,7 @@ def test_half_precision_is_summed_in_float32_and_double_in_double() -> None:
 # Derivatives.
 
 
-def leaf_and_views(*rows: list[float]) -> tuple[Tensor, Sequence[Tensor]]:
+def leaf_and_views(*rows: list[float]) -> tuple[Tensor, LogProbs]:
     layout, flat = flatten([torch.tensor(row) for row in rows])
     leaf = leaf_over(flat)
     return leaf, layout.split(leaf)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steelyard.gradients import fields_of, leaves_of, mapped, tensors_in
+from steelyard.gradients import fields_of, filled, leaves_of, mapped, tensors_in
 
 A, B = torch.tensor([3.0, 0.0]), torch.tensor([[0.0], [4.0]])
 
@@ -67,15 +67,32 @@ def test_a_dataclass_is_a_nest_of_its_fields_and_a_shared_tensor_is_one() -> Non
     assert gradients[1].weight.tolist() == [4.0, 1.0]
 
 
-@dataclass
-class Counted:
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """It checks its arguments, and has a tensor that is none of them."""
+
     x: Tensor
-    count: int = field(init=False, default=7)
+    squared: Tensor = field(init=False)
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "squared", self.x.square())
 
 
-def test_a_field_that_is_not_an_argument_is_made_anew() -> None:
-    (found,) = mapped([Counted(A)], lambda tensor: tensor * 0)
-    assert (found.x.tolist(), found.count) == ([0.0, 0.0], 7)
+def test_every_field_of_a_dataclass_is_replaced_and_nothing_is_computed_anew() -> None:
+    nest = [Checked(torch.tensor(3.0), torch.tensor(1.0))]
+    assert [t.item() for t in tensors_in(nest)] == [3.0, 9.0, 1.0]
+    (named,) = filled(nest, ["x", "squared", "y"])
+    assert isinstance(named, Checked)
+    assert fields_of(named) == {"x": "x", "squared": "squared", "y": "y"}
+    (leaves,) = leaves_of(nest)
+    assert leaves.squared.is_leaf
+    assert nest[0].squared.item() == 9.0
+
+
+def test_values_in_the_places_of_tensors() -> None:
+    nest = {"x": [A, B], "y": (A, 3)}
+    assert filled(nest, ["a", None]) == {"x": ["a", None], "y": ("a", 3)}
 
 
 def test_fields() -> None:

@@ -4,8 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import steelyard.integrations
+from steelyard import composition
+from steelyard.integrations import CompositeLoss, aux_loss, collect_aux, reads, term
 
 
 def test_the_package_itself_is_light_and_names_the_extra() -> None:
@@ -32,3 +35,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'steelyard.integrations' has no attribute 'Loss'"):
         _ = steelyard.integrations.Loss
     assert set(steelyard.integrations.__all__) <= set(dir(steelyard.integrations))
+
+
+def test_the_loss_of_a_torch_loop_is_that_of_the_core() -> None:
+    assert CompositeLoss is composition.CompositeLoss
+    assert (aux_loss, collect_aux) == (composition.aux_loss, composition.collect_aux)
+    assert (reads, term) == (composition.reads, composition.term)
+    loss = CompositeLoss(lambda x: x.sum(), [term(lambda x: x.square().sum(), 0.5, "square")])
+    assert loss(x=torch.tensor([1.0, 2.0])).item() == 3.0 + 2.5

@@ -148,6 +148,15 @@ def test_listening_says_whether_anybody_would_hear(listener: Any) -> None:
     assert not listening("test.event")
 
 
+def test_listening_to_any_of_several_events(listener: Any) -> None:
+    assert not listening()
+    assert not listening("test.a", "test.b")
+    attach("h", "test.b", listener)
+    assert listening("test.a", "test.b")
+    assert not listening("test.a", "test.c")
+    assert not listening()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

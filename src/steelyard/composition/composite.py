@@ -261,9 +261,10 @@ class CompositeLoss(nn.Module):
     def _plan(self) -> None:
         """Settle what runs at this step, for a compiled call, which cannot ask."""
         self._due = self._terms.due(self._step)
-        track = self._terms.settings.track_grad_norms
-        self._tracked = track and self._step % self._track_every == 0
-        self._traceable = not self._tracked and all(stays_in_graph(t.spec) for t in self._due)
+        settings = self._terms.settings
+        self._tracked = settings.track_grad_norms and self._step % self._track_every == 0
+        reads_gradients = self._tracked or settings.aggregator.reads_gram
+        self._traceable = not reads_gradients and all(stays_in_graph(t.spec) for t in self._due)
         self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
         self._read_aux = {name for spec in self.specs for name in _aux_of(spec)}
         weights = [each.spec.weight_at(self._step) for each in self._due]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from typing import Any, TypeAlias
 
 import torch
@@ -41,8 +42,11 @@ def mapped(nest: Nest, fn: Callable[[Any], Any], kind: type = Tensor) -> Nest:
             items = [of(each) for each in inner]
             return type(inner)(*items) if hasattr(inner, "_fields") else type(inner)(items)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
-            names = [f.name for f in dataclasses.fields(inner) if f.init]
-            return dataclasses.replace(inner, **{name: of(getattr(inner, name)) for name in names})
+            # Not made anew: its `__post_init__` knows nothing of what stands there for a while.
+            same = copy(inner)
+            for each in dataclasses.fields(inner):
+                object.__setattr__(same, each.name, of(getattr(inner, each.name)))
+            return same
         return inner
 
     return of(nest)
