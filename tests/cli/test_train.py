@@ -181,16 +181,14 @@ def test_ctrl_c_finishes_the_step_and_the_run_goes_on(kitchen: Kitchen, project:
 
 
 def test_a_second_ctrl_c_ends_at_once(kitchen: Kitchen, project: Path) -> None:
-    started = kitchen.start(
-        "train", "c.toml", "regularizers.noise.use=own_terms:stuck", "--run", "r", cwd=project
-    )
+    stuck = ("regularizers.noise.use=own_terms:stuck", "regularizers.noise.timeout=300")
+    started = kitchen.start("train", "c.toml", *stuck, "--run", "r", cwd=project)
     wait_for(project / "stuck")
-    began = time.monotonic()
     started.kill(signal.SIGINT)
     wait_for(started.out, lines=4)
     started.kill(signal.SIGINT)
+    # Had it waited for the term, the error of the term would have ended it, with code 1.
     assert started.wait().code == 130
-    assert time.monotonic() - began < 20, "it did not wait for the term, nor for its timeout"
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(kitchen: Kitchen, project: Path) -> None:
@@ -295,7 +293,7 @@ def test_a_terminal_shows_a_bar_and_a_table_and_hears_ctrl_c(terminal: Path) -> 
         str(STEELYARD),
         ["train", "c.toml", "train.steps=40", "--run", "r"],
         cwd=terminal,
-        timeout=120,
+        timeout=600,
         dimensions=(50, 140),
         env={**TERMINAL, "PATH": str(STEELYARD.parent)},
         encoding="utf-8",

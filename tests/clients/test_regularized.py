@@ -199,7 +199,7 @@ def test_the_async_twin_does_the_same(either: Any) -> None:
 
 def test_a_future_may_be_waited_for_with_a_timeout(either: Any) -> None:
     future = regularize(either).forward_backward_custom(DATA, every)
-    assert future.result(timeout=60) is future.result()
+    assert future.result(timeout=600) is future.result()
 
 
 # Order and threads.

@@ -49,12 +49,12 @@ def squares(data: Any, rows: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
 
 def test_a_future_can_be_waited_for_in_every_way(client: LocalTrainingClient) -> None:
     data = ragged(0, [5])
-    expected = client.forward(data, "cross_entropy").result(timeout=60).metrics
+    expected = client.forward(data, "cross_entropy").result(timeout=600).metrics
 
     async def ways() -> list[dict[str, float]]:
         future = client.forward(data, "cross_entropy")
         awaited = await client.forward(data, "cross_entropy")
-        return [(await future.result_async(timeout=60)).metrics, awaited.metrics]
+        return [(await future.result_async(timeout=600)).metrics, awaited.metrics]
 
     assert asyncio.run(ways()) == [expected, expected]
 
@@ -66,7 +66,7 @@ def test_a_result_that_takes_too_long_can_be_had_later(client: LocalTrainingClie
     with pytest.raises(concurrent.futures.TimeoutError):
         future.result(timeout=0.01)
     gate.set()
-    assert future.result(timeout=60).metrics["loss:sum"]
+    assert future.result(timeout=600).metrics["loss:sum"]
 
 
 def test_calls_run_in_the_order_they_were_made(service: LocalServiceClient) -> None:
@@ -310,7 +310,7 @@ def test_a_custom_loss_may_call_the_client(precise: LocalTrainingClient) -> None
     data = ragged(4, [5])
 
     def loss(data: Any, rows: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        output = precise.forward(data, "cross_entropy").result(timeout=60)
+        output = precise.forward(data, "cross_entropy").result(timeout=600)
         torch.testing.assert_close(
             logprobs(output)[0].to(rows[0]), rows[0].detach(), rtol=0, atol=1e-5
         )
@@ -320,7 +320,7 @@ def test_a_custom_loss_may_call_the_client(precise: LocalTrainingClient) -> None
         future = await precise.forward_backward_custom_async(data, loss)
         return await future.result_async()
 
-    assert precise.forward_backward_custom(data, loss).result(timeout=60).metrics["tokens"] == 5.0
+    assert precise.forward_backward_custom(data, loss).result(timeout=600).metrics["tokens"] == 5.0
     assert asyncio.run(run()).metrics["tokens"] == 5.0
 
 
@@ -333,7 +333,7 @@ def test_a_custom_loss_of_the_twin_does_not_hold_the_event_loop(
 
         def loss(data: Any, rows: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
             loop.call_soon_threadsafe(called.set)
-            assert go.wait(timeout=60)
+            assert go.wait(timeout=600)
             return squares(data, rows)
 
         task = asyncio.create_task(client.forward_backward_custom_async(ragged(0, [4]), loss))

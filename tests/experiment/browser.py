@@ -44,8 +44,8 @@ class Page:
         self.wait(lambda: self.run("return document.documentElement.dataset.drawn"))
 
     def wait(self, until: Callable[[], Any]) -> None:
-        """Wait until something holds; it is an error if that takes a minute."""
-        WebDriverWait(self.driver, 60).until(lambda _: until())
+        """Wait until something holds; it is an error if that takes ten minutes."""
+        WebDriverWait(self.driver, 600).until(lambda _: until())
 
     def scheme(self, scheme: str) -> None:
         """What the reader prefers: `"light"` or `"dark"`."""

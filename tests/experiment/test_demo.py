@@ -101,7 +101,7 @@ def test_a_claim_that_is_no_sum_is_an_error() -> None:
 
 
 def post(url: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
     try:
         connection.request("POST", "/", body, headers or {})
         response = connection.getresponse()

@@ -50,7 +50,7 @@ class Server:
     def wait_until_alone(self) -> None:
         """Until the server too has seen that no connection is left."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.open == 0, timeout=10)
+            assert self._changed.wait_for(lambda: self.open == 0, timeout=600)
 
     def _count(self, more: int) -> None:
         with self._changed:

@@ -47,7 +47,7 @@ def test_each_verdict_has_its_penalty() -> None:
         return cubes(datum, index) if datum is None else ordered(datum, index)
 
     term = LogicalConsistency(
-        constraints=constraints, sat=0.1, unsat=2.0, unknown=0.7, solver_timeout=0.05
+        constraints=constraints, sat=0.1, unsat=2.0, unknown=0.7, solver_timeout=1.0
     )
     penalties, metrics = term.compute([*DATA, None], [])
     assert penalties == [0.1, 2.0, 0.1, 0.7]

@@ -243,7 +243,7 @@ def in_threads(work: Callable[[int], Any]) -> list[Any]:
     barrier = threading.Barrier(THREADS)
 
     def begin(number: int) -> Any:
-        barrier.wait(timeout=30)
+        barrier.wait(timeout=600)
         return work(number)
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -293,7 +293,7 @@ def test_a_handler_that_raises_in_many_threads_at_once_is_logged_once(
     inside = threading.Barrier(THREADS)
 
     def fail_together(*arguments: Any) -> None:
-        inside.wait(timeout=30)
+        inside.wait(timeout=600)
         raise RuntimeError
 
     attach("broken", "test.event", fail_together)

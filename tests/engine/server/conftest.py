@@ -31,7 +31,7 @@ def running(folder: Path) -> Iterator[Running]:
         # A client that outlives its server asks for it for ever, in a thread that draws from
         # `random`, which tests elsewhere notice.
         for holder in [each for each in gc.get_objects() if type(each) is InternalClientHolder]:
-            holder.run_coroutine_threadsafe(holder.aclose()).result(timeout=30)
+            holder.run_coroutine_threadsafe(holder.aclose()).result(timeout=600)
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ def start(folder: Path, **settings: Any) -> Iterator[Running]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Come back when it holds; fail if it does not for a minute."""
-    deadline = time.monotonic() + 60
+    """Come back when it holds; fail if it does not for ten minutes."""
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -39,7 +39,7 @@ class Wire:
     """A client with a session, and models in it."""
 
     def __init__(self, base_url: str) -> None:
-        self.http = httpx.Client(base_url=f"{base_url}/api/v1", timeout=60)
+        self.http = httpx.Client(base_url=f"{base_url}/api/v1", timeout=600)
         asked = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
         self.session_id: str = self.ok("create_session", asked)["session_id"]
         self._models = 0
