@@ -331,16 +331,19 @@ def test_an_unknown_aggregator(aggregate: Any) -> None:
     assert all(repr(name) in message for name in AGGREGATORS)
 
 
-def test_a_gradient_that_is_not_finite_is_told_of_before_its_factor() -> None:
+def test_an_aggregator_is_not_given_a_gradient_that_is_not_finite() -> None:
     def steep(_: Any, logprobs: list[Tensor]) -> Tensor:
         return (logprobs[1] * 0).abs().sqrt().sum()
 
-    specs = [RegularizerSpec(steep, 1.0, "steep", on_error="skip"), *SPECS]
-    output = Pipeline(nll, specs, aggregate=Halved()).compute([], LOGPROBS)
+    skipped = RegularizerSpec(steep, 1.0, "steep", on_error="skip", run_in="inline")
+    noted = Noted()
+    output = Pipeline(nll, [skipped, *SPECS], aggregate=noted).compute([], LOGPROBS)
     assert list(output.skipped) == ["steep"]
     expected = WEIGHTED[0] + 0.5 * (WEIGHTED[1] + WEIGHTED[2])
     torch.testing.assert_close(torch.cat(list(output.gradients)), expected)
-    assert math.isfinite(output.loss_total)
+    ((values, _, products),) = noted.given
+    assert len(values) == 3
+    assert all(math.isfinite(product) for row in products for product in row)
 
 
 # Reading numbers.

@@ -181,6 +181,8 @@ class Pipeline(TermSet):
         results = evaluator.evaluate(due, step, tracked=settings.track_grad_norms)
         began = perf_counter()
         tracked, aggregator = settings.track_grad_norms, settings.aggregator
+        if settings.check_finite and aggregator.reads_gram:  # it is given finite numbers
+            evaluator.check_gradients(results)
         combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
         # The total shows what no term may have, at the cost of one look for all of them.
         if settings.check_finite and not _is_finite(combined):
