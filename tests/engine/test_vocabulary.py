@@ -10,6 +10,7 @@ from tinker import types
 from torch import Tensor
 
 from steelyard import RegularizerSpec, regularize
+from steelyard.composition.evaluate import Evaluator
 from steelyard.engine import LocalServiceClient
 from steelyard.regularizers import WholeVocabulary
 from tests.fused import count_together
@@ -48,7 +49,7 @@ def test_the_same_together_one_by_one_and_without_logits(
     assert likely.value == pytest.approx(output.base_loss.value, rel=1e-6)
     lean, projected = gradients(client, "projection")
     assert together == [3, 3]
-    monkeypatch.setattr("steelyard.composition.call.groups_of", lambda *_args, **_kwargs: [])
+    monkeypatch.setattr(Evaluator, "_groups", lambda *_args, **_kwargs: [])
     wanted, alone = gradients(client, "logits", track_grad_norms=True)
     assert len(together) == 2
     close(found, alone, 1e-10)

@@ -344,3 +344,15 @@ def test_a_name_that_is_no_string(name: Any) -> None:
 def test_a_path_that_leads_nowhere(path: str) -> None:
     with pytest.raises(RegistryError, match="cannot be imported"):
         lookup(path)
+
+
+def test_a_short_name_may_be_registered_for_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_entries", {})
+
+    @register("kl")
+    def own(data: Any, logprobs: Any) -> float:
+        return 0.0
+
+    assert lookup("kl") is own

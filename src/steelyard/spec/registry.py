@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from steelyard.errors import MissingExtraError, RegistryError
-from steelyard.spec.built_in import BUILT_IN, PENALTIES
+from steelyard.spec.built_in import BUILT_IN, PENALTIES, SHORT
 from steelyard.spec.callables import listed, rejects
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def register(name: str, *, factory: bool | None = None) -> Callable[[T], T]:
 
     def add(thing: T) -> T:
         entry = _Entry(thing, inspect.isclass(thing) if factory is None else factory)
-        if name in BUILT_IN:
+        if name in BUILT_IN and name not in SHORT:
             raise RegistryError(f"the name {name!r} is that of a built-in: choose another one.")
         with _lock:
             known = _entries.get(name)
