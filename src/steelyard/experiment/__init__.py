@@ -5,7 +5,8 @@ rules and its voice); `terms` builds the loss and the regularizers; `backend` op
 client; `records` and `encoding` turn lines into data, `batches` puts them in order, `reference`
 adds what the base model says of them (`material` is all of that); `loop` makes the steps, with
 `held_out` beside it; `folder`, `saving` and `sinks` keep what comes of it. `ablation` (with
-`side_by_side`) and `tuning` make many runs.
+`side_by_side`) and `tuning` make many runs. `step_metrics` reads a line of metrics, and `flags`
+says what in it asks for a second look; the display and `report` use both.
 """
 
 from steelyard._extras import cure as _cure

@@ -44,8 +44,12 @@ class Sinks:
             self._sinks.append(_Session("trackio", wanted.trackio.project, config, run, options))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Pass the metrics of a step on."""
-        numbers = {key: value for key, value in metrics.items() if key not in _LINE}
+        """Pass the numbers of a step on; texts, such as why a term was skipped, stay behind."""
+        numbers = {
+            key: value
+            for key, value in metrics.items()
+            if key not in _LINE and isinstance(value, int | float)
+        }
         for sink in self._sinks:
             sink.write(step, numbers)
 
