@@ -219,15 +219,39 @@ def test_a_term_that_fails_ends_the_run_and_is_named(kitchen: Kitchen, project: 
     )
     assert done.code == 1
     assert "regularizer 'noise' failed: RuntimeError: the knowledge base is down" in done.err
-    skipped = kitchen.run(
-        "train", "c.toml", "regularizers.noise.use=own_terms:broken", "train.steps=2",
-        "regularizers.noise.on_error=skip", "--run", "s", cwd=project,
-    )  # fmt: skip
-    assert skipped.code == 0
-    assert "step 1: noise was skipped: " in skipped.out
 
 
-def test_a_term_without_a_gradient_is_marked_and_warned_of(kitchen: Kitchen, project: Path) -> None:
+SKIPPING = ("regularizers.noise.use=own_terms:broken", "regularizers.noise.on_error=skip")
+
+
+def test_a_skipped_term_is_told_counted_and_reported(kitchen: Kitchen, project: Path) -> None:
+    done = kitchen.run("train", "c.toml", *SKIPPING, "train.steps=3", "--run", "s", cwd=project)
+    assert done.code == 0, done.err
+    assert "step 1: noise was skipped: " in done.out
+    assert re.search(r"^step 2/3  loss .*  noise skipped", done.out, re.MULTILINE)
+    lines = metrics_of(project / "s")
+    assert [line["skipped/noise"] for line in lines] == [1.0, 1.0, 1.0]
+    for line in lines:
+        assert line["skipped/noise/reason"].endswith("RuntimeError: the knowledge base is down")
+        assert "regularizers/noise/value" not in line
+    assert kitchen.run("report", "s", cwd=project).code == 0
+    page = (project / "s" / "report.html").read_text()
+    said = "“noise” was skipped at 3 of 3 steps: RuntimeError: the knowledge base is down."
+    assert said in page
+
+
+def test_a_run_with_skipped_terms_goes_on(kitchen: Kitchen, project: Path) -> None:
+    kitchen.run("train", "c.toml", *SKIPPING, "train.steps=5", "--run", "whole", cwd=project)
+    kitchen.run("train", "c.toml", *SKIPPING, "train.steps=5", "--run", "r", cwd=project)
+    (project / "r" / "result.json").unlink()
+    max((project / "r").glob("checkpoints/step-*.json")).unlink()
+    assert kitchen.run("resume", "r", cwd=project).code == 0
+    assert_same(project / "r", project / "whole")
+
+
+def test_a_term_without_a_gradient_is_flagged_and_warned_of(
+    kitchen: Kitchen, project: Path
+) -> None:
     done = kitchen.run(
         "train", "c.toml", "regularizers.noise.use=own_terms:constant", "train.steps=2",
         "--run", "r", cwd=project,
@@ -249,10 +273,19 @@ def test_the_api_key_is_nowhere(kitchen: Kitchen, project: Path) -> None:
     assert len(files) > 3
     assert key not in done.out + done.err
     assert not [file for file in files if key.encode() in file.read_bytes()]
+    done = kitchen.run(
+        "train", "c.toml", "regularizers.noise.use=own_terms:leaky", "--run", "s", "train.steps=2",
+        "regularizers.noise.on_error=skip", cwd=project, env={"TINKER_API_KEY": key},
+    )  # fmt: skip
+    assert done.code == 0
+    assert metrics_of(project / "s")[0]["skipped/noise/reason"].endswith("refused: ***")
+    files = [file for file in (project / "s").rglob("*") if file.is_file()]
+    assert key not in done.out + done.err
+    assert not [file for file in files if key.encode() in file.read_bytes()]
 
 
 def test_tensorboard_has_every_number_once(kitchen: Kitchen, project: Path) -> None:
-    args = ("c.toml", "train.steps=3", "sinks.tensorboard=true", "--run", "r")
+    args = ("c.toml", "train.steps=3", *SKIPPING, "sinks.tensorboard=true", "--run", "r")
     done = kitchen.run("train", *args, cwd=project)
     assert done.code == 0, done.err
     from tensorboardX.proto import event_pb2  # noqa: PLC0415 - slow, and for this test
@@ -267,14 +300,19 @@ def test_tensorboard_has_every_number_once(kitchen: Kitchen, project: Path) -> N
     losses = [value for tag, _, value in seen if tag == "loss_total"]
     written = [line["loss_total"] for line in metrics_of(project / "r")]
     assert losses == pytest.approx(written)
+    skips = [(tag, step, value) for tag, step, value in seen if tag.startswith("skipped/")]
+    assert skips == [("skipped/noise", step, 1.0) for step in range(3)]
 
 
 def test_weights_and_biases_works_offline(kitchen: Kitchen, project: Path) -> None:
-    args = ("c.toml", "train.steps=2", "sinks.wandb={project = 'p'}", "--run", "r")
+    args = ("c.toml", "train.steps=2", *SKIPPING, "sinks.wandb={project = 'p'}", "--run", "r")
     done = kitchen.run("train", *args, cwd=project, env={"WANDB_SILENT": "true"})
     assert done.code == 0, done.err
     (file,) = (project / "r" / "wandb").glob("offline-run-*/run-*.wandb")
-    assert b"regularizers/kl/contribution" in file.read_bytes()
+    content = file.read_bytes()
+    assert b"regularizers/kl/contribution" in content
+    assert b"skipped/noise" in content
+    assert b"skipped/noise/reason" not in content
 
 
 @pytest.fixture
@@ -299,7 +337,7 @@ def test_a_terminal_shows_a_bar_and_a_table_and_hears_ctrl_c(terminal: Path) -> 
         encoding="utf-8",
         codec_errors="replace",  # Ctrl-C makes the terminal drop what it holds, mid-letter too
     )
-    for words in ("loading tiny-random", "loss \\d+", "1/40", "left", "0:00:\\d\\d"):
+    for words in ("loading tiny-random", "loss \\d+", "1/40", "left", "\\d:\\d\\d:\\d\\d"):
         child.expect(words)
     child.expect("┏")
     for column in ("term", "value", "weight", "adds", "pulls", "share", "cosine", "time"):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, schedules
+from steelyard.experiment.step_metrics import reasons
 
 DATA = [{"bad": 0.0}, {"bad": 1.0}, {"bad": 0.0}, {"bad": 0.0}]
 START = 1_790_000_000.0
@@ -34,6 +35,19 @@ def judge(data: Any, logprobs: list[Tensor]) -> list[float]:
 
 def length(data: Any, logprobs: list[Tensor]) -> float:
     return float(len(data))
+
+
+def flaky(*failures: str | None, name: str = "flaky") -> RegularizerSpec:
+    """A term that fails at some steps, with these messages, and is skipped there."""
+    left = iter(failures)
+
+    def answer(data: Any, logprobs: list[Tensor]) -> Tensor:
+        failure = next(left)
+        if failure is not None:
+            raise OSError(failure)
+        return torch.cat(logprobs).square().mean()
+
+    return RegularizerSpec(answer, 0.1, name, on_error="skip", run_in="inline")
 
 
 def specs() -> list[RegularizerSpec]:
@@ -65,7 +79,7 @@ def metrics(terms: Sequence[RegularizerSpec], steps: int, *, tracked: bool) -> l
         for step in range(steps):
             output = pipeline.compute(DATA, logprobs, step=step)
             times = {"step": step, "time": START + step, "seconds": 0.25 + 0.01 * step}
-            rows.append(times | output.metrics)
+            rows.append(times | output.metrics | reasons(output.skipped))
             if step % 4 == 0 or step == steps - 1:
                 rows[-1]["held_out/loss"] = output.base_loss.value + 0.1
             logprobs = [

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 
 from steelyard.experiment.report import summary, write_report
-from tests.experiment.folders import specs, write_ablation, write_lines, write_run
+from tests.experiment.folders import flaky, specs, write_ablation, write_lines, write_run
 
 
 def charts(page: Path) -> dict[str, dict[str, Any]]:
@@ -153,6 +153,58 @@ def test_a_term_that_dominates_is_named(tmp_path: Path) -> None:
     assert re.search(r"“confidence” dominates: 9\d % of the gradient is its own\.", text)
 
 
+def test_skipped_steps_are_counted_by_reason(tmp_path: Path) -> None:
+    failures = ["it is away", None, "the line is\nbusy", "it is away", None]
+    write_run(tmp_path / "run", terms=[*specs()[:1], flaky(*failures)], steps=5)
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    text = text_of(page)
+    said = "OSError: it is away (2 ×) and OSError: the line is busy (1 ×)"
+    assert f"“flaky” was skipped at 3 of 5 steps: {said}." in text
+    assert f"2 skipped 3 × {said}" in text, "after the number of steps at which it ran"
+    assert traces(charts(page)["value-1"])["flaky"][0] == [1, 4]
+
+
+def test_a_term_that_was_always_skipped_is_in_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", terms=[flaky(*["it is away"] * 3)], steps=3)
+    write_run(tmp_path / "other", terms=specs()[:1], steps=3)
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    text = text_of(page)
+    assert "“flaky” was skipped at 3 of 3 steps: OSError: it is away." in text
+    assert "0 skipped 3 × OSError: it is away" in text
+    assert "1 regularizer" in text
+    assert "has no gradient" not in text
+    assert {"value-0", "contributions"} & set(charts(page)) == set()
+    both = write_report([tmp_path / "run", tmp_path / "other"], tmp_path / "both.html")
+    assert "no gradient skipped" in text_of(both)
+    assert "flaky 3 × OSError: it is away" in text_of(both)
+
+
+def test_a_skipped_term_whose_reason_was_not_written_is_counted(tmp_path: Path) -> None:
+    rows = write_run(tmp_path / "run", terms=[flaky("away", None)], steps=2)
+    del rows[0]["skipped/flaky/reason"]
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    text = text_of(write_report([tmp_path / "run"], tmp_path / "report.html"))
+    said = "was skipped at 1 of 2 steps: a reason that was not written down."
+    assert f"“flaky” {said}" in text
+
+
+def test_a_run_whose_metrics_do_not_know_of_skips_has_a_report(tmp_path: Path) -> None:
+    rows = write_run(tmp_path / "run", terms=[*specs()[:1], flaky("away", None)], steps=2)
+    old = [{k: v for k, v in row.items() if not k.startswith("skipped/")} for row in rows]
+    write_lines(tmp_path / "run" / "metrics.jsonl", old)
+    text = text_of(write_report([tmp_path / "run"], tmp_path / "report.html"))
+    assert "2 regularizers" in text
+    assert "skipped" not in text
+
+
+def test_a_term_with_two_flags_has_both(tmp_path: Path) -> None:
+    terms = specs()[:2]
+    strong = [terms[0], type(terms[1])(terms[1].fn, 40.0, "confidence", run_in="inline")]
+    write_run(tmp_path / "run", terms=strong, steps=3)
+    text = text_of(write_report([tmp_path / "run"], tmp_path / "report.html"))
+    assert "3 dominates fights the base loss" in text
+
+
 def test_samples_stand_side_by_side(one: tuple[Path, list[dict[str, Any]]]) -> None:
     text = text_of(one[0])
     assert "The capital of France is before Paris. (before) after Paris. (after)" in text
@@ -254,6 +306,7 @@ def test_an_ablation_among_other_runs_is_just_its_runs(tmp_path: Path) -> None:
 def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script>&amp;<b>"
     terms = [type(spec)(spec.fn, 0.1, evil, run_in="inline") for spec in specs()[:1]]
+    terms += [flaky(*[evil] * 12, name=f"{evil}2")]
     samples = [{"when": "before", "step": 0, "prompt": evil, "completion": evil}]
     rows = write_run(tmp_path / "run", terms=terms, samples=samples)
     page = write_report([tmp_path / "run"], tmp_path / "report.html")
@@ -262,6 +315,7 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     assert "<script>alert" not in html
     assert Text(html).tags.count("script") == 3
     assert evil in text_of(page)
+    assert f"skipped 12 × OSError: {evil}" in text_of(page)
     assert traces(charts(page)["value-0"]) == {evil: column(rows, f"regularizers/{evil}/value")}
 
 

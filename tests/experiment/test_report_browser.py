@@ -11,7 +11,7 @@ from selenium.webdriver import Chrome
 
 from steelyard.experiment.report import write_report
 from tests.experiment.browser import Page, chromium
-from tests.experiment.folders import write_ablation, write_run
+from tests.experiment.folders import flaky, specs, write_ablation, write_run
 
 HOSTILE = "<img src=https://example.com/x.png onerror=\"console.error('run')\">"
 SIZES = """
@@ -41,7 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"when": when, "step": 0, "prompt": HOSTILE, "completion": HOSTILE}
         for when in ("before", "after")
     ]
-    write_run(root / "one", samples=samples)
+    never, at_times = flaky(*[HOSTILE] * 12, name="never"), flaky(*["away", None] * 6)
+    write_run(root / "one", terms=[*specs(), never, at_times], samples=samples)
     write_run(root / "two", steps=5)
     write_ablation(root / "ablation")
     write_report([root / "one"], root / "one.html")
@@ -136,6 +137,8 @@ def test_what_users_wrote_stays_text(browser: Chrome, folder: Path) -> None:
     page.draw()
     shown = page.run("return [...document.querySelectorAll('.answers p')].map(p => p.textContent)")
     assert shown == [HOSTILE, HOSTILE]
+    reasons = page.run("return [...document.querySelectorAll('.reason')].map(r => r.textContent)")
+    assert reasons == [f"OSError: {HOSTILE}", "OSError: away"]
     assert page.run("return document.querySelectorAll('main img').length") == 0
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import Counter
 from dataclasses import FrozenInstanceError, replace
 from itertools import combinations
 from typing import Any
@@ -111,7 +112,17 @@ def test_metrics_are_flat_with_the_bases_own_keys_bare() -> None:
         "cosines/base/l1": 0.5,
         "cosines/base/kl": -1.0,
         "cosines/l1/kl": 0.0,
+        "skipped/judge": 1.0,
     }
+
+
+def test_metrics_of_steps_add_up_to_how_often_a_term_was_skipped() -> None:
+    steps = [TRACKED, PLAIN, replace(PLAIN, skipped={"judge": "OSError: away", "l2": "…"})]
+    counts = Counter[str]()
+    for output in steps:
+        skipped = {k: v for k, v in output.metrics.items() if k.startswith("skipped/")}
+        counts.update(skipped)
+    assert counts == {"skipped/judge": 2, "skipped/l2": 1}
 
 
 def test_a_metric_of_the_base_does_not_hide_the_total() -> None:
@@ -220,8 +231,10 @@ def leaves(nested: Any) -> list[float]:
 
 @given(outputs())
 def test_metrics_hold_only_numbers_that_are_in_the_mapping(output: CustomLossOutput) -> None:
-    known = leaves(output.to_dict())
-    assert all(value in known for value in output.metrics.values())
+    known, metrics = leaves(output.to_dict()), output.metrics
+    skipped = {name: metrics.pop(f"skipped/{name}") for name in output.skipped}
+    assert skipped == dict.fromkeys(output.skipped, 1.0)
+    assert all(value in known for value in metrics.values())
     assert set(output.base_loss.custom) <= set(output.metrics)
     assert output.metrics["regularizer_total"] == output.regularizer_total
     for name, term in output.regularizers.items():

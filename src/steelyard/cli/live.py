@@ -16,6 +16,7 @@ from steelyard.experiment import redact
 
 _COLUMNS = ("term", "value", "weight", "adds", "pulls", "share", "cosine", "time", "")
 _STYLES = {"dominates": "yellow", "fights the base loss": "red", "no gradient": "magenta"}
+_SKIPPED = "cyan"
 
 
 class Display:
@@ -63,13 +64,19 @@ class Display:
 
 
 def table(metrics: dict[str, Any]) -> Table:
-    """The terms of a step."""
+    """The terms of a step; below them why terms were skipped."""
     held = metrics.get("held_out/loss")
     title = f"step {metrics['step'] + 1}, {metrics['seconds']:.1f} s"
-    made = Table(title=title if held is None else f"{title}, held-out loss {held:.4f}")
+    rows = rows_of(metrics)
+    skipped = [f"{row.name} skipped: {row.skipped}" for row in rows if row.skipped is not None]
+    made = Table(
+        title=title if held is None else f"{title}, held-out loss {held:.4f}",
+        caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
+        caption_justify="left",
+    )
     for column in _COLUMNS:
         made.add_column(column, justify="left" if column in ("term", "") else "right")
-    for row in rows_of(metrics):
+    for row in rows:
         made.add_row(*_cells(row))
     return made
 
@@ -77,16 +84,17 @@ def table(metrics: dict[str, Any]) -> Table:
 def _cells(row: Row) -> list[Text]:
     cells = [
         row.name,
-        f"{row.value:.4g}",
+        _shown(row.value, "{:.4g}"),
         _shown(row.weight, "{:.4g}"),
-        f"{row.contribution:.4g}",
+        _shown(row.contribution, "{:.4g}"),
         _shown(row.grad_norm, "{:.3g}"),
         _shown(row.share, "{:.0%}"),
         _shown(row.cosine, "{:+.2f}"),
         _shown(None if row.seconds is None else 1000 * row.seconds, "{:.1f} ms"),
-        row.mark,
+        ", ".join(row.flags) if row.skipped is None else "skipped",
     ]
-    return [Text(cell, style=_STYLES.get(row.mark, "")) for cell in cells]
+    style = _SKIPPED if row.skipped is not None else _STYLES[row.flags[0]] if row.flags else ""
+    return [Text(cell, style=style) for cell in cells]
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -32,8 +32,9 @@ class Plain:
         parts = [f"step {step + 1}/{steps}", f"loss {metrics['loss_total']:.4f}"]
         parts.append(f"base {base.value:.4f}")
         for row in terms:
-            marked = f" ({row.mark})" if row.mark else ""
-            parts.append(f"{row.name} {row.contribution:+.4f}{marked}")
+            noted = f" ({', '.join(row.flags)})" if row.flags else ""
+            added = "skipped" if row.contribution is None else f"{row.contribution:+.4f}"
+            parts.append(f"{row.name} {added}{noted}")
         if "held_out/loss" in metrics:
             parts.append(f"held-out {metrics['held_out/loss']:.4f}")
         self.say("  ".join(parts))

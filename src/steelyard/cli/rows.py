@@ -1,13 +1,18 @@
-"""What a step's metrics say of each term, and what is worth a mark."""
+"""The metrics of a step as rows, one for each term."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from steelyard.experiment import dominates, fights
-
-_PREFIX, _LAST = "regularizers/", "/contribution"
+from steelyard.experiment import (
+    flags_of,
+    gradient_shares,
+    short_reason,
+    skipped_terms,
+    terms_that_ran,
+)
 
 
 @dataclass(frozen=True)
@@ -23,22 +28,24 @@ class Row:
         share: of the gradients of all terms, by norm.
         cosine: to the gradient of the base loss.
         seconds: it took.
-        mark: `"dominates"`, `"fights the base loss"`, `"no gradient"` or `""`.
+        flags: see `steelyard.experiment.flags`.
+        skipped: why the term failed and was dropped at this step; None if it was not.
     """
 
     name: str
-    value: float
-    weight: float | None
-    contribution: float
-    grad_norm: float | None
-    share: float | None
-    cosine: float | None
-    seconds: float | None
-    mark: str
+    value: float | None = None
+    weight: float | None = None
+    contribution: float | None = None
+    grad_norm: float | None = None
+    share: float | None = None
+    cosine: float | None = None
+    seconds: float | None = None
+    flags: tuple[str, ...] = ()
+    skipped: str | None = None
 
 
-def rows_of(metrics: Mapping[str, float]) -> list[Row]:
-    """The base loss and the terms that ran, in order.
+def rows_of(metrics: Mapping[str, Any]) -> list[Row]:
+    """The base loss, the terms that ran, in order, and those that were skipped.
 
     Example:
         >>> metrics = {
@@ -47,48 +54,37 @@ def rows_of(metrics: Mapping[str, float]) -> list[Row]:
         ...     "regularizers/kl/contribution": 1.5, "regularizers/kl/grad_norm": 6.0,
         ...     "regularizers/kl/grad_norm_weighted": 3.0, "cosines/base/kl": 0.1,
         ... }
-        >>> [(row.name, row.share, row.mark) for row in rows_of(metrics)]
-        [('base', 0.25, ''), ('kl', 0.75, 'dominates')]
+        >>> [(row.name, row.share, row.flags) for row in rows_of(metrics)]
+        [('base', 0.25, ()), ('kl', 0.75, ('dominates',))]
     """
-    names = [
-        key.removeprefix(_PREFIX).removesuffix(_LAST)
-        for key in metrics
-        if key.startswith(_PREFIX) and key.endswith(_LAST) and "/custom/" not in key
+    names = terms_that_ran(metrics)
+    shares = gradient_shares(metrics, names)
+    value, norm = metrics["base_loss/value"], metrics.get("base_loss/grad_norm")
+    base = Row("base", value, contribution=value, grad_norm=norm, share=shares["base"])
+    skipped = [
+        Row(name, skipped=short_reason(name, reason))
+        for name, reason in skipped_terms(metrics).items()
     ]
-    tracked = "base_loss/grad_norm" in metrics
-    norms = [metrics.get(f"{_PREFIX}{name}/grad_norm_weighted", 0.0) for name in names]
-    total = metrics.get("base_loss/grad_norm", 0.0) + sum(norms)
-    value = metrics["base_loss/value"]
-    norm = metrics.get("base_loss/grad_norm")
-    base = Row("base", value, None, value, norm, _share(norm, total), None, None, "")
-    return [base, *(_row(name, metrics, total, tracked=tracked) for name in names)]
+    return [base, *(_row(name, metrics, shares[name]) for name in names), *skipped]
 
 
-def _row(name: str, metrics: Mapping[str, float], total: float, *, tracked: bool) -> Row:
-    def of(key: str) -> float | None:
-        return metrics.get(f"{_PREFIX}{name}/{key}")
-
-    weight, norm = metrics[f"{_PREFIX}{name}/weight"], of("grad_norm_weighted")
-    share, cosine = _share(norm, total), metrics.get(f"cosines/base/{name}")
-    mark = ""
-    if tracked and of("grad_norm") is None:
-        mark = "no gradient"
-    elif dominates(share):
-        mark = "dominates"
-    elif weight and fights(cosine):
-        mark = "fights the base loss"
+def _row(name: str, metrics: Mapping[str, Any], share: float | None) -> Row:
+    at = f"regularizers/{name}"
+    weight, cosine = metrics[f"{at}/weight"], metrics.get(f"cosines/base/{name}")
     return Row(
         name,
-        metrics[f"{_PREFIX}{name}/value"],
+        metrics[f"{at}/value"],
         weight,
-        metrics[f"{_PREFIX}{name}/contribution"],
-        norm,
+        metrics[f"{at}/contribution"],
+        metrics.get(f"{at}/grad_norm_weighted"),
         share,
         cosine,
-        of("duration"),
-        mark,
+        metrics.get(f"{at}/duration"),
+        flags_of(
+            tracked="base_loss/grad_norm" in metrics,
+            weight=weight,
+            grad_norm=metrics.get(f"{at}/grad_norm"),
+            share=share,
+            cosine=cosine,
+        ),
     )
-
-
-def _share(norm: float | None, total: float) -> float | None:
-    return None if norm is None or not total else norm / total

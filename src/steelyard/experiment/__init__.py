@@ -5,7 +5,8 @@ rules and its voice); `terms` builds the loss and the regularizers; `backend` op
 client; `records` and `encoding` turn lines into data, `batches` puts them in order, `reference`
 adds what the base model says of them (`material` is all of that); `loop` makes the steps, with
 `held_out` beside it; `folder`, `saving` and `sinks` keep what comes of it. `ablation` (with
-`side_by_side`) and `tuning` make many runs; `checking` makes none.
+`side_by_side`) and `tuning` make many runs; `checking` makes none. `step_metrics` reads a line of
+metrics, and `flags` says what in it asks for a second look; the display and `report` use both.
 """
 
 from steelyard._extras import cure as _cure
@@ -15,11 +16,17 @@ try:
     from steelyard.experiment.checking import check_config
     from steelyard.experiment.config import Config
     from steelyard.experiment.example import example_config
+    from steelyard.experiment.flags import flags_of
     from steelyard.experiment.folder import RunFolder
     from steelyard.experiment.loop import Outcome, Watcher, resume, train
-    from steelyard.experiment.marks import dominates, fights
     from steelyard.experiment.reading import read_config
     from steelyard.experiment.secrets import redact
+    from steelyard.experiment.step_metrics import (
+        gradient_shares,
+        short_reason,
+        skipped_terms,
+        terms_that_ran,
+    )
     from steelyard.experiment.tuning import Tuned, tune
 except ModuleNotFoundError as error:
     raise _cure("steelyard.experiment", error, extra="cli") from error
@@ -33,12 +40,15 @@ __all__ = [
     "Watcher",
     "ablate",
     "check_config",
-    "dominates",
     "example_config",
-    "fights",
+    "flags_of",
+    "gradient_shares",
     "read_config",
     "redact",
     "resume",
+    "short_reason",
+    "skipped_terms",
+    "terms_that_ran",
     "train",
     "tune",
 ]

@@ -23,6 +23,7 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.folder import RunFolder
 from steelyard.experiment.material import Material, gather
 from steelyard.experiment.sinks import Sinks
+from steelyard.experiment.step_metrics import reasons
 from steelyard.experiment.terms import Terms, build_terms
 from steelyard.experiment.weights import schedule_of
 from steelyard.spec import Schedule
@@ -197,6 +198,7 @@ class _Run:
             "time": began,
             "seconds": time.perf_counter() - clock,
             **output.metrics,
+            **reasons(output.skipped),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
             **measured,
         }

@@ -48,8 +48,12 @@ class Sinks:
         self.any = bool(self._sinks)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Pass the metrics of a step on."""
-        numbers = {key: value for key, value in metrics.items() if key not in _LINE}
+        """Pass the numbers of a step on; texts, such as why a term was skipped, stay behind."""
+        numbers = {
+            key: value
+            for key, value in metrics.items()
+            if key not in _LINE and isinstance(value, int | float)
+        }
         for sink in self._sinks:
             sink.write(step, numbers)
 

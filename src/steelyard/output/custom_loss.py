@@ -63,8 +63,11 @@ class CustomLossOutput:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Every number under a flat, slash-separated key; the base loss's own keys stay bare."""
-        nested = self.to_dict()
+        """Every number under a flat, slash-separated key; the base loss's own keys stay bare.
+
+        `skipped/<name>` is 1 for each term that was skipped: its sum over steps is their count.
+        """
+        nested = {**self.to_dict(), "skipped": dict.fromkeys(self.skipped, 1.0)}
         server = nested.pop("server_metrics", {})
         custom = nested["base_loss"].pop("custom")
         return {**server, **custom, **dict(_flatten(nested))}

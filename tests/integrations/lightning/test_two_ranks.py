@@ -102,6 +102,12 @@ def test_a_term_that_one_rank_skipped_has_the_value_of_the_other(
         assert row["train/regularizers/moody/value"] == pytest.approx(value, rel=1e-5)
 
 
+def test_the_ranks_that_skipped_a_term_are_told(told: list[dict[str, Any]]) -> None:
+    for rank in told:
+        assert [row["train/skipped/moody"] for row in rank["mixin"]["rows"]] == [0.0, 0.5, 0.0]
+        assert not [key for row in rank["callback"]["rows"] for key in row if "skipped" in key]
+
+
 def test_the_mean_of_an_epoch_weighs_batches_by_their_size(told: list[dict[str, Any]]) -> None:
     model = net()
     every = [batch for rank in HELD_OUT for batch in rank]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from steelyard.experiment.marks import dominates, fights
+from steelyard.experiment.flags import DOMINATES, FIGHTS, flags_of
 from steelyard.experiment.report.folders import Run
+from steelyard.experiment.step_metrics import gradient_shares, short_reason, skipped_terms
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class TermFinding:
         cosine: the mean cosine of its gradient to the base loss's.
         seconds: the mean time of a call.
         steps: at how many steps it ran.
-        marks: what to look at: `"dominates"`, `"fights the base loss"`, `"no gradient"`.
+        flags: see `steelyard.experiment.flags`.
+        skipped: at how many steps it failed and was dropped, by reason, the most frequent first.
     """
 
     name: str
@@ -57,7 +60,8 @@ class TermFinding:
     cosine: float | None = None
     seconds: float | None = None
     steps: int = 0
-    marks: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,18 @@ class Findings:
         known = [term for term in self.terms if getattr(term, what) is not None]
         return pick(known, key=lambda term: getattr(term, what), default=None)
 
-    def marked(self, mark: str) -> list[TermFinding]:
-        """The terms with a mark, those first that have the most of it."""
+    def flagged(self, flag: str) -> list[TermFinding]:
+        """The terms with a flag, those first to which it applies most."""
         strength = {
-            "dominates": lambda term: -(term.share or 0.0),
-            "fights the base loss": lambda term: term.cosine or 0.0,
-        }.get(mark, lambda _: 0.0)
-        return sorted((term for term in self.terms if mark in term.marks), key=strength)
+            DOMINATES: lambda term: -(term.share or 0.0),
+            FIGHTS: lambda term: term.cosine or 0.0,
+        }.get(flag, lambda _: 0.0)
+        return sorted((term for term in self.terms if flag in term.flags), key=strength)
+
+    @property
+    def skipping(self) -> list[TermFinding]:
+        """The terms that were skipped at some steps."""
+        return [term for term in self.terms if term.skipped]
 
 
 def findings(run: Run) -> Findings:
@@ -102,6 +111,8 @@ def findings(run: Run) -> Findings:
     steps = (run.config.get("train") or {}).get("steps")
     tracked = bool(run.series("base_loss/grad_norm")[1])
     seconds = run.series("seconds")[1]
+    parts = {name: _mean([each for each in every if each is not None])
+             for name, every in shares(run).items()}  # fmt: skip
     return Findings(
         steps=len(run.rows),
         planned=steps if isinstance(steps, int) else None,
@@ -114,29 +125,18 @@ def findings(run: Run) -> Findings:
             value=_change(run, "base_loss/value"),
             contribution=_mean(run.series("base_loss/value")[1]),
             grad_norm=_mean(run.series("base_loss/grad_norm")[1]),
-            share=_mean([each for each in shares(run)["base"] if each is not None]),
+            share=parts["base"],
             steps=len(run.series("base_loss/value")[1]),
         ),
-        terms=[_term(run, name, tracked=tracked) for name in run.terms],
+        terms=[_term(run, name, parts[name]) for name in run.terms],
     )
 
 
 def shares(run: Run) -> dict[str, list[float | None]]:
-    """Each term's part in the sum of all weighted gradient norms, step by step.
-
-    Norms are added although gradients may cancel: shares then always add up to 1.
-    """
-    keys = {"base": "base_loss/grad_norm"} | {
-        name: f"regularizers/{name}/grad_norm_weighted" for name in run.terms
-    }
-    found: dict[str, list[float | None]] = {name: [] for name in keys}
-    for row in run.rows:
-        norms = {name: row[key] for name, key in keys.items() if row.get(key) is not None}
-        whole = math.fsum(norms.values())
-        for name, values in found.items():
-            norm = norms.get(name)
-            values.append(norm / whole if norm is not None and whole > 0 else None)
-    return found
+    """Each term's part in the sum of all weighted gradient norms, step by step."""
+    names = run.terms
+    by_step = [gradient_shares(row, names) for row in run.rows]
+    return {name: [each[name] for each in by_step] for name in ("base", *names)}
 
 
 def cosine_key(run: Run, a: str, b: str) -> str:
@@ -145,29 +145,40 @@ def cosine_key(run: Run, a: str, b: str) -> str:
     return backward if any(backward in row for row in run.rows) else forward
 
 
-def _term(run: Run, name: str, *, tracked: bool) -> TermFinding:
+def _term(run: Run, name: str, share: float | None) -> TermFinding:
     at = f"regularizers/{name}"
-    norms = run.series(f"{at}/grad_norm_weighted")[1]
-    pull = run.series(f"{at}/grad_norm")[1]
-    share = _mean([each for each in shares(run)[name] if each is not None])
-    cosine = _mean(run.series(cosine_key(run, "base", name))[1]) if any(pull) else None
-    marks = {
-        "dominates": dominates(share),
-        "fights the base loss": fights(cosine),
-        "no gradient": tracked and not any(pull),
-    }
+    norms = run.series(f"{at}/grad_norm")[1]
+    cosine = _mean(run.series(cosine_key(run, "base", name))[1]) if any(norms) else None
     return TermFinding(
         name,
         value=_change(run, f"{at}/value"),
         weight=_last(run, f"{at}/weight"),
         contribution=_mean(run.series(f"{at}/contribution")[1]),
-        grad_norm=_mean(norms),
+        grad_norm=_mean(run.series(f"{at}/grad_norm_weighted")[1]),
         share=share,
         cosine=cosine,
         seconds=_mean(run.series(f"{at}/duration")[1]),
         steps=len(run.series(f"{at}/value")[1]),
-        marks=tuple(mark for mark, there in marks.items() if there),
+        flags=flags_of(
+            tracked=any("base_loss/grad_norm" in row and f"{at}/value" in row for row in run.rows),
+            weight=_other_than_zero(run.series(f"{at}/weight")[1]) or 0.0,
+            grad_norm=_other_than_zero(norms),
+            share=share,
+            cosine=cosine,
+        ),
+        skipped=_skipped(run, name),
     )
+
+
+def _skipped(run: Run, name: str) -> dict[str, int]:
+    every = (skipped_terms(row).get(name) for row in run.rows)
+    counted = Counter(short_reason(name, reason) for reason in every if reason is not None)
+    return dict(counted.most_common())
+
+
+def _other_than_zero(values: Sequence[float]) -> float | None:
+    """The first value that is not 0, or 0 if all are; None without any."""
+    return next(filter(None, values), 0.0 if values else None)
 
 
 def _change(run: Run, key: str, part: float = 0.25) -> Change | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from steelyard.errors import RunError
+from steelyard.experiment.step_metrics import skipped_terms, terms_that_ran
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -43,12 +44,7 @@ class Run:
         """The regularizers' names: those of the config, then any that only the metrics know."""
         given = self.config.get("regularizers")
         named = [str(each.get("name") or each.get("use")) for each in _mappings(given)]
-        seen = [
-            key.removeprefix("regularizers/").removesuffix("/contribution")
-            for row in self.rows
-            for key in row
-            if key.startswith("regularizers/") and key.endswith("/contribution")
-        ]
+        seen = [name for row in self.rows for name in (*terms_that_ran(row), *skipped_terms(row))]
         found = list(dict.fromkeys(seen))
         return [name for name in dict.fromkeys(named) if name in found] + [
             name for name in found if name not in named

@@ -15,6 +15,7 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from steelyard._version import __version__
+from steelyard.experiment.flags import FLAGS
 from steelyard.experiment.report import several, single, words
 from steelyard.experiment.report.ablation import ablation_table
 from steelyard.experiment.report.figure import Section
@@ -38,6 +39,8 @@ def page(experiment: Experiment) -> str:
         "number": words.number,
         "percent": words.percent,
         "seconds": words.seconds,
+        "skips": words.skips,
+        "counted": words.counted,
         "others": others,
         "setting": setting,
     }
@@ -46,6 +49,8 @@ def page(experiment: Experiment) -> str:
         facts=_facts(runs, one),
         runs=runs,
         found=found,
+        flags=FLAGS,
+        skipping=any(each.skipping for each in found),
         sentences=words.sentences(one) if alone else words.compared(runs, found),
         slowest=one.extreme("seconds", max),
         strongest=one.extreme("share", max),

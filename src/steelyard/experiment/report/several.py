@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from steelyard.experiment.report.figure import (
     Figure,
@@ -31,8 +31,8 @@ def sections(runs: Sequence[Run], found: Sequence[Findings]) -> list[Section]:
             "terms",
             "Every term over time",
             "The raw value of each regularizer, before its weight; colours as in the table above.",
-            [_each_run(runs, f"value-{i}", name, f"regularizers/{name}/value")
-             for i, name in enumerate(terms)],
+            _drawn(_each_run(runs, f"value-{i}", name, f"regularizers/{name}/value")
+                   for i, name in enumerate(terms)),
         ),
         Section(
             "contributions",
@@ -142,7 +142,12 @@ def _pulled(runs: Sequence[Run], found: Sequence[Findings], terms: Sequence[str]
         _each_run(runs, f"norm-{i}", term, f"regularizers/{term}/grad_norm_weighted")
         for i, term in enumerate(terms)
     ]
-    return [share, *(figure for figure in norms if figure.traces)]
+    return [share, *_drawn(norms)]
+
+
+def _drawn(figures: Iterable[Figure]) -> list[Figure]:
+    """The figures that have something to show."""
+    return [figure for figure in figures if figure.traces]
 
 
 def _agreement(

@@ -93,18 +93,20 @@ def _values(run: Run, found: Findings) -> list[Figure]:
             height=190,
         )
         for index, term in enumerate(found.terms)
+        if term.steps
     ]
 
 
 def _contributions(run: Run, found: Findings) -> list[Figure]:
-    if not found.terms:
+    ran = {term.name: (index, term) for index, term in enumerate(found.terms) if term.steps}
+    if not ran:
         return []
     traces = [
         bars(name, *run.series(f"regularizers/{name}/contribution"), color(index))
-        for index, name in enumerate(run.terms)
+        for name, (index, _) in ran.items()
     ]
     base = bars("base loss", *run.series("base_loss/value"), "base") | {"visible": "legendonly"}
-    last = listed(f"{term.name} {number(term.contribution)}" for term in found.terms)
+    last = listed(f"{name} {number(term.contribution)}" for name, (_, term) in ran.items())
     return [
         Figure(
             "contributions",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from steelyard.experiment.flags import DOMINATES, FIGHTS, NO_GRADIENT
 from steelyard.experiment.report.findings import Change, Findings, TermFinding
 from steelyard.experiment.report.folders import Run
 
 MINUTE = 60.0
 HOUR = 3600.0
 NONE = "–"
+_REASONS = 3  # that are told apart
 
 
 def number(value: float | None, *, signed: bool = False) -> str:
@@ -109,23 +111,52 @@ def sentences(found: Findings) -> list[str]:
         said.append(f"On held-out data the loss went {change(found.held_out)}.")
     if not found.terms:
         return [*said, "There were no regularizers."]
+    for term in found.skipping:
+        why = counted(term)
+        end = "" if why.endswith("…") else "."
+        said.append(
+            f"“{term.name}” was skipped at {skips(term)} of {found.steps} steps: {why}{end}"
+        )
     if not found.tracked:
         return [*said, "Gradient norms were not tracked, so nothing is known of who pulls."]
     said += [
         f"“{term.name}” dominates: {percent(term.share)} of the gradient is its own."
-        for term in found.marked("dominates")
+        for term in found.flagged(DOMINATES)
     ]
-    fighting = found.marked("fights the base loss")
+    fighting = found.flagged(FIGHTS)
     if fighting:
         who = listed(f"“{term.name}” (cosine {cosine(term.cosine)})" for term in fighting)
         said.append(f"{who} {_verb(fighting, 'pulls', 'pull')} against the base loss.")
-    idle = found.marked("no gradient")
+    idle = found.flagged(NO_GRADIENT)
     if idle:
         who, has = listed(f"“{term.name}”" for term in idle), _verb(idle, "has", "have")
         said.append(f"{who} {has} no gradient: measured, but with no say in training.")
-    if not any(term.marks for term in found.terms):
+    if not any(term.flags for term in found.terms):
         said.append("No term dominates, and none fights the base loss.")
     return said
+
+
+def skips(term: TermFinding) -> int:
+    """At how many steps a term was skipped."""
+    return sum(term.skipped.values())
+
+
+def counted(term: TermFinding) -> str:
+    """Why a term was skipped, with how often where there are several reasons.
+
+    Example:
+        >>> counted(TermFinding("judge", skipped={"TermTimeoutError: too late": 3, "": 1}))
+        'TermTimeoutError: too late (3 ×) and a reason that was not written down (1 ×)'
+        >>> counted(TermFinding("judge", skipped={"a": 9, "b": 5, "c": 4, "d": 2, "e": 1}))
+        'a (9 ×), b (5 ×), c (4 ×) and 2 other reasons (3 ×)'
+    """
+    named = [(reason or "a reason that was not written down", n)
+             for reason, n in term.skipped.items()]  # fmt: skip
+    shown, more = named[:_REASONS], named[_REASONS:]
+    if more:
+        shown.append((f"{len(more)} other reasons", sum(n for _, n in more)))
+    one = len(shown) == 1
+    return listed(reason if one else f"{reason} ({n} ×)" for reason, n in shown)
 
 
 def compared(runs: Sequence[Run], found: Sequence[Findings]) -> list[str]:

@@ -128,7 +128,7 @@ class RegularizerCallback(Callback):
             inputs = {**joined(sources), "parameters": parameters, "loss": outputs["loss"]}
             total = self._weighed(trainer, {**inputs, "aux": aux} if aux else inputs)
             activations.values.clear()
-            log(module, self.composite.output, self._log)
+            log(module, self.composite, self._log)
             return total if isinstance(returned, Tensor) else {**outputs, "loss": total}
 
         # torch.compile leaves a step of its own on the instance.

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from steelyard.errors import SpecError
 from steelyard.integrations.lightning.names import LightningModule
-from steelyard.output import CustomLossOutput
+from steelyard.integrations.torch import CompositeLoss
 
 _OPTIONS = inspect.signature(LightningModule.log_dict).parameters.keys() - {"self", "dictionary"}
 
@@ -31,15 +31,22 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"sync_dist": True, **settings}
 
 
-def log(module: LightningModule, output: CustomLossOutput, settings: Mapping[str, Any]) -> None:
+def log(module: LightningModule, composite: CompositeLoss, settings: Mapping[str, Any]) -> None:
     """Hand every number to `log_dict`, under the stage's name.
 
     With `sync_dist` each is averaged over the ranks that have it: a term may have been skipped on
     one of them, where `log_dict` alone would wait forever for a key that does not come.
     """
-    # Lightning repeats what a key was last, and a term that did not run added nothing.
+    output = composite.output
     idle = (*output.not_run, *output.skipped)
-    metrics = {**output.metrics, **{f"regularizers/{name}/contribution": 0.0 for name in idle}}
+    skippable = [str(spec.name) for spec in composite.specs if spec.on_error == "skip"]
+    # Lightning repeats what a key was last: a term that did not run added nothing, and one that
+    # was not skipped says so.
+    metrics = {
+        **output.metrics,
+        **{f"regularizers/{name}/contribution": 0.0 for name in idle},
+        **{f"skipped/{name}": float(name in output.skipped) for name in skippable},
+    }
     training = module.trainer.training
     sync = settings["sync_dist"]
     if sync and dist.is_available() and dist.is_initialized():

@@ -106,7 +106,7 @@ class RegularizedModule(_Mixed):
         settings = checked(self.log_settings)
         if batch_size is not None:
             settings["batch_size"] = batch_size
-        log(self, composite.output, settings)
+        log(self, composite, settings)
         return total
 
     def _composite(self) -> CompositeLoss:
