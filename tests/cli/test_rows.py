@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from steelyard.cli import live
 from steelyard.cli.live import table
 from steelyard.cli.plain import Plain
 from steelyard.cli.rows import rows_of

@@ -32,18 +32,6 @@ class Pass(Protocol):
         """Submit the backward pass; a future of `then` of what comes back."""
 
 
-def open_pass(client: Any, data: Sequence[Any], needs: Sequence[str]) -> Pass:
-    """A forward pass of any training client; waits for it.
-
-    Raises:
-        InputError: the data break a rule.
-    """
-    if hasattr(client, "open_pass"):
-        opened: Pass = client.open_pass(data, needs)
-        return opened
-    return TwoPasses(client, data)
-
-
 class TwoPasses:
     """The way of the SDK: forward, then backward with weights = -d loss / d logprobs.
 

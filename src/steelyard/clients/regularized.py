@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from steelyard.clients import states
-from steelyard.clients.passes import Pass, open_pass
+from steelyard.clients.passes import Pass, TwoPasses
 from steelyard.composition import Pipeline
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.execution import Workers
@@ -146,7 +146,7 @@ class RegularizedClient:
         _check_input_type(loss_type_input)
         pipeline = self._renewed(loss_fn, regularizers, track_grad_norms, parallel, timeout)
         due = self.optim_steps if step is None else step
-        opened = open_pass(self.client, data, pipeline.needs(due))
+        opened = self._open_pass(data, pipeline.needs(due))
         output = pipeline.compute(data, opened.logprobs, due, given=opened.given)
         return _submitted(opened, output)
 
@@ -171,7 +171,7 @@ class RegularizedClient:
         _check_input_type(loss_type_input)
         pipeline = self._renewed(loss_fn, regularizers, track_grad_norms, parallel, timeout)
         due = self.optim_steps if step is None else step
-        opened = await asyncio.to_thread(open_pass, self.client, data, pipeline.needs(due))
+        opened = await asyncio.to_thread(self._open_pass, data, pipeline.needs(due))
         output = await pipeline.acompute(data, opened.logprobs, due, given=opened.given)
         return _submitted(opened, output)
 
@@ -228,6 +228,13 @@ class RegularizedClient:
             CheckpointError: it is not there, or is something else.
         """
         self.load_state_dict(states.read(path))
+
+    def _open_pass(self, data: Sequence[Any], needs: Sequence[str]) -> Pass:
+        """A forward pass of the client: one that it keeps open, or the first of two."""
+        if hasattr(self.client, "open_pass"):
+            opened: Pass = self.client.open_pass(data, needs)
+            return opened
+        return TwoPasses(self.client, data)
 
     def _renewed(
         self,

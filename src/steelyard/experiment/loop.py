@@ -198,7 +198,7 @@ class _Run:
             "time": began,
             "seconds": time.perf_counter() - clock,
             **output.metrics,
-            **reasons(output.skipped),
+            **(reasons(output.skipped) if output.skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
             **measured,
         }
