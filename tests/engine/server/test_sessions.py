@@ -24,7 +24,7 @@ from .wire_client import Wire, start, until
 @pytest.fixture(scope="module")
 def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server that soon misses those it does not hear of."""
-    with start(tmp_path_factory.mktemp("forgetful"), client_timeout=2.0) as running:
+    with start(tmp_path_factory.mktemp("forgetful"), client_timeout=5.0) as running:
         yield running
 
 
