@@ -21,13 +21,13 @@ from steelyard.composition.aggregate import Aggregator, combine
 from steelyard.composition.auxiliary import Deposits, begin_collecting, end_collecting
 from steelyard.composition.composed_call import ComposedCall
 from steelyard.composition.evaluate import Evaluator
-from steelyard.composition.events import TOLD, CallEvents
+from steelyard.composition.events import CALL_EVENTS, CallEvents
 from steelyard.composition.inputs import (
     Inputs,
     call_term,
-    differentiable,
-    settled,
-    stays_in_graph,
+    requiring_grad,
+    runs_in_graph,
+    widened,
 )
 from steelyard.composition.lookup import gather
 from steelyard.composition.named import Named, Reads, base_of, itself, spec_of, specs_of, term
@@ -264,7 +264,7 @@ class CompositeLoss(nn.Module):
         settings = self._terms.settings
         self._tracked = settings.track_grad_norms and self._step % self._track_every == 0
         reads_gradients = self._tracked or settings.aggregator.reads_gram
-        self._traceable = not reads_gradients and all(stays_in_graph(t.spec) for t in self._due)
+        self._traceable = not reads_gradients and all(runs_in_graph(t.spec) for t in self._due)
         self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
         self._read_aux = {name for spec in self.specs for name in _aux_of(spec)}
         weights = [each.spec.weight_at(self._step) for each in self._due]
@@ -283,7 +283,7 @@ class CompositeLoss(nn.Module):
         settings, tracked = self._terms.settings, self._tracked
         aggregator = settings.aggregator
         events = None
-        if telemetry.listening(*TOLD):
+        if telemetry.listening(*CALL_EVENTS):
             data, count = inputs.get("data"), len(self.specs)
             events = CallEvents(self._terms.model_id, data, count, tracked=tracked)
         try:
@@ -322,7 +322,7 @@ class CompositeLoss(nn.Module):
         return total
 
     def _targets(self, inputs: Mapping[str, Any]) -> list[Tensor]:
-        return differentiable(inputs if self._wrt is None else self._wrt)
+        return requiring_grad(inputs if self._wrt is None else self._wrt)
 
     def _last_call(self) -> ComposedCall:
         if self._last is None:
@@ -375,7 +375,7 @@ def _traced(term: Term, weight: Tensor, inputs: Mapping[str, Any]) -> TermResult
     returned = call_term(term.spec, inputs)
     loss, custom = returned if isinstance(returned, tuple) else (returned, {})
     kept = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (custom or {}).items()}
-    value = settled(term.spec, loss.reshape(()))
+    value = widened(term.spec, loss.reshape(()))
     return TermResult(term, weight, space=("inputs",), value=value, custom=kept)
 
 

@@ -78,16 +78,16 @@ class Evaluator:
         """
         inputs = self._inputs
         spaces = [inputs.space(term) for term in terms]
-        stay = [inputs.stays(term) for term in terms]
+        in_graph = [inputs.in_graph(term) for term in terms]
         results = [
             TermResult(
                 term,
                 term.weight_at(step),
-                "inline" if stays and inputs.keeps_terms else term.place(),
+                "inline" if stays and inputs.inline_by_default else term.place(),
                 space,
                 stays,
             )
-            for term, stays, space in zip(terms, stay, spaces, strict=True)
+            for term, stays, space in zip(terms, in_graph, spaces, strict=True)
         ]
         groups = self._groups(results, tracked=tracked)
         grouped = [result for group in groups for result in group]
@@ -107,7 +107,7 @@ class Evaluator:
             if jobs:
                 batch = batch or stack.enter_context(self._batch(jobs))
                 gather(jobs, batch, self._accept, self.fail)
-        self._judge(results)
+        self._check_results(results)
         return results
 
     def run_inline(self, result: TermResult) -> None:
@@ -117,7 +117,7 @@ class Evaluator:
             self._events.term_started(result)
         began = perf_counter()
         try:
-            if result.stays:
+            if result.in_graph:
                 loss, result.custom = split_metrics(term.name, inputs.call(term))
                 result.value = as_scalar(term.name, loss)
                 inputs.differentiate(result)
@@ -237,7 +237,7 @@ class Evaluator:
         result.term.facts.duration = evaluation.duration
         self._inputs.accept(result, evaluation)
 
-    def _judge(self, results: Sequence[TermResult]) -> None:
+    def _check_results(self, results: Sequence[TermResult]) -> None:
         """Drop terms whose value is not finite, and complain of those without a gradient."""
         ran = [result for result in results if result.skipped is None]
         if self._check:

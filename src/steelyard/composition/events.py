@@ -12,7 +12,7 @@ from steelyard.errors import TermError
 from steelyard.output import CustomLossOutput
 from steelyard.telemetry import events
 
-TOLD = tuple(event for event in events.ALL if not event.startswith("steelyard.penalties."))
+CALL_EVENTS = tuple(event for event in events.ALL if not event.startswith("steelyard.penalties."))
 _WITH_NUMBERS = (
     events.CUSTOM_LOSS_STOP,
     events.GRADIENT,
@@ -22,7 +22,7 @@ _WITH_NUMBERS = (
 
 
 class CallEvents:
-    """The events of one call; made only if somebody is attached to one of `TOLD`."""
+    """The events of one call; made only if somebody is attached to one of `CALL_EVENTS`."""
 
     def __init__(
         self, model_id: str | None, data: object, regularizer_count: int, *, tracked: bool

@@ -51,11 +51,11 @@ class Inputs:
         fuse_base: whether the base loss may be computed together with terms.
 
     Attributes:
-        keeps_terms: whether terms run inline unless they have to leave the graph, since they
+        inline_by_default: whether terms run inline unless they have to leave the graph, since they
             may close over something that is trained as well.
     """
 
-    keeps_terms = True
+    inline_by_default = True
     _flat: tuple[Layout, Tensor] | None = None
 
     def __init__(
@@ -74,11 +74,11 @@ class Inputs:
     @cached_property
     def source(self) -> str | None:
         """What terms should depend on, in words; None if nothing requires a gradient."""
-        return "what it reads" if differentiable(self.named) else None
+        return "what it reads" if requiring_grad(self.named) else None
 
-    def stays(self, term: Term) -> bool:
+    def in_graph(self, term: Term) -> bool:
         """Whether a term stays in the graph when it runs inline."""
-        return stays_in_graph(term.spec)
+        return runs_in_graph(term.spec)
 
     def space(self, term: Term) -> tuple[str, ...]:  # noqa: ARG002 - all terms have the same
         """The names of what the term's norm is with respect to."""
@@ -91,7 +91,7 @@ class Inputs:
     def differentiate(self, result: TermResult) -> None:
         """Keep the graph for the caller's backward pass; find the gradient if norms are wanted."""
         assert result.value is not None  # noqa: S101 - for mypy: the caller has set it
-        result.value = settled(result.term.spec, result.value)
+        result.value = widened(result.term.spec, result.value)
         result.method = "autograd" if result.value.requires_grad else None
         if not self._targets or result.method is None:
             return
@@ -111,7 +111,7 @@ class Inputs:
         floats: LogProbs
         if not isinstance(fn, Reads):
             data, floats = self.named["data"], self.named["logprobs"]
-            if gradient != "score" and not self._flat and not differentiable([floats, extra]):
+            if gradient != "score" and not self._flat and not requiring_grad([floats, extra]):
                 gradient = "none"
         elif gradient == "score":  # it reads the data and their log-probs, by whatever name
             (data, floats), keywords = fn.arguments(self.named)
@@ -227,7 +227,7 @@ class Inputs:
         if term.name not in self._logit_calls:
             spec, call = term.spec, None
             may = spec.gradient != "none" and (self._fuse_base or not term.is_base)
-            if may and self.stays(term):
+            if may and self.in_graph(term):
                 args, keywords = spec.fn.arguments(self.named)
                 call = LogitCall.of(term.name, spec.fn.fn, args, keywords, options=spec.options)
             self._logit_calls[term.name] = call
@@ -238,7 +238,7 @@ class FlatInputs(Inputs):
     """The log-probs as one flat leaf, which all terms share; extra inputs are leaves beside it."""
 
     source = "the log-probs"
-    keeps_terms = False
+    inline_by_default = False
     _flat: tuple[Layout, Tensor]
 
     def __init__(
@@ -251,13 +251,13 @@ class FlatInputs(Inputs):
         named = {"data": data, "logprobs": layout.split(self._leaf), **self._extra}
         super().__init__(named, LOGPROBS)
 
-    def stays(self, term: Term) -> bool:
+    def in_graph(self, term: Term) -> bool:
         """Whether autograd differentiates the term."""
         return term.spec.gradient in ("auto", "autograd")
 
     def space(self, term: Term) -> tuple[str, ...]:
         """The extra inputs of a term that has some, else the log-probs."""
-        return (term.spec.needs if self.stays(term) else ()) or (LOGPROBS,)
+        return (term.spec.needs if self.in_graph(term) else ()) or (LOGPROBS,)
 
     def differentiate(self, result: TermResult) -> None:
         """Differentiate a value at once, so that its graph need not be kept."""
@@ -290,7 +290,7 @@ class FlatInputs(Inputs):
         return split_gradient(total, self._leaf, extra)[1]
 
 
-def stays_in_graph(spec: RegularizerSpec) -> bool:
+def runs_in_graph(spec: RegularizerSpec) -> bool:
     """Whether a term needs neither another thread nor an estimated gradient."""
     return (
         spec.run_in in ("auto", "inline")
@@ -308,14 +308,14 @@ def call_term(spec: RegularizerSpec, named: Mapping[str, Any]) -> Any:
     return spec.call(named["data"], named["logprobs"], **spec.options, **extra)
 
 
-def settled(spec: RegularizerSpec, value: Tensor) -> Tensor:
+def widened(spec: RegularizerSpec, value: Tensor) -> Tensor:
     """The value in float32 or more, since a sum of halves would lose the small terms."""
     if value.dtype not in (torch.float32, torch.float64):
         value = value.float()
     return value.detach() if spec.gradient == "none" else value
 
 
-def differentiable(nest: object) -> list[Tensor]:
+def requiring_grad(nest: object) -> list[Tensor]:
     """The tensors in a nest that a gradient can flow to, each once."""
     if not torch.is_grad_enabled():
         return []

@@ -15,7 +15,7 @@ import torch
 from steelyard import telemetry
 from steelyard.composition.aggregate import Combined, build_output, combine
 from steelyard.composition.evaluate import Evaluator
-from steelyard.composition.events import TOLD, CallEvents
+from steelyard.composition.events import CALL_EVENTS, CallEvents
 from steelyard.composition.inputs import LOGPROBS, FlatInputs
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term
@@ -141,7 +141,7 @@ class Pipeline(TermSet):
         stop: SimpleQueue[Ticket | None] | None,
     ) -> CustomLossOutput:
         terms, events = self._terms, None
-        if telemetry.listening(*TOLD):
+        if telemetry.listening(*CALL_EVENTS):
             tracked = self._settings.track_grad_norms
             events = CallEvents(self.model_id, data, len(terms), tracked=tracked)
         try:

@@ -173,7 +173,7 @@ class TermResult:
         weight: its weight at this step; a tensor inside a compiled function.
         place: where it ran.
         space: the names of what its norm is with respect to.
-        stays: whether it stays in the graph of the inputs when it runs inline.
+        in_graph: whether it stays in the graph of the inputs when it runs inline.
         value: a scalar, with the caller's graph where there is one; None if it was isolated.
         number: the value as a float, once it was read from its device.
         custom: the metrics it returned.
@@ -190,7 +190,7 @@ class TermResult:
     weight: float | Tensor
     place: str = "inline"
     space: tuple[str, ...] = ()
-    stays: bool = True
+    in_graph: bool = True
     value: Tensor | None = None
     number: float | None = None
     custom: Mapping[str, Any] = field(default_factory=dict)
