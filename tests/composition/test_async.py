@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -40,13 +39,16 @@ def test_compute_works_inside_a_running_loop() -> None:
     assert asyncio.run(main()) == compute([], LOGPROBS, nll, regularizers=SPECS).loss_total
 
 
+released = threading.Event()
+
+
 def blocking(_: Any, logprobs: list[Tensor]) -> Tensor:
-    time.sleep(0.3)
+    assert released.wait(25)
     return logprobs[0].sum()
 
 
 async def rude(_: Any, logprobs: list[Tensor]) -> Tensor:
-    time.sleep(0.3)  # noqa: ASYNC251 - the point of it
+    assert released.wait(25)  # it blocks its own loop: the point of it
     return logprobs[0].sum()
 
 
@@ -56,10 +58,13 @@ def test_acompute_never_blocks_the_callers_loop(spec: tuple[Any, Any]) -> None:
     pipeline = Pipeline(nll, [RegularizerSpec(fn, 1.0, "t", run_in=run_in)])
 
     async def main() -> int:
+        released.clear()
         turns = 0
         task = asyncio.create_task(pipeline.acompute([], LOGPROBS))
         while not task.done():
             turns += 1
+            if turns > 10:  # the term waits for it: a loop that is blocked never gets here
+                released.set()
             await asyncio.sleep(0.005)
         await task
         return turns

@@ -113,7 +113,7 @@ def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, lane
 
 
 def test_the_timeout_counts_from_the_start_not_from_the_queue(workers: Workers) -> None:
-    tickets = [Ticket(f"t{i}", "thread", time.sleep, (0.15,), 0.3) for i in range(4)]
+    tickets = [Ticket(f"t{i}", "thread", time.sleep, (0.9,), 3.0) for i in range(4)]
     run(workers, tickets, width=1)
     for t in tickets:
         assert t.result() is None
