@@ -79,6 +79,7 @@ def check_gradient(term: str, row: Row) -> None:
             check_finite(term, worst, "gradient")
 
 
+@_quietly
 def weighted_sum(weights: Sequence[float], rows: Sequence[Row]) -> list[Tensor | None]:
     """Σ weight · row, entry by entry; None where no row has a gradient."""
     return [_sum_of_column(weights, column) for column in zip(*rows, strict=True)]
@@ -116,10 +117,17 @@ def _sum_of_column(weights: Sequence[float], column: Row) -> Tensor | None:
     if not pairs:
         return None
     (weight, first), *rest = pairs
-    total = first * weight
+    if not _suits_numpy(first):
+        total = first * weight
+        for w, x in rest:
+            total.add_(x, alpha=w)
+        return total
+    summed = first.numpy() * weight
+    scaled = np.empty_like(summed)
     for w, x in rest:
-        total.add_(x, alpha=w)
-    return total
+        np.multiply(x.numpy(), w, out=scaled)
+        summed += scaled
+    return torch.from_numpy(summed)
 
 
 def _inner_products(rows: Sequence[Row]) -> list[list[float]]:
