@@ -31,7 +31,7 @@ def count(_: Any, logprobs: list[Tensor]) -> Tensor:
 
 
 def round_trip(workers: Workers, lane: Any, payload: object, reply_bytes: int = 0) -> Timing:
-    """Running `nothing` in a lane that is warm."""
+    """RunningServer `nothing` in a lane that is warm."""
 
     def once() -> None:
         ticket = Ticket("nothing", lane, nothing, (payload,), 30.0, reply_bytes=reply_bytes)

@@ -225,9 +225,9 @@ def test_every_pair_of_folders_is_held_to_the_table(folder: str, form: str) -> N
 @pytest.mark.parametrize(
     ("folder", "line"),
     [
-        ("engine", "from steelyard.cli.rows import rows_of"),
-        ("clients", "from steelyard.experiment.loop import train"),
-        ("regularizers", "from steelyard.engine.server.desk import Desk"),
+        ("engine", "from steelyard.cli.term_table import rows_of"),
+        ("clients", "from steelyard.experiment.training_loop import train"),
+        ("regularizers", "from steelyard.engine.server.state import Desk"),
         ("engine", "from steelyard.integrations.torch import CompositeLoss"),
         ("cli", "from steelyard.spec.numbers import is_whole"),
     ],
@@ -264,7 +264,7 @@ def test_a_line_planted_in_any_file_of_a_folder_is_found(folder: str, line: str)
         ("engine.x", "from steelyard.penalties._arrays import Array"),
         ("engine.x", "from steelyard.penalties import _arrays"),
         ("cli.x", "from steelyard.engine.server import serve"),
-        ("cli.x", "from steelyard.engine.server.desk import Desk"),
+        ("cli.x", "from steelyard.engine.server.state import Desk"),
         ("cli.x", "from steelyard.experiment import loop"),
         ("cli.x", "from steelyard.experiment.report.page import page"),
     ],

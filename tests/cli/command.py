@@ -16,7 +16,7 @@ import json, os, resource, sys, warnings
 import torch, transformers, peft, tinker
 import transformers.models.llama.modeling_llama, tokenizers
 import steelyard.cli.app, steelyard.engine, steelyard.experiment, steelyard.regularizers.reference
-import steelyard.cli.watching, steelyard.regularizers.stateful
+import steelyard.cli.display, steelyard.regularizers.stateful
 
 def child(asked):
     os.setsid()

@@ -8,7 +8,7 @@ import torch
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.composition import CompositeLoss, term
 from steelyard.composition.aggregate import WeightedSum
-from steelyard.composition.evaluate import Evaluator, Settings
+from steelyard.composition.evaluate import Evaluator, EvaluatorSettings
 from steelyard.composition.inputs import FlatInputs
 from steelyard.composition.terms import Term
 from steelyard.errors import GradientError
@@ -29,7 +29,7 @@ def test_terms_may_read_different_logprobs(run_in: Any) -> None:
 
 @pytest.mark.parametrize("run_in", ["inline", "thread"])
 def test_an_evaluator_gives_a_result_for_each_term(run_in: Any) -> None:
-    settings = Settings(
+    settings = EvaluatorSettings(
         track_grad_norms=False,
         parallel=True,
         timeout=30.0,

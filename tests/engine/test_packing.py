@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.engine import LocalServiceClient, LocalTrainingClient
-from steelyard.engine.packing import ROW, Packing, Slot, pack
+from steelyard.engine.packing import ROW, PackedSequence, Packing, pack
 
 from .data import datum, logprobs, ragged, train
 
@@ -66,7 +66,7 @@ def test_padding_is_less_than_the_tokens_and_one_row(lengths: list[int], limit: 
 
 def test_short_sequences_share_rows() -> None:
     assert pack([100] * 5, 10_000) == [
-        Packing(1, 500, tuple(Slot(i, 0, 100 * i, 100 * i + 100) for i in range(5)))
+        Packing(1, 500, tuple(PackedSequence(i, 0, 100 * i, 100 * i + 100) for i in range(5)))
     ]
 
 

@@ -13,12 +13,12 @@ from tinker import types
 from torch import Tensor
 
 from steelyard import RegularizerSpec, regularize
-from steelyard.engine import LocalServiceClient, LocalTrainingClient, run, tiny
-from steelyard.engine.examples import read_examples
-from steelyard.engine.run import Pulls
+from steelyard.engine import LocalServiceClient, LocalTrainingClient, forward, tiny
+from steelyard.engine.datum_tensors import read_examples
+from steelyard.engine.forward import OutputGradients
 from steelyard.errors import InputError, TermError
 from steelyard.penalties.from_logits import Projection, compose_logits, entropy
-from steelyard.penalties.from_logits import _projected as projected
+from steelyard.penalties.from_logits import _projection_inputs as projected
 from tests.seeing import Seen
 
 from .data import by_hand, close, datum, ragged, same, train
@@ -29,7 +29,7 @@ DATA = ragged(3, LENGTHS)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_ELSEWHERE", 7 * tiny.VOCABULARY)  # 76 tokens
+    monkeypatch.setattr(forward, "_ELSEWHERE", 7 * tiny.VOCABULARY)  # 76 tokens
     monkeypatch.setattr(projected, "_ELSEWHERE", 5 * tiny.VOCABULARY)
 
 
@@ -146,7 +146,7 @@ def test_a_step_makes_the_logits_of_a_chunk_alone(need: str) -> None:
                 pulls = list(torch.autograd.grad(spread(given), leaves))
             by_logprobs = [torch.ones_like(found["logprobs"]) for found in opened.found]
             pulled: dict[str, Any] = {need: pulls}
-            trainer.close(opened, Pulls(by_logprobs, **pulled))
+            trainer.close(opened, OutputGradients(by_logprobs, **pulled))
         return seen.rows.get(tiny.VOCABULARY, 0)
 
     rows = client._host.later(step).result()

@@ -8,9 +8,9 @@ import pytest
 
 from steelyard.errors import ConfigError
 from steelyard.experiment import check_config, example_config, read_config
-from steelyard.experiment.complaints import place
-from steelyard.experiment.terms import build_terms
-from steelyard.experiment.weights import SCHEDULES, check_weight, schedule_of
+from steelyard.experiment.build_terms import build_terms
+from steelyard.experiment.config_errors import place
+from steelyard.experiment.config_weights import SCHEDULES, check_weight, schedule_of
 from steelyard.spec import schedules
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from steelyard.cli.rows import rows_of
+from steelyard.cli.term_table import rows_of
 from steelyard.experiment.flags import FLAGS, flags_of
 from steelyard.experiment.report.findings import TermFinding, findings
-from steelyard.experiment.report.folders import Run
+from steelyard.experiment.report.load import LoadedRun
 
 TRACKED = [False, True]
 WEIGHTS = [0.0, 0.5]
@@ -39,7 +39,7 @@ def line(
 def in_report(*lines: dict[str, Any]) -> TermFinding:
     """The only term of a run with these lines."""
     rows = [{**each, "step": step} for step, each in enumerate(lines)]
-    (found,) = findings(Run("run", Path(), {}, rows)).terms
+    (found,) = findings(LoadedRun("run", Path(), {}, rows)).terms
     return found
 
 

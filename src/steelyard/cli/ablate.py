@@ -25,7 +25,7 @@ def ablate(
 ) -> None:
     """Train with all terms, without each one, and with none; compare."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
-    from steelyard.cli.watching import watched  # noqa: PLC0415 - as above
+    from steelyard.cli.display import watched  # noqa: PLC0415 - as above
 
     chosen = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
     read = experiment.read_config(config, chosen)

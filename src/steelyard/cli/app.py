@@ -15,7 +15,7 @@ from steelyard._version import __version__
 from steelyard.cli.ablate import ablate
 from steelyard.cli.config import app as config
 from steelyard.cli.demo import demo
-from steelyard.cli.failures import report as fail
+from steelyard.cli.exit_codes import report as fail
 from steelyard.cli.models import app as models
 from steelyard.cli.report import report
 from steelyard.cli.serve import serve

@@ -19,7 +19,7 @@ def demo(
     ] = None,
 ) -> None:
     """Train a small model with five terms of five kinds, and write a report."""
-    from steelyard.cli.watching import fresh_folder, watched  # noqa: PLC0415 - takes seconds
+    from steelyard.cli.display import fresh_folder, watched  # noqa: PLC0415 - takes seconds
     from steelyard.experiment.demo import run_demo  # noqa: PLC0415 - as above
 
     folder = run or fresh_folder(Path("demo"))

@@ -26,7 +26,7 @@ def train(
 ) -> None:
     """Train, as a config says."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
-    from steelyard.cli.watching import fresh_folder, watched  # noqa: PLC0415 - as above
+    from steelyard.cli.display import fresh_folder, watched  # noqa: PLC0415 - as above
 
     chosen = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
     read = experiment.read_config(config, chosen)
@@ -39,7 +39,7 @@ def resume(
 ) -> None:
     """Go on with a run from its last checkpoint."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
-    from steelyard.cli.watching import watched  # noqa: PLC0415 - as above
+    from steelyard.cli.display import watched  # noqa: PLC0415 - as above
 
     _end(watched(lambda watch, stop: experiment.resume(run, watch=watch, stop=stop)))
 

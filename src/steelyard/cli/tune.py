@@ -24,7 +24,7 @@ def tune(
 ) -> None:
     """Search for the weights that a config leaves open."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
-    from steelyard.cli.watching import watched  # noqa: PLC0415 - as above
+    from steelyard.cli.display import watched  # noqa: PLC0415 - as above
 
     chosen = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
     chosen += [] if trials is None else [f"tune.trials={trials}"]

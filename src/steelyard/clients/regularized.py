@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from steelyard.clients import states
-from steelyard.clients.passes import Pass, TwoPasses
+from steelyard.clients import state_io
+from steelyard.clients.client_pass import ClientPass, TwoPasses
 from steelyard.composition import Pipeline
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.execution import Workers
@@ -193,7 +193,7 @@ class RegularizedClient:
         Raises:
             StateError: a term remembers something that JSON cannot hold.
         """
-        terms = {name: states.encode(name, t.state_dict()) for name, t in self._stateful.items()}
+        terms = {name: state_io.encode(name, t.state_dict()) for name, t in self._stateful.items()}
         return {"optim_steps": self.optim_steps, "terms": {**self._waiting, **terms}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,7 +219,7 @@ class RegularizedClient:
         Raises:
             CheckpointError: the disk refuses.
         """
-        states.write(path, self.state_dict())
+        state_io.write(path, self.state_dict())
 
     def load_pipeline_state(self, path: str | Path) -> None:
         """Take back what `save_pipeline_state` wrote.
@@ -227,12 +227,12 @@ class RegularizedClient:
         Raises:
             CheckpointError: it is not there, or is something else.
         """
-        self.load_state_dict(states.read(path))
+        self.load_state_dict(state_io.read(path))
 
-    def _open_pass(self, data: Sequence[Any], needs: Sequence[str]) -> Pass:
+    def _open_pass(self, data: Sequence[Any], needs: Sequence[str]) -> ClientPass:
         """A forward pass of the client: one that it keeps open, or the first of two."""
         if hasattr(self.client, "open_pass"):
-            opened: Pass = self.client.open_pass(data, needs)
+            opened: ClientPass = self.client.open_pass(data, needs)
             return opened
         return TwoPasses(self.client, data)
 
@@ -282,7 +282,7 @@ class RegularizedClient:
 
     def _restore(self, name: str, term: Stateful) -> None:
         if name in self._waiting:
-            term.load_state_dict(states.decode(self._waiting.pop(name)))
+            term.load_state_dict(state_io.decode(self._waiting.pop(name)))
 
 
 def _holds(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:
@@ -292,7 +292,7 @@ def _holds(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -
     return len(given) == len(there) and all(a is b for a, b in zip(given, there, strict=True))
 
 
-def _submitted(opened: Pass, output: CustomLossOutput) -> Any:
+def _submitted(opened: ClientPass, output: CustomLossOutput) -> Any:
     def finished(given: Any) -> CustomLossOutput:
         """The output with every field of the client's."""
         metrics = dict(given.metrics)

@@ -7,9 +7,9 @@ their results. The core has two faces: `Pipeline` on one flat vector of log-prob
 """
 
 from steelyard.composition.aggregate import Aggregator, WeightedSum
-from steelyard.composition.auxiliary import Deposits, aux_loss, collect_aux
+from steelyard.composition.auxiliary_losses import Deposits, aux_loss, collect_aux
 from steelyard.composition.composite import CompositeLoss, Share, TermLike
-from steelyard.composition.named import Reads, itself, reads, term
+from steelyard.composition.input_names import Reads, itself, reads, term
 from steelyard.composition.pipeline import Pipeline, acompute, compute
 from steelyard.composition.terms import DetachedTermWarning, TermResult
 

@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from steelyard import telemetry
 from steelyard.composition.aggregate import Aggregator, combine
-from steelyard.composition.auxiliary import Deposits, begin_collecting, end_collecting
-from steelyard.composition.composed_call import ComposedCall
+from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
+from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.evaluate import Evaluator
-from steelyard.composition.events import CALL_EVENTS, CallEvents
+from steelyard.composition.input_lookup import gather
+from steelyard.composition.input_names import Named, Reads, base_of, itself, spec_of, specs_of, term
 from steelyard.composition.inputs import (
     Inputs,
     call_term,
@@ -29,8 +30,7 @@ from steelyard.composition.inputs import (
     runs_in_graph,
     widened,
 )
-from steelyard.composition.lookup import gather
-from steelyard.composition.named import Named, Reads, base_of, itself, spec_of, specs_of, term
+from steelyard.composition.lazy_output import LazyOutput
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import InputError, SpecError
@@ -128,7 +128,7 @@ class CompositeLoss(nn.Module):
         self._track_every = track_every
         self._unweighed: set[str] = set()
         self._deposits: Deposits = {}
-        self._last: ComposedCall | None = None
+        self._last: LazyOutput | None = None
         self._base_module = base if isinstance(base, nn.Module) else None
         self.register_buffer("_weights", torch.zeros(0), persistent=False)
         self._weights: Tensor
@@ -307,7 +307,7 @@ class CompositeLoss(nn.Module):
             result.gradients, result.group = {}, None
         kept = replace(combined, totals={}) if combined is not None and tracked else None
         # Not by nn.Module's own way, which looks for parameters and takes as long as a term.
-        self.__dict__["_last"] = last = ComposedCall(results, self._not_run, kept)
+        self.__dict__["_last"] = last = LazyOutput(results, self._not_run, kept)
         if events is not None and events.wants_numbers():
             events.stop(results, last.output, began)
         return total
@@ -318,13 +318,13 @@ class CompositeLoss(nn.Module):
         total = _added(results, self.share, {})
         for result in results:
             result.value = None if result.value is None else result.value.detach()
-        self._last = ComposedCall(results, self._not_run)
+        self._last = LazyOutput(results, self._not_run)
         return total
 
     def _targets(self, inputs: Mapping[str, Any]) -> list[Tensor]:
         return requiring_grad(inputs if self._wrt is None else self._wrt)
 
-    def _last_call(self) -> ComposedCall:
+    def _last_call(self) -> LazyOutput:
         if self._last is None:
             raise InputError("output is that of the last call, and there was none: call it first.")
         return self._last

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from time import perf_counter
 
 from steelyard.composition.aggregate import Aggregator, read_numbers
-from steelyard.composition.events import CallEvents
+from steelyard.composition.call_events import CallEvents
 from steelyard.composition.inputs import Inputs
 from steelyard.composition.offload import Job, gather, job_for
 from steelyard.composition.terms import Term, TermResult
@@ -30,7 +30,7 @@ from steelyard.gradients import (
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvaluatorSettings:
     """How terms run."""
 
     track_grad_norms: bool
@@ -55,7 +55,7 @@ class Evaluator:
     def __init__(
         self,
         inputs: Inputs,
-        settings: Settings,
+        settings: EvaluatorSettings,
         workers: Workers | None,
         events: CallEvents | None,
         stop: SimpleQueue[Ticket | None] | None = None,

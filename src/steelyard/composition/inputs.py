@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.composition.named import Named, Reads
+from steelyard.composition.input_names import Named, Reads
 from steelyard.composition.terms import Group, Term, TermResult
 from steelyard.gradients import (
     Evaluation,

@@ -14,8 +14,8 @@ import torch
 
 from steelyard import telemetry
 from steelyard.composition.aggregate import Combined, build_output, combine
+from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.evaluate import Evaluator
-from steelyard.composition.events import CALL_EVENTS, CallEvents
 from steelyard.composition.inputs import LOGPROBS, FlatInputs
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term

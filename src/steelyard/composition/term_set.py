@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from steelyard.composition.aggregate import Aggregator, aggregator_of
-from steelyard.composition.evaluate import Settings
+from steelyard.composition.evaluate import EvaluatorSettings
 from steelyard.composition.terms import Facts, Term
 from steelyard.errors import SpecError, StateError
 from steelyard.execution import Workers, default_workers
@@ -50,7 +50,7 @@ class TermSet:
             raise SpecError(
                 f"max_concurrency must be a whole number >= 1 or None, got {max_concurrency!r}."
             )
-        self._settings = Settings(
+        self._settings = EvaluatorSettings(
             track_grad_norms=track_grad_norms,
             parallel=parallel,
             timeout=check_timeout(timeout, "the pipeline"),
@@ -79,7 +79,7 @@ class TermSet:
         return tuple(term.spec for term in self._terms)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> EvaluatorSettings:
         """How the terms run."""
         return self._settings
 

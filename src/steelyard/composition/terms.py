@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from steelyard.composition.named import Reads
+from steelyard.composition.input_names import Reads
 from steelyard.errors import TermBusyError, TermError
 from steelyard.execution import Ticket
 from steelyard.gradients import Fusable, Joint, Method, Row

@@ -10,11 +10,11 @@ queue the work; `trainer` packs sequences into rows (`packing`), runs them forwa
 from steelyard._extras import cure as _cure
 
 try:
-    from steelyard.engine.sampling import LocalSamplingClient
+    from steelyard.engine.model_sources import KNOWN_MODELS, find_model, model_folder
+    from steelyard.engine.sampling_client import LocalSamplingClient
     from steelyard.engine.server.serving import serve
-    from steelyard.engine.service import LocalServiceClient
-    from steelyard.engine.sources import KNOWN_MODELS, find_model, model_folder
-    from steelyard.engine.training import LocalTrainingClient
+    from steelyard.engine.service_client import LocalServiceClient
+    from steelyard.engine.training_client import LocalTrainingClient
 except ModuleNotFoundError as error:
     raise _cure("steelyard.engine", error, extra="engine") from error
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from steelyard.engine.adapter import ALPHA, Adapter, LoraSettings
-from steelyard.engine.examples import Limits
-from steelyard.engine.sources import Source
+from steelyard.engine.datum_tensors import DatumLimits
+from steelyard.engine.model_sources import Source
 from steelyard.errors import InputError
 from steelyard.penalties.from_logits.lm_head import overheard
 
@@ -54,10 +54,10 @@ class Model:
         self._active: str | None = None
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> DatumLimits:
         """The sizes of its vocabulary and of its context."""
         context = getattr(self.config, "max_position_embeddings", None) or 2**31
-        return Limits(self.config.vocab_size, context)
+        return DatumLimits(self.config.vocab_size, context)
 
     @cached_property
     def packs(self) -> bool:

@@ -13,7 +13,7 @@ ROW = 512
 
 
 @dataclass(frozen=True)
-class Slot:
+class PackedSequence:
     """Where a sequence lies: which one, in which row, from where to where."""
 
     index: int
@@ -28,7 +28,7 @@ class Packing:
 
     rows: int
     length: int
-    slots: tuple[Slot, ...]
+    slots: tuple[PackedSequence, ...]
 
     def fill(self, tensors: Sequence[Tensor], value: float = 0) -> Tensor:
         """`[rows, length, ...]` with each sequence's tensor in its place, `value` elsewhere."""
@@ -94,6 +94,6 @@ def _packing(rows: Sequence[Sequence[int]], length: int, lengths: Sequence[int])
     for row, indices in enumerate(rows):
         start = 0
         for index in indices:
-            slots.append(Slot(index, row, start, start + lengths[index]))
+            slots.append(PackedSequence(index, row, start, start + lengths[index]))
             start += lengths[index]
     return Packing(len(rows), length, tuple(slots))

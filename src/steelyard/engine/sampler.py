@@ -51,7 +51,7 @@ class _Sample:
     reason: types.StopReason | None = None
 
 
-class Sampler:
+class TokenSampler:
     """Draws from a model with an adapter, or from the base model."""
 
     def __init__(self, model: Model, adapter: Adapter | None) -> None:

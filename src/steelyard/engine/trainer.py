@@ -11,12 +11,12 @@ from tinker import types
 from torch import Tensor
 
 from steelyard.engine.adapter import Adapter
-from steelyard.engine.examples import Example
-from steelyard.engine.losses import Loss
+from steelyard.engine.datum_tensors import DatumTensors
+from steelyard.engine.forward import MADE, ForwardResult, OutputGradients, forward
+from steelyard.engine.memory import TokenBudget
 from steelyard.engine.model import Model
+from steelyard.engine.named_losses import Loss
 from steelyard.engine.packing import Packing, pack
-from steelyard.engine.room import Room
-from steelyard.engine.run import MADE, Pulls, Run, forward
 from steelyard.errors import InputError
 from steelyard.penalties.from_logits import Projection
 from steelyard.penalties.from_logits.lm_head import affine
@@ -36,22 +36,22 @@ class Opened:
         version: of the weights it was made with.
     """
 
-    examples: Sequence[Example]
+    examples: Sequence[DatumTensors]
     found: Sequence[dict[str, Any]]
-    runs: list[Run] | None
+    runs: list[ForwardResult] | None
     version: int
 
 
 class Trainer:
     """An adapter in its model: forward passes, the way back, and steps."""
 
-    def __init__(self, model: Model, adapter: Adapter, room: Room) -> None:
+    def __init__(self, model: Model, adapter: Adapter, room: TokenBudget) -> None:
         self.model = model
         self.adapter = adapter
         self._room = room
 
     def forward(
-        self, examples: Sequence[Example], loss: Loss, settings: Settings
+        self, examples: Sequence[DatumTensors], loss: Loss, settings: Settings
     ) -> types.ForwardBackwardOutput:
         """The loss and the log-probs; no gradient."""
         found = self._room.within(self.adapter, lambda tokens: self._look(examples, tokens))
@@ -59,7 +59,7 @@ class Trainer:
         return _output([f["logprobs"] for f in found], each)
 
     def forward_backward(
-        self, examples: Sequence[Example], loss: Loss, settings: Settings
+        self, examples: Sequence[DatumTensors], loss: Loss, settings: Settings
     ) -> types.ForwardBackwardOutput:
         """The loss, and its gradient gathered; packing by packing."""
 
@@ -76,14 +76,14 @@ class Trainer:
                 pulls: list[Tensor] = [torch.empty(0)] * len(examples)
                 for i, value, slope in zip(inside, losses, slopes, strict=True):
                     each[i], pulls[i] = value, slope
-                total.add(run.pull(Pulls(pulls), self._weights()))
+                total.add(run.pull(OutputGradients(pulls), self._weights()))
             self.adapter.gather(total.gradients)
             return _output([f["logprobs"] for f in found], each)
 
         return self._room.within(self.adapter, work)
 
     def custom(
-        self, examples: Sequence[Example], loss: LossOfLogprobs
+        self, examples: Sequence[DatumTensors], loss: LossOfLogprobs
     ) -> types.ForwardBackwardOutput:
         """A loss of one's own, `logprobs -> (loss, metrics)`, and its gradient gathered.
 
@@ -100,9 +100,9 @@ class Trainer:
             torch.zeros_like(leaf) if slope is None else slope
             for leaf, slope in zip(leaves, slopes, strict=True)
         ]
-        return with_metrics(self.close(opened, Pulls(pulls)), value.item(), metrics)
+        return with_metrics(self.close(opened, OutputGradients(pulls)), value.item(), metrics)
 
-    def open(self, examples: Sequence[Example], needs: Sequence[str]) -> Opened:
+    def open(self, examples: Sequence[DatumTensors], needs: Sequence[str]) -> Opened:
         """A forward pass; its graph is kept for the way back, if there is room for it.
 
         Raises:
@@ -132,7 +132,7 @@ class Trainer:
 
         return self._room.within(self.adapter, work)
 
-    def close(self, opened: Opened, pulls: Pulls) -> types.ForwardBackwardOutput:
+    def close(self, opened: Opened, pulls: OutputGradients) -> types.ForwardBackwardOutput:
         """The way back: gather the gradient that `pulls` make.
 
         If the weights have changed since, or the graphs were not kept or leave no room for the
@@ -164,7 +164,7 @@ class Trainer:
             bias = None if bias is None else bias.to(weight.dtype)
             each["projection"] = Projection(hidden, weight, bias)
 
-    def _through_output_layer(self, pulls: Pulls) -> Sequence[Tensor | None]:
+    def _through_output_layer(self, pulls: OutputGradients) -> Sequence[Tensor | None]:
         """The gradients by way of the output layer's weight, which all data share."""
         pull = pulls.projection[0].weight if pulls.projection else None
         if pull is None:
@@ -174,7 +174,7 @@ class Trainer:
             weight, _ = affine(self.model.output_layer)
         return torch.autograd.grad(weight, self._weights(), pull.to(weight), allow_unused=True)
 
-    def _back(self, runs: list[Run], pulls: Pulls) -> _Sum | None:
+    def _back(self, runs: list[ForwardResult], pulls: OutputGradients) -> _Sum | None:
         """The gradients through kept graphs; None if there is no room for them."""
         total = _Sum(self.adapter)
         self.model.activate(self.adapter)
@@ -186,7 +186,7 @@ class Trainer:
         return total
 
     def _again(
-        self, examples: Sequence[Example], pulls: Pulls, tokens: int
+        self, examples: Sequence[DatumTensors], pulls: OutputGradients, tokens: int
     ) -> tuple[_Sum, Sequence[dict[str, Any]]]:
         """The gradients through graphs made anew, and what the model gave this time."""
         made = [need for need in MADE if getattr(pulls, need) is not None]
@@ -197,16 +197,18 @@ class Trainer:
             total.add(run.pull(pulls, self._weights()))
         return total, found
 
-    def _packed(self, examples: Sequence[Example], tokens: int) -> list[Packing]:
+    def _packed(self, examples: Sequence[DatumTensors], tokens: int) -> list[Packing]:
         lengths = [len(example.tokens) for example in examples]
         return pack(lengths, tokens, shared=self.model.packs)
 
-    def _run(self, examples: Sequence[Example], packing: Packing, needs: Sequence[str] = ()) -> Run:
+    def _run(
+        self, examples: Sequence[DatumTensors], packing: Packing, needs: Sequence[str] = ()
+    ) -> ForwardResult:
         with torch.enable_grad():
             return forward(self.model, self.adapter, examples, packing, needs)
 
     def _look(
-        self, examples: Sequence[Example], tokens: int, needs: Sequence[str] = ()
+        self, examples: Sequence[DatumTensors], tokens: int, needs: Sequence[str] = ()
     ) -> list[dict[str, Any]]:
         found = _nothing(examples)
         with torch.no_grad():
@@ -241,12 +243,12 @@ class _Sum:
                 self.gradients[i] = gradient if so_far is None else so_far + gradient
 
 
-def _nothing(examples: Sequence[Example]) -> list[dict[str, Any]]:
+def _nothing(examples: Sequence[DatumTensors]) -> list[dict[str, Any]]:
     return [{} for _ in examples]
 
 
 def _losses(
-    logprobs: Sequence[Tensor], examples: Sequence[Example], loss: Loss, settings: Settings
+    logprobs: Sequence[Tensor], examples: Sequence[DatumTensors], loss: Loss, settings: Settings
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The loss of each token of each example, and its slope."""
     each, slopes = [], []

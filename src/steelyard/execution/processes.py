@@ -16,10 +16,10 @@ import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
 from steelyard.errors import ClosedError, UnpicklableError, WorkerDiedError
-from steelyard.execution import worker
+from steelyard.execution import worker_process
 from steelyard.execution.batch import Cancelled, Ticket
 from steelyard.execution.executor import Executor
-from steelyard.execution.spawning import worker_context
+from steelyard.execution.spawn_context import worker_context
 from steelyard.execution.transport import Message, Parcel
 
 
@@ -82,9 +82,9 @@ class ProcessExecutor(Executor):
                 threads = max(1, (os.cpu_count() or 1) // self._processes)
                 self._pool = ProcessPool(
                     max_workers=self._processes + 1,
-                    initializer=worker.prepare,
+                    initializer=worker_process.prepare,
                     initargs=(threads,),
-                    context=worker_context(preload=worker.__name__),
+                    context=worker_context(preload=worker_process.__name__),
                 )
                 # Asking whether it is active starts it.
                 assert self._pool.active  # noqa: S101
@@ -94,7 +94,7 @@ class ProcessExecutor(Executor):
         self._waiting[ticket] = parcel
         try:
             future = self._running_pool().schedule(
-                worker.work, args=(parcel.message, sys.path), timeout=ticket.timeout
+                worker_process.work, args=(parcel.message, sys.path), timeout=ticket.timeout
             )
         except Exception as error:  # noqa: BLE001 - whoever waits for the ticket must hear of it
             self._finish(ticket, parcel, error=error)
@@ -143,7 +143,7 @@ def _answer(
         return None, cannot_travel(term, error, "its result")
     if succeeded:
         return answer, None
-    if isinstance(answer, worker.CannotTravel):
+    if isinstance(answer, worker_process.CannotTravel):
         return None, cannot_travel(term, answer.why, answer.what)
     return None, answer
 

@@ -13,13 +13,12 @@ from steelyard._extras import cure as _cure
 
 try:
     from steelyard.experiment.ablation import Ablation, ablate
-    from steelyard.experiment.checking import check_config
     from steelyard.experiment.config import Config
-    from steelyard.experiment.example import example_config
+    from steelyard.experiment.config_check import check_config
+    from steelyard.experiment.config_io import read_config
+    from steelyard.experiment.example_config import example_config
     from steelyard.experiment.flags import flags_of
-    from steelyard.experiment.folder import RunFolder
-    from steelyard.experiment.loop import Outcome, Watcher, resume, train
-    from steelyard.experiment.reading import read_config
+    from steelyard.experiment.run_dir import RunFolder
     from steelyard.experiment.secrets import redact
     from steelyard.experiment.step_metrics import (
         gradient_shares,
@@ -27,6 +26,7 @@ try:
         skipped_terms,
         terms_that_ran,
     )
+    from steelyard.experiment.training_loop import Outcome, Watcher, resume, train
     from steelyard.experiment.tuning import Tuned, tune
 except ModuleNotFoundError as error:
     raise _cure("steelyard.experiment", error, extra="cli") from error

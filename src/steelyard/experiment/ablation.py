@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.errors import RunError
+from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import Config
-from steelyard.experiment.folder import RunFolder, write_whole
-from steelyard.experiment.loop import Unwatched, Watcher, resume, train
-from steelyard.experiment.side_by_side import run_together
-from steelyard.experiment.terms import build_terms
+from steelyard.experiment.parallel_runs import run_together
+from steelyard.experiment.run_dir import RunFolder, write_whole
+from steelyard.experiment.training_loop import Unwatched, Watcher, resume, train
 
 _HELD_OUT, _TERM = "held_out/loss", "held_out/regularizers/"
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from steelyard.experiment.weights import SCHEDULES, check_rate, check_weight
+from steelyard.experiment.config_weights import SCHEDULES, check_rate, check_weight
 from steelyard.spec import Gradient, OnError, RunIn, is_finite
 
 _SCHEDULE = {

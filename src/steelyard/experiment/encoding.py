@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from tinker import types
 
-from steelyard.experiment.records import Group, Kind
+from steelyard.experiment.data_files import Group, Kind
 
 Piece: TypeAlias = tuple[str, bool]  # text, and whether it is what the model shall learn
 
@@ -18,7 +18,7 @@ _RESERVED = ("target_tokens", "weights")
 _OWN = {"prompt", "completion", "messages", "chosen", "rejected"}
 
 
-class Example(types.Datum):
+class EncodedRecord(types.Datum):
     """A datum that remembers the line it came from.
 
     Numbers of the line are fields of `loss_fn_inputs`; `record` is all of it, text included. It
@@ -120,7 +120,7 @@ class Encoder:
                 f"taken up by the prompt"
             )
         fields: dict[str, Any] = {"target_tokens": tokens[1:], "weights": learned[1:]}
-        example = Example(
+        example = EncodedRecord(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={**fields, **_numbers(record)},
         )

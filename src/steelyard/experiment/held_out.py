@@ -11,8 +11,8 @@ from tinker import types
 
 from steelyard.composition import compute
 from steelyard.experiment.backend import Backend
-from steelyard.experiment.losses import CrossEntropy
-from steelyard.experiment.terms import Terms
+from steelyard.experiment.base_losses import CrossEntropy
+from steelyard.experiment.build_terms import Terms
 from steelyard.spec import RegularizerSpec
 
 

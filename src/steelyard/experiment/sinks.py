@@ -9,7 +9,7 @@ from typing import Any
 
 from steelyard._extras import cure
 from steelyard.experiment.config import Config
-from steelyard.experiment.folder import RunFolder
+from steelyard.experiment.run_dir import RunFolder
 
 _LINE = ("step", "time")
 

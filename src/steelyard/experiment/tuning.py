@@ -11,9 +11,9 @@ from typing import Any
 from steelyard._extras import cure
 from steelyard.errors import ConfigError, TermError
 from steelyard.experiment.config import Config, TuneConfig
-from steelyard.experiment.folder import RunFolder, write_whole
-from steelyard.experiment.loop import Outcome, Unwatched, Watcher, resume, train
-from steelyard.experiment.weights import is_tuned
+from steelyard.experiment.config_weights import is_tuned
+from steelyard.experiment.run_dir import RunFolder, write_whole
+from steelyard.experiment.training_loop import Outcome, Unwatched, Watcher, resume, train
 
 _LOOKS = 5  # how often a trial is measured, where the config does not say
 

@@ -18,13 +18,20 @@ from steelyard.gradients.algebra import (
     split_gradient,
     weighted_sum,
 )
-from steelyard.gradients.data import as_tensor, loss_fn_input
+from steelyard.gradients.datum_fields import as_tensor, loss_fn_input
 from steelyard.gradients.fusable import Fusable, Joint
 from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
 from steelyard.gradients.layout import Layout, LogProbs, flatten, leaf_over
-from steelyard.gradients.nested import Nest, fields_of, filled, leaves_of, mapped, tensors_in
+from steelyard.gradients.nested_tensors import (
+    Nest,
+    fields_of,
+    filled,
+    leaves_of,
+    mapped,
+    tensors_in,
+)
 from steelyard.gradients.numerical import check_count
-from steelyard.gradients.returned import as_scalar, check_finite, split_metrics
+from steelyard.gradients.parse_result import as_scalar, check_finite, split_metrics
 
 __all__ = [
     "Evaluation",

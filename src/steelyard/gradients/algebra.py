@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from steelyard.gradients.nested import Nest, tensors_in
-from steelyard.gradients.returned import check_finite
+from steelyard.gradients.nested_tensors import Nest, tensors_in
+from steelyard.gradients.parse_result import check_finite
 
 Row: TypeAlias = Sequence[Tensor | None]
 # Squares outside this range have lost digits in float32.

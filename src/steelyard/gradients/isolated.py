@@ -17,8 +17,8 @@ from torch import Tensor
 from steelyard.gradients import numerical
 from steelyard.gradients.algebra import Row, check_gradient, split_gradient
 from steelyard.gradients.layout import Layout, LogProbs, leaf_over
-from steelyard.gradients.nested import Nest, leaves_of, mapped
-from steelyard.gradients.returned import as_scalar, check_finite, split_metrics
+from steelyard.gradients.nested_tensors import Nest, leaves_of, mapped
+from steelyard.gradients.parse_result import as_scalar, check_finite, split_metrics
 from steelyard.gradients.score import read_costs, score_gradient
 from steelyard.spec import Gradient
 

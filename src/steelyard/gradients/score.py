@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import GradientError, TermResultError
-from steelyard.gradients.data import as_tensor, loss_fn_input
+from steelyard.gradients.datum_fields import as_tensor, loss_fn_input
 from steelyard.gradients.layout import Layout
 
 

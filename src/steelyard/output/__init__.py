@@ -1,6 +1,6 @@
 """What comes back: the composed loss, the base loss and the regularizers, as plain data."""
 
 from steelyard.output.custom_loss import CustomLossOutput
-from steelyard.output.terms import BaseLossOutput, RegularizerOutput
+from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput
 
 __all__ = ["BaseLossOutput", "CustomLossOutput", "RegularizerOutput"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from steelyard.output.terms import BaseLossOutput, RegularizerOutput
+from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@
 
 from steelyard.penalties.constraints import consistency, orthogonality
 from steelyard.penalties.divergences import entropy, js_divergence, kl_divergence
+from steelyard.penalties.finite_check import validate
 from steelyard.penalties.gradient_penalties import (
     gradient_penalty,
     interpolated_gradient_penalty,
@@ -19,7 +20,6 @@ from steelyard.penalties.gradient_penalties import (
 )
 from steelyard.penalties.pipeline import PenaltyPipeline
 from steelyard.penalties.primitives import elastic_net, l1, l2
-from steelyard.penalties.validation import validate
 
 __all__ = [
     "PenaltyPipeline",

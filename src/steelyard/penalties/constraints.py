@@ -17,9 +17,9 @@ from steelyard.penalties._arrays import (
     gram,
     identity,
 )
-from steelyard.penalties._blocks import by_rows
 from steelyard.penalties._options import class_axis, flag, one_of
 from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
+from steelyard.penalties._row_blocks import by_rows
 from steelyard.penalties.divergences import kl_rows
 from steelyard.penalties.primitives import Reduction
 

@@ -15,9 +15,9 @@ from steelyard.penalties._arrays import (
     log_softmax,
     logaddexp,
 )
-from steelyard.penalties._blocks import by_rows
 from steelyard.penalties._options import class_axis, flag, one_of, positive
 from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
+from steelyard.penalties._row_blocks import by_rows
 from steelyard.penalties.primitives import Reduction
 
 # Stands for log 0: exp gives 0, and 0 · LOG_ZERO is 0 where 0 · (-inf) is NaN. A clamp to it

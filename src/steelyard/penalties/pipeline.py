@@ -11,8 +11,8 @@ from steelyard import telemetry
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array, constant, is_traced
 from steelyard.penalties._options import flag
-from steelyard.penalties._terms import Penalty, PenaltyTerm, TermLike, made_of, term_from
-from steelyard.penalties._weighing import values_and_norms, weighted_sum
+from steelyard.penalties._penalty_term import Penalty, PenaltyTerm, TermLike, made_of, term_from
+from steelyard.penalties._totals import values_and_norms, weighted_sum
 from steelyard.spec import Schedule, listed
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ from steelyard._extras import cure as _cure
 
 if TYPE_CHECKING:
     from steelyard.regularizers.entropy import ConfidencePenalty, Entropy
+    from steelyard.regularizers.external_validation import ExternalValidation
     from steelyard.regularizers.fairness import DemographicParity, EqualizedOdds
     from steelyard.regularizers.logic import LogicalConsistency
     from steelyard.regularizers.preference import DPO, ChosenNLL, SquaredLogRatio
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from steelyard.regularizers.sparsity import L1, L2, ElasticNet
     from steelyard.regularizers.stateful import Adaptive, EMADrift
     from steelyard.regularizers.topology import TopologicalConsistency
-    from steelyard.regularizers.validation import ExternalValidation
     from steelyard.regularizers.vocabulary import WholeVocabulary
 
 __all__ = [  # noqa: RUF022 - sorted as Python sorts
@@ -57,7 +57,7 @@ _LAZY = {
     "ElasticNet": "sparsity",
     "Entropy": "entropy",
     "EqualizedOdds": "fairness",
-    "ExternalValidation": "validation",
+    "ExternalValidation": "external_validation",
     "JSToReference": "reference",
     "KLToReference": "reference",
     "L1": "sparsity",

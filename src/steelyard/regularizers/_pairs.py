@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from steelyard.errors import InputError
-from steelyard.regularizers._tokens import Row, Source
+from steelyard.regularizers._tokens import DatumRow, Source
 
 
-def pairs_of(rows: Sequence[Row], by: Source | None) -> list[tuple[Row, Row]]:
+def pairs_of(rows: Sequence[DatumRow], by: Source | None) -> list[tuple[DatumRow, DatumRow]]:
     """The pairs of a batch, the first of each first: neighbours, or those of one label.
 
     Raises:
@@ -21,7 +21,7 @@ def pairs_of(rows: Sequence[Row], by: Source | None) -> list[tuple[Row, Row]]:
                 f"no partner."
             )
         return list(zip(rows[::2], rows[1::2], strict=True))
-    groups: dict[Hashable, list[Row]] = {}
+    groups: dict[Hashable, list[DatumRow]] = {}
     for row in rows:
         groups.setdefault(row.read_label(by), []).append(row)
     for label, group in groups.items():

@@ -15,7 +15,7 @@ Source: TypeAlias = str | Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class DatumRow:
     """One datum and its log-probs, `[T]` or `[T, K]`.
 
     `mask` is False for tokens whose `loss_fn_inputs["weights"]` are 0; None: all count.
@@ -83,7 +83,7 @@ class Row:
         return int(number) if number == int(number) else number
 
 
-def rows_of(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[Row]:
+def rows_of(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[DatumRow]:
     """The batch, datum by datum.
 
     Raises:
@@ -105,7 +105,7 @@ def rows_of(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[Row
                 f"got {list(tensor.shape)}."
             )
     return [
-        Row(index, datum, tensor, _mask(datum, index, tensor))
+        DatumRow(index, datum, tensor, _mask(datum, index, tensor))
         for index, (datum, tensor) in enumerate(zip(items, tensors, strict=True))
     ]
 

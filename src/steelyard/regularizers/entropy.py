@@ -16,7 +16,7 @@ from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._estimate import with_gradient_of
 from steelyard.regularizers._tail import with_tail
-from steelyard.regularizers._tokens import Row, mean, rows_of
+from steelyard.regularizers._tokens import DatumRow, mean, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Entropy:
             )
         return math.log(self.vocabulary) if self.normalize and self.vocabulary else 1.0
 
-    def _of_classes(self, rows: Sequence[Row]) -> Tensor:
+    def _of_classes(self, rows: Sequence[DatumRow]) -> Tensor:
         """One entropy per token."""
         each = []
         for row in rows:
@@ -153,6 +153,6 @@ class ConfidencePenalty:
         return penalty, {"entropy": mean(entropy).item()}
 
 
-def _of_samples(rows: Sequence[Row]) -> Tensor:
+def _of_samples(rows: Sequence[DatumRow]) -> Tensor:
     flat = torch.cat([row.kept for row in rows])
     return with_gradient_of(-0.5 * mean(flat.square()), value=-mean(flat))

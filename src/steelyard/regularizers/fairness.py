@@ -13,7 +13,7 @@ from torch import Tensor
 from steelyard._extras import require
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import Row, Source, mean, rows_of
+from steelyard.regularizers._tokens import DatumRow, Source, mean, rows_of
 from steelyard.spec import title
 
 Outcome: TypeAlias = Literal["logprob", "prob"]
@@ -161,7 +161,7 @@ def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
 
 
 def _grouped(
-    rows: Sequence[Row], labels: Sequence[Hashable], outcome: Outcome
+    rows: Sequence[DatumRow], labels: Sequence[Hashable], outcome: Outcome
 ) -> Mapping[Hashable, list[Tensor]]:
     groups: dict[Hashable, list[Tensor]] = {}
     for row, label in zip(rows, labels, strict=True):
@@ -178,7 +178,7 @@ def _largest(gaps: Sequence[Tensor]) -> float:
     return max((abs(gap.item()) for gap in gaps), default=0.0)
 
 
-def _penalty(rows: Sequence[Row], gaps: Sequence[Tensor], power: int) -> Tensor:
+def _penalty(rows: Sequence[DatumRow], gaps: Sequence[Tensor], power: int) -> Tensor:
     if not gaps:
         return 0.0 * rows[0].kept.sum()
     each = torch.stack(list(gaps))

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._pairs import pairs_of
-from steelyard.regularizers._tokens import Row, Source, mean, rows_of
+from steelyard.regularizers._tokens import DatumRow, Source, mean, rows_of
 from steelyard.regularizers.reference import REFERENCE
 
 
@@ -82,7 +82,7 @@ class DPO:
         }
         return loss, metrics
 
-    def _log_ratio(self, row: Row) -> Tensor:
+    def _log_ratio(self, row: DatumRow) -> Tensor:
         return (row.kept - row.read_like(self.reference)).sum()
 
 

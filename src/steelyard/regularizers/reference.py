@@ -17,7 +17,7 @@ from steelyard.regularizers import _options
 from steelyard.regularizers._estimate import with_gradient_of
 from steelyard.regularizers._pairs import pairs_of
 from steelyard.regularizers._tail import with_tail
-from steelyard.regularizers._tokens import Row, Source, mean, rows_of
+from steelyard.regularizers._tokens import DatumRow, Source, mean, rows_of
 
 REFERENCE = "reference_logprobs"
 
@@ -86,7 +86,7 @@ class KLToReference:
         ]
         return mean(torch.cat(each)), {}
 
-    def _from_samples(self, rows: list[Row]) -> tuple[Tensor, dict[str, float]]:
+    def _from_samples(self, rows: list[DatumRow]) -> tuple[Tensor, dict[str, float]]:
         if self.direction != "forward":
             raise InputError(
                 f"direction must be 'forward' for log-probs [T], whose estimators are of KL(p‖r), "
@@ -150,7 +150,7 @@ class JSToReference:
         each = [penalties.js_divergence(p, r, reduction="none") for p, r in distributions]
         return mean(torch.cat(each))
 
-    def _from_samples(self, rows: list[Row]) -> Tensor:
+    def _from_samples(self, rows: list[DatumRow]) -> Tensor:
         flat = torch.cat([row.kept for row in rows])
         reference = torch.cat([row.read_like(self.reference) for row in rows])
         with torch.no_grad():
@@ -209,7 +209,7 @@ class Consistency:
         each = [self._between(a, b) for a, b in pairs_of(rows, self.pair)]
         return mean(torch.cat(each))
 
-    def _between(self, first: Row, second: Row) -> Tensor:
+    def _between(self, first: DatumRow, second: DatumRow) -> Tensor:
         a, b = first.kept, second.kept
         if self.level == "sequence":
             a, b = mean(a).reshape(1), mean(b).reshape(1)
@@ -233,5 +233,5 @@ class Consistency:
         return each
 
 
-def _distributions(rows: list[Row], reference: Source) -> list[tuple[Tensor, Tensor]]:
+def _distributions(rows: list[DatumRow], reference: Source) -> list[tuple[Tensor, Tensor]]:
     return [(with_tail(row.kept), with_tail(row.read_like(reference))) for row in rows]

@@ -15,7 +15,7 @@ from steelyard._extras import require
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs, as_tensor
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import Row, rows_of
+from steelyard.regularizers._tokens import DatumRow, rows_of
 from steelyard.spec import title
 
 MAX_DIMENSION = 2
@@ -116,7 +116,7 @@ class TopologicalConsistency:
         penalties = torch.stack(totals)
         return penalties.mean() if self.differentiable else penalties, metrics
 
-    def _checked(self, given: Any, row: Row) -> Tensor:
+    def _checked(self, given: Any, row: DatumRow) -> Tensor:
         points, index = as_tensor(given), row.index
         if points.dim() != 2 or not points.is_floating_point():  # noqa: PLR2004 - [N, D]
             raise InputError(

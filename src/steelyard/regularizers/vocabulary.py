@@ -16,7 +16,7 @@ from steelyard.errors import InputError, SpecError
 from steelyard.gradients import Joint, LogProbs, as_tensor
 from steelyard.penalties import from_logits
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import Row, Source, rows_of
+from steelyard.regularizers._tokens import DatumRow, Source, rows_of
 
 # What each kind reads beside the logits.
 _SECOND: Mapping[str, tuple[str, ...]] = {
@@ -157,7 +157,7 @@ class WholeVocabulary:
     def _sum(self, arrays: Mapping[str, Any], mask: Tensor | None) -> Tensor:
         return self._fn(**arrays, mask=mask, reduction="sum", **self.options)
 
-    def _arrays(self, row: Row, logits: Any) -> dict[str, Any]:
+    def _arrays(self, row: DatumRow, logits: Any) -> dict[str, Any]:
         """What the function reads for a datum, by parameter."""
         sources = {"targets": "target_tokens", "reference": self.reference}
         device = row.logprobs.device
@@ -166,12 +166,12 @@ class WholeVocabulary:
         }
 
 
-def _beside(rows: Sequence[Row], given: Any) -> Iterator[tuple[Row, Any]]:
+def _beside(rows: Sequence[DatumRow], given: Any) -> Iterator[tuple[DatumRow, Any]]:
     items = given if isinstance(given, list | tuple) else [given]
     return zip(rows, items, strict=True)
 
 
-def _count(rows: Sequence[Row]) -> int:
+def _count(rows: Sequence[DatumRow]) -> int:
     return max(sum(row.kept.shape[0] for row in rows), 1)
 
 

@@ -9,7 +9,7 @@ import tinker
 from tinker.lib.internal_client_holder import InternalClientHolder
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 
 from .wire_client import Wire, start
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def running(folder: Path) -> Iterator[Running]:
+def running(folder: Path) -> Iterator[RunningServer]:
     """One server for all tests that do not need their own."""
     with start(folder) as running:
         yield running
@@ -35,7 +35,7 @@ def running(folder: Path) -> Iterator[Running]:
 
 
 @pytest.fixture
-def sdk(running: Running) -> Iterator[tinker.ServiceClient]:
+def sdk(running: RunningServer) -> Iterator[tinker.ServiceClient]:
     """The SDK, unmodified, connected to the server."""
     with tinker.ServiceClient(base_url=running.base_url, api_key="tml-local") as service:
         yield service
@@ -54,7 +54,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServiceClie
 
 
 @pytest.fixture
-def wire(running: Running) -> Iterator[Wire]:
+def wire(running: RunningServer) -> Iterator[Wire]:
     """Plain requests, for what the SDK would never send."""
     with Wire(running.base_url) as wire:
         yield wire

@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 from tests.engine.data import ragged
 
 from .wire_client import Wire, encoded
@@ -36,7 +36,7 @@ JSONS = st.recursive(
 class Target:
     """A server, a model on it that must stay as it is, and requests that are right."""
 
-    def __init__(self, running: Running, wire: Wire) -> None:
+    def __init__(self, running: RunningServer, wire: Wire) -> None:
         self.running, self.wire, self.http = running, wire, wire.http
         self.model = wire.model()
         self.http.headers["x-fuzz"] = "1"

@@ -9,7 +9,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 from tests.engine.data import SMALL, ragged
 
 VERBS = ["forward", "batch", "batch", "step", "step", "sample", "custom", "save", "info"]
@@ -75,7 +75,7 @@ def _loss(logprobs: Any, weights: Any) -> Any:
     return -(logprobs * weights).sum(), {"custom/mean:mean": logprobs.mean()}
 
 
-def steps_of(running: Running, model_id: str) -> int:
+def steps_of(running: RunningServer, model_id: str) -> int:
     """The steps a model's optimizer has counted."""
     path = f"tinker://{model_id}/weights/end"
     moments = running._desk.service.checkpoints.read(path).moments or {}

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 
 
 def test_supervised_training_and_dpo_bring_the_loss_down(
-    running: Running, tmp_path: Path, folder: Path
+    running: RunningServer, tmp_path: Path, folder: Path
 ) -> None:
     assert importlib.metadata.version("tinker-cookbook") == "0.5.8"
     # The cookbook loads the tokenizer by the name of the model, which is a folder then.

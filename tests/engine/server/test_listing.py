@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import tinker
 
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 
 from .wire_client import Wire, start
 
 
 @pytest.fixture
-def rest(running: Running) -> tinker.RestClient:
+def rest(running: RunningServer) -> tinker.RestClient:
     return tinker.RestClient(base_url=running.base_url, api_key="tml-local")
 
 
@@ -113,7 +113,9 @@ def test_checkpoints_expire_and_are_deleted(
         ).result()
 
 
-def test_what_a_client_says_of_itself_is_kept(running: Running, rest: tinker.RestClient) -> None:
+def test_what_a_client_says_of_itself_is_kept(
+    running: RunningServer, rest: tinker.RestClient
+) -> None:
     told = {"user_metadata": {"who": "us", "what": "test"}, "display_name": "A test"}
     with tinker.ServiceClient(
         base_url=running.base_url,
@@ -146,7 +148,7 @@ def test_sessions_and_samplers_are_listed(
     rest: tinker.RestClient,
     sdk: tinker.ServiceClient,
     saved: tinker.TrainingClient,
-    running: Running,
+    running: RunningServer,
 ) -> None:
     sampling = saved.save_weights_and_get_sampling_client()
     session_id = sdk.holder.get_session_id()

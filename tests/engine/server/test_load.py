@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 from tests.engine.data import SMALL, ragged
 
 from .load import steps_of, work
@@ -32,7 +32,7 @@ def test_many_clients_at_once_lose_nothing_and_double_nothing(tmp_path: Path) ->
 
 
 def test_replies_that_are_lost_on_the_way_change_nothing(
-    running: Running, local: LocalServiceClient
+    running: RunningServer, local: LocalServiceClient
 ) -> None:
     losses = {"forward_backward": 1, "optim_step": 1, "retrieve_future": 1, "create_model": 1}
     with proxy(running.base_url, losses) as (url, between):

@@ -12,7 +12,7 @@ from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 from tests.engine.data import SMALL, ragged
 
 DATA = ragged(0, [9, 4, 6])
@@ -86,7 +86,7 @@ def beat(training: tinker.TrainingClient) -> Any:
 
 
 def test_a_slow_term_does_not_delay_a_heartbeat(
-    training: tinker.TrainingClient, running: Running
+    training: tinker.TrainingClient, running: RunningServer
 ) -> None:
     session = running._desk.sessions.get(training.holder.get_session_id())
 
@@ -103,7 +103,9 @@ def test_a_slow_term_does_not_delay_a_heartbeat(
     assert output.regularizers["slow"].value == pytest.approx(output.regularizer_total)
 
 
-def test_the_sdk_alone_would_delay_it(training: tinker.TrainingClient, running: Running) -> None:
+def test_the_sdk_alone_would_delay_it(
+    training: tinker.TrainingClient, running: RunningServer
+) -> None:
     """Why terms do not run on the SDK's event loop: this is what its own custom loss does."""
     session = running._desk.sessions.get(training.holder.get_session_id())
     seen = []

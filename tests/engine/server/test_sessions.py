@@ -15,27 +15,27 @@ import pytest
 import tinker
 from tinker import types
 
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 from tests.engine.data import SMALL, ragged
 
 from .wire_client import Wire, start, until
 
 
 @pytest.fixture(scope="module")
-def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server that soon misses those it does not hear of."""
     with start(tmp_path_factory.mktemp("forgetful"), client_timeout=5.0) as running:
         yield running
 
 
-def adapters(running: Running, base: str = "tiny-random") -> int:
+def adapters(running: RunningServer, base: str = "tiny-random") -> int:
     """The adapters in memory, when those that are to go have gone."""
     host = running._desk.service._host(base)
     host.later(lambda: None).result()
     return len(host.model._adapters)
 
 
-def test_a_client_that_is_not_heard_of_any_more_is_sent_away(forgetful: Running) -> None:
+def test_a_client_that_is_not_heard_of_any_more_is_sent_away(forgetful: RunningServer) -> None:
     with (
         Wire(forgetful.base_url) as silent,
         Wire(forgetful.base_url) as steady,
@@ -52,7 +52,7 @@ def test_a_client_that_is_not_heard_of_any_more_is_sent_away(forgetful: Running)
         assert steady.step(kept, 1).status_code == 200
 
 
-def test_whoever_waits_for_an_answer_is_there(forgetful: Running) -> None:
+def test_whoever_waits_for_an_answer_is_there(forgetful: RunningServer) -> None:
     with Wire(forgetful.base_url) as wire, Wire(forgetful.base_url) as other:
         model = wire.model()
         gate = threading.Event()
@@ -83,7 +83,7 @@ for future in [training.forward_backward([datum] * 4, "cross_entropy") for _ in 
 """
 
 
-def test_a_client_that_is_killed_leaves_the_others_in_peace(forgetful: Running) -> None:
+def test_a_client_that_is_killed_leaves_the_others_in_peace(forgetful: RunningServer) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, forgetful.base_url],
         stdout=subprocess.PIPE,
@@ -107,7 +107,7 @@ def test_a_client_that_is_killed_leaves_the_others_in_peace(forgetful: Running) 
         assert steady.step(model, 2).status_code == 200
 
 
-def test_a_client_that_closes_takes_its_models_along(running: Running) -> None:
+def test_a_client_that_closes_takes_its_models_along(running: RunningServer) -> None:
     with tinker.ServiceClient(base_url=running.base_url, api_key="tml-local") as service:
         training = service.create_lora_training_client("tiny-random", rank=4, seed=0)
         sampling = training.save_weights_and_get_sampling_client()
@@ -116,7 +116,7 @@ def test_a_client_that_closes_takes_its_models_along(running: Running) -> None:
     assert sampling._sampling_session_id not in running._desk.samplers
 
 
-def test_a_model_can_be_unloaded(wire: Wire, running: Running) -> None:
+def test_a_model_can_be_unloaded(wire: Wire, running: RunningServer) -> None:
     model = wire.model()
     gate = threading.Event()
     running._desk.runs[model].client._host.later(gate.wait)
@@ -129,7 +129,7 @@ def test_a_model_can_be_unloaded(wire: Wire, running: Running) -> None:
     assert wire.step(model, 2).status_code == 404
 
 
-def test_heartbeats_are_answered_while_a_model_works(wire: Wire, running: Running) -> None:
+def test_heartbeats_are_answered_while_a_model_works(wire: Wire, running: RunningServer) -> None:
     model = wire.model()
     gate = threading.Event()
     running._desk.runs[model].client._host.later(gate.wait)
@@ -144,7 +144,7 @@ def test_heartbeats_are_answered_while_a_model_works(wire: Wire, running: Runnin
 
 
 def test_samples_that_nobody_wants_are_not_drawn(
-    running: Running, sdk: tinker.ServiceClient
+    running: RunningServer, sdk: tinker.ServiceClient
 ) -> None:
     sampling = sdk.create_sampling_client(base_model="tiny-random")
     prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=2)

@@ -15,7 +15,7 @@ import torch
 from tinker import types
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 from tests.engine.data import SMALL, datum, ragged
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
@@ -277,7 +277,7 @@ def test_the_tokenizer_comes_from_this_machine(
 
 
 def test_a_custom_loss_runs_forward_and_back_once(
-    running: Running, sdk: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+    running: RunningServer, sdk: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = sdk.create_lora_training_client("tiny-random", rank=4, seed=0)
     handle = sdk.create_custom_loss(traced, {"logprobs": 1, "weights": 1}).result()

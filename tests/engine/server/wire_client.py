@@ -14,13 +14,13 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from steelyard.engine.server.running import Running
+from steelyard.engine.server.lifecycle import RunningServer
 
 
 @contextmanager
-def start(folder: Path, **settings: Any) -> Iterator[Running]:
+def start(folder: Path, **settings: Any) -> Iterator[RunningServer]:
     """A server of tiny-random, with its insides at hand."""
-    running = Running(["tiny-random"], "127.0.0.1", 0, {"checkpoint_dir": folder}, settings)
+    running = RunningServer(["tiny-random"], "127.0.0.1", 0, {"checkpoint_dir": folder}, settings)
     try:
         yield running
     finally:

@@ -20,6 +20,7 @@ from steelyard.penalties.from_logits import (
     kl,
     target_logprobs,
 )
+from steelyard.penalties.from_logits._blockwise import Wants
 from steelyard.penalties.from_logits._components import (
     Component,
     components_of,
@@ -27,7 +28,6 @@ from steelyard.penalties.from_logits._components import (
     needs_targets,
     read_terms,
 )
-from steelyard.penalties.from_logits._sweep import Wants
 from tests.penalties.from_logits.cases import TERMS, by_autograd, inputs, written
 
 REAL = torch.cuda.is_available()

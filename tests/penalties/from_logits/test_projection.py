@@ -15,7 +15,7 @@ from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import (
     LogitCall,
     Projection,
-    _linear,
+    _linear_operators,
     compose_linear,
     compose_logits,
     cross_entropy,
@@ -26,7 +26,7 @@ from steelyard.penalties.from_logits import (
     target_logprobs,
     z_loss,
 )
-from steelyard.penalties.from_logits import _projected as projected
+from steelyard.penalties.from_logits import _projection_inputs as projected
 from tests.penalties.from_logits.cases import KINDS, TERMS, expected, written
 from tests.seeing import Seen
 
@@ -106,13 +106,13 @@ def test_every_term_against_torch_in_float64(name: str, reduction: Any) -> None:
 
 def test_a_projection_says_how_many_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: list[int] = []
-    sweep = _linear._Problem.sweep
+    sweep = _linear_operators._Problem.sweep
 
     def counted(problem: Any, at: slice, rows: Tensor, *rest: Any) -> Any:
         chunks.append(len(rows))
         return sweep(problem, at, rows, *rest)
 
-    monkeypatch.setattr(_linear._Problem, "sweep", counted)
+    monkeypatch.setattr(_linear_operators._Problem, "sweep", counted)
     case = Case(20)
     projection = Projection(*case.leaves[:2], chunk=6)
     torch.testing.assert_close(entropy(projection), entropy(projection.logits()))

@@ -25,13 +25,13 @@ from steelyard.engine.server import (
     session_routes,
     training_routes,
 )
-from steelyard.engine.server.desk import Desk
-from steelyard.engine.server.refusals import FORBIDDEN, UNAUTHORIZED, refusal, sentence
+from steelyard.engine.server.http_errors import FORBIDDEN, UNAUTHORIZED, refusal, sentence
+from steelyard.engine.server.state import ServerState
 from steelyard.errors import SteelyardError
 
 _LOG = logging.getLogger(__name__)
 
-Handler = Callable[[Desk, Request], Awaitable[Response]]
+Handler = Callable[[ServerState, Request], Awaitable[Response]]
 _CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
 ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "healthz", session_routes.healthz),
@@ -72,7 +72,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
 ]
 
 
-def make_app(desk: Desk) -> Starlette:
+def make_app(desk: ServerState) -> Starlette:
     """The application that serves a desk."""
 
     @contextlib.asynccontextmanager
@@ -121,7 +121,7 @@ class Guard:
         return None
 
 
-async def _handle(desk: Desk, handler: Handler, request: Request) -> Response:
+async def _handle(desk: ServerState, handler: Handler, request: Request) -> Response:
     try:
         return await handler(desk, request)
     except (HTTPException, SteelyardError) as error:

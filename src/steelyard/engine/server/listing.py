@@ -9,14 +9,14 @@ from typing import TypeVar
 from tinker import types
 
 from steelyard.engine.checkpoints import Checkpoints, Listed
-from steelyard.engine.server.desk import Run
-from steelyard.engine.server.refusals import not_found
+from steelyard.engine.server.http_errors import not_found
+from steelyard.engine.server.state import TrainingRun
 
 _OWNER = "local"
 T = TypeVar("T")
 
 
-def training_runs(checkpoints: Checkpoints, live: Sequence[Run]) -> list[types.TrainingRun]:
+def training_runs(checkpoints: Checkpoints, live: Sequence[TrainingRun]) -> list[types.TrainingRun]:
     """All training runs that are live or have left a checkpoint; the last used first."""
     saved: dict[str, list[Listed]] = {}
     for listed in checkpoints.listed():
@@ -29,7 +29,7 @@ def training_runs(checkpoints: Checkpoints, live: Sequence[Run]) -> list[types.T
     return sorted(runs, key=lambda run: run.last_request_time, reverse=True)
 
 
-def training_run(name: str, saved: Sequence[Listed], live: Run | None) -> types.TrainingRun:
+def training_run(name: str, saved: Sequence[Listed], live: TrainingRun | None) -> types.TrainingRun:
     """A training run.
 
     Raises:

@@ -12,10 +12,10 @@ from starlette.responses import JSONResponse, Response
 from tinker import types
 
 from steelyard.engine.checkpoints import SCHEME, Listed
-from steelyard.engine.server import exchange, listing
-from steelyard.engine.server.desk import Desk
+from steelyard.engine.server import http_bodies, listing
+from steelyard.engine.server.http_errors import not_found
 from steelyard.engine.server.model_routes import check_path
-from steelyard.engine.server.refusals import not_found
+from steelyard.engine.server.state import ServerState
 from steelyard.errors import CheckpointError, InputError
 
 _LONGEST_PAGE = 1000
@@ -34,52 +34,52 @@ class Ttl(pydantic.BaseModel):
     ttl_seconds: int | None = None
 
 
-async def list_training_runs(desk: Desk, request: Request) -> Response:
+async def list_training_runs(desk: ServerState, request: Request) -> Response:
     """The training runs there are."""
     offset, limit = _page(request)
     live = list(desk.runs.values())
     runs = await asyncio.to_thread(listing.training_runs, desk.service.checkpoints, live)
     part, cursor = listing.page(runs, offset, limit)
-    return exchange.reply(types.TrainingRunsResponse(training_runs=part, cursor=cursor))
+    return http_bodies.reply(types.TrainingRunsResponse(training_runs=part, cursor=cursor))
 
 
-async def get_training_run(desk: Desk, request: Request) -> Response:
+async def get_training_run(desk: ServerState, request: Request) -> Response:
     """One of them."""
     name = request.path_params["run"]
     saved = await _saved(desk, name)
-    return exchange.reply(listing.training_run(name, saved, desk.runs.get(name)))
+    return http_bodies.reply(listing.training_run(name, saved, desk.runs.get(name)))
 
 
-async def list_checkpoints(desk: Desk, request: Request) -> Response:
+async def list_checkpoints(desk: ServerState, request: Request) -> Response:
     """The checkpoints of a training run."""
     saved = await _saved(desk, request.path_params["run"])
-    return exchange.reply(
+    return http_bodies.reply(
         types.CheckpointsListResponse(checkpoints=[listing.checkpoint(each) for each in saved])
     )
 
 
-async def list_user_checkpoints(desk: Desk, request: Request) -> Response:
+async def list_user_checkpoints(desk: ServerState, request: Request) -> Response:
     """All checkpoints."""
     offset, limit = _page(request)
     saved = await asyncio.to_thread(desk.service.checkpoints.listed)
     part, cursor = listing.page(saved, offset, limit)
-    return exchange.reply(
+    return http_bodies.reply(
         types.CheckpointsListResponse(
             checkpoints=[listing.checkpoint(each) for each in part], cursor=cursor
         )
     )
 
 
-async def delete_checkpoint(desk: Desk, request: Request) -> Response:
+async def delete_checkpoint(desk: ServerState, request: Request) -> Response:
     """Remove a checkpoint."""
     path = (await _listed(desk, _path(request))).path
     await asyncio.to_thread(desk.service.checkpoints.delete, path)
     return JSONResponse(None)
 
 
-async def set_checkpoint_ttl(desk: Desk, request: Request) -> Response:
+async def set_checkpoint_ttl(desk: ServerState, request: Request) -> Response:
     """Let a checkpoint expire."""
-    asked = await exchange.json_of(request, Ttl, desk.settings.max_body)
+    asked = await http_bodies.json_of(request, Ttl, desk.settings.max_body)
     seconds = asked.ttl_seconds
     if seconds is not None and not 1 <= seconds <= 2**32:
         raise InputError(f"ttl_seconds must be from 1 to 2**32 or None, got {seconds}.")
@@ -89,29 +89,29 @@ async def set_checkpoint_ttl(desk: Desk, request: Request) -> Response:
     return JSONResponse(None)
 
 
-async def publish_checkpoint(_: Desk, __: Request) -> Response:
+async def publish_checkpoint(_: ServerState, __: Request) -> Response:
     """There is nobody to publish for."""
     raise InputError("a checkpoint cannot be published: this server has one user.")
 
 
-async def weights_info(desk: Desk, request: Request) -> Response:
+async def weights_info(desk: ServerState, request: Request) -> Response:
     """What is needed to go on from a checkpoint."""
-    asked = await exchange.json_of(request, Path, desk.settings.max_body)
-    return exchange.reply(listing.weights_info(await _listed(desk, asked.tinker_path)))
+    asked = await http_bodies.json_of(request, Path, desk.settings.max_body)
+    return http_bodies.reply(listing.weights_info(await _listed(desk, asked.tinker_path)))
 
 
-async def list_sessions(desk: Desk, request: Request) -> Response:
+async def list_sessions(desk: ServerState, request: Request) -> Response:
     """The clients that are here; the newest first."""
     offset, limit = _page(request)
     newest = sorted(desk.sessions, key=lambda session: session.created, reverse=True)
     part, _ = listing.page([session.session_id for session in newest], offset, limit)
-    return exchange.reply(types.ListSessionsResponse(sessions=part))
+    return http_bodies.reply(types.ListSessionsResponse(sessions=part))
 
 
-async def get_session(desk: Desk, request: Request) -> Response:
+async def get_session(desk: ServerState, request: Request) -> Response:
     """One of them, with its models and samplers."""
     session = desk.sessions.get(request.path_params["session_id"])
-    return exchange.reply(
+    return http_bodies.reply(
         types.GetSessionResponse(
             training_run_ids=[
                 types.ModelID(run.model_id)
@@ -125,7 +125,7 @@ async def get_session(desk: Desk, request: Request) -> Response:
     )
 
 
-async def _saved(desk: Desk, run: str) -> list[Listed]:
+async def _saved(desk: ServerState, run: str) -> list[Listed]:
     try:
         return await asyncio.to_thread(desk.service.checkpoints.listed, run)
     except CheckpointError as error:  # nothing can have such a name
@@ -134,7 +134,7 @@ async def _saved(desk: Desk, run: str) -> list[Listed]:
         ) from error
 
 
-async def _listed(desk: Desk, path: str) -> Listed:
+async def _listed(desk: ServerState, path: str) -> Listed:
     check_path(path)
     run = path.removeprefix(SCHEME).partition("/")[0]
     for listed in await _saved(desk, run):

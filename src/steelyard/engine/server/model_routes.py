@@ -14,18 +14,18 @@ from tinker import types
 
 from steelyard.engine.adapter import LoraSettings
 from steelyard.engine.checkpoints import SCHEME
-from steelyard.engine.server import exchange, wire
-from steelyard.engine.server.desk import Desk, Run
-from steelyard.engine.server.line import Line
-from steelyard.engine.server.tickets import Answer, Ticket
-from steelyard.engine.service import check_optimizer
-from steelyard.engine.training import LocalTrainingClient
+from steelyard.engine.server import codec, http_bodies
+from steelyard.engine.server.futures import Answer, ServerFuture
+from steelyard.engine.server.sequencer import Sequencer
+from steelyard.engine.server.state import ServerState, TrainingRun
+from steelyard.engine.service_client import check_optimizer
+from steelyard.engine.training_client import LocalTrainingClient
 from steelyard.errors import InputError
 
 
-async def create_model(desk: Desk, request: Request) -> Response:
+async def create_model(desk: ServerState, request: Request) -> Response:
     """A fresh adapter."""
-    asked = await exchange.json_of(request, types.CreateModelRequest, desk.settings.max_body)
+    asked = await http_bodies.json_of(request, types.CreateModelRequest, desk.settings.max_body)
     session = desk.sessions.get(asked.session_id)
     base = desk.models.find(asked.base_model)
     check_optimizer(asked.optimizer_config)
@@ -38,30 +38,30 @@ async def create_model(desk: Desk, request: Request) -> Response:
     metadata = _texts(session.user_metadata) | _texts(asked.user_metadata)
     make = partial(desk.service.begin_training, base.name, settings, metadata, model_id)
     ticket = await _make(desk, asked.session_id, model_id, "create_model", make, _created)
-    return exchange.promise(ticket, model_id)
+    return http_bodies.promise(ticket, model_id)
 
 
-async def get_info(desk: Desk, request: Request) -> Response:
+async def get_info(desk: ServerState, request: Request) -> Response:
     """What is trained, and where its tokenizer is."""
-    asked = await exchange.json_of(request, types.GetInfoRequest, desk.settings.max_body)
+    asked = await http_bodies.json_of(request, types.GetInfoRequest, desk.settings.max_body)
     info = desk.run(asked.model_id).client.get_info()
     base = desk.models.find(info.model_name or "")
     data = info.model_data.model_copy(update={"tokenizer_id": base.tokenizer})
-    return exchange.reply(info.model_copy(update={"model_data": data}))
+    return http_bodies.reply(info.model_copy(update={"model_data": data}))
 
 
-async def unload_model(desk: Desk, request: Request) -> Response:
+async def unload_model(desk: ServerState, request: Request) -> Response:
     """Give a model up."""
-    asked = await exchange.json_of(request, types.UnloadModelRequest, desk.settings.max_body)
+    asked = await http_bodies.json_of(request, types.UnloadModelRequest, desk.settings.max_body)
     run = desk.run(asked.model_id)
     desk.unload(run.model_id, "the model was unloaded.")
     ticket = desk.tickets.issue(f"{run.model_id}:unload", "unload_model", run.session_id)
-    ticket.settle(wire.json_answer(types.UnloadModelResponse(model_id=run.model_id)))
-    return exchange.promise(ticket, run.model_id)
+    ticket.settle(codec.json_answer(types.UnloadModelResponse(model_id=run.model_id)))
+    return http_bodies.promise(ticket, run.model_id)
 
 
 async def resume(
-    desk: Desk, asked: types.LoadWeightsRequest, session_id: str, number: int
+    desk: ServerState, asked: types.LoadWeightsRequest, session_id: str, number: int
 ) -> Response:
     """A model that goes on from saved weights."""
     session = desk.sessions.get(session_id)
@@ -83,12 +83,12 @@ async def resume(
         )
 
     def loaded(client: LocalTrainingClient) -> Answer:
-        return wire.json_answer(
+        return codec.json_answer(
             types.LoadWeightsResponse(path=asked.path, model_id=client.model_id)
         )
 
     ticket = await _make(desk, session_id, model_id, "load_weights", make, loaded)
-    return exchange.promise(ticket, model_id)
+    return http_bodies.promise(ticket, model_id)
 
 
 def check_source(asked: types.LoadWeightsRequest) -> None:
@@ -114,13 +114,13 @@ def check_path(path: str) -> None:
 
 
 async def _make(
-    desk: Desk,
+    desk: ServerState,
     session_id: str,
     model_id: str,
     verb: str,
     make: Callable[[], Future[LocalTrainingClient]],
     encode: Callable[[LocalTrainingClient], Answer],
-) -> Ticket:
+) -> ServerFuture:
     """Make a model, once, however often it is asked for."""
     name = f"{model_id}:0"
     ticket = desk.tickets.get(name)
@@ -136,8 +136,8 @@ async def _make(
 
     def enter(client: LocalTrainingClient) -> None:
         if session_id in {session.session_id for session in desk.sessions}:
-            line = Line(model_id, desk.tickets, desk.settings.max_waiting)
-            desk.runs[model_id] = Run(model_id, session_id, client, line)
+            line = Sequencer(model_id, desk.tickets, desk.settings.max_waiting)
+            desk.runs[model_id] = TrainingRun(model_id, session_id, client, line)
 
     ticket.when_settled(lambda _: desk.making.discard(model_id))
 
@@ -154,7 +154,7 @@ async def _make(
 
 
 def _created(client: LocalTrainingClient) -> Answer:
-    return wire.json_answer(types.CreateModelResponse(model_id=client.model_id))
+    return codec.json_answer(types.CreateModelResponse(model_id=client.model_id))
 
 
 def _model_id(session_id: str, number: int) -> str:

@@ -12,19 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tinker import types
 
-from steelyard.engine.sampling import LocalSamplingClient
-from steelyard.engine.server import exchange, wire
-from steelyard.engine.server.desk import Desk
+from steelyard.engine.sampling_client import LocalSamplingClient
+from steelyard.engine.server import codec, http_bodies
+from steelyard.engine.server.futures import ServerFuture
+from steelyard.engine.server.http_errors import TOO_LARGE
 from steelyard.engine.server.model_routes import check_path
-from steelyard.engine.server.refusals import TOO_LARGE
-from steelyard.engine.server.samplers import BLOCK, Sampler
-from steelyard.engine.server.tickets import Ticket
+from steelyard.engine.server.sampling_sessions import BLOCK, SamplingSession
+from steelyard.engine.server.state import ServerState
 from steelyard.errors import InputError
 
 
-async def create_sampling_session(desk: Desk, request: Request) -> Response:
+async def create_sampling_session(desk: ServerState, request: Request) -> Response:
     """A sampler of saved weights, or of a base model."""
-    asked = await exchange.json_of(
+    asked = await http_bodies.json_of(
         request, types.CreateSamplingSessionRequest, desk.settings.max_body
     )
     desk.sessions.get(asked.session_id)
@@ -33,36 +33,36 @@ async def create_sampling_session(desk: Desk, request: Request) -> Response:
         sampler = await desk.apart(_sampler(desk, asked, sampler_id))
         if sampler_id not in desk.samplers:
             desk.samplers.add(sampler)
-    return exchange.reply(types.CreateSamplingSessionResponse(sampling_session_id=sampler_id))
+    return http_bodies.reply(types.CreateSamplingSessionResponse(sampling_session_id=sampler_id))
 
 
-async def join_sampling_session(desk: Desk, request: Request) -> Response:
+async def join_sampling_session(desk: ServerState, request: Request) -> Response:
     """A number for another copy of a sampler's client."""
-    asked = await exchange.json_of(
+    asked = await http_bodies.json_of(
         request, types.JoinSamplingSessionRequest, desk.settings.max_body
     )
     sampler = desk.samplers.get(asked.sampling_session_id)
     sampler.copies += 1
-    return exchange.reply(types.JoinSamplingSessionResponse(client_counter=sampler.copies))
+    return http_bodies.reply(types.JoinSamplingSessionResponse(client_counter=sampler.copies))
 
 
-async def get_sampler(desk: Desk, request: Request) -> Response:
+async def get_sampler(desk: ServerState, request: Request) -> Response:
     """What a sampler samples from.
 
     The SDK loads the tokenizer by this name of the base model, so it is one that leads there.
     """
     sampler = desk.samplers.get(request.path_params["sampler_id"])
     base = desk.models.find(sampler.base_model).tokenizer
-    return exchange.reply(
+    return http_bodies.reply(
         types.GetSamplerResponse(
             sampler_id=sampler.sampler_id, base_model=base, model_path=sampler.model_path
         )
     )
 
 
-async def asample(desk: Desk, request: Request) -> Response:
+async def asample(desk: ServerState, request: Request) -> Response:
     """Continuations of a prompt."""
-    asked = await exchange.json_of(request, types.SampleRequest, desk.settings.max_body)
+    asked = await http_bodies.json_of(request, types.SampleRequest, desk.settings.max_body)
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise InputError("sampling_session_id and seq_id must be given.")
     sampler = desk.samplers.get(asked.sampling_session_id)
@@ -78,22 +78,24 @@ async def asample(desk: Desk, request: Request) -> Response:
     else:
         ticket.check()
     sequences = [f"{name}:{number}" for number in range(asked.num_samples)]
-    return exchange.promise(ticket, sequences=sequences)
+    return http_bodies.promise(ticket, sequences=sequences)
 
 
-async def _begin(sampler: Sampler, asked: types.SampleRequest, ticket: Ticket) -> None:
+async def _begin(
+    sampler: SamplingSession, asked: types.SampleRequest, ticket: ServerFuture
+) -> None:
     try:
         client = await asyncio.shield(asyncio.wrap_future(sampler.client))
         work = await asyncio.to_thread(_sample, client, asked)
     except Exception as error:  # noqa: BLE001 - the client hears of it
         ticket.turn_away(error)
     else:
-        ticket.follow(work, wire.sample_answer)
+        ticket.follow(work, codec.sample_answer)
 
 
 async def _sampler(
-    desk: Desk, asked: types.CreateSamplingSessionRequest, sampler_id: str
-) -> Sampler:
+    desk: ServerState, asked: types.CreateSamplingSessionRequest, sampler_id: str
+) -> SamplingSession:
     path, session_id = asked.model_path, asked.session_id
     if path is None and asked.base_model is None:
         raise InputError("model_path or base_model must be given, got neither.")
@@ -108,7 +110,7 @@ async def _sampler(
         return desk.models.find(trained).name, desk.service.begin_sampling(path, base)
 
     name, client = await asyncio.to_thread(begin)
-    return Sampler(sampler_id, session_id, name, path, client)
+    return SamplingSession(sampler_id, session_id, name, path, client)
 
 
 def _sample(

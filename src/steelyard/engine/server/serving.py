@@ -32,8 +32,8 @@ def serve(
         checkpoint_dir: see `LocalServiceClient`; so the next two.
         device: where models run.
         dtype: of the base weights.
-        settings: see `steelyard.engine.server.settings.Settings`: `api_key`, `client_timeout`,
-            `max_models`, ...
+        settings: fields of `steelyard.engine.server.settings.ServerSettings`: `api_key`,
+            `client_timeout`, `max_models`, ...
 
     Raises:
         InputError: a setting breaks a rule, the port is taken, or the host can be reached by
@@ -51,12 +51,12 @@ def serve(
         'tiny-random'
     """
     try:
-        from steelyard.engine.server.running import Running  # noqa: PLC0415 - an extra
+        from steelyard.engine.server.lifecycle import RunningServer  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise cure("steelyard.engine.serve", error, extra="serve") from error
     names = [base_model] if isinstance(base_model, str) else list(base_model)
     engine = {"checkpoint_dir": checkpoint_dir, "device": device, "dtype": dtype}
-    running = Running(names, host, port, engine, settings)
+    running = RunningServer(names, host, port, engine, settings)
     try:
         yield running.base_url
     finally:

@@ -15,9 +15,10 @@ from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 from tinker.types.session_heartbeat_response import SessionHeartbeatResponse
 from tinker.types.telemetry_response import TelemetryResponse
 
-from steelyard.engine.server import exchange, uploads, wire
-from steelyard.engine.server.desk import Desk
-from steelyard.engine.server.refusals import FORBIDDEN
+from steelyard.engine.server import codec, http_bodies
+from steelyard.engine.server.http_errors import FORBIDDEN
+from steelyard.engine.server.state import ServerState
+from steelyard.engine.server.uploaded_loss.validate import read_loss
 
 # What this server can do, and the SDK's own defaults for the rest.
 CONFIG = types.ClientConfigResponse(
@@ -42,57 +43,57 @@ class Finish(pydantic.BaseModel):
     detail: str | None = None
 
 
-async def healthz(_: Desk, __: Request) -> Response:
+async def healthz(_: ServerState, __: Request) -> Response:
     """Whether the server is there."""
-    return exchange.reply(HealthResponse(status="ok"))
+    return http_bodies.reply(HealthResponse(status="ok"))
 
 
-async def client_config(desk: Desk, request: Request) -> Response:
+async def client_config(desk: ServerState, request: Request) -> Response:
     """What the server can do."""
-    await exchange.json_of(request, types.ClientConfigRequest, desk.settings.max_body)
-    response = exchange.reply(CONFIG)
+    await http_bodies.json_of(request, types.ClientConfigRequest, desk.settings.max_body)
+    response = http_bodies.reply(CONFIG)
     # The SDK asks for this over a connection that it then leaves open, and forgets.
     response.headers["connection"] = "close"
     return response
 
 
-async def client_dynamic_config(desk: Desk, request: Request) -> Response:
+async def client_dynamic_config(desk: ServerState, request: Request) -> Response:
     """So too, for what may change."""
-    await exchange.json_of(request, types.ClientConfigRequest, desk.settings.max_body)
-    return exchange.reply(_DYNAMIC)
+    await http_bodies.json_of(request, types.ClientConfigRequest, desk.settings.max_body)
+    return http_bodies.reply(_DYNAMIC)
 
 
-async def get_server_capabilities(desk: Desk, _: Request) -> Response:
+async def get_server_capabilities(desk: ServerState, _: Request) -> Response:
     """The base models on offer."""
-    return exchange.reply(desk.models.capabilities())
+    return http_bodies.reply(desk.models.capabilities())
 
 
-async def create_session(desk: Desk, request: Request) -> Response:
+async def create_session(desk: ServerState, request: Request) -> Response:
     """A client comes."""
-    asked = await exchange.json_of(request, types.CreateSessionRequest, desk.settings.max_body)
+    asked = await http_bodies.json_of(request, types.CreateSessionRequest, desk.settings.max_body)
     session = desk.sessions.begin(asked.user_metadata, asked.display_name)
-    return exchange.reply(types.CreateSessionResponse(session_id=session.session_id))
+    return http_bodies.reply(types.CreateSessionResponse(session_id=session.session_id))
 
 
-async def session_heartbeat(desk: Desk, request: Request) -> Response:
+async def session_heartbeat(desk: ServerState, request: Request) -> Response:
     """A client is still there."""
-    asked = await exchange.json_of(request, SessionHeartbeatRequest, desk.settings.max_body)
+    asked = await http_bodies.json_of(request, SessionHeartbeatRequest, desk.settings.max_body)
     desk.sessions.get(asked.session_id).heartbeats += 1
-    return exchange.reply(SessionHeartbeatResponse())
+    return http_bodies.reply(SessionHeartbeatResponse())
 
 
-async def finish_session(desk: Desk, request: Request) -> Response:
+async def finish_session(desk: ServerState, request: Request) -> Response:
     """A client goes."""
-    await exchange.json_of(request, Finish, desk.settings.max_body)
+    await http_bodies.json_of(request, Finish, desk.settings.max_body)
     session_id = request.path_params["session_id"]
     desk.sessions.get(session_id)
     desk.end_session(session_id, "the client has closed its session.")
     return JSONResponse(None)
 
 
-async def create_custom_loss(desk: Desk, request: Request) -> Response:
+async def create_custom_loss(desk: ServerState, request: Request) -> Response:
     """A traced loss to keep."""
-    asked = await exchange.json_of(request, types.CreateCustomLossRequest, _LARGEST_GRAPH)
+    asked = await http_bodies.json_of(request, types.CreateCustomLossRequest, _LARGEST_GRAPH)
     session = desk.sessions.get(asked.session_id)
     loss_id = f"{asked.session_id}:loss:{asked.custom_loss_seq_id}"
     ticket = desk.tickets.get(loss_id)
@@ -101,14 +102,14 @@ async def create_custom_loss(desk: Desk, request: Request) -> Response:
             raise HTTPException(
                 FORBIDDEN, f"a client may upload at most {desk.settings.max_losses} losses."
             )
-        loss = await asyncio.to_thread(uploads.read_loss, asked, desk.settings.max_nodes)
+        loss = await asyncio.to_thread(read_loss, asked, desk.settings.max_nodes)
         session.losses.setdefault(loss_id, loss)
         ticket = desk.tickets.issue(loss_id, "create_custom_loss", session.session_id)
-        ticket.settle(wire.json_answer(types.CreateCustomLossResponse(loss_id=loss_id)))
-    return exchange.promise(ticket)
+        ticket.settle(codec.json_answer(types.CreateCustomLossResponse(loss_id=loss_id)))
+    return http_bodies.promise(ticket)
 
 
-async def telemetry(desk: Desk, request: Request) -> Response:
+async def telemetry(desk: ServerState, request: Request) -> Response:
     """The SDK's reports about itself: they are read and thrown away."""
-    await exchange.json_of(request, types.TelemetrySendRequest, desk.settings.max_body)
-    return exchange.reply(TelemetryResponse(status="accepted"))
+    await http_bodies.json_of(request, types.TelemetrySendRequest, desk.settings.max_body)
+    return http_bodies.reply(TelemetryResponse(status="accepted"))

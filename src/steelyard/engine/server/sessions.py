@@ -12,14 +12,14 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from steelyard.engine.server.graphs import TracedLoss
-from steelyard.engine.server.refusals import FORBIDDEN, GONE, not_found
+from steelyard.engine.server.http_errors import FORBIDDEN, GONE, not_found
+from steelyard.engine.server.uploaded_loss.interpreter import TracedLoss
 
 _REMEMBERED = 1000
 
 
 @dataclass(eq=False)
-class Session:
+class ClientSession:
     """A client, as the server knows it.
 
     Attributes:
@@ -48,13 +48,15 @@ class Sessions:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._by_id: dict[str, Session] = {}
+        self._by_id: dict[str, ClientSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[ClientSession]:
         return iter(list(self._by_id.values()))
 
-    def begin(self, user_metadata: dict[str, Any] | None, display_name: str | None) -> Session:
+    def begin(
+        self, user_metadata: dict[str, Any] | None, display_name: str | None
+    ) -> ClientSession:
         """A new client.
 
         Raises:
@@ -64,11 +66,11 @@ class Sessions:
             raise HTTPException(
                 FORBIDDEN, f"at most {self._most} clients may be here at once: close one first."
             )
-        session = Session(str(uuid.uuid4()), user_metadata or {}, display_name)
+        session = ClientSession(str(uuid.uuid4()), user_metadata or {}, display_name)
         self._by_id[session.session_id] = session
         return session
 
-    def get(self, session_id: str) -> Session:
+    def get(self, session_id: str) -> ClientSession:
         """The session, which is heard of with this.
 
         Raises:

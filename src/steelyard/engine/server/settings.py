@@ -12,7 +12,7 @@ _SECONDS = ("client_timeout", "poll_seconds", "gap_seconds", "keep_seconds")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """The limits of a server; every one has a default that suits one machine and one user.
 
     Attributes:

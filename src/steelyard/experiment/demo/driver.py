@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from steelyard.experiment.config_io import read_config
 from steelyard.experiment.demo.validator import Validator
-from steelyard.experiment.loop import Outcome, Watcher, train
-from steelyard.experiment.reading import read_config
 from steelyard.experiment.report import summary, write_report
+from steelyard.experiment.training_loop import Outcome, Watcher, train
 
 _HERE = Path(__file__).parent
 

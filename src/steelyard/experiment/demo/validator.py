@@ -45,7 +45,7 @@ class Validator:
         return float((answer["prompt"], answer["completion"]) in self._rejected)
 
     def __enter__(self) -> Self:
-        self._server = _Server(self)
+        self._server = _ValidatorServer(self)
         self._thread = Thread(target=self._server.serve_forever, name="validator", daemon=True)
         self._thread.start()
         return self
@@ -61,7 +61,7 @@ def question(datum: Any, index: int) -> dict[str, str]:  # noqa: ARG001 - how pa
     return {key: datum.record[key] for key in ("prompt", "completion")}
 
 
-class _Server(ThreadingHTTPServer):
+class _ValidatorServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a client may keep its connection open longer than the demo lasts
 
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     timeout = 30.0
-    server: _Server
+    server: _ValidatorServer
 
     def do_POST(self) -> None:
         """Judge an answer."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from steelyard.experiment.flags import DOMINATES, FIGHTS, flags_of
-from steelyard.experiment.report.folders import Run
+from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.step_metrics import gradient_shares, short_reason, skipped_terms
 
 
@@ -106,7 +106,7 @@ class Findings:
         return [term for term in self.terms if term.skipped]
 
 
-def findings(run: Run) -> Findings:
+def findings(run: LoadedRun) -> Findings:
     """What the metrics of a run say."""
     steps = (run.config.get("train") or {}).get("steps")
     tracked = bool(run.series("base_loss/grad_norm")[1])
@@ -132,20 +132,20 @@ def findings(run: Run) -> Findings:
     )
 
 
-def shares(run: Run) -> dict[str, list[float | None]]:
+def shares(run: LoadedRun) -> dict[str, list[float | None]]:
     """Each term's part in the sum of all weighted gradient norms, step by step."""
     names = run.terms
     by_step = [gradient_shares(row, names) for row in run.rows]
     return {name: [each[name] for each in by_step] for name in ("base", *names)}
 
 
-def cosine_key(run: Run, a: str, b: str) -> str:
+def cosine_key(run: LoadedRun, a: str, b: str) -> str:
     """The metric with the cosine of two terms, whichever comes first in its name."""
     forward, backward = f"cosines/{a}/{b}", f"cosines/{b}/{a}"
     return backward if any(backward in row for row in run.rows) else forward
 
 
-def _term(run: Run, name: str, share: float | None) -> TermFinding:
+def _term(run: LoadedRun, name: str, share: float | None) -> TermFinding:
     at = f"regularizers/{name}"
     norms = run.series(f"{at}/grad_norm")[1]
     cosine = _mean(run.series(cosine_key(run, "base", name))[1]) if any(norms) else None
@@ -170,7 +170,7 @@ def _term(run: Run, name: str, share: float | None) -> TermFinding:
     )
 
 
-def _skipped(run: Run, name: str) -> dict[str, int]:
+def _skipped(run: LoadedRun, name: str) -> dict[str, int]:
     every = (skipped_terms(row).get(name) for row in run.rows)
     counted = Counter(short_reason(name, reason) for reason in every if reason is not None)
     return dict(counted.most_common())
@@ -181,7 +181,7 @@ def _other_than_zero(values: Sequence[float]) -> float | None:
     return next(filter(None, values), 0.0 if values else None)
 
 
-def _change(run: Run, key: str, part: float = 0.25) -> Change | None:
+def _change(run: LoadedRun, key: str, part: float = 0.25) -> Change | None:
     values = [value for value in run.series(key)[1] if math.isfinite(value)]
     if not values:
         return None
@@ -190,7 +190,7 @@ def _change(run: Run, key: str, part: float = 0.25) -> Change | None:
     return Change(first, last, over)
 
 
-def _last(run: Run, key: str) -> float | None:
+def _last(run: LoadedRun, key: str) -> float | None:
     values = run.series(key)[1]
     return values[-1] if values else None
 

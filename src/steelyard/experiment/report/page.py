@@ -16,13 +16,13 @@ from plotly.offline import get_plotlyjs
 
 from steelyard._version import __version__
 from steelyard.experiment.flags import FLAGS
-from steelyard.experiment.report import several, single, words
-from steelyard.experiment.report.ablation import ablation_table
+from steelyard.experiment.report import charts, compare_charts, formatting
+from steelyard.experiment.report.ablation_table import ablation_table
+from steelyard.experiment.report.config_diff import differences, others, setting
 from steelyard.experiment.report.figure import Section
 from steelyard.experiment.report.findings import Findings, findings
-from steelyard.experiment.report.folders import Experiment, Run
+from steelyard.experiment.report.load import Experiment, LoadedRun
 from steelyard.experiment.report.samples import paired
-from steelyard.experiment.report.settings import differences, others, setting
 
 
 def page(experiment: Experiment) -> str:
@@ -31,16 +31,16 @@ def page(experiment: Experiment) -> str:
     found = [findings(run) for run in runs]
     one = found[0]
     alone = len(runs) == 1
-    charts = single.sections(runs[0], one) if alone else several.sections(runs, found)
+    shown = charts.sections(runs[0], one) if alone else compare_charts.sections(runs, found)
     plotly, script = get_plotlyjs(), _text("page.js")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {
-        "cosine": words.cosine,
-        "number": words.number,
-        "percent": words.percent,
-        "seconds": words.seconds,
-        "skips": words.skips,
-        "counted": words.counted,
+        "cosine": formatting.cosine,
+        "number": formatting.number,
+        "percent": formatting.percent,
+        "seconds": formatting.seconds,
+        "skips": formatting.skips,
+        "counted": formatting.counted,
         "others": others,
         "setting": setting,
     }
@@ -51,15 +51,15 @@ def page(experiment: Experiment) -> str:
         found=found,
         flags=FLAGS,
         skipping=any(each.skipping for each in found),
-        sentences=words.sentences(one) if alone else words.compared(runs, found),
+        sentences=formatting.sentences(one) if alone else formatting.compared(runs, found),
         slowest=one.extreme("seconds", max),
         strongest=one.extreme("share", max),
         opposed=one.extreme("cosine", min),
         ablation=ablation_table(experiment),
-        sections=charts,
+        sections=shown,
         samples=paired(runs),
         differences=differences(runs),
-        figures=embedded(charts),
+        figures=embedded(shown),
         plotly=plotly,
         script=script,
         css=_text("page.css"),
@@ -114,7 +114,7 @@ def _title(experiment: Experiment) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} runs compared"
 
 
-def _facts(runs: Sequence[Run], found: Findings) -> list[str]:
+def _facts(runs: Sequence[LoadedRun], found: Findings) -> list[str]:
     config = runs[0].config
     model = config.get("model") or {}
     facts = [

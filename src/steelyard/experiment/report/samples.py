@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from steelyard.experiment.report.folders import Run
+from steelyard.experiment.report.load import LoadedRun
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Samples:
     prompts: Mapping[str, Mapping[str, str]]
 
 
-def paired(runs: Sequence[Run]) -> Samples:
+def paired(runs: Sequence[LoadedRun]) -> Samples:
     """The answers before and after; of several runs, before once and after for each.
 
     Runs of one model answer alike before training. Where they do not, each keeps its own
@@ -42,7 +42,7 @@ def paired(runs: Sequence[Run]) -> Samples:
     return Samples(list(headings), prompts)
 
 
-def _before(run: Run) -> frozenset[tuple[str, str]]:
+def _before(run: LoadedRun) -> frozenset[tuple[str, str]]:
     return frozenset(
         (str(sample["prompt"]), str(sample.get("completion", "")))
         for sample in run.samples

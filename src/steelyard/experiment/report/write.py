@@ -8,9 +8,9 @@ from pathlib import Path
 
 from steelyard.errors import RunError
 from steelyard.experiment.report.findings import findings
-from steelyard.experiment.report.folders import read
+from steelyard.experiment.report.formatting import sentences
+from steelyard.experiment.report.load import read
 from steelyard.experiment.report.page import page
-from steelyard.experiment.report.words import sentences
 
 
 def summary(run: Path | str) -> list[str]:

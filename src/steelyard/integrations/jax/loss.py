@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from steelyard.errors import InputError
-from steelyard.integrations.jax.inputs import Inputs, Tree, read_base
-from steelyard.integrations.jax.norms import gradient_norms, wide
+from steelyard.integrations.jax.grad_norms import gradient_norms, wide
+from steelyard.integrations.jax.penalty_inputs import PenaltyInputs, Tree, read_base
 from steelyard.penalties import PenaltyPipeline
 from steelyard.spec import listed
 
@@ -88,7 +88,7 @@ def loss_with_penalties(
 
     def values(params: Tree, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Tree]:
         loss, outputs, aux = read_base(base(params, *args, **kwargs))
-        inputs = Inputs(params, outputs)
+        inputs = PenaltyInputs(params, outputs)
         found = {
             term.name: jnp.asarray(term.evaluate(inputs.read(term.name, term.inputs)))
             for term in terms

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from steelyard.composition import CompositeLoss, TermLike, collect_aux, reads
 from steelyard.errors import InputError
-from steelyard.integrations.activations import Captured, hooked
-from steelyard.integrations.lightning.inputs import joined, of_batch
-from steelyard.integrations.lightning.logs import checked, log
-from steelyard.integrations.lightning.names import Callback, LightningModule, Trainer
+from steelyard.integrations.lightning.batch_inputs import joined, of_batch
+from steelyard.integrations.lightning.lightning_import import Callback, LightningModule, Trainer
+from steelyard.integrations.lightning.metric_logging import checked, log
+from steelyard.integrations.torch.activations import Captured, hooked
 from steelyard.spec import Schedule
 
 

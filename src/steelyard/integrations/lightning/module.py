@@ -13,8 +13,8 @@ from torch import Tensor
 
 from steelyard.composition import CompositeLoss, Deposits, collect_aux
 from steelyard.errors import InputError
-from steelyard.integrations.lightning.logs import checked, log
-from steelyard.integrations.lightning.names import LightningModule, Trainer
+from steelyard.integrations.lightning.lightning_import import LightningModule, Trainer
+from steelyard.integrations.lightning.metric_logging import checked, log
 
 if TYPE_CHECKING:
     _Mixed = LightningModule

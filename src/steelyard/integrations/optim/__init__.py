@@ -10,12 +10,12 @@
 from steelyard._extras import cure as _cure
 
 try:
-    from steelyard.integrations.optim.attaching import Attachment, attach
-    from steelyard.integrations.optim.centring import centralize
+    from steelyard.integrations.optim.centralization import centralize
     from steelyard.integrations.optim.clipping import adaptive_clip, clip_by_global_norm
     from steelyard.integrations.optim.decay import elastic_net_decay, l1_decay, l2_decay
+    from steelyard.integrations.optim.hooks import Attachment, attach
     from steelyard.integrations.optim.noise import gradient_noise
-    from steelyard.integrations.optim.slots import Slot
+    from steelyard.integrations.optim.param_lists import Slot
     from steelyard.integrations.optim.transform import Transform
 except ModuleNotFoundError as error:
     raise _cure("steelyard.integrations.optim", error) from error

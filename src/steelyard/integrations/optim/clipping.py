@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import NonFiniteError, SpecError
-from steelyard.integrations.optim.slots import Slot, batches, pieces, wide
+from steelyard.integrations.optim.param_lists import Slot, batches, pieces, wide
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
 from steelyard.spec import is_finite
 

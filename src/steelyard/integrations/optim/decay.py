@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steelyard.errors import SpecError
-from steelyard.integrations.optim.slots import Slot, batches, refuse_sparse
+from steelyard.integrations.optim.param_lists import Slot, batches, refuse_sparse
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
 from steelyard.spec import is_finite
 

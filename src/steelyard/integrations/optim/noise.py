@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from steelyard.errors import SpecError
-from steelyard.integrations.optim.slots import Slot, batches, refuse_sparse, wide
+from steelyard.integrations.optim.param_lists import Slot, batches, refuse_sparse, wide
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
 from steelyard.spec import is_finite, is_whole
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steelyard.errors import SpecError
-from steelyard.integrations.optim.slots import Slot, chosen, labels, slots_of
+from steelyard.integrations.optim.param_lists import Slot, chosen, labels, slots_of
 from steelyard.spec import is_finite
 
 Schedule: TypeAlias = Callable[[int], float]

@@ -10,11 +10,10 @@
 On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows at a time.
 """
 
-from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
+from steelyard.penalties.from_logits.composed_linear import compose_linear
+from steelyard.penalties.from_logits.composed_logits import ComposedLogits, compose_logits
 from steelyard.penalties.from_logits.fusion import Fused, LogitCall, fusable, is_fusable
-from steelyard.penalties.from_logits.linear import compose_linear
-from steelyard.penalties.from_logits.projection import Projection
-from steelyard.penalties.from_logits.terms import (
+from steelyard.penalties.from_logits.logit_terms import (
     cross_entropy,
     entropy,
     js,
@@ -22,6 +21,7 @@ from steelyard.penalties.from_logits.terms import (
     target_logprobs,
     z_loss,
 )
+from steelyard.penalties.from_logits.projection import Projection
 
 __all__ = [
     "ComposedLogits",

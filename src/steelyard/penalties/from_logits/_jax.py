@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from steelyard.penalties._arrays import Array, namespace, widen
+from steelyard.penalties.from_logits._blockwise import Swept
 from steelyard.penalties.from_logits._components import Component
-from steelyard.penalties.from_logits._gradients import component_slopes
-from steelyard.penalties.from_logits._rows import component_rows, rows_at_once
-from steelyard.penalties.from_logits._sweep import Swept
+from steelyard.penalties.from_logits._gradient_formulas import component_slopes
+from steelyard.penalties.from_logits._value_formulas import component_rows, rows_at_once
 
 
 def value_rows(

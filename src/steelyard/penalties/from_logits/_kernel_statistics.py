@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from steelyard.penalties.from_logits._kernel_exchange import (
+from steelyard.penalties.from_logits._kernel_signals import (
     publish,
 )
 from steelyard.penalties.from_logits._kernel_tiles import (

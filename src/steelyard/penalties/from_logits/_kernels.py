@@ -22,18 +22,18 @@ Logarithms are to the base 2 inside, and relative to the row's largest logit, in
 import triton
 import triton.language as tl
 
-from steelyard.penalties.from_logits._kernel_exchange import (
+from steelyard.penalties.from_logits._kernel_gradients import (
+    slopes_of,
+)
+from steelyard.penalties.from_logits._kernel_row_values import (
+    combine,
+    means,
+)
+from steelyard.penalties.from_logits._kernel_signals import (
     COEFFICIENTS,
     K_P,
     Z_TOP,
     settled,
-)
-from steelyard.penalties.from_logits._kernel_rows import (
-    combine,
-    means,
-)
-from steelyard.penalties.from_logits._kernel_slopes import (
-    slopes_of,
 )
 from steelyard.penalties.from_logits._kernel_statistics import (
     statistics,

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from steelyard.penalties.from_logits._blockwise import Swept, Wants
 from steelyard.penalties.from_logits._components import ENTROPY, FORWARD, JS, REVERSE, Component
-from steelyard.penalties.from_logits._kernel_exchange import COEFFICIENTS
+from steelyard.penalties.from_logits._kernel_signals import COEFFICIENTS
 from steelyard.penalties.from_logits._kernels import scale_kernel, sweep_kernel
-from steelyard.penalties.from_logits._sweep import Swept, Wants
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _NARROW = (torch.bfloat16, torch.float16)

@@ -11,10 +11,10 @@ from array_api_compat import torch as xp
 from torch import Tensor
 
 from steelyard.errors import GradientError
+from steelyard.penalties.from_logits._blockwise import Swept, Wants, sweep
 from steelyard.penalties.from_logits._components import Component
-from steelyard.penalties.from_logits._inputs import check_targets
-from steelyard.penalties.from_logits._registering import operator
-from steelyard.penalties.from_logits._sweep import Swept, Wants, sweep
+from steelyard.penalties.from_logits._logit_inputs import check_targets
+from steelyard.penalties.from_logits._torch_operator import operator
 
 # The components, flat: an operator takes no tuples of its own.
 _PROBLEM = (

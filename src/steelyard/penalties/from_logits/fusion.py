@@ -10,8 +10,8 @@ from typing import Any
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array
 from steelyard.penalties.from_logits._components import Parts, go_together, read_terms
-from steelyard.penalties.from_logits.composition import ComposedLogits, compose_logits
-from steelyard.penalties.from_logits.terms import cross_entropy, entropy, js, kl, z_loss
+from steelyard.penalties.from_logits.composed_logits import ComposedLogits, compose_logits
+from steelyard.penalties.from_logits.logit_terms import cross_entropy, entropy, js, kl, z_loss
 
 # The functions whose calls can be made together, with the arrays that each takes by position.
 _KINDS: Sequence[tuple[Callable[..., Array], tuple[str, ...]]] = (

@@ -1,0 +1,90 @@
+"""The metrics of a step as rows, one for each term."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard.experiment import (
+    flags_of,
+    gradient_shares,
+    short_reason,
+    skipped_terms,
+    terms_that_ran,
+)
+
+
+@dataclass(frozen=True)
+class TermRow:
+    """One term at one step; None where there is no such number.
+
+    Attributes:
+        name: of the term; `"base"` is the base loss.
+        value: before the weight.
+        weight: at this step.
+        contribution: what it adds to the loss.
+        grad_norm: of its gradient, weighted.
+        share: of the gradients of all terms, by norm.
+        cosine: to the gradient of the base loss.
+        seconds: it took.
+        flags: see `steelyard.experiment.flags`.
+        skipped: why the term failed and was dropped at this step; None if it was not.
+    """
+
+    name: str
+    value: float | None = None
+    weight: float | None = None
+    contribution: float | None = None
+    grad_norm: float | None = None
+    share: float | None = None
+    cosine: float | None = None
+    seconds: float | None = None
+    flags: tuple[str, ...] = ()
+    skipped: str | None = None
+
+
+def rows_of(metrics: Mapping[str, Any]) -> list[TermRow]:
+    """The base loss, the terms that ran, in order, and those that were skipped.
+
+    Example:
+        >>> metrics = {
+        ...     "base_loss/value": 2.0, "base_loss/grad_norm": 1.0,
+        ...     "regularizers/kl/value": 3.0, "regularizers/kl/weight": 0.5,
+        ...     "regularizers/kl/contribution": 1.5, "regularizers/kl/grad_norm": 6.0,
+        ...     "regularizers/kl/grad_norm_weighted": 3.0, "cosines/base/kl": 0.1,
+        ... }
+        >>> [(row.name, row.share, row.flags) for row in rows_of(metrics)]
+        [('base', 0.25, ()), ('kl', 0.75, ('dominates',))]
+    """
+    names = terms_that_ran(metrics)
+    shares = gradient_shares(metrics, names)
+    value, norm = metrics["base_loss/value"], metrics.get("base_loss/grad_norm")
+    base = TermRow("base", value, contribution=value, grad_norm=norm, share=shares["base"])
+    skipped = [
+        TermRow(name, skipped=short_reason(name, reason))
+        for name, reason in skipped_terms(metrics).items()
+    ]
+    return [base, *(_row(name, metrics, shares[name]) for name in names), *skipped]
+
+
+def _row(name: str, metrics: Mapping[str, Any], share: float | None) -> TermRow:
+    at = f"regularizers/{name}"
+    weight, cosine = metrics[f"{at}/weight"], metrics.get(f"cosines/base/{name}")
+    return TermRow(
+        name,
+        metrics[f"{at}/value"],
+        weight,
+        metrics[f"{at}/contribution"],
+        metrics.get(f"{at}/grad_norm_weighted"),
+        share,
+        cosine,
+        metrics.get(f"{at}/duration"),
+        flags_of(
+            tracked="base_loss/grad_norm" in metrics,
+            weight=weight,
+            grad_norm=metrics.get(f"{at}/grad_norm"),
+            share=share,
+            cosine=cosine,
+        ),
+    )

@@ -1,0 +1,332 @@
+"""Which inputs a term of a composite reads: by the names of its parameters, or as it is told."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from steelyard.composition.input_lookup import Inputs, find, names_in, within
+from steelyard.errors import InputError, SpecError
+from steelyard.spec import (
+    BASE,
+    RegularizerSpec,
+    Schedule,
+    Stateful,
+    entry_point,
+    is_async,
+    listed,
+    lookup_penalty,
+    rejects,
+    title,
+)
+
+
+class Named(ABC):
+    """Something that is called as every term is, where `data` are the named inputs."""
+
+    @abstractmethod
+    def __call__(self, data: Inputs, logprobs: object = None) -> Any:
+        """What a term returns."""
+
+    @abstractmethod
+    def check(self, term: str, inputs: Inputs) -> None:
+        """Nothing, if all it reads is there.
+
+        Raises:
+            InputError: something is not.
+        """
+
+
+@dataclass(frozen=True)
+class Reads(Named):
+    """A function, and the names of the inputs it reads, in the order of its parameters.
+
+    Called as every term is, `(data, logprobs, **options)`, where `data` are the named inputs.
+
+    Attributes:
+        fn: what is called.
+        names: the inputs that it must have, by position.
+        optional: the inputs that it takes by keyword when they are there.
+        keywords: the inputs that it must have, by the keyword it takes them by.
+        owner: the object that `fn` is a method of, or `fn`.
+        head: the part of the outputs it sees.
+        required: all inputs that it must have.
+    """
+
+    fn: Callable[..., Any]
+    names: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    keywords: tuple[tuple[str, str], ...] = ()
+    owner: Any = None
+    head: str | None = None
+    required: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        required = (*self.names, *(name for _, name in self.keywords))
+        object.__setattr__(self, "required", required)  # the class is frozen
+
+    def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
+        """What the function gives for these inputs."""
+        positional, extra = self.arguments(data)
+        return self.fn(*positional, **{**extra, **options})
+
+    def arguments(self, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
+        """What the function takes from the inputs: by position, and by keyword."""
+        seen = self.seen(inputs)
+        extra = {name: seen[name] for name in self.optional if name in seen}
+        for keyword, name in self.keywords:
+            extra[keyword] = seen[name] if name in seen else find(seen, name)
+        return [seen[name] if name in seen else find(seen, name) for name in self.names], extra
+
+    def seen(self, inputs: Inputs) -> Inputs:
+        """The inputs, as the head sees them."""
+        return inputs if self.head is None else within(inputs, self.head)
+
+    def check(self, term: str, inputs: Inputs) -> None:
+        """Nothing, if all it reads is there."""
+        seen = self.seen(inputs)
+        for name in self.required:
+            if name in seen:
+                continue
+            try:
+                find(seen, name)
+            except KeyError:
+                there = ", ".join(repr(each) for each in names_in(seen)) or "none"
+                cure = ""
+                if name.startswith("aux."):
+                    cure = " The model leaves it with aux_loss, and is watched with watch(model)."
+                of = f" of head {self.head!r}" if self.head and term == BASE else ""
+                raise InputError(
+                    f"{title(term)}{of} reads the input {name!r}, which is not there; the inputs "
+                    f"are: {there}.{cure}"
+                ) from None
+
+
+class AsyncReads(Reads):
+    """The same for an async function."""
+
+    async def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:
+        """What the function gives for these inputs."""
+        return await super().__call__(data, logprobs, **options)
+
+
+class StatefulReads(Reads):
+    """The same for an object that remembers something from batch to batch."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What it remembers."""
+        state: Mapping[str, Any] = self.owner.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.owner.load_state_dict(state)
+
+
+class AsyncStatefulReads(AsyncReads, StatefulReads):
+    """The same for both."""
+
+
+@dataclass(frozen=True)
+class BaseOfHeads(Named):
+    """The base loss of several heads: the sum of theirs, each also a metric of its own."""
+
+    heads: tuple[Reads, ...]
+
+    def __call__(self, data: Inputs, logprobs: object = None) -> Any:  # noqa: ARG002
+        """The sum, and each head's part."""
+        metrics = {}
+        total = None
+        for fn in self.heads:
+            returned = fn(data)
+            loss, own = returned if isinstance(returned, tuple) else (returned, {})
+            metrics[f"{fn.head}/loss"] = loss.detach()
+            metrics |= {f"{fn.head}/{name}": value for name, value in (own or {}).items()}
+            total = loss if total is None else total + loss
+        return total, metrics
+
+    def check(self, term: str, inputs: Inputs) -> None:
+        """Nothing, if all the heads read is there."""
+        for fn in self.heads:
+            fn.check(term, inputs)
+
+
+def base_of(base: Any) -> Named:
+    """The base loss: one function, or one for each head."""
+    if not isinstance(base, Mapping):
+        return reads(base)
+    if not base:
+        raise SpecError("base must be a function, or have one for at least one head, got {}.")
+    for head, fn in base.items():
+        if is_async(fn):
+            raise SpecError(f"the base loss of a head must not be async, got {fn!r} ({head!r}).")
+    return BaseOfHeads(tuple(replace(reads(fn), head=head) for head, fn in base.items()))
+
+
+def reads(fn: Any, *names: str, **keywords: str) -> Reads:
+    """`fn` as a term over named inputs.
+
+    Args:
+        fn: a function, a module, or an object with `compute`; it returns what a term returns.
+        names: the inputs for its parameters, in order; without any, those that its parameters
+            are named after. Dots lead into mappings and dataclasses.
+        keywords: the inputs for parameters that are given by keyword.
+
+    Raises:
+        SpecError: the names cannot be told from the function.
+
+    Example:
+        >>> from torch import nn
+        >>> reads(nn.MSELoss(), "prediction", "target").names
+        ('prediction', 'target')
+        >>> reads(lambda logits, labels: ...).names
+        ('logits', 'labels')
+    """
+    if isinstance(fn, Reads):
+        return fn
+    if not callable(_called(fn)):
+        raise SpecError(f"fn must be callable over named inputs, got {fn!r}.")
+    if not all(isinstance(name, str) and name for name in (*names, *keywords.values())):
+        raise SpecError(
+            f"the names of inputs must be non-empty strings, got {(names, keywords)!r}."
+        )
+    optional: tuple[str, ...] = ()
+    if not names and not keywords:
+        names, optional = _parameters(fn)
+    kind = _KINDS[is_async(fn), isinstance(fn, Stateful) and not isinstance(fn, nn.Module)]
+    return kind(_called(fn), names, optional, tuple(keywords.items()), fn)
+
+
+def term(
+    fn: Any,
+    weight: float | Schedule,
+    name: str = "",
+    *,
+    inputs: str | Sequence[str] | Mapping[str, str] = (),
+    **settings: Any,
+) -> RegularizerSpec:
+    """A spec for a term over named inputs.
+
+    Args:
+        fn: a function, a module, or an object with `compute`; it returns a loss, or a loss and
+            metrics. Or the name of a penalty, such as `"kl"`, or a registered one.
+        weight: a finite number >= 0, or a schedule.
+        name: may be left out if `fn` has a `name`.
+        inputs: the inputs for the parameters of `fn`, in order, or by parameter; without any,
+            those that its parameters are named after.
+        settings: the other fields of `RegularizerSpec`.
+
+    Raises:
+        SpecError: a field breaks its rule.
+
+    Example:
+        >>> from steelyard import penalties
+        >>> spec = term(penalties.l2, 0.1, "activity", inputs="hidden")
+        >>> spec.name, spec.fn.names
+        ('activity', ('hidden',))
+        >>> term(penalties.l2, 0.1, "kept", inputs={"x": "hidden", "mask": "kept"}).fn.required
+        ('hidden', 'kept')
+        >>> term("kl", 0.1, inputs=("student", "teacher")).fn.fn is penalties.kl_divergence
+        True
+    """
+    if isinstance(fn, str):
+        name, fn = name or fn, lookup_penalty(fn)
+    for key in ("run_in", "gradient"):
+        if isinstance(own := getattr(fn, key, None), str):
+            settings.setdefault(key, own)
+    if isinstance(inputs, Mapping):
+        read = reads(fn, **inputs)
+    else:
+        read = reads(fn, *((inputs,) if isinstance(inputs, str) else inputs))
+    if settings.get("gradient") == "score" and len(read.names) != len(("data", "logprobs")):
+        raise SpecError(
+            f"gradient='score' needs a term that reads the data and their log-probs, got "
+            f"{list(read.required)}: name both, inputs=('data', 'logprobs') (regularizer {name!r})."
+        )
+    spec = RegularizerSpec(read, weight, name or _own_name(fn), **settings)
+    named = (*spec.options, *(keyword for keyword, _ in read.keywords))
+    why = rejects(_signed(read.fn), named, positional=len(read.names))
+    if why is not None:
+        raise SpecError(
+            f"fn must accept {len(read.names)} inputs and the keywords {listed(named)}: {why} "
+            f"(regularizer {spec.name!r})."
+        )
+    return spec
+
+
+def specs_of(terms: Any) -> list[RegularizerSpec]:
+    """The specs of a list of terms, or of one list for each head."""
+    if isinstance(terms, Mapping):
+        return [spec_of(like, head) for head, own in terms.items() for like in own]
+    return [spec_of(like) for like in terms]
+
+
+def spec_of(like: RegularizerSpec | Mapping[str, Any], head: str | None = None) -> RegularizerSpec:
+    """The spec that `like` is or describes, for a head if there is one.
+
+    A mapping has the fields of `RegularizerSpec`, and may have `inputs`.
+    """
+    fn = like.get("fn") if isinstance(like, Mapping) else None
+    if isinstance(like, Mapping) and (callable(fn) or isinstance(fn, str)) and "weight" in like:
+        fields = dict(like)
+        if "inputs" in fields or not (isinstance(fn, str) or _takes_data(fn)):
+            like = term(fields.pop("fn"), fields.pop("weight"), **fields)
+    spec = RegularizerSpec.of(like)
+    if head is None:
+        return spec
+    fn = spec.fn if isinstance(spec.fn, Reads) else reads(spec.fn, "data", "logprobs")
+    return replace(spec, fn=replace(fn, head=head), name=f"{head}/{spec.name}")
+
+
+def itself(value: Any) -> Any:
+    """The value: for an input that is a loss already."""
+    return value
+
+
+def _takes_data(fn: Any) -> bool:
+    """Whether it is a term over `(data, logprobs)`, as those of a pipeline."""
+    return _parameters(fn)[0][:2] == ("data", "logprobs")
+
+
+def _parameters(fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the parameters that must be given, and of those that may."""
+    try:
+        signature = inspect.signature(_signed(_called(fn)))
+        named = [p for p in signature.parameters.values() if p.kind in _NAMED]
+    except (TypeError, ValueError):  # builtins and some C functions show no signature
+        named = []
+    if not named:
+        raise SpecError(f"the inputs must be named for {fn!r}, whose parameters have no names.")
+    return (
+        tuple(p.name for p in named if p.default is p.empty),
+        tuple(p.name for p in named if p.default is not p.empty),
+    )
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+# By whether it is async, and whether it remembers; the parameters of a module are not that.
+_KINDS: Mapping[tuple[bool, bool], type[Reads]] = {
+    (False, False): Reads,
+    (True, False): AsyncReads,
+    (False, True): StatefulReads,
+    (True, True): AsyncStatefulReads,
+}
+
+
+def _signed(fn: Any) -> Callable[..., Any]:
+    """What has the signature: a module's `__call__` takes anything."""
+    return fn.forward if isinstance(fn, nn.Module) else fn
+
+
+def _called(fn: Any) -> Callable[..., Any]:
+    return fn if isinstance(fn, nn.Module) else entry_point(fn)
+
+
+def _own_name(fn: object) -> str:
+    name: str = getattr(fn, "name", "") or getattr(fn, "__name__", "")
+    return "" if name == "<lambda>" else name

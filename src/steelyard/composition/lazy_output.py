@@ -1,0 +1,76 @@
+"""The last call of a composite, as numbers when somebody asks: here, and across processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import distributed as dist
+
+from steelyard.composition.aggregate import Combined, build_output
+from steelyard.composition.terms import TermResult
+from steelyard.errors import InputError
+from steelyard.output import CustomLossOutput
+
+
+@dataclass(eq=False)
+class LazyOutput:
+    """One call of a composite.
+
+    Attributes:
+        results: of the base loss and the terms that were due, without their graphs.
+        not_run: the terms that were disabled or not due.
+        combined: norms and cosines, if tracked.
+    """
+
+    results: Sequence[TermResult]
+    not_run: tuple[str, ...] = ()
+    combined: Combined | None = None
+
+    @cached_property
+    def output(self) -> CustomLossOutput:
+        """The numbers of this process."""
+        return self._output(None)
+
+    def across(self, group: dist.ProcessGroup | None) -> CustomLossOutput:
+        """The numbers of all processes of a group, each term averaged over those where it ran.
+
+        Every process must call it.
+
+        Raises:
+            InputError: torch.distributed is not initialized, or the processes have other terms.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise InputError(
+                "output_across_ranks needs torch.distributed, which is not initialized: "
+                "call init_process_group, or read .output."
+            )
+        mine = {"base": self.output.base_loss} | dict(self.output.regularizers)
+        names = sorted({*mine, *self.output.skipped, *self.not_run})
+        everywhere: list[list[str] | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everywhere, names, group=group)
+        if any(there != names for there in everywhere):
+            raise InputError(f"every rank must have the same terms, got {everywhere}.")
+        ran = [
+            (mine[name].value, getattr(mine[name], "weight", 1.0), 1.0)
+            if name in mine
+            else (0.0,) * 3
+            for name in names
+        ]
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        total = torch.tensor(ran, dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=group)
+        means = {
+            name: (value / count, weight / count)
+            for name, (value, weight, count) in zip(names, total.tolist(), strict=True)
+            if count
+        }
+        order = [*(name for name in mine if name in means), *sorted(set(means) - set(mine))]
+        return self._output({name: means[name] for name in order})
+
+    def _output(self, numbers: Mapping[str, tuple[float, float]] | None) -> CustomLossOutput:
+        combined = self.combined or Combined()
+        norm = None if self.combined is None else combined.total_norm or 0.0
+        return build_output(self.results, combined, self.not_run, numbers, total_grad_norm=norm)

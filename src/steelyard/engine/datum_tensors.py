@@ -1,0 +1,143 @@
+"""From the SDK's data to tensors, checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tinker import types
+from torch import Tensor
+
+from steelyard.errors import InputError
+
+
+@dataclass(frozen=True)
+class DatumLimits:
+    """What a model can take."""
+
+    vocabulary: int
+    context: int
+
+
+@dataclass(frozen=True)
+class DatumTensors:
+    """One datum as tensors.
+
+    Attributes:
+        tokens: what the model reads, `[T]`.
+        targets: what it is asked for at each position, `[T]` or `[T, K]`.
+        inputs: the other fields a loss reads, each shaped like the targets.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    inputs: Mapping[str, Tensor]
+
+
+def read_examples(
+    data: Sequence[types.Datum], fields: Mapping[str, float | None], limits: DatumLimits
+) -> list[DatumTensors]:
+    """The data as tensors.
+
+    Args:
+        data: the SDK's.
+        fields: what the loss reads from each datum beside its targets, and what stands for a
+            field that is missing; None: it may not be.
+        limits: the model's.
+
+    Raises:
+        InputError: a datum breaks a rule; the message names its index and the field.
+    """
+    if not isinstance(data, Sequence) or not data:
+        raise InputError(f"data must be a list of at least one Datum, got {data!r}.")
+    return [_read(index, datum, fields, limits) for index, datum in enumerate(data)]
+
+
+def read_prompt(prompt: types.ModelInput, limits: DatumLimits, what: str = "prompt") -> Tensor:
+    """The tokens of a model input, `[T]`.
+
+    Raises:
+        InputError: it holds something else than text, is empty or too long, or a token is not
+            in the vocabulary.
+    """
+    if not isinstance(prompt, types.ModelInput):
+        raise InputError(f"{what} must be a tinker ModelInput, got {prompt!r}.")
+    kinds = {chunk.type for chunk in prompt.chunks if not hasattr(chunk, "tokens")}
+    if kinds:
+        raise InputError(f"{what} must hold text tokens alone, got {', '.join(sorted(kinds))}.")
+    tokens = prompt.to_ints()
+    if not 0 < len(tokens) <= limits.context:
+        raise InputError(
+            f"{what} must hold 1 to {limits.context} tokens, the model's context, "
+            f"got {len(tokens)}."
+        )
+    for token in (min(tokens), max(tokens)):
+        _check_vocabulary(what, token, limits)
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def _read(
+    index: int, datum: types.Datum, fields: Mapping[str, float | None], limits: DatumLimits
+) -> DatumTensors:
+    if not isinstance(datum, types.Datum):
+        raise InputError(f"data[{index}] must be a tinker Datum, got {type(datum).__name__}.")
+    tokens = read_prompt(datum.model_input, limits, f"data[{index}].model_input")
+    targets = _tensor(index, datum, "target_tokens")
+    where = f"data[{index}].loss_fn_inputs['target_tokens']"
+    if targets.is_floating_point():
+        raise InputError(f"{where} must be whole numbers (int64), got {targets.dtype}.")
+    if targets.dim() not in (1, 2) or targets.shape[0] != len(tokens) or not targets.numel():
+        raise InputError(
+            f"{where} must have the shape [T] or [T, K] with T = {len(tokens)}, one for each "
+            f"token of model_input, got {list(targets.shape)}."
+        )
+    for target in (targets.min(), targets.max()):
+        _check_vocabulary(where, int(target), limits)
+    inputs = {
+        name: _input(index, datum, name, targets.shape, default) for name, default in fields.items()
+    }
+    return DatumTensors(tokens, targets, inputs)
+
+
+def _input(
+    index: int, datum: types.Datum, name: str, shape: torch.Size, default: float | None
+) -> Tensor:
+    if default is not None and name not in datum.loss_fn_inputs:
+        return torch.full(shape, default)
+    values = _tensor(index, datum, name).to(torch.float32)
+    where = f"data[{index}].loss_fn_inputs[{name!r}]"
+    if values.shape != shape:
+        raise InputError(
+            f"{where} must have the shape of target_tokens, {list(shape)}, "
+            f"got {list(values.shape)}."
+        )
+    bad = (~torch.isfinite(values)).nonzero()
+    if len(bad):
+        at = tuple(bad[0].tolist())
+        raise InputError(f"{where} must be finite, got {values[at].item()} at {list(at)}.")
+    return values
+
+
+def _tensor(index: int, datum: types.Datum, name: str) -> Tensor:
+    value: Any = datum.loss_fn_inputs.get(name)
+    if value is None:
+        raise InputError(
+            f"data[{index}].loss_fn_inputs must hold {name!r}, got {sorted(datum.loss_fn_inputs)}."
+        )
+    try:
+        tensor: Tensor = value.to_torch()
+    except (AssertionError, RuntimeError) as error:  # sparse, and its indices do not add up
+        raise InputError(
+            f"data[{index}].loss_fn_inputs[{name!r}] must be a whole tensor, and it is not: {error}"
+        ) from error
+    return tensor
+
+
+def _check_vocabulary(what: str, token: int, limits: DatumLimits) -> None:
+    if not 0 <= token < limits.vocabulary:
+        raise InputError(
+            f"{what} must hold tokens from 0 to {limits.vocabulary - 1}, the model's "
+            f"vocabulary, got {token}."
+        )

@@ -1,0 +1,175 @@
+"""`LocalSamplingClient`: the SDK's sampling verbs on a model in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+from tinker import types
+from torch import Tensor
+
+from steelyard.engine.adapter import Adapter
+from steelyard.engine.datum_tensors import DatumLimits, read_prompt
+from steelyard.engine.sampler import TokenSampler, Wanted, check_sampling
+from steelyard.engine.worker_thread import WorkerThread
+from steelyard.errors import InputError
+from steelyard.spec import is_whole
+
+
+class LocalSamplingClient:
+    """Samples from saved weights, or from the base model. Made by the clients' methods.
+
+    Example:
+        >>> from tinker import types
+        >>> from steelyard.engine import LocalServiceClient
+        >>> sampling = LocalServiceClient().create_sampling_client(base_model="tiny-random")
+        >>> prompt = types.ModelInput.from_ints([1, 2, 3])
+        >>> params = types.SamplingParams(max_tokens=4, seed=0)
+        >>> response = sampling.sample(prompt, num_samples=2, sampling_params=params).result()
+        >>> [len(sequence.tokens) for sequence in response.sequences]
+        [4, 4]
+    """
+
+    def __init__(self, host: WorkerThread, adapter: Adapter | None) -> None:
+        self._host = host
+        self._sampler = TokenSampler(host.model, adapter)
+        if adapter is not None:
+            # Not after this client: a call that was made outlives it.
+            host.give_back(adapter, after=self._sampler)
+
+    def sample(
+        self,
+        prompt: types.ModelInput,
+        num_samples: int,
+        sampling_params: types.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: types.TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> Future[types.SampleResponse]:
+        """Continuations of a prompt; see the SDK's `SamplingClient.sample`.
+
+        The log-probs are the model's own, before temperature, `top_k` and `top_p`. A stop
+        sequence is part of the tokens it ends.
+
+        Raises:
+            InputError: the prompt or a setting breaks a rule.
+        """
+        limits = self._host.model.limits
+        tokens = read_prompt(prompt, limits)
+        check_sampling(sampling_params, num_samples)
+        if len(tokens) == limits.context:
+            raise InputError(
+                f"prompt must leave room for at least one token, and it fills the model's "
+                f"context of {limits.context}."
+            )
+        for name, value in (
+            ("topk_prompt_logprobs", topk_prompt_logprobs),
+            ("topk_sample_logprobs", topk_sample_logprobs),
+            ("prompt_alt_tokens_k", prompt_alt_tokens_k),
+        ):
+            if not is_whole(value, at_least=0) or value > limits.vocabulary:
+                raise InputError(
+                    f"{name} must be a whole number from 0 to the vocabulary's "
+                    f"{limits.vocabulary}, got {value!r}."
+                )
+        _check_last_n(prompt_logprobs_last_n, len(tokens))
+        if prompt_logprobs_last_n is not None and not include_prompt_logprobs:
+            raise InputError("prompt_logprobs_last_n needs include_prompt_logprobs=True.")
+        targets = None
+        if target_prompt_logprobs is not None:
+            targets = target_prompt_logprobs.to_torch(pad_value=-1)
+            _check_targets(targets, len(tokens), limits)
+        wanted = Wanted(
+            include_prompt_logprobs,
+            prompt_logprobs_last_n,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            targets,
+            prompt_alt_tokens_k,
+        )
+        return self._host.later(self._sampler.sample, tokens, num_samples, sampling_params, wanted)
+
+    async def sample_async(
+        self,
+        prompt: types.ModelInput,
+        num_samples: int,
+        sampling_params: types.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: types.TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> types.SampleResponse:
+        """As `sample`, awaited."""
+        future = self.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+        )
+        return await asyncio.wrap_future(future)
+
+    def compute_logprobs(
+        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> Future[list[float | None]]:
+        """The log-prob of each token of a prompt; None for the first, which follows nothing.
+
+        Raises:
+            InputError: the prompt breaks a rule.
+        """
+        tokens = read_prompt(prompt, self._host.model.limits)
+        _check_last_n(prompt_logprobs_last_n, len(tokens))
+        return self._host.later(self._sampler.logprobs, tokens, prompt_logprobs_last_n)
+
+    async def compute_logprobs_async(
+        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
+        """As `compute_logprobs`, awaited."""
+        return await asyncio.wrap_future(self.compute_logprobs(prompt, prompt_logprobs_last_n))
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of the base model."""
+        return self._host.model.tokenizer
+
+    def get_base_model(self) -> str:
+        """The name of the base model."""
+        return self._host.model.source.name
+
+    async def get_base_model_async(self) -> str:
+        """As `get_base_model`."""
+        return self.get_base_model()
+
+
+def _check_targets(targets: Tensor, length: int, limits: DatumLimits) -> None:
+    what = "target_prompt_logprobs"
+    if targets.dim() != 2 or len(targets) != length - 1:  # noqa: PLR2004 - [T - 1, K]
+        raise InputError(
+            f"{what} must have the shape [len(prompt) - 1, K] = [{length - 1}, K], "
+            f"got {list(targets.shape)}."
+        )
+    if targets.is_floating_point():
+        raise InputError(f"{what} must be whole numbers (int64), got {targets.dtype}.")
+    bad = targets[(targets < -1) | (targets >= limits.vocabulary)]
+    if len(bad):
+        raise InputError(
+            f"{what} must hold tokens from 0 to {limits.vocabulary - 1}, the model's vocabulary, "
+            f"or -1 for none, got {bad[0].item()}."
+        )
+
+
+def _check_last_n(last_n: int | None, length: int) -> None:
+    if last_n is not None and not (is_whole(last_n, at_least=1) and last_n < length):
+        raise InputError(
+            f"prompt_logprobs_last_n must be a whole number from 1 to {length - 1}, one less than "
+            f"the prompt has tokens, or None, got {last_n!r}."
+        )

@@ -1,0 +1,122 @@
+"""Checking a loss that a client uploads, node by node, before it is kept."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tinker import types
+
+from steelyard.engine.server.uploaded_loss.allowlist import (
+    ATTRIBUTES,
+    DTYPES,
+    FUNCTIONS,
+    METHODS,
+    PARTS,
+)
+from steelyard.engine.server.uploaded_loss.interpreter import LARGEST_INT, TracedLoss
+from steelyard.errors import InputError
+
+# The custom/ keeps them apart from the engine's own; the SDK splits a key at its one colon.
+_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+_PAIR = 2
+
+
+def read_loss(request: types.CreateCustomLossRequest, max_nodes: int) -> TracedLoss:
+    """An uploaded loss, checked node by node.
+
+    Raises:
+        InputError: it does something that is not on the list, or does not hold together.
+    """
+    nodes = request.graph.nodes
+    if not 0 < len(nodes) <= max_nodes:
+        raise InputError(f"graph.nodes must hold 1 to {max_nodes} nodes, got {len(nodes)}.")
+    names = [given.name for given in request.inputs]
+    taken = [node.target for node in nodes if node.op == "placeholder"]
+    if taken != names or names[:1] != ["logprobs"] or not request.inputs[0].rank:
+        raise InputError(
+            f"inputs must be those of the graph, {taken}, with 'logprobs' of rank 1 or 2 first, "
+            f"got {names}."
+        )
+    known: set[str] = set()
+    for position, node in enumerate(nodes):
+        _check_node(node, known, last=position == len(nodes) - 1)
+        known.add(node.name)
+    _check_output(nodes[-1])
+    return TracedLoss(request.name, tuple(request.inputs), tuple(nodes))
+
+
+def _check_node(node: types.CustomLossNode, known: set[str], *, last: bool) -> None:
+    if (node.op == "output") is not last:
+        raise InputError("graph.nodes must end with the one output, and it does not.")
+    if node.name in known:
+        raise InputError(f"the name of a node must be unique, got {node.name!r} twice.")
+    if not _allowed(node):
+        raise InputError(
+            f"a custom loss may use torch's elementwise, reducing and indexing operations, "
+            f"got {node.op} {node.target!r} in {node.name!r}, which is not on the list."
+        )
+    if "out" in node.kwargs:
+        raise InputError(f"a custom loss may not write into tensors, got out= in {node.name!r}.")
+    for arg in [*node.args, *node.kwargs.values()]:
+        _check_arg(arg, known, node.name)
+
+
+def _allowed(node: types.CustomLossNode) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op == "call_function" and node.target == "getattr":
+        return len(node.args) == _PAIR and _one_of(node.args[1], ATTRIBUTES | PARTS)
+    if node.op == "call_function":
+        return node.target in FUNCTIONS
+    return node.op == "call_method" and node.target in METHODS and bool(node.args)
+
+
+def _check_output(node: types.CustomLossNode) -> None:
+    match node.args:
+        case [{"tuple": [{"ref": str()}, {"dict": dict() as metrics}]}]:
+            odd = [key for key in metrics if not _METRIC.fullmatch(str(key))]
+            if odd:
+                raise InputError(
+                    f"a metric must be named custom/<name>:sum or custom/<name>:mean in lower "
+                    f"case, got {odd[0]!r}."
+                )
+        case _:
+            raise InputError("the output of a custom loss must be (loss, metrics).")
+
+
+def _check_arg(arg: Any, known: set[str], where: str) -> None:  # noqa: C901, PLR0912 - one case for each form
+    match arg:
+        case None | bool() | float() | str():
+            pass
+        case int():
+            if abs(arg) > LARGEST_INT:
+                raise InputError(f"a whole number in {where!r} must be at most 2**53, got {arg}.")
+        case list():
+            for each in arg:
+                _check_arg(each, known, where)
+        case {"ref": str(name), **rest} if not rest:
+            if name not in known:
+                raise InputError(f"{where!r} must use nodes before it, got {name!r}.")
+        case {"tuple": list(held), **rest} | {"slice": list(held), **rest} if not rest:
+            if "slice" in arg and len(held) != 3:  # noqa: PLR2004 - start, stop, step
+                raise InputError(f"a slice in {where!r} must have three parts, got {len(held)}.")
+            for each in held:
+                _check_arg(each, known, where)
+        case {"dict": dict(held), **rest} if not rest:
+            for each in held.values():
+                _check_arg(each, known, where)
+        case {"ellipsis": True, **rest} if not rest:
+            pass
+        case {"float": "inf" | "-inf" | "nan", **rest} if not rest:
+            pass
+        case {"dtype": str(name), **rest} if not rest and name in DTYPES:
+            pass
+        case {"device": "cpu", **rest} if not rest:
+            pass
+        case _:
+            raise InputError(f"an argument of {where!r} must be one that the SDK writes.")
+
+
+def _one_of(value: Any, allowed: frozenset[str]) -> bool:
+    return isinstance(value, str) and value in allowed

@@ -1,0 +1,448 @@
+"""`LocalServiceClient`: the SDK's service verbs, with the models in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import platformdirs
+import torch
+from tinker import types
+from tinker.lib.public_interfaces.api_future import APIFuture, AwaitableConcurrentFuture
+from tinker.lib.public_interfaces.custom_loss import LossHandle, trace_loss
+
+from steelyard.engine import model_sources
+from steelyard.engine.adapter import LoraSettings
+from steelyard.engine.checkpoints import Checkpoints
+from steelyard.engine.datum_tensors import DatumLimits
+from steelyard.engine.model import Model
+from steelyard.engine.sampling_client import LocalSamplingClient
+from steelyard.engine.training_client import LocalTrainingClient
+from steelyard.engine.worker_thread import WorkerThread, done
+from steelyard.errors import CheckpointError, ClosedError, InputError
+from steelyard.spec import is_whole
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+class LocalServiceClient:
+    """Where training and sampling clients come from, with nothing but this machine.
+
+    The verbs are those of `tinker.ServiceClient`, and so are the types that go in and come out.
+    All clients of one base model share one copy of its weights, and one thread.
+
+    Args:
+        user_metadata: saved with every checkpoint.
+        project_id: kept; there are no projects here.
+        checkpoint_dir: where checkpoints go; None is `$STEELYARD_CHECKPOINTS`, else a folder of
+            the user's.
+        device: where models run; None is a GPU where there is one.
+        dtype: of the base weights: `"bfloat16"`, `"float16"`, `"float32"`, `"float64"`; None is
+            bfloat16 on a GPU that has it, else float32.
+        max_tokens: the most tokens whose graph is kept at once; larger batches go in parts. None:
+            found from the free memory.
+
+    Raises:
+        InputError: an argument breaks a rule.
+    """
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        checkpoint_dir: str | Path | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.session_id = uuid.uuid4().hex
+        self.checkpoints = Checkpoints(_checkpoint_dir(checkpoint_dir))
+        self._user_metadata = user_metadata
+        self.project_id = project_id
+        self._device = _device(device)
+        self._dtype = _dtype(dtype, self._device)
+        if max_tokens is not None and not is_whole(max_tokens, at_least=1):
+            raise InputError(f"max_tokens must be a whole number >= 1 or None, got {max_tokens!r}.")
+        self._max_tokens = max_tokens
+        self._hosts: dict[str, WorkerThread] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._trained = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error: type[BaseException] | None,
+        _: BaseException | None,
+        __: TracebackType | None,
+    ) -> None:
+        self.close("success" if error is None else "errored").result()
+
+    def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
+        """The models that have a name here; folders and Hub ids are not listed."""
+        return types.GetServerCapabilitiesResponse(
+            supported_models=[
+                types.SupportedModel(
+                    model_name=name, max_context_length=context, trainable=True, sampleable=True
+                )
+                for name, context in model_sources.KNOWN_MODELS.items()
+            ]
+        )
+
+    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
+        """As `get_server_capabilities`."""
+        return self.get_server_capabilities()
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: types.OptimizerConfig | None = None,
+    ) -> LocalTrainingClient:
+        """A client that trains a fresh adapter on a base model.
+
+        Args:
+            base_model: a known name, the path of a folder, or a Hub id.
+            rank: of the LoRA matrices.
+            seed: of their first values; None draws one.
+            train_mlp: whether the MLP layers are trained.
+            train_attn: whether the attention layers are.
+            train_unembed: whether the output layer is.
+            user_metadata: kept with its checkpoints.
+            optimizer: AdamW is the one there is.
+
+        Raises:
+            ModelError: the base model is unknown or cannot be had.
+            InputError: another argument breaks a rule.
+        """
+        settings = LoraSettings(rank, seed, train_mlp, train_attn, train_unembed)
+        check_optimizer(optimizer)
+        return self.begin_training(base_model, settings, user_metadata).result()
+
+    def begin_training(
+        self,
+        base_model: str,
+        settings: LoraSettings,
+        user_metadata: Mapping[str, str] | None = None,
+        model_id: str | None = None,
+        then: Callable[[LocalTrainingClient], object] = lambda _: None,
+    ) -> Future[LocalTrainingClient]:
+        """As `create_lora_training_client`, without waiting, unless the base model is new.
+
+        Args:
+            base_model: a known name, the path of a folder, or a Hub id.
+            settings: of the adapter.
+            user_metadata: kept with its checkpoints.
+            model_id: the name of the training run; None makes one.
+            then: called with the client on the engine's thread, before anybody has it.
+
+        Raises:
+            ModelError: the base model is unknown or cannot be had.
+        """
+        host = self._host(base_model)
+        if model_id is None:
+            with self._lock:
+                model_id = f"{self.session_id}:train:{self._trained}"
+                self._trained += 1
+        metadata = {**(self._user_metadata or {}), **(user_metadata or {})}
+
+        def make() -> LocalTrainingClient:
+            adapter = host.model.add(settings)
+            client = LocalTrainingClient(self, host, adapter, model_id, metadata)
+            then(client)
+            return client
+
+        return host.later(make)
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: types.OptimizerConfig | None = None,
+    ) -> LocalTrainingClient:
+        """As `create_lora_training_client`, without blocking the event loop."""
+        return await asyncio.to_thread(
+            self.create_lora_training_client,
+            base_model,
+            rank,
+            seed,
+            train_mlp,
+            train_attn,
+            train_unembed,
+            user_metadata,
+            optimizer,
+        )
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: types.OptimizerConfig | None = None,
+    ) -> LocalTrainingClient:
+        """A client that goes on from saved weights, with a fresh optimizer.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or it is of another model.
+            InputError: the optimizer is not AdamW.
+        """
+        check_optimizer(optimizer)
+        return self._resume(
+            path, base_model, user_metadata, weights_access_token, with_optimizer=False
+        )
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: types.OptimizerConfig | None = None,
+    ) -> LocalTrainingClient:
+        """As `create_training_client_from_state`, without blocking the event loop."""
+        return await asyncio.to_thread(
+            self.create_training_client_from_state,
+            path,
+            base_model,
+            user_metadata,
+            weights_access_token,
+            optimizer,
+        )
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> LocalTrainingClient:
+        """A client that goes on exactly where `save_state` was called.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or it is of another model.
+        """
+        return self._resume(
+            path, base_model, user_metadata, weights_access_token, with_optimizer=True
+        )
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> LocalTrainingClient:
+        """As `create_training_client_from_state_with_optimizer`, without blocking the loop."""
+        return await asyncio.to_thread(
+            self.create_training_client_from_state_with_optimizer,
+            path,
+            base_model,
+            user_metadata,
+            weights_access_token,
+        )
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,  # the SDK's; there is nothing to retry here
+        record_stability_info: bool = False,
+    ) -> LocalSamplingClient:
+        """A client that samples from saved weights, or from a base model.
+
+        Raises:
+            InputError: neither is given.
+            CheckpointError: there are no weights at `model_path`.
+            ModelError: the base model is unknown or cannot be had.
+        """
+        return self.begin_sampling(model_path, base_model).result()
+
+    def begin_sampling(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> Future[LocalSamplingClient]:
+        """As `create_sampling_client`, without waiting, unless the base model is new."""
+        if model_path is None:
+            if base_model is None:
+                raise InputError("model_path or base_model must be given, got neither.")
+            host = self._host(base_model)
+            return done(LocalSamplingClient(host, None)).future()
+        checkpoint = self.checkpoints.read(model_path)
+        host = self._host(_base_of(checkpoint.info, base_model, model_path))
+        settings = LoraSettings(**checkpoint.info["lora"])
+
+        def restore() -> LocalSamplingClient:
+            adapter = host.model.add(settings)
+            adapter.load(checkpoint.weights, None)
+            return LocalSamplingClient(host, adapter)
+
+        return host.later(restore)
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,  # the SDK's; there is nothing to retry here
+        record_stability_info: bool = False,
+    ) -> LocalSamplingClient:
+        """As `create_sampling_client`, without blocking the event loop."""
+        return await asyncio.to_thread(
+            self.create_sampling_client, model_path, base_model, retry_config, record_stability_info
+        )
+
+    def create_custom_loss(
+        self, fn: Callable[..., Any], input_ranks: Mapping[str, types.CustomLossInputRank]
+    ) -> APIFuture[LossHandle]:
+        """A traced loss for `forward_backward_custom`, as the SDK traces it.
+
+        Raises:
+            ValueError: it cannot be traced.
+        """
+        return done(trace_loss(fn, input_ranks, self.session_id))
+
+    def load(self, base_model: str) -> DatumLimits:
+        """What a base model can take; it is loaded, if it was not.
+
+        Raises:
+            ModelError: it is unknown or cannot be had.
+        """
+        return self._host(base_model).model.limits
+
+    def check_handle(self, handle: LossHandle) -> None:
+        """Nothing, if a traced loss was made by this service.
+
+        Raises:
+            InputError: another made it.
+        """
+        if handle.session_id != self.session_id:
+            raise InputError(
+                f"the traced loss {handle.name!r} must come from this service's "
+                f"create_custom_loss, got one of another session."
+            )
+
+    def close(
+        self,
+        status: Literal["success", "errored", "interrupted"],
+        detail: str | None = None,
+    ) -> AwaitableConcurrentFuture[None]:
+        """Finish what was begun, and refuse the rest; memory is given back with the clients."""
+        with self._lock:
+            self._closed = True
+            hosts, self._hosts = list(self._hosts.values()), {}
+        for host in hosts:
+            host.close()
+        return done(None)
+
+    def _host(self, base_model: str) -> WorkerThread:
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the service must be open, got a closed one: make a new one.")
+            source = model_sources.find_model(base_model)
+            if base_model not in self._hosts:
+                model = Model(source, self._device, self._dtype)
+                self._hosts[base_model] = WorkerThread(model, self._max_tokens)
+            return self._hosts[base_model]
+
+    def begin_resuming(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        model_id: str | None = None,
+        *,
+        with_optimizer: bool,
+    ) -> Future[LocalTrainingClient]:
+        """As `create_training_client_from_state`, without waiting, unless the model is new."""
+        info = self.checkpoints.read(path).info
+        base = _base_of(info, base_model, path)
+        settings = LoraSettings(**info["lora"])
+
+        def load(client: LocalTrainingClient) -> None:
+            client.load_now(path, optimizer=with_optimizer)
+
+        return self.begin_training(base, settings, user_metadata, model_id, load)
+
+    def _resume(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        *,
+        with_optimizer: bool,
+    ) -> LocalTrainingClient:
+        if token is not None:
+            raise InputError("weights_access_token is for the Tinker service, and there is none.")
+        return self.begin_resuming(
+            path, base_model, user_metadata, with_optimizer=with_optimizer
+        ).result()
+
+
+def check_optimizer(optimizer: types.OptimizerConfig | None) -> None:
+    """Nothing, if the engine has this optimizer.
+
+    Raises:
+        InputError: it has not.
+    """
+    if optimizer is not None and optimizer.type != "adamw":
+        raise InputError(f"optimizer must be AdamOptimizerConfig, got {optimizer!r}.")
+
+
+def _base_of(info: Mapping[str, Any], base_model: str | None, path: str) -> str:
+    trained: str = info["base_model"]
+    if base_model is not None and base_model != trained:
+        raise CheckpointError(
+            f"base_model must be that of the checkpoint, {trained!r}, got {base_model!r} for "
+            f"{path!r}."
+        )
+    return trained
+
+
+def _checkpoint_dir(chosen: str | Path | None) -> Path:
+    chosen = chosen or os.environ.get("STEELYARD_CHECKPOINTS")
+    if chosen:
+        return Path(chosen).expanduser()
+    return platformdirs.user_data_path("steelyard") / "checkpoints"
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device must be one that torch knows, got {device!r}.") from error
+
+
+def _dtype(dtype: str | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        half = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if half else torch.float32
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(_DTYPES)} or None, got {dtype!r}.")
+    return _DTYPES[dtype]

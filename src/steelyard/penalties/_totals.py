@@ -1,0 +1,137 @@
+"""How the values of terms, and their gradients, become a total and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from steelyard.errors import GradientError, InputError
+from steelyard.penalties._arrays import (
+    Array,
+    cast,
+    common_dtype,
+    is_array,
+    is_floating,
+    is_jax,
+    is_torch,
+    namespace,
+    scalar_like,
+    widen,
+)
+from steelyard.penalties._penalty_term import PenaltyTerm
+from steelyard.spec import listed
+
+
+def values_and_norms(
+    terms: Sequence[PenaltyTerm],
+    weights: Mapping[str, float],
+    inputs: Array | Mapping[str, Array],
+) -> tuple[dict[str, Array], dict[str, float]]:
+    """Evaluate each term once and differentiate it once; `"total"` is the weighted sum's norm.
+
+    Torch inputs become aliases, so that one tensor under two names has two gradients while the
+    total stays connected to the caller's graph.
+    """
+    if isinstance(inputs, Mapping):
+        inputs = {name: _leaf(x) for name, x in inputs.items()}
+    else:
+        inputs = _leaf(inputs)
+    values: dict[str, Array] = {}
+    norms: dict[str, float] = {}
+    total: dict[str, Array] = {}
+    for term in terms:
+        if not term.differentiable:
+            values[term.name] = term.evaluate(inputs)
+            continue
+        values[term.name], gradients = _differentiated(term, term.arguments(inputs))
+        wide = {name: widen(namespace(gradient=x), x) for name, x in gradients.items()}
+        norms[term.name] = _joint_norm(wide.values())
+        for name, gradient in wide.items():
+            share = weights[term.name] * gradient
+            total[name] = total[name] + share if name in total else share
+    if terms:
+        norms["total"] = _joint_norm(total.values())
+    return values, norms
+
+
+def weighted_sum(
+    weights: Mapping[str, Any],  # numbers and traced scalars
+    values: Mapping[str, Array],
+    inputs: Array | Mapping[str, Array],
+) -> Array:
+    """Σ weight · value, with narrow floats summed in float32 and given back in their type."""
+    arrays = {name: value for name, value in values.items() if is_array(value)}
+    if not arrays:
+        total = sum(weights[name] * value for name, value in values.items())
+        return total if is_array(total) else _like_inputs(inputs, float(total))
+    xp = namespace(**arrays)
+    total = sum(
+        weights[name] * (widen(xp, value) if name in arrays else value)
+        for name, value in values.items()
+    )
+    return cast(xp, total, common_dtype(xp, list(arrays.values())))
+
+
+def _like_inputs(inputs: Array | Mapping[str, Array], total: float) -> Array:
+    """A total that no array took part in, as an array of the inputs' kind where there is one."""
+    candidates = inputs.values() if isinstance(inputs, Mapping) else [inputs]
+    return next((scalar_like(x, total) for x in candidates if is_floating(x)), total)
+
+
+def _joint_norm(gradients: Iterable[Array]) -> float:
+    """L2 norm of all the arrays together."""
+    return math.hypot(*(float(namespace(x=x).linalg.vector_norm(x)) for x in gradients))
+
+
+def _leaf(x: Array) -> Array:
+    """A tensor as one of its own that a gradient can be asked of."""
+    if not is_torch(x) or not is_floating(x):
+        return x
+    import torch  # noqa: PLC0415  # a tensor proves that it is there
+
+    with torch.enable_grad():
+        return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+
+def _differentiated(
+    term: PenaltyTerm, arguments: Mapping[str, Array]
+) -> tuple[Array, Mapping[str, Array]]:
+    """The term's value, and its gradients with respect to its floating inputs."""
+    free = {name: x for name, x in arguments.items() if is_floating(x)}
+    if any(is_jax(x) for x in free.values()):
+        import jax  # noqa: PLC0415  # a JAX array proves that it is there
+
+        value, pull_back = jax.vjp(lambda point: term.value({**arguments, **point}), free)
+        return value, pull_back(jax.numpy.ones_like(value))[0]
+    if any(is_torch(x) for x in free.values()):
+        return _differentiated_by_torch(term, arguments, free)
+    kinds = [f"{name}: {type(x).__qualname__}" for name, x in arguments.items()]
+    raise InputError(
+        f"track_grad_norms needs floating-point torch or JAX arrays, got {listed(kinds)} for "
+        f"penalty {term.name!r}; NumPy has no automatic differentiation. Convert with "
+        "torch.as_tensor, or leave track_grad_norms out."
+    )
+
+
+def _differentiated_by_torch(
+    term: PenaltyTerm, arguments: Mapping[str, Array], free: Mapping[str, Array]
+) -> tuple[Array, dict[str, Array]]:
+    import torch  # noqa: PLC0415  # a tensor proves that it is there
+
+    with torch.enable_grad():
+        value = term.value(arguments)
+    found: Sequence[Array | None] = []
+    if is_torch(value) and value.requires_grad:
+        # The graph is kept: the caller differentiates the total.
+        found = torch.autograd.grad(
+            value, list(free.values()), retain_graph=True, allow_unused=True
+        )
+    gradients = {name: x for name, x in zip(free, found, strict=False) if x is not None}
+    if not gradients:
+        raise GradientError(
+            f"penalty {term.name!r} must depend differentiably on its inputs, got a value "
+            "without a gradient; give it differentiable=False if it is meant so.",
+            term=term.name,
+        )
+    return value, gradients

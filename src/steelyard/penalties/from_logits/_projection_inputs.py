@@ -1,0 +1,152 @@
+"""What the functions over logits accept in the place of logits: a projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from steelyard.errors import InputError
+from steelyard.penalties._arrays import Array, dtype_name, is_floating, is_torch
+from steelyard.penalties.from_logits._logit_inputs import Rows, accept_rows
+from steelyard.penalties.from_logits.projection import Projection, made
+
+# Logits of a chunk: 1 GB in bfloat16 on a GPU, where larger products are faster, 16 MB on a CPU.
+_ON_GPU, _ELSEWHERE = 2**29, 2**22
+# Rows for each feature from which the gradient by the weight is small beside the logits.
+_MANY = 4
+
+
+class Projected(NamedTuple):
+    """Checked inputs with their leading axes made one.
+
+    Attributes:
+        rows: The hidden states in the place of logits, `[rows, features]`, and what goes with them.
+        weight: `[classes, features]`.
+        bias: `[classes]`, or None.
+        reference: `[rows, classes]`, or `[rows, features]` where it is a projection; or None.
+        reference_weight: `[classes, features]` of a reference that is one.
+        reference_bias: `[classes]` of a reference that is one, or None.
+        chunk: How many rows at a time.
+    """
+
+    rows: Rows
+    weight: Array
+    bias: Array | None
+    reference: Array | None
+    reference_weight: Array | None
+    reference_bias: Array | None
+    chunk: int
+
+    @property
+    def classes(self) -> int:
+        count: int = self.weight.shape[0]
+        return count
+
+    @property
+    def arrays(self) -> tuple[Array | None, ...]:
+        """The arrays in the order in which the operators take them."""
+        return (self.rows.logits, *self[1:6], self.rows.targets)
+
+    def is_late(self, wanted: Sequence[bool]) -> bool:
+        """Whether the gradients are made in the backward pass, from logits made again.
+
+        float16 cannot hold the gradient of a mean over many rows without a loss scale, which is
+        known there alone. And of few rows, one datum's for example, the gradient by the weight
+        would be about as large as the logits are, and be kept until then.
+
+        Args:
+            wanted: Whether gradients by hidden states, weight and bias will be asked for.
+        """
+        few = self.rows.logits.shape[0] < _MANY * self.weight.shape[1]
+        return (few and wanted[1]) or (dtype_name(self.weight) == "float16" and any(wanted))
+
+
+def accept(
+    logits: Array | Projection,
+    reference: Array | Projection | None = None,
+    targets: Array | None = None,
+    mask: Array | None = None,
+) -> Rows | Projected:
+    """Check the inputs of a function over logits, whichever they are.
+
+    Raises:
+        InputError: As `accept_rows` and `accept_projection`.
+    """
+    if isinstance(logits, Projection):
+        return accept_projection(logits, reference, targets, mask)
+    return accept_rows(logits, made(reference), targets, mask)
+
+
+def accept_projection(
+    logits: Projection,
+    reference: Array | Projection | None = None,
+    targets: Array | None = None,
+    mask: Array | None = None,
+) -> Projected:
+    """Check the inputs of a function over logits that do not exist.
+
+    Raises:
+        InputError: They are no torch tensors of one floating dtype; their shapes do not fit; as
+            `accept_rows`, for targets and mask.
+    """
+    _check(logits)
+    chunk = logits.chunk
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise InputError(f"chunk must be None or an integer >= 1, got {chunk!r}.")
+    hidden, classes = logits.hidden, logits.weight.shape[0]
+    rows = accept_rows(hidden, targets=targets, mask=mask)
+    beside: Array | None = reference
+    weight = bias = None
+    if isinstance(reference, Projection):
+        _check(reference, "reference's ")
+        features = reference.weight.shape[1]
+        _check_shape("reference's hidden", reference.hidden, (*rows.shape, features))
+        _check_shape("reference's weight", reference.weight, (classes, features))
+        beside, weight = reference.hidden, reference.weight.detach()
+        bias = None if reference.bias is None else reference.bias.detach()
+    elif reference is not None:
+        if not is_torch(reference):
+            raise InputError(
+                f"reference must be a torch tensor or a Projection, as hidden is one, got "
+                f"{type(reference).__qualname__}."
+            )
+        _check_shape("reference", reference, (*rows.shape, classes))
+    return Projected(
+        rows,
+        logits.weight,
+        logits.bias,
+        None if beside is None else beside.detach().reshape(-1, beside.shape[-1]),
+        weight,
+        bias,
+        chunk or max((_ON_GPU if hidden.is_cuda else _ELSEWHERE) // classes, 1),
+    )
+
+
+def _check(logits: Projection, whose: str = "") -> None:
+    hidden, weight, bias = logits.hidden, logits.weight, logits.bias
+    given = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, x in given.items():
+        if not is_torch(x) or not is_floating(x):
+            kind = dtype_name(x) if is_torch(x) else type(x).__qualname__
+            raise InputError(
+                f"{whose}{name} must be a torch tensor of a floating dtype, got {kind}; convert "
+                f"it, or give logits."
+            )
+        if x.dtype != hidden.dtype:
+            raise InputError(
+                f"{whose}{name} must have the dtype of hidden, {dtype_name(hidden)}, got "
+                f"{dtype_name(x)}; cast one of them."
+            )
+    shape = tuple(weight.shape)
+    if weight.ndim != 2 or 0 in shape or hidden.ndim == 0 or hidden.shape[-1] != shape[-1]:  # noqa: PLR2004
+        raise InputError(
+            f"{whose}weight must have the shape [classes, features] and hidden [..., features], "
+            f"got {shape} and {tuple(hidden.shape)}."
+        )
+    if bias is not None:
+        _check_shape(f"{whose}bias", bias, shape[:1])
+
+
+def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape) != shape:
+        raise InputError(f"{name} must have the shape {shape}, got {tuple(x.shape)}.")

@@ -1,0 +1,150 @@
+"""Several terms over the same logits: one read, one write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from steelyard.errors import InputError
+from steelyard.penalties._arrays import Array, Namespace
+from steelyard.penalties._options import flag, one_of
+from steelyard.penalties.from_logits._components import (
+    Component,
+    LogitTermsLike,
+    components_of,
+    needs_reference,
+    needs_targets,
+    read_terms,
+    shares_of,
+)
+from steelyard.penalties.from_logits._evaluate import evaluate
+from steelyard.penalties.from_logits._grad_norms import tracked
+from steelyard.penalties.from_logits._logit_inputs import Rows
+from steelyard.penalties.from_logits._projection_inputs import Projected, accept
+from steelyard.penalties.from_logits.projection import Projection
+
+
+@dataclass(frozen=True)
+class ComposedLogits:
+    """What several terms over the same logits came to; every number an array without axes.
+
+    Attributes:
+        total: Σ weight · value; differentiable.
+        values: Each term's unweighted value, by name; not differentiable.
+        gradient: d total / d logits, where it was computed: in torch for logits that require
+            it, and wherever norms are tracked. `total.backward()` hands this very tensor on, and
+            multiplies it by what comes from above; a copy of it, if the graph is retained. None
+            for float16, which waits for that.
+        grad_norms: The L2 norm of each unweighted term's gradient by the logits, and that of the
+            weighted `"total"`; empty unless tracked.
+        cosines: Of each pair of terms' gradients, 0 where one has none; empty unless tracked.
+    """
+
+    total: Array
+    values: Mapping[str, Array]
+    gradient: Array | None = None
+    grad_norms: Mapping[str, Array] = field(default_factory=dict)
+    cosines: Mapping[tuple[str, str], Array] = field(default_factory=dict)
+
+
+def compose_logits(
+    logits: Array | Projection,
+    terms: LogitTermsLike,
+    *,
+    reference: Array | Projection | tuple[Array, Array] | None = None,
+    targets: Array | None = None,
+    mask: Array | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    track_grad_norms: bool = False,
+    step: Any = 0,
+) -> ComposedLogits:
+    """Compute any set of terms over logits together.
+
+    On CUDA the logits and the reference are read once from memory and the gradient is written
+    once, however many terms there are, norms and cosines included, if the terms share one
+    temperature and name each kind of divergence once; other sets, and other devices, get the
+    same numbers from the plain formulas, a block of rows at a time.
+
+    Args:
+        logits: Any leading shape, classes last; or a `Projection`, as for `compose_linear`.
+        terms: Each a name, `entropy`, `kl`, `js`, `z_loss` or `cross_entropy`, or a pair of one
+            with its weight, or with its options: `weight` (1.0), `name` (to have one twice) and
+            the function's own. A mapping of names to either is as good. A weight is a finite
+            number, or a schedule `step -> weight`.
+        reference: Logits of the same shape, for `kl` and `js`; or a `Projection`, a constant.
+        targets: Integers in the leading shape, for `cross_entropy`.
+        mask: Booleans over rows, as for the functions.
+        reduction: `"mean"` or `"sum"` over rows, of every term.
+        track_grad_norms: Add the norm of each term's gradient and all cosines.
+        step: Where the weights that are schedules are; in JAX it may be traced.
+
+    Returns:
+        The total, the values and what was tracked.
+
+    Raises:
+        InputError: The arrays, a term or an option break a rule; a term's input is missing.
+        GradientError: A second derivative of the total in torch.
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]], requires_grad=True)
+        >>> terms = ["cross_entropy", ("z_loss", {"weight": 0.5})]
+        >>> found = compose_logits(logits, terms, targets=torch.tensor([1]))
+        >>> found.total.backward()
+        >>> {name: round(float(value), 4) for name, value in found.values.items()}
+        {'cross_entropy': 1.3863, 'z_loss': 1.9218}
+        >>> logits.grad.sum().round(decimals=4)
+        tensor(1.3863)
+    """
+    one_of("reduction", reduction, ("mean", "sum"))
+    flag("track_grad_norms", track_grad_norms)
+    if isinstance(reference, tuple) and isinstance(logits, Projection):
+        reference = Projection(*reference)
+    given = accept(logits, reference, targets, mask)
+    read = read_terms(terms, given.classes, step)
+    components = components_of(read)
+    given = _only_what_is_read(given, components, reference, targets)
+    shares = shares_of(read, components)
+    columns = zip(*shares, strict=True)
+    weights = [sum(t.weight * s for t, s in zip(read, column, strict=True)) for column in columns]
+    total, values, gradient, products = evaluate(
+        given, components, weights, reduction, tracks=track_grad_norms
+    )
+    xp, each = given.rows.xp, list(values)  # in torch one operation for all
+    by_name = {term.name: _weighed(xp, own, each) for term, own in zip(read, shares, strict=True)}
+    if gradient is not None:
+        gradient = gradient.reshape(logits.shape)
+    if products is None:
+        return ComposedLogits(total, by_name, gradient)
+    norms, cosines = tracked(xp, list(by_name), [*shares, weights], products)
+    return ComposedLogits(total, by_name, gradient, norms, cosines)
+
+
+def _only_what_is_read(
+    given: Rows | Projected, components: list[Component], reference: object, targets: object
+) -> Rows | Projected:
+    """The inputs without those that no component reads.
+
+    Raises:
+        InputError: The reference or the targets are read, and missing.
+    """
+    if needs_reference(components) and reference is None:
+        raise InputError("reference must be given, since kl and js compare with it, got None.")
+    if needs_targets(components) and targets is None:
+        raise InputError("targets must be given, since cross_entropy reads them, got None.")
+    if not needs_reference(components):
+        given = given._replace(reference=None)
+    if needs_targets(components):
+        return given
+    if isinstance(given, Rows):
+        return given._replace(targets=None)
+    return given._replace(rows=given.rows._replace(targets=None))
+
+
+def _weighed(xp: Namespace, shares: list[float], values: list[Array]) -> Array:
+    """One term's value; as a rule it is one component's, and then nothing is computed."""
+    parts = [
+        values[i] if share == 1 else share * values[i] for i, share in enumerate(shares) if share
+    ]
+    return sum(parts[1:], parts[0]) if parts else xp.zeros_like(values[0])

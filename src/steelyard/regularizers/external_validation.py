@@ -1,0 +1,248 @@
+"""Validation: what somebody else's service says of each datum."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from steelyard._extras import require
+from steelyard.errors import InputError, SpecError, TermError
+from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
+from steelyard.regularizers import _options
+from steelyard.regularizers._http_endpoint import Endpoint, HttpSession, RequestLimits
+from steelyard.spec import is_finite, title
+
+
+class ExternalValidation:
+    """Penalties that an HTTP endpoint gives, one per datum.
+
+    For each datum a JSON question is sent by POST; the answer must be a JSON object with a
+    finite number `penalty`, which may have other members. The value is the mean penalty.
+
+    **The gradient is the score-function estimate**: unbiased for the expected penalty if the
+    data were sampled from the model being trained; on fixed data a push that makes penalised
+    data less likely.
+
+    It is async and runs on the library's event loop; connections stay open from call to call,
+    until `close`, the end of the workers it runs on, or the end of the program. A question is
+    asked again after a 429, a 5xx, a broken connection or a timeout, with growing pauses, or as
+    long as `Retry-After` asks for. A 4xx, a redirect, an answer that is too long or not as
+    described fails at once. What fails, fails the term.
+
+    Errors, repr and telemetry show the URL without user, password and query, and no header.
+    (httpx itself logs the URL with its query, at level INFO: put secrets in headers.)
+
+    Reads from each datum: what `payload` reads; `weights` (optional), where 0 leaves a token
+    out of the gradient. Without `payload` the question is `{"tokens": [...], "target_tokens":
+    [...], "weights": [...]}`: the model input, and of the others what the datum has.
+
+    Args:
+        url: `http://...` or `https://...`.
+        payload: a function `(datum, index)`, or its `"package.module:attr"`, that gives the
+            question, something JSON can hold.
+        headers: sent with every question; for example an `Authorization`.
+        concurrency: how many questions may be under way at once, and connections open.
+        request_timeout: seconds one attempt may take, from connecting to the last byte.
+        retries: how often a question is asked again.
+        backoff: the pause before the first retry, in seconds; each further one is twice as long.
+        max_backoff: the longest pause, whatever `Retry-After` says.
+        max_bytes: the longest answer; a longer one is cut off.
+        unanswered: the penalty of data for which no valid answer came; None: that is an error.
+        follow_redirects: whether to follow them.
+
+    Raises:
+        SpecError: an option breaks its rule.
+        MissingExtraError: httpx is not installed.
+
+    Example:
+        >>> judge = ExternalValidation(
+        ...     url="https://user:secret@kb.example/check?key=secret",
+        ...     payload=lambda datum, index: {"text": datum["text"]},
+        ...     headers={"Authorization": "Bearer secret"},
+        ... )
+        >>> judge
+        ExternalValidation(url='https://kb.example/check')
+    """
+
+    name = "external_validation"
+    gradient = "score"
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        payload: Callable[[Any, int], Any] | str | None = None,
+        headers: Mapping[str, str] | None = None,
+        concurrency: int = 16,
+        request_timeout: float = 10.0,
+        retries: int = 3,
+        backoff: float = 0.1,
+        max_backoff: float = 5.0,
+        max_bytes: int = 65_536,
+        unanswered: float | None = None,
+        follow_redirects: bool = False,
+    ) -> None:
+        name = self.name
+        limits = RequestLimits(
+            concurrency=_options.whole("concurrency", concurrency, 1, name),
+            request_timeout=_options.positive("request_timeout", request_timeout, name),
+            retries=_options.whole("retries", retries, 0, name),
+            backoff=_options.at_least("backoff", backoff, 0, name),
+            max_backoff=_options.at_least("max_backoff", max_backoff, 0, name),
+            max_bytes=_options.whole("max_bytes", max_bytes, 1, name),
+        )
+        _options.flag("follow_redirects", follow_redirects, name)
+        self._payload = describe if payload is None else _options.function("payload", payload, name)
+        self._unanswered = (
+            None if unanswered is None else _options.number("unanswered", unanswered, name)
+        )
+        _check_url(url)
+        require("httpx", title(name))
+        self._endpoint = Endpoint(
+            url, _checked_headers(headers), limits, follow_redirects=follow_redirects
+        )
+        self._sessions: dict[asyncio.AbstractEventLoop, HttpSession] = {}
+
+    def __repr__(self) -> str:
+        return f"ExternalValidation(url={self._endpoint.where!r})"
+
+    async def compute(
+        self,
+        data: Any,
+        logprobs: LogProbs,  # noqa: ARG002 - the verdict does not depend on them
+    ) -> tuple[list[float], dict[str, float]]:
+        """One penalty per datum; how many questions were asked again, or stayed `unanswered`."""
+        questions = [self._question(datum, index) for index, datum in enumerate(data)]
+        session = await self._open()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._ask(session, question, index))
+                    for index, question in enumerate(questions)
+                ]
+        except ExceptionGroup as failed:  # the first failure has cancelled the rest
+            raise failed.exceptions[0] from None
+        answers = [task.result() for task in tasks]
+        metrics = {
+            "retries": float(sum(retries for _, retries in answers)),
+            "unanswered": float(sum(penalty is None for penalty, _ in answers)),
+        }
+        penalties = [self._unanswered if penalty is None else penalty for penalty, _ in answers]
+        return penalties, metrics  # type: ignore[return-value]  # None only if unanswered is given
+
+    def close(self) -> None:
+        """Close the connections. A later call opens new ones."""
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        while self._sessions:
+            loop, session = self._sessions.popitem()
+            if loop.is_running():
+                closed = asyncio.run_coroutine_threadsafe(session.close(), loop)
+                if loop is not here:  # there it has to wait for us
+                    closed.result(timeout=5.0)
+
+    async def _open(self) -> HttpSession:
+        """The connections of the running loop: the library's own as a rule."""
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None:
+            for other in list(self._sessions):
+                if other.is_closed():  # and has closed its connections
+                    self._sessions.pop(other, None)
+            session = self._sessions[loop] = await self._endpoint.session()
+        return session
+
+    async def _ask(
+        self, session: HttpSession, question: str, index: int
+    ) -> tuple[float | None, int]:
+        try:
+            answer, retries = await self._endpoint.ask(session, question)
+            return _penalty(answer), retries
+        except TermError as error:
+            if self._unanswered is not None:
+                return None, 0
+            raise TermError(
+                f"the validator at {self._endpoint.where} must answer for datum {index} with a "
+                f"JSON object that has a finite number 'penalty', {error}: mend the service, or "
+                f"pass unanswered=... for such data."
+            ) from None
+
+    def _question(self, datum: Any, index: int) -> str:
+        question = self._payload(datum, index)
+        try:
+            return json.dumps(question, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"payload must give something JSON can hold for datum {index}, got "
+                f"{type(question).__name__}: {error}."
+            ) from error
+
+
+def describe(datum: Any, index: int) -> dict[str, Any]:
+    """What is sent of a datum unless a payload function says otherwise.
+
+    Raises:
+        InputError: it has neither tokens nor targets.
+    """
+    described = {}
+    tokens = datum.get("model_input") if isinstance(datum, Mapping) else None
+    tokens = getattr(datum, "model_input", tokens)
+    if tokens is not None:
+        described["tokens"] = tokens.to_ints() if hasattr(tokens, "to_ints") else list(tokens)
+    for field in ("target_tokens", "weights"):
+        value = loss_fn_input(datum, field)
+        if value is not None:
+            described[field] = as_tensor(value).tolist()
+    if not described:
+        raise InputError(
+            f"datum {index} must have a model_input or target_tokens to be sent, got neither: "
+            f"pass payload=... to say what to send."
+        )
+    return described
+
+
+def _penalty(answer: Any) -> float:
+    if not isinstance(answer, dict):
+        raise TermError(f"got a JSON {type(answer).__name__}")
+    if "penalty" not in answer:
+        raise TermError("got an object without it")
+    penalty = answer["penalty"]
+    if not is_finite(penalty):
+        got = penalty if isinstance(penalty, float) else f"a {type(penalty).__name__}"
+        raise TermError(f"got {got} there")
+    return float(penalty)
+
+
+# What these two refuse may hold a secret, so they do not show it.
+def _check_url(url: Any) -> None:
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        good = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname)
+        good = good and (parts is None or parts.port is None or parts.port > 0)
+    except ValueError:
+        good = False
+    if not good:
+        raise SpecError(
+            f"url must be an http:// or https:// address with a host, got a {type(url).__name__} "
+            f"that is none (regularizer 'external_validation')."
+        )
+
+
+def _checked_headers(headers: Any) -> dict[str, str]:
+    given = {} if headers is None else headers
+    good = isinstance(given, Mapping) and all(
+        isinstance(text, str) and text.isascii() and text.isprintable()
+        for pair in given.items()
+        for text in pair
+    )
+    if not good:
+        raise SpecError(
+            "headers must be a mapping of names to values, printable ASCII strings, got "
+            "something else (regularizer 'external_validation')."
+        )
+    return dict(given)

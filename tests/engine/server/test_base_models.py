@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from starlette.exceptions import HTTPException
+from transformers import AutoTokenizer
+
+from steelyard.engine import smollm2, tiny
+from steelyard.engine.server.base_models import BaseModels
+
+
+def test_the_tokenizer_made_in_code_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    (model,) = BaseModels({"tiny-random": 512}).offered
+    assert model.tokenizer == str(tmp_path / "tokenizers" / "tiny-random")
+    loaded = AutoTokenizer.from_pretrained(model.tokenizer)
+    text = "Grüße, 世界!"
+    assert loaded.encode(text) == tiny.tokenizer().encode(text)
+    monkeypatch.setattr(tiny, "tokenizer", lambda: pytest.fail("made again"))
+    assert BaseModels({"tiny-random": 512}).offered == [model]
+
+
+def test_a_known_model_lies_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    folder = tmp_path / "models" / smollm2.NAME
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (model,) = BaseModels({smollm2.NAME: 8192}).offered
+    assert model.tokenizer == str(folder)
+
+
+def test_other_models_are_found_where_their_names_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    models = BaseModels({"mine": 10, "org/name": 20})
+    mine, hub = models.offered
+    assert mine.tokenizer == str(tmp_path / "mine")
+    assert hub.tokenizer == "org/name"
+    assert models.find(str(tmp_path / "mine")) is models.find("mine") is mine
+    told = models.capabilities().supported_models
+    assert [(m.model_name, m.max_context_length) for m in told] == [("mine", 10), ("org/name", 20)]
+    with pytest.raises(HTTPException) as refused:
+        models.find("other")
+    assert refused.value.status_code == 400
+    assert "was started with (mine, org/name), got 'other'" in refused.value.detail

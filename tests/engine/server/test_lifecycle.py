@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from steelyard.engine import serve
+from steelyard.engine.server.settings import ServerSettings, check_host, is_loopback
+from steelyard.errors import InputError, ModelError
+
+
+def test_the_block_is_the_life_of_the_server(tmp_path: Path) -> None:
+    with serve("tiny-random", checkpoint_dir=tmp_path) as base_url:
+        assert base_url.startswith("http://127.0.0.1:")
+        assert httpx.get(f"{base_url}/api/v1/healthz").json() == {"status": "ok"}
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{base_url}/api/v1/healthz")
+
+
+def test_an_error_in_the_block_stops_it_too(tmp_path: Path) -> None:
+    urls = []
+
+    def fail() -> None:
+        with serve("tiny-random", checkpoint_dir=tmp_path) as base_url:
+            urls.append(base_url)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{urls[0]}/api/v1/healthz")
+
+
+def test_it_listens_on_the_newer_loopback_too(tmp_path: Path) -> None:
+    with serve("tiny-random", host="::1", checkpoint_dir=tmp_path) as base_url:
+        assert base_url.startswith("http://[::1]:")
+        assert httpx.get(f"{base_url}/api/v1/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"port": -1}, "host and port must be free"),
+        ({"host": "0.0.0.0"}, "host must be a loopback address"),
+        ({"api_key": "secret"}, "api_key must start with 'tml-'"),
+        ({"client_timeout": 0}, "client_timeout must be a finite number > 0, got 0"),
+        ({"poll_seconds": float("nan")}, "poll_seconds must be a finite number > 0, got nan"),
+        ({"max_models": 0}, "max_models must be a whole number >= 1, got 0"),
+        ({"max_body": 1.5}, "max_body must be a whole number >= 1, got 1.5"),
+        ({"max_modles": 3}, "the settings of a server are .* got \\['max_modles'\\]"),
+        ({"base_model": []}, "base_model must name at least one model, got none"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+    ],
+)
+def test_wrong_settings_are_turned_away(arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why), serve(**{"base_model": "tiny-random", **arguments}):
+        pytest.fail("it serves")
+
+
+def test_an_unknown_model_leaves_the_port_free() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for _ in range(2):
+        with pytest.raises(ModelError, match="got 'no-such'"), serve("no-such", port=port):
+            pytest.fail("it serves")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
+def test_only_this_machine_reaches_loopback(host: str) -> None:
+    assert is_loopback(host)
+    check_host(host, None)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "localhost.example.com", ""]
+)
+def test_others_reach_the_rest(host: str) -> None:
+    assert not is_loopback(host)
+    check_host(host, "tml-key")
+    with pytest.raises(InputError):
+        check_host(host, None)
+
+
+def test_the_defaults_are_settings() -> None:
+    assert ServerSettings().api_key is None

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from steelyard.engine import LocalServiceClient, LocalTrainingClient
+from steelyard.engine import memory as room_module
+from steelyard.engine.datum_tensors import DatumTensors
+from steelyard.engine.forward import ForwardResult, forward
+from steelyard.engine.memory import TokenBudget
+from steelyard.engine.model import Model
+from steelyard.engine.packing import PackedSequence, Packing
+
+from .data import close, ragged, same, train
+
+LENGTHS = [40, 7, 33, 25, 12, 40, 3]
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the tokens that the model is called with, once it is known to pack."""
+    seen: list[tuple[int, ...]] = []
+    call = Model.__call__
+
+    def counting(self: Model, *args: Any, **inputs: Any) -> Any:
+        if "packs" in vars(self):
+            seen.append(tuple(inputs["input_ids"].shape))
+        return call(self, *args, **inputs)
+
+    monkeypatch.setattr(Model, "__call__", counting)
+    return seen
+
+
+def limited(max_tokens: int | None) -> LocalServiceClient:
+    return LocalServiceClient(dtype="float64", max_tokens=max_tokens)
+
+
+def create(service: LocalServiceClient) -> LocalTrainingClient:
+    return service.create_lora_training_client("tiny-random", rank=4, seed=0)
+
+
+def loss(data: Any, rows: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    return torch.cat(rows).square().sum(), {}
+
+
+CALLS: dict[str, Callable[[LocalTrainingClient], Any]] = {
+    "forward": lambda client: client.forward(ragged(0, LENGTHS), "cross_entropy"),
+    "forward_backward": lambda client: client.forward_backward(ragged(0, LENGTHS), "cross_entropy"),
+    "custom": lambda client: client.forward_backward_custom(ragged(0, LENGTHS), loss),
+}
+
+
+@pytest.mark.parametrize("limit", [40, 64, 100])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_limit_that_was_set_is_kept(
+    sizes: list[tuple[int, ...]], call: Callable[[LocalTrainingClient], Any], limit: int
+) -> None:
+    with limited(limit) as service:
+        call(create(service)).result()
+    assert len(sizes) > 1
+    assert all(rows * length <= limit for rows, length in sizes)
+
+
+def test_a_datum_longer_than_the_limit_goes_alone(sizes: list[tuple[int, ...]]) -> None:
+    with limited(30) as service:
+        CALLS["forward_backward"](create(service)).result()
+    assert {size for size in sizes if size[0] * size[1] > 30} == {(1, 40), (1, 33)}
+
+
+@pytest.mark.parametrize(("limit", "passes"), [(1000, 1), (None, 1)])
+def test_a_custom_loss_that_fits_goes_forward_once(
+    sizes: list[tuple[int, ...]], limit: int | None, passes: int
+) -> None:
+    with limited(limit) as service:
+        client = create(service)
+        client.forward(ragged(0, [3]), "cross_entropy").result()  # a found limit is found
+        sizes.clear()
+        CALLS["custom"](client).result()
+    assert len(sizes) == passes
+
+
+def test_a_graph_is_kept_only_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[bool] = []
+    call = Model.__call__
+
+    def noting(self: Model, *args: Any, **inputs: Any) -> Any:
+        given = call(self, *args, **inputs)
+        graphs.append(given.logits.requires_grad)
+        return given
+
+    monkeypatch.setattr(Model, "__call__", noting)
+    with limited(64) as service:
+        client = create(service)
+        CALLS["forward"](client).result()
+        assert not any(graphs)
+        graphs.clear()
+        CALLS["custom"](client).result()
+        half = len(graphs) // 2
+        assert graphs == [False] * half + [True] * half
+
+
+def test_a_custom_loss_that_does_not_fit_goes_forward_twice(sizes: list[tuple[int, ...]]) -> None:
+    with limited(64) as service:
+        CALLS["custom"](create(service)).result()
+    half = len(sizes) // 2
+    assert half > 1
+    assert sizes[:half] == sizes[half:]
+
+
+def kept(client: LocalTrainingClient, length: int) -> int:
+    """The bytes that a graph over so many tokens keeps, the weights included."""
+    storages: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.arange(length)
+    example = DatumTensors(tokens, tokens, {})
+    packing = Packing(1, length, (PackedSequence(0, 0, 0, length),))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run = forward(client._host.model, client._trainer.adapter, [example], packing)
+    assert run.logprobs.requires_grad
+    return sum(storages.values())
+
+
+def test_a_found_limit_takes_half_of_the_free_memory(
+    sizes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room_module, "_free", lambda device: 10**9)
+    with limited(None) as service:
+        client = create(service)
+        room, adapter = client._host.room, client._trainer.adapter
+        tokens = client._host.later(room.tokens, adapter).result()
+        assert sizes == [(1, 32)]
+        assert client._host.later(room.tokens, adapter).result() == tokens
+        assert len(sizes) == 1
+        # What each further token adds, and the gradient of its logits.
+        each = (kept(client, 96) - kept(client, 32)) / 64 + 512 * 4
+        assert tokens == pytest.approx(0.5e9 / each, rel=0.1)
+
+
+def test_the_free_memory_is_this_machines() -> None:
+    free = room_module._free(torch.device("cpu"))
+    assert free == pytest.approx(psutil.virtual_memory().available, rel=0.3)
+
+
+def test_a_memory_that_is_full_has_room_for_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_module, "_free", lambda device: 0)
+    with limited(None) as service:
+        client = create(service)
+        room, adapter = client._host.room, client._trainer.adapter
+        assert client._host.later(room.tokens, adapter).result() == 64
+
+
+def test_finding_a_limit_leaves_the_client_as_it_was() -> None:
+    with limited(None) as service:
+        client = create(service)
+        weights = client.weights()
+        client._host.later(client._host.room.tokens, client._trainer.adapter).result()
+        assert same(client.weights(), weights)
+        assert not any(bool(gradient.any()) for gradient in client.gradients().values())
+
+
+def test_a_larger_model_has_room_for_fewer_tokens() -> None:
+    # Each kept number takes twice the memory in float64.
+    rooms = []
+    for dtype in ("float32", "float64"):
+        with LocalServiceClient(dtype=dtype) as service:
+            client = create(service)
+            room, adapter = client._host.room, client._trainer.adapter
+            rooms.append(client._host.later(room.tokens, adapter).result())
+    assert 1.5 < rooms[0] / rooms[1] < 2.5
+
+
+# There is no GPU here, and torch.OutOfMemoryError comes from GPUs alone: it is raised by hand.
+
+
+class Full:
+    """A memory that has room for so many tokens at once."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.refused = 0
+        self._call = Model.__call__
+
+    def __call__(self, model: Model, *args: Any, **inputs: Any) -> Any:
+        if inputs["input_ids"].numel() > self.tokens:
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self._call(model, *args, **inputs)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def call(model: Model, *args: Any, **inputs: Any) -> Any:
+            return self(model, *args, **inputs)
+
+        monkeypatch.setattr(Model, "__call__", call)
+
+
+@pytest.mark.parametrize("name", ["forward", "forward_backward", "custom"])
+def test_a_limit_that_was_too_much_is_halved(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    call = CALLS[name]
+    with limited(300) as service, limited(None) as plenty:
+        clients = create(service), create(plenty)
+        for client in clients:
+            train(client)
+        tight, free = clients
+        expected = call(free).result().metrics
+        memory = Full(80)
+        memory.install(monkeypatch)
+        found = call(tight).result().metrics
+        assert found == {key: pytest.approx(value, rel=1e-10) for key, value in expected.items()}
+        assert memory.refused == 2  # 300 and 150 are too many, 75 are not
+        assert tight._host.room.tokens(tight._trainer.adapter) == 75
+        if name != "forward":
+            close(tight.gradients(), free.gradients(), 1e-10)
+        call(tight).result()
+        assert memory.refused == 2
+
+
+def test_a_memory_that_has_no_room_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with limited(300) as service:
+        client = create(service)
+        client.forward_backward(ragged(0, [5]), "cross_entropy").result()
+        before = client.gradients()
+        with monkeypatch.context() as patch:
+            memory = Full(10)
+            memory.install(patch)
+            with pytest.raises(torch.OutOfMemoryError):
+                CALLS["forward_backward"](client).result()
+        assert memory.refused == 4  # 300, 150, 75 and the least, 64
+        assert same(client.gradients(), before)
+        CALLS["forward_backward"](client).result()
+
+
+def test_a_way_back_without_room_goes_forward_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pull = ForwardResult.pull
+    refused: list[ForwardResult] = []
+
+    def full(run: ForwardResult, *args: Any) -> Any:
+        if not refused:
+            refused.append(run)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return pull(run, *args)
+
+    with limited(300) as service, limited(None) as plenty:
+        tight, free = create(service), create(plenty)
+        expected = CALLS["custom"](free).result().metrics
+        monkeypatch.setattr(ForwardResult, "pull", full)
+        assert CALLS["custom"](tight).result().metrics == pytest.approx(expected)
+        assert len(refused) == 1
+        for key, gradient in free.gradients().items():
+            torch.testing.assert_close(tight.gradients()[key], gradient)
+
+
+def test_another_error_is_not_answered_by_halving() -> None:
+    def broken(_: int) -> None:
+        raise KeyError("mine")
+
+    with limited(300) as service:
+        client = create(service)
+        room: TokenBudget = client._host.room
+        with pytest.raises(KeyError, match="mine"):
+            room.within(client._trainer.adapter, broken)
+        assert room.tokens(client._trainer.adapter) == 300

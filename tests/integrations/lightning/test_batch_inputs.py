@@ -1,0 +1,51 @@
+"""What a training step shows of itself."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from steelyard.errors import InputError
+from steelyard.integrations.lightning.batch_inputs import joined, of_batch
+
+
+@dataclass
+class Fields:
+    x: int
+    y: int
+
+
+Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - as default_collate leaves it
+
+
+@pytest.mark.parametrize(
+    ("batch", "names", "expected"),
+    [
+        ({"x": 1, "y": 2}, (), {"x": 1, "y": 2}),
+        (Fields(1, 2), (), {"x": 1, "y": 2}),
+        (Pair(1, 2), (), {"x": 1, "y": 2}),
+        (Pair(1, 2), ("a", "b"), {"a": 1, "b": 2}),
+        ((1, 2), ("x", "y"), {"x": 1, "y": 2}),
+        ([1, 2], (), {"batch.0": 1, "batch.1": 2}),
+        (1, (), {"batch": 1}),
+        (1, ("x",), {"x": 1}),
+    ],
+)
+def test_the_parts_of_a_batch(batch: Any, names: tuple[str, ...], expected: Any) -> None:
+    assert of_batch(batch, names) == expected
+
+
+def test_each_item_has_a_name() -> None:
+    with pytest.raises(
+        InputError, match=r"name each item of a batch, got 1 names \(x\) for 2 items"
+    ):
+        of_batch((1, 2), ("x",))
+
+
+def test_a_name_that_two_have_says_whose_it_is() -> None:
+    shared, mine, yours = object(), object(), object()
+    found = joined({"batch": {"a": shared, "b": mine}, "outputs": {"a": shared, "b": yours}})
+    assert found == {"a": shared, "batch.b": mine, "outputs.b": yours}

@@ -1,0 +1,73 @@
+"""Large tensors are worked on in blocks of rows, and nobody can tell."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from steelyard.penalties import _row_blocks, consistency, entropy, js_divergence, kl_divergence
+
+from .backends import TORCH
+
+LOGS = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+FORMULAS: dict[str, Any] = {
+    "kl": functools.partial(kl_divergence, direction="symmetric"),
+    "js": js_divergence,
+    "entropy": functools.partial(entropy, temperature=2.0),
+    "cosine": functools.partial(consistency, metric="cosine"),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Blocks of two rows of four; the list shows the shapes that were joined."""
+    seen: list[tuple[int, ...]] = []
+    join = torch.cat
+
+    def watched(parts: Any) -> Any:
+        seen.extend(tuple(part.shape) for part in parts)
+        return join(parts)
+
+    monkeypatch.setattr(_row_blocks, "ELEMENTS", 8)
+    monkeypatch.setattr(torch, "cat", watched)
+    return seen
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_blocks_give_the_same(name: str, reduction: str, request: pytest.FixtureRequest) -> None:
+    fn = functools.partial(FORMULAS[name], reduction=reduction)
+    arrays = [x.double() for x in LOGS][: 1 if name == "entropy" else 2]
+    mask = torch.arange(15).reshape(3, 5) % 4 != 0
+
+    def total(*x: Any) -> Any:
+        return fn(*x, mask=mask).sum()
+
+    value, gradients = fn(*arrays, mask=mask), TORCH.gradients(total, *arrays)
+    seen = request.getfixturevalue("small_blocks")
+    torch.testing.assert_close(fn(*arrays, mask=mask), value, rtol=1e-12, atol=0)
+    assert seen == [(2,)] * 7 + [(1,)]
+    for ours, whole in zip(TORCH.gradients(total, *arrays), gradients, strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_blocks_can_be_differentiated_twice(name: str, small_blocks: list[Any]) -> None:
+    leaves = [x[0].double().requires_grad_() for x in LOGS][: 1 if name == "entropy" else 2]
+    assert torch.autograd.gradgradcheck(FORMULAS[name], leaves)
+    assert small_blocks
+
+
+def test_other_axes_and_small_tensors_stay_whole(small_blocks: list[Any]) -> None:
+    entropy(LOGS[0], axis=0)
+    entropy(LOGS[0, 0, :3])
+    assert small_blocks == []
+
+
+def test_a_row_longer_than_a_block() -> None:
+    x = torch.zeros(2, 2 * _row_blocks.ELEMENTS)
+    torch.testing.assert_close(entropy(x, temperature=2.0), torch.tensor(2.0 * 2**20).log())
