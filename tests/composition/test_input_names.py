@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from torch.nn import functional
 
 from steelyard import RegularizerSpec, penalties
 from steelyard.composition import CompositeLoss, reads, term
-from steelyard.composition.input_lookup import find, gather, names_in, within
 from steelyard.errors import InputError, RegistryError, SpecError
 
 from .models import activity, confidence, cross_entropy, patient
@@ -133,33 +131,6 @@ class Output:
     hidden: Any = None
 
 
-def test_outputs_are_opened() -> None:
-    logits, hidden, labels = torch.ones(1, 2), torch.ones(3), torch.tensor([0])
-    expected = {"logits": logits, "hidden": hidden, "labels": labels}
-    assert gather([Output(logits, hidden)], {"labels": labels}) == expected
-    assert gather([{"logits": logits}, OrderedDict(hidden=hidden)], {"labels": labels}) == expected
-    # One object under one name, twice, is one input.
-    assert gather([Output(logits, hidden)], {"labels": labels, "logits": logits}) == expected
-    with pytest.raises(InputError, match="an input must stand once, and 'logits' came twice"):
-        gather([Output(logits)], {"logits": labels})
-    with pytest.raises(InputError, match=r"mapping or a dataclass.* got Tensor: pass it by name"):
-        gather([logits], {})
-    with pytest.raises(InputError, match=r"mapping or a dataclass.* got type: pass it by name"):
-        gather([Output], {})
-
-
-def test_dots_lead_into_outputs() -> None:
-    inputs = {"a": {"b": Output(torch.ones(1), {"c.d": 4})}, "x.y": 1, "plain": 2, "none": {}}
-    assert find(inputs, "a.b.hidden.c.d") == 4
-    assert find(inputs, "x.y") == 1
-    for name in ("a.c", "plain.b", "a.b.hidden.c", "b"):
-        with pytest.raises(KeyError):
-            find(inputs, name)
-    assert list(names_in(inputs)) == ["a.b.logits", "a.b.hidden.c.d", "x.y", "plain", "none"]
-    loss = CompositeLoss(reads(torch.sum, "out.hidden.first"))
-    assert loss(out=Output(torch.ones(1), {"first": torch.ones(3)})).item() == 3.0
-
-
 def test_what_is_missing_is_named_with_what_is_there() -> None:
     loss = CompositeLoss(cross_entropy, [term(activity, 1.0, "activity")])
     message = (
@@ -248,12 +219,6 @@ def test_heads_either_way_round(way: str) -> None:
         "value/largest": t["prediction"].max().item(),
     }
     assert output.metrics["regularizers/value/size/weight"] == 0.1
-
-
-def test_a_head_sees_its_own_part_and_what_all_share() -> None:
-    inputs = {"a": {"x": 1}, "b": {"x": 2}, "y": {"a": 3, "b": 4}, "z": 5}
-    assert within(inputs, "a") == {"a": {"x": 1}, "b": {"x": 2}, "y": 3, "z": 5, "x": 1}
-    assert within(inputs, "b")["x"] == 2
 
 
 def test_a_head_that_misses_an_input_lists_what_it_sees() -> None:

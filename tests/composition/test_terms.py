@@ -1,56 +1,94 @@
-"""How `run_in="auto"` decides."""
-
 from __future__ import annotations
 
-import threading
+import pickle
+import warnings
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
 
-from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import terms as term_module
+from steelyard import DetachedTermWarning, RegularizerSpec, schedules
+from steelyard.composition import term
+from steelyard.composition.terms import Facts, Term, TermResult
+from steelyard.errors import NonFiniteError, SpecError, TermBusyError, TermError
+from steelyard.execution import Ticket
+from steelyard.penalties import from_logits
 
-from .terms import LOGPROBS, nll
-
-
-def where(**more: Any) -> list[bool]:
-    """Whether each of four calls ran in the caller's thread."""
-    seen: list[bool] = []
-
-    def note(_: Any, logprobs: list[Tensor]) -> Tensor:
-        seen.append(threading.current_thread() is threading.main_thread())
-        return logprobs[0].sum()
-
-    pipeline = Pipeline(nll, [RegularizerSpec(note, 1.0, "note", **more)])
-    for _ in range(4):
-        pipeline.compute([], LOGPROBS)
-    return seen
+from .terms import l2
 
 
-def test_a_cheap_term_moves_inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(term_module, "CHEAP", 60.0)
-    assert where() == [False, True, True, True]
+def of(**fields: Any) -> Term:
+    return Term(RegularizerSpec(l2, **{"weight": 0.1, "name": "l2", **fields}))
 
 
-def test_a_long_term_stays_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(term_module, "CHEAP", 0.0)
-    assert where() == [False] * 4
+def test_a_term_is_due_where_every_divides_the_step() -> None:
+    assert [of(every=3).due(step) for step in range(5)] == [True, False, False, True, False]
+    assert not of(enabled=False).due(0)
 
 
-def test_a_timeout_of_its_own_keeps_it_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(term_module, "CHEAP", 60.0)
-    assert where(timeout=10.0) == [False] * 4
+def test_the_weight_follows_its_schedule() -> None:
+    assert of().weight_at(7) == 0.1
+    warm = of(weight=schedules.warmup(1.0, 10))
+    assert [warm.weight_at(step) for step in (0, 5, 20)] == [0.0, 0.5, 1.0]
+    with pytest.raises(SpecError, match=r"got -1\.0 at step 0"):
+        of(weight=lambda step: -1.0).weight_at(0)
 
 
-def test_long_terms_overlap() -> None:
-    """Each waits for the other: one after the other they would never meet."""
-    meeting = threading.Barrier(2)
+@pytest.mark.parametrize("name", ["base", "l2"])
+def test_only_the_base_loss_is_called_base(name: str) -> None:
+    assert of(name=name).is_base == (name == "base")
 
-    def meet(_: Any, logprobs: list[Tensor]) -> Tensor:
-        meeting.wait(10)
-        return logprobs[0].sum()
 
-    specs = [RegularizerSpec(meet, 1.0, name) for name in ("a", "b")]
-    output = Pipeline(nll, specs, max_concurrency=2).compute([], LOGPROBS)
-    assert [r.value for r in output.regularizers.values()] == [-4.0, -4.0]
+def test_a_term_over_logits_is_found_by_its_function() -> None:
+    assert Term(term(from_logits.entropy, 1.0, inputs="logits")).reads_logits
+    assert not of().reads_logits
+
+
+def test_a_stuck_call_blocks_its_term_until_it_ends() -> None:
+    one = of()
+    one.check_free()
+    ticket = Ticket("l2", "thread", int, ())
+    assert ticket.start()
+    one.facts.stuck = ticket
+    with pytest.raises(TermBusyError, match="its call that timed out is still running") as caught:
+        one.check_free()
+    assert caught.value.term == "l2"
+    ticket.end()
+    one.check_free()
+    assert one.facts.stuck is None
+
+
+def test_facts_pickle_without_a_stuck_call() -> None:
+    facts = Facts(duration=0.5, warned=True, stuck=Ticket("t", "thread", int, ()))
+    copied = pickle.loads(pickle.dumps(facts))
+    assert (copied.duration, copied.warned, copied.stuck) == (0.5, True, None)
+
+
+def test_an_error_becomes_that_of_the_term() -> None:
+    cause = KeyError("missing")
+    failure = of().failure(cause)
+    assert str(failure) == "regularizer 'l2' failed: KeyError: 'missing'"
+    assert (failure.term, failure.__cause__) == ("l2", cause)
+    own = NonFiniteError("it is NaN.", term="l2", kind="nan")
+    assert of().failure(own) is own
+    other = of().failure(NonFiniteError("it is NaN.", term="inner", kind="nan"))
+    assert (type(other), other.term) == (TermError, "l2")
+
+
+def test_a_term_without_a_gradient_warns_once() -> None:
+    one = of()
+    with pytest.warns(DetachedTermWarning, match="does not depend on the log-probs"):
+        one.warn_detached("the log-probs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one.warn_detached("the log-probs")
+
+
+def test_a_failed_term_is_skipped_or_raises() -> None:
+    failure = TermError("it broke.", term="l2")
+    result = TermResult(of(on_error="skip"), 0.1, value=torch.ones(()), number=1.0)
+    result.skip(failure)
+    assert (result.value, result.number, result.skipped) == (None, None, "TermError: it broke.")
+    for must in (of(), of(name="base", on_error="skip")):
+        with pytest.raises(TermError, match="it broke"):
+            TermResult(must, 0.1).skip(failure)

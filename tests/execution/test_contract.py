@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from steelyard.errors import TermTimeoutError
-from steelyard.execution import Batch, Cancelled, Executor, Ticket, Workers
+from steelyard.execution import Batch, Ticket, Workers
 
 LANES: tuple[str, ...] = ("thread", "process", "async")
 
@@ -112,30 +109,6 @@ def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, lane
     assert slow.running == (lane == "thread")
 
 
-def test_the_timeout_counts_from_the_start_not_from_the_queue(workers: Workers) -> None:
-    tickets = [Ticket(f"t{i}", "thread", time.sleep, (0.9,), 3.0) for i in range(4)]
-    run(workers, tickets, width=1)
-    for t in tickets:
-        assert t.result() is None
-
-
-def test_a_lane_is_no_wider_than_it_may_be(workers: Workers) -> None:
-    lock = threading.Lock()
-    now, most = 0, 0
-
-    def work() -> None:
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-        time.sleep(0.02)
-        with lock:
-            now -= 1
-
-    run(workers, [ticket("thread", work) for _ in range(8)], width=3)
-    assert most == 3
-
-
 def test_coroutines_are_not_limited(workers: Workers) -> None:
     gathered = 0
     all_here = asyncio.Event()
@@ -151,62 +124,3 @@ def test_coroutines_are_not_limited(workers: Workers) -> None:
     run(workers, tickets, width=1)
     for t in tickets:
         t.result()
-
-
-def test_in_turn_is_one_at_a_time_in_order(workers: Workers) -> None:
-    lanes: list[str] = ["thread", "async", "thread"]
-    tickets = [ticket(lane, double, i) for i, lane in enumerate(lanes)]
-    assert run(workers, tickets, in_turn=True) == tickets
-    for before, after in itertools.pairwise(tickets):
-        assert before.ended is not None
-        assert after.started is not None
-        assert before.ended <= after.started
-
-
-def test_leaving_the_block_calls_off_the_rest(workers: Workers, lane: str) -> None:
-    running, queued = (Ticket(name, lane, hang(lane), (), 20.0) for name in ("r", "q"))
-    quick = ticket(lane, double, 1)
-    with Batch([quick, running, queued], workers.executors, 2) as batch:
-        next(iter(batch.settled()))
-    for t in (running, queued):
-        assert t.settled
-        with pytest.raises(Cancelled):
-            t.result()
-
-
-def test_another_thread_can_interrupt_the_wait(workers: Workers) -> None:
-    events: SimpleQueue[Ticket | None] = SimpleQueue()
-    slow = Ticket("slow", "async", hang("async"), (), 20.0)
-    with Batch([slow], workers.executors, 2, events=events) as batch:
-        events.put(None)
-        with pytest.raises(Cancelled):
-            list(batch.settled())
-
-
-def test_starts_are_told_in_the_waiting_thread(workers: Workers, lane: str) -> None:
-    told: list[tuple[str, threading.Thread]] = []
-    tickets = [ticket(lane, double, i) for i in range(3)]
-    run(workers, tickets, on_start=lambda t: told.append((t.term, threading.current_thread())))
-    assert told == [("double", threading.current_thread())] * 3
-
-
-def test_what_cannot_be_submitted_fails_its_ticket(workers: Workers) -> None:
-    class Broken(Executor):
-        def submit(self, ticket: Ticket) -> None:
-            raise OSError("no more threads")
-
-        def close(self) -> None: ...
-
-    t = ticket("thread", double, 1)
-    with Batch([t], {"thread": Broken()}, 2) as batch:
-        list(batch.settled())
-    with pytest.raises(OSError, match="no more threads"):
-        t.result()
-
-
-def test_a_settled_ticket_lets_go_of_its_arguments() -> None:
-    t = ticket("thread", double, 3)
-    t.run()
-    t.run()
-    assert t.result() == 6
-    assert t.args == ()

@@ -12,7 +12,7 @@ import pytest
 import steelyard
 from steelyard import RegularizerSpec, register
 from steelyard.errors import MissingExtraError, RegistryError
-from steelyard.spec import built_in, lookup, lookup_penalty, registered, registry
+from steelyard.spec import lookup, lookup_penalty, registered, registry
 
 MODULE = """
 class Brevity:
@@ -74,14 +74,6 @@ def test_names_are_listed_in_order() -> None:
     for name in ("z", "c", "a"):
         register(name)(length)
     assert registered() == ("a", "c", "own", "z")
-
-
-@pytest.mark.usefixtures("terms")
-def test_a_built_in_is_found_without_being_registered() -> None:
-    assert "their_package.terms" not in sys.modules
-    assert lookup("own").__qualname__ == "Brevity"
-    regularizer, options = registry.build("own", {"limit": 2})
-    assert (regularizer.limit, options) == (2, {})
 
 
 def test_the_name_of_a_built_in_is_taken() -> None:
@@ -310,11 +302,6 @@ def test_what_is_no_penalty_is_refused(name: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_every_penalty_there_is_has_a_function() -> None:
-    for name in built_in.PENALTIES:
-        assert callable(lookup_penalty(name))
-
-
 def test_the_decorator_is_at_the_top_level() -> None:
     assert steelyard.register is registry.register
 
@@ -356,3 +343,11 @@ def test_a_short_name_may_be_registered_for_something_else(
         return 0.0
 
     assert lookup("kl") is own
+
+
+@pytest.mark.usefixtures("terms")
+def test_a_built_in_is_found_without_being_registered() -> None:
+    assert "their_package.terms" not in sys.modules
+    assert lookup("own").__qualname__ == "Brevity"
+    regularizer, options = registry.build("own", {"limit": 2})
+    assert (regularizer.limit, options) == (2, {})

@@ -175,7 +175,7 @@ GRADIENT = (
         (
             {"run_in": "process", "fn": Remembers()},
             (
-                "run_in='process' cannot run a stateful term: what it remembers would stay in the "
+                "run_in='process' cannot run a stateful term: its state would stay in the "
                 "worker; use 'auto', 'inline' or 'thread' (regularizer 'term')."
             ),
         ),

@@ -1,4 +1,9 @@
-"""Aggregation: how the terms' values and gradients become one loss and one gradient."""
+"""Aggregation of the terms' values and gradients into one loss and one gradient.
+
+With rows gᵢ (the gradient of term i), weights wᵢ (1 for the base loss) and factors aᵢ of the
+aggregator, the total gradient is Σ aᵢ wᵢ gᵢ. Norms and cosines come from the Gram matrix
+Gᵢⱼ = ⟨gᵢ, gⱼ⟩ of the rows of one space, so no further backward pass is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
 
 
 class Aggregator(ABC):
-    """Decides how much of each term's weighted gradient the total gradient gets.
+    """Rule for the factor of each term's weighted gradient in the total gradient.
 
     The total gradient is Σ factorᵢ · weightᵢ · gradientᵢ, the base loss with weight 1.
 
@@ -31,12 +36,12 @@ class Aggregator(ABC):
     def factors(
         self, values: Sequence[float], weights: Sequence[float], products: Sequence[Sequence[float]]
     ) -> Sequence[float]:
-        """The factor of each term.
+        """Compute the factor of each term.
 
         Args:
             values: of the terms, the base loss first.
             weights: of the terms.
-            products: the inner products of their weighted gradients; empty unless `reads_gram`.
+            products: the Gram matrix of their weighted gradients; empty unless `reads_gram`.
         """
 
 
@@ -59,7 +64,7 @@ AGGREGATORS: Mapping[str, type[Aggregator]] = {"sum": WeightedSum}
 
 
 def aggregator_of(aggregate: str | Aggregator) -> Aggregator:
-    """The aggregator of that name, or the object itself.
+    """Find an aggregator by its name; an `Aggregator` is returned unchanged.
 
     Raises:
         SpecError: there is none of that name.
@@ -74,10 +79,10 @@ def aggregator_of(aggregate: str | Aggregator) -> Aggregator:
 
 @dataclass(frozen=True)
 class Combined:
-    """The gradients of the terms of a call, combined.
+    """Combined gradients of the terms of a call.
 
     Attributes:
-        totals: Σ factor · weight · gradient, a row for each space.
+        totals: Σ factor · weight · gradient, one row per space.
         total_norm: the L2 norm of the total in the main space.
         norms: the norm of each term's gradient in its space; empty unless tracked.
         cosines: of each pair of terms of one space.
@@ -99,7 +104,7 @@ def combine(
     Args:
         results: of the terms that ran.
         aggregator: decides the factors.
-        main: the space whose total has the norm, and whose gradients the aggregator sees.
+        main: the space of `total_norm` and of the Gram matrix that the aggregator sees.
         tracked: whether norms and cosines are wanted.
     """
     done = [result for result in results if result.gradients]
@@ -156,7 +161,7 @@ def _added(a: Row | None, b: Row) -> Row:
 
 
 def read_numbers(results: Sequence[TermResult]) -> list[float]:
-    """The values as floats; those that are on a device are read at once, and kept."""
+    """Values as floats; those on a device are read in one transfer, and stored."""
     unread = [(r, r.value) for r in results if r.number is None and r.value is not None]
     if unread:
         for (result, _), number in zip(unread, _as_floats([v for _, v in unread]), strict=True):
@@ -180,13 +185,13 @@ def build_output(
     numbers: Mapping[str, tuple[float, float]] | None = None,
     **more: object,
 ) -> CustomLossOutput:
-    """The output of a call.
+    """Build the output of a call.
 
     Args:
         results: of the terms that were due, the base loss first.
         combined: their gradients.
         not_run: names of the terms that were not due.
-        numbers: value and weight of each term that ran, by name; None reads them.
+        numbers: value and weight of each term that ran, by name; None takes them from `results`.
         more: further fields of the output.
     """
     ran = [result for result in results if result.skipped is None]

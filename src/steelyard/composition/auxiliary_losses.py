@@ -1,4 +1,4 @@
-"""Auxiliary losses: a module deep inside a model leaves one, and the composite finds it."""
+"""Auxiliary losses: any module of a model deposits one, and the composite loss collects it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Deposits: TypeAlias = dict[str, Tensor]
 
 
 class _Open(threading.local):
-    """Where the thread's deposits go: the innermost collection that is open."""
+    """The open collections of a thread; deposits go to the innermost one."""
 
     def __init__(self) -> None:
         self.stack: list[Deposits] = []
@@ -25,13 +25,13 @@ _open = _Open()
 
 
 def aux_loss(name: str, value: Tensor) -> Tensor:
-    """Leave `value` to whoever collects auxiliary losses during this forward pass.
+    """Deposit an auxiliary loss for the collection that is open during this forward pass.
 
-    Deposits of one name, from several layers, are added up. Nobody collects: nothing happens,
-    so that a model may call it always.
+    Deposits of one name, from several layers, are summed. Without an open collection the call
+    has no effect, so a model can always make it.
 
     Args:
-        name: what the composite weighs it under.
+        name: the name under which the composite has its weight.
         value: a scalar that carries its gradient.
 
     Returns:
@@ -63,7 +63,7 @@ def aux_loss(name: str, value: Tensor) -> Tensor:
 
 @contextmanager
 def collect_aux() -> Iterator[Deposits]:
-    """Collect the auxiliary losses that modules leave in this thread while it is open."""
+    """Collect the auxiliary losses that are deposited in this thread inside the block."""
     deposits = begin_collecting()
     try:
         yield deposits
@@ -72,7 +72,7 @@ def collect_aux() -> Iterator[Deposits]:
 
 
 def begin_collecting() -> Deposits:
-    """Open a collection; what is left from here on goes there, until `end_collecting`."""
+    """Open a collection of deposits, until `end_collecting`."""
     deposits: Deposits = {}
     _open.stack.append(deposits)
     return deposits

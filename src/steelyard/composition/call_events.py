@@ -1,4 +1,4 @@
-"""The telemetry events of one call."""
+"""Telemetry events of one call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WITH_NUMBERS = (
 
 
 class CallEvents:
-    """The events of one call; made only if somebody is attached to one of `CALL_EVENTS`."""
+    """Emits the events of one call; built only if a handler is attached to one of `CALL_EVENTS`."""
 
     def __init__(
         self, model_id: str | None, data: object, regularizer_count: int, *, tracked: bool
@@ -38,7 +38,7 @@ class CallEvents:
         telemetry.execute(events.CUSTOM_LOSS_START, measured, self._metadata)
 
     def term_started(self, result: TermResult) -> None:
-        """A term begins; told once, and the base loss has no such event."""
+        """Emit the start event of a regularizer, once."""
         if not result.started:
             result.started = time.perf_counter()
             if not result.term.is_base:
@@ -46,7 +46,7 @@ class CallEvents:
                 telemetry.execute(events.TERM_START, measured, _metadata(result))
 
     def term_failed(self, result: TermResult, failure: TermError) -> None:
-        """A term failed."""
+        """Emit the exception event of a regularizer."""
         if not result.term.is_base:
             began = result.started or self._began
             measured = {"duration": time.perf_counter() - began}
@@ -54,11 +54,11 @@ class CallEvents:
             telemetry.execute(events.TERM_EXCEPTION, measured, metadata)
 
     def wants_numbers(self) -> bool:
-        """Whether anybody is told of values, which may have to be read from a device."""
+        """Whether a handler reads values, which may have to be copied from a device."""
         return telemetry.listening(*_WITH_NUMBERS)
 
     def stop(self, results: Iterable[TermResult], output: CustomLossOutput, began: float) -> None:
-        """The call gave `output`; its terms were composed from `began` on."""
+        """Emit the stop events of the terms and of the call; composing them started at `began`."""
         for result in results:
             if result.skipped is None:
                 self._term_stopped(result, output)
@@ -74,7 +74,7 @@ class CallEvents:
         telemetry.execute(events.CUSTOM_LOSS_STOP, measured, self._metadata)
 
     def exception(self, error: BaseException) -> None:
-        """The call failed."""
+        """Emit the exception event of the call."""
         measured = {"duration": time.perf_counter() - self._began}
         metadata = {**self._metadata, "reason": error}
         telemetry.execute(events.CUSTOM_LOSS_EXCEPTION, measured, metadata)
@@ -85,12 +85,12 @@ class CallEvents:
             metadata = {"regularizer_name": name, "method": result.method}
             telemetry.execute(events.GRADIENT, {"duration": result.gradient_duration}, metadata)
         if name in output.regularizers:
-            told = output.regularizers[name]
+            regularizer = output.regularizers[name]
             measured = {
-                "duration": told.duration,
-                "value": told.value,
-                "contribution": told.contribution,
-                "grad_norm": told.grad_norm,
+                "duration": regularizer.duration,
+                "value": regularizer.value,
+                "contribution": regularizer.contribution,
+                "grad_norm": regularizer.grad_norm,
             }
             telemetry.execute(events.TERM_STOP, measured, _metadata(result))
 

@@ -51,8 +51,8 @@ class CompositeLoss(nn.Module):
     Called with what the loss functions read, by name; mappings and dataclasses, such as the
     outputs of a model, are opened. It gives a scalar to call `backward` on; `output` has the
     numbers. Terms stay in the caller's graph, so what they close over is trained as well. A
-    term that runs apart (`run_in`, `timeout`, an async function, a numerical or a score
-    gradient) works on copies, and its gradient goes to what it reads alone.
+    offloaded term (`run_in`, `timeout`, an async function, a numerical or a score gradient)
+    works on copies, and has a gradient with respect to its inputs alone.
 
     Args:
         base: the base loss, a function of named inputs; or one for each head.
@@ -62,18 +62,18 @@ class CompositeLoss(nn.Module):
         track_grad_norms: also compute each term's gradient norm and all cosines.
         wrt: a module or tensors that the norms are with respect to; None is all the inputs.
         track_every: compute the norms at steps that this divides.
-        timeout: seconds each term that runs apart may take, unless its spec says otherwise.
-        parallel: let terms that run apart overlap.
+        timeout: seconds each offloaded term may take, unless its spec says otherwise.
+        parallel: let offloaded terms overlap.
         max_concurrency: how many threads, and how many processes, at once; None is one per core.
-        check_finite: treat a NaN or infinite value as a failure of its term. That reads the
-            values at each call, so an accelerator is waited for; False leaves it to `output`.
-        workers: what terms run on that run apart; None is what all of the process share.
+        check_finite: treat a NaN or infinite value as a failure of its term. This reads the
+            values at each call, which synchronizes with an accelerator.
+        workers: the pools that run offloaded terms; None is those that the process shares.
         aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
 
     Attributes:
-        share: what part of the regularizers' sum a call adds, 1 unless set. With gradients
-            accumulated over micro-batches whose base loss is divided by the tokens of the whole
-            batch, it is the micro-batch's share of them.
+        share: factor on the sum of the regularizers, 1 unless set. For gradient accumulation
+            with a base loss that is divided by the tokens of the whole batch, set it to the
+            micro-batch's share of these tokens.
 
     Raises:
         SpecError: an argument breaks a rule.
@@ -162,7 +162,7 @@ class CompositeLoss(nn.Module):
 
     @property
     def results(self) -> Sequence[TermResult]:
-        """The terms of the last call, as tensors on their device: reading them waits for nothing.
+        """The terms of the last call, as tensors on their device, without synchronizing.
 
         Raises:
             InputError: there was none.
@@ -217,7 +217,7 @@ class CompositeLoss(nn.Module):
         return optimizer.register_step_post_hook(count)
 
     def watch(self, model: nn.Module) -> RemovableHandle:
-        """Collect what modules leave with `aux_loss` whenever `model` is called."""
+        """Collect the values passed to `aux_loss` during each forward pass of `model`."""
         before = model.register_forward_pre_hook(self._begin_collecting)
         after = model.register_forward_hook(self._end_collecting, always_call=True)
         return _Both(before, after)
@@ -243,15 +243,15 @@ class CompositeLoss(nn.Module):
         self._plan()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What goes into `state_dict`: the step, and what the terms remember."""
+        """State for `state_dict`: the step, and the state of the terms."""
         return {"step": self._step, "terms": self._terms.state_dict()}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_extra_state` gave."""
+        """Restore the state that `get_extra_state` returned."""
         self._terms.load_state_dict(state["terms"])
         self.step = state["step"]
 
-    # Methods rather than closures: what copies the model with the composite copies the bond.
+    # Methods rather than closures: a deep copy of model and composite keeps the hooks connected.
     def _begin_collecting(self, *_: object) -> None:
         self._deposits = begin_collecting()
 
@@ -259,7 +259,7 @@ class CompositeLoss(nn.Module):
         end_collecting(self._deposits)
 
     def _plan(self) -> None:
-        """Settle what runs at this step, for a compiled call, which cannot ask."""
+        """Determine the due terms and their weights ahead of the call, for compiled calls."""
         self._due = self._terms.due(self._step)
         settings = self._terms.settings
         self._tracked = settings.track_grad_norms and self._step % self._track_every == 0
@@ -271,12 +271,12 @@ class CompositeLoss(nn.Module):
         self._weights = torch.tensor(weights, dtype=torch.float32, device=self._weights.device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it so
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         self._plan()  # a change of dtype would have rounded the weights
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # What the last forward pass left is of the graph of that pass.
+        # Deposits of the last forward pass hold its graph, which cannot be pickled.
         return {**self.__dict__, "_deposits": {}}
 
     def _compose(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -302,18 +302,18 @@ class CompositeLoss(nn.Module):
             if events is not None:
                 events.exception(error)
             raise
-        for result in results:  # let go of the graph and of the gradients
+        for result in results:  # release the graph and the gradients
             result.value = None if result.value is None else result.value.detach()
             result.gradients, result.group = {}, None
         kept = replace(combined, totals={}) if combined is not None and tracked else None
-        # Not by nn.Module's own way, which looks for parameters and takes as long as a term.
+        # Bypasses nn.Module.__setattr__, whose search for parameters takes as long as a small term.
         self.__dict__["_last"] = last = LazyOutput(results, self._not_run, kept)
         if events is not None and events.wants_numbers():
             events.stop(results, last.output, began)
         return total
 
     def _compose_traced(self, inputs: Mapping[str, Any]) -> Tensor:
-        """The same while a compiler watches: tensors alone, no events, no failures to catch."""
+        """As `_compose`, traceable by torch.compile: no events, no checks, no `on_error`."""
         results = [_traced(term, self._weights[i], inputs) for i, term in enumerate(self._due)]
         total = _added(results, self.share, {})
         for result in results:
@@ -342,12 +342,12 @@ class CompositeLoss(nn.Module):
 
 
 def _added(results: Sequence[TermResult], share: Share, factors: Mapping[str, float]) -> Tensor:
-    """Base + weight * term + ..., in the order in which a person would write it.
+    """Sum base + share * Σ weight * term.
 
     Args:
-        results: the base loss first; those that were computed together count once.
-        share: what part of the regularizers' sum counts.
-        factors: what an aggregator puts on a term's gradient, though not on its value.
+        results: the base loss first; a group of fused terms counts once, by its total.
+        share: factor on the sum of the regularizers.
+        factors: the aggregator's factors on the gradients; values are not changed.
     """
     parts = []
     for result in results:
@@ -362,7 +362,7 @@ def _added(results: Sequence[TermResult], share: Share, factors: Mapping[str, fl
 
 
 def _scaled(value: Tensor, factor: float) -> Tensor:
-    """The value with its gradient times the factor."""
+    """The value unchanged, with its gradient multiplied by the factor."""
     return value if factor == 1 else factor * value + (1 - factor) * value.detach()
 
 
@@ -371,7 +371,7 @@ def _is_whole(share: Share) -> bool:
 
 
 def _traced(term: Term, weight: Tensor, inputs: Mapping[str, Any]) -> TermResult:
-    """A term while a compiler watches: nothing is asked of a value, nobody is told."""
+    """Evaluate a term under torch.compile: values are not read, no events are emitted."""
     returned = call_term(term.spec, inputs)
     loss, custom = returned if isinstance(returned, tuple) else (returned, {})
     kept = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (custom or {}).items()}

@@ -1,7 +1,7 @@
-"""Evaluating the terms that are due: inline, offloaded, or fused with others.
+"""Evaluate the terms that are due: inline, offloaded, or fused with others.
 
-This is the one place that decides how a term runs. What terms read, and what becomes of their
-gradients, is up to the `Inputs` of the call.
+This is the one place that decides how a term runs (`place_of`, `_groups`) and what happens when
+it fails (`fail`). What terms read, and how they are differentiated, is up to the `Inputs`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ from steelyard.gradients import (
     split_metrics,
 )
 
+# Submitting work to a thread and joining it costs about 0.1 ms, and terms made of tensor
+# operations gain nothing from threads, so a term has to take much longer than that.
+CHEAP = 5e-3
+
 
 @dataclass(frozen=True)
 class EvaluatorSettings:
-    """How terms run."""
+    """Settings of an evaluation: the arguments of `Pipeline`, validated."""
 
     track_grad_norms: bool
     parallel: bool
@@ -45,11 +49,11 @@ class Evaluator:
     """One evaluation of terms on some inputs.
 
     Args:
-        inputs: what the terms read.
-        settings: how they run.
-        workers: what they run on; None is what all of the process share.
-        events: the events of the call; None if nobody is attached.
-        stop: a queue that another thread puts None in to call the evaluation off.
+        inputs: the inputs of the terms.
+        settings: the settings of the pipeline.
+        workers: the pools that run offloaded terms; None is those that the process shares.
+        events: emits telemetry; None if no handler is attached.
+        stop: a queue in which another thread puts None to cancel the evaluation.
     """
 
     def __init__(
@@ -68,9 +72,9 @@ class Evaluator:
         """Evaluate terms; offloaded ones are started first, then the others run here.
 
         Args:
-            terms: those that are due, the base loss first.
+            terms: the terms that are due, the base loss first.
             step: the number of the step.
-            tracked: whether norms and cosines are wanted.
+            tracked: whether to compute norms and cosines.
 
         Raises:
             SpecError: a schedule yields a bad weight at this step.
@@ -83,7 +87,7 @@ class Evaluator:
             TermResult(
                 term,
                 term.weight_at(step),
-                "inline" if stays and inputs.inline_by_default else term.place(),
+                "inline" if stays and inputs.inline_by_default else place_of(term),
                 space,
                 stays,
             )
@@ -111,7 +115,7 @@ class Evaluator:
         return results
 
     def run_inline(self, result: TermResult) -> None:
-        """Run a term here and now, in the graph of the inputs if it stays there."""
+        """Run a term in this thread, in the autograd graph of the inputs if it belongs there."""
         inputs, term = self._inputs, result.term
         if self._events is not None:
             self._events.term_started(result)
@@ -129,10 +133,10 @@ class Evaluator:
             self.fail(result, error)
 
     def check_gradients(self, results: Sequence[TermResult]) -> None:
-        """Drop the terms with a gradient that is not finite.
+        """Fail the terms with a gradient that is not finite.
 
         Raises:
-            TermError: one of them is not allowed to fail.
+            TermError: `on_error` of one of them is `"raise"`.
         """
         for result in results:
             try:
@@ -142,21 +146,21 @@ class Evaluator:
                 self.fail(result, error)
 
     def fail(self, result: TermResult, error: BaseException) -> None:
-        """Drop a term that failed.
+        """Report the failure of a term, and skip the term for this step if `on_error="skip"`.
 
         Raises:
-            TermError: it is not allowed to fail.
+            TermError: it is the base loss, or its `on_error` is `"raise"`.
         """
         failure = result.term.failure(error)
         if self._events is not None:
             self._events.term_failed(result, failure)
-        result.drop(failure)
+        result.skip(failure)
 
     def _groups(self, results: Sequence[TermResult], *, tracked: bool) -> list[list[TermResult]]:
-        """The terms that can be computed together, in groups of at least two."""
+        """Groups of at least two terms that can be fused."""
         inputs = self._inputs
         groups: list[list[TermResult]] = []
-        if self._settings.aggregator.reads_gram:  # each term's own gradient is wanted
+        if self._settings.aggregator.reads_gram:  # it needs the gradient of each term
             return groups
         for result in results:
             if not inputs.fuse_with(result.term, [], tracked=tracked):
@@ -167,13 +171,13 @@ class Evaluator:
                     break
             else:
                 groups.append([result])
-        if tracked:  # a group gives no cosine with a term outside of it
+        if tracked:  # the fused kernel gives no cosine with a term outside of the group
             spaces = [result.space for result in results]
             groups = [group for group in groups if spaces.count(group[0].space) == len(group)]
         return [group for group in groups if len(group) > 1]
 
     def _run_together(self, group: Sequence[TermResult], *, tracked: bool) -> None:
-        """Evaluate a group at once; one by one if that fails, which shows whose fault it is."""
+        """Evaluate fused terms; if that fails, one by one, to find the term at fault."""
         if self._events is not None:
             for result in group:
                 self._events.term_started(result)
@@ -215,7 +219,7 @@ class Evaluator:
         return jobs
 
     def _batch(self, jobs: Sequence[Job]) -> Batch:
-        """The tickets of all jobs, to be run together, or one after the other."""
+        """Batch of the tickets of all jobs, which run in parallel or one after the other."""
         results = {job.result.term.name: job.result for job in jobs}
         events = self._events
         return Batch(
@@ -238,7 +242,7 @@ class Evaluator:
         self._inputs.accept(result, evaluation)
 
     def _check_results(self, results: Sequence[TermResult]) -> None:
-        """Drop terms whose value is not finite, and complain of those without a gradient."""
+        """Fail terms whose value is not finite; warn about terms without a gradient."""
         ran = [result for result in results if result.skipped is None]
         if self._check:
             for result, number in zip(ran, read_numbers(ran), strict=True):
@@ -256,6 +260,25 @@ class Evaluator:
                 self.fail(result, _no_path(result.term.name, source))
             elif result.term.spec.gradient == "auto":
                 result.term.warn_detached(source)
+
+
+def place_of(term: Term) -> str:
+    """Place where a term runs in this call: `"inline"` or the name of an executor.
+
+    `"auto"` is the event loop for an async term. Any other term runs in a thread, and inline
+    once its last call took less than `CHEAP` seconds. A term with a timeout of its own stays in
+    a thread, since an inline call cannot be interrupted, and so does a term with a numerical
+    gradient, which takes many calls.
+    """
+    spec, duration = term.spec, term.facts.duration
+    if spec.run_in != "auto":
+        return spec.run_in
+    if spec.is_async:
+        return "async"
+    cheap = duration is not None and duration < CHEAP
+    if cheap and spec.timeout is None and spec.gradient != "numerical":
+        return "inline"
+    return "thread"
 
 
 def _no_path(name: str, source: str) -> GradientError:

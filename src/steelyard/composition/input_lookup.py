@@ -1,4 +1,4 @@
-"""What a call of a composite holds, by name: finding it in mappings, dataclasses and heads."""
+"""Look up the named inputs of a composite call in mappings, dataclasses and heads."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 from steelyard.errors import InputError
 from steelyard.gradients import fields_of
 
-# Tensors as a rule, and whatever else a term may want to read.
+# Tensors as a rule, and any other object that a term reads.
 Inputs: TypeAlias = Mapping[str, Any]
 
 
 def gather(outputs: Sequence[object], inputs: Inputs) -> dict[str, Any]:
-    """What was passed to a call, by name: the fields of each output, then the keywords.
+    """Merge the arguments of a call into one mapping: fields of each output, then keywords.
 
     Raises:
         InputError: an output has no names, or a name stands twice.
@@ -34,7 +34,7 @@ def gather(outputs: Sequence[object], inputs: Inputs) -> dict[str, Any]:
 
 
 def within(inputs: Inputs, head: str) -> dict[str, Any]:
-    """What the terms of a head see: what lies under its name, and what all heads share.
+    """Inputs visible to the terms of a head: its own, and those that all heads share.
 
     A mapping or dataclass with an entry for the head gives that entry, so that both
     `{"value": {"logits": ...}}` and `{"logits": {"value": ...}}` are read as `logits`.
@@ -47,7 +47,7 @@ def within(inputs: Inputs, head: str) -> dict[str, Any]:
 
 
 def find(inputs: Inputs, name: str) -> Any:
-    """The input of that name; dots lead into mappings and dataclasses.
+    """Find an input by name; dots lead into mappings and dataclasses.
 
     Raises:
         KeyError: it is not there.
@@ -62,7 +62,7 @@ def find(inputs: Inputs, name: str) -> Any:
 
 
 def names_in(inputs: Inputs, prefix: str = "") -> Iterator[str]:
-    """Every name that `find` knows, for messages."""
+    """All names that `find` accepts, for error messages."""
     for name, value in inputs.items():
         fields = fields_of(value)
         if fields:

@@ -1,4 +1,4 @@
-"""Which inputs a term of a composite reads: by the names of its parameters, or as it is told."""
+"""Names of the inputs that a composite's term reads: from its signature, or given explicitly."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from steelyard.spec import (
 
 
 class Named(ABC):
-    """Something that is called as every term is, where `data` are the named inputs."""
+    """A callable with the signature of a term, where `data` is the mapping of named inputs."""
 
     @abstractmethod
     def __call__(self, data: Inputs, logprobs: object = None) -> Any:
-        """What a term returns."""
+        """Call the term on the named inputs; returns a loss, or a loss and metrics."""
 
     @abstractmethod
     def check(self, term: str, inputs: Inputs) -> None:
-        """Nothing, if all it reads is there.
+        """Check that every input it reads is present.
 
         Raises:
-            InputError: something is not.
+            InputError: an input is missing.
         """
 
 
@@ -49,13 +49,13 @@ class Reads(Named):
     Called as every term is, `(data, logprobs, **options)`, where `data` are the named inputs.
 
     Attributes:
-        fn: what is called.
-        names: the inputs that it must have, by position.
-        optional: the inputs that it takes by keyword when they are there.
-        keywords: the inputs that it must have, by the keyword it takes them by.
+        fn: the function.
+        names: the required positional inputs.
+        optional: inputs passed by keyword when present.
+        keywords: required inputs passed by keyword, as pairs of keyword and input.
         owner: the object that `fn` is a method of, or `fn`.
-        head: the part of the outputs it sees.
-        required: all inputs that it must have.
+        head: the head whose inputs it reads; None reads all.
+        required: all required inputs.
     """
 
     fn: Callable[..., Any]
@@ -71,12 +71,12 @@ class Reads(Named):
         object.__setattr__(self, "required", required)  # the class is frozen
 
     def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
-        """What the function gives for these inputs."""
+        """Call the function on the named inputs."""
         positional, extra = self.arguments(data)
         return self.fn(*positional, **{**extra, **options})
 
     def arguments(self, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
-        """What the function takes from the inputs: by position, and by keyword."""
+        """Arguments of the function: positional, and by keyword."""
         seen = self.seen(inputs)
         extra = {name: seen[name] for name in self.optional if name in seen}
         for keyword, name in self.keywords:
@@ -84,11 +84,11 @@ class Reads(Named):
         return [seen[name] if name in seen else find(seen, name) for name in self.names], extra
 
     def seen(self, inputs: Inputs) -> Inputs:
-        """The inputs, as the head sees them."""
+        """The inputs visible to the head."""
         return inputs if self.head is None else within(inputs, self.head)
 
     def check(self, term: str, inputs: Inputs) -> None:
-        """Nothing, if all it reads is there."""
+        """Check that every input it reads is present."""
         seen = self.seen(inputs)
         for name in self.required:
             if name in seen:
@@ -108,38 +108,38 @@ class Reads(Named):
 
 
 class AsyncReads(Reads):
-    """The same for an async function."""
+    """`Reads` for an async function."""
 
     async def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:
-        """What the function gives for these inputs."""
+        """Call the function on the named inputs."""
         return await super().__call__(data, logprobs, **options)
 
 
 class StatefulReads(Reads):
-    """The same for an object that remembers something from batch to batch."""
+    """`Reads` for an object with state that changes from batch to batch."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What it remembers."""
+        """State of the object."""
         state: Mapping[str, Any] = self.owner.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore a state that `state_dict` returned."""
         self.owner.load_state_dict(state)
 
 
 class AsyncStatefulReads(AsyncReads, StatefulReads):
-    """The same for both."""
+    """`Reads` for an async object with state."""
 
 
 @dataclass(frozen=True)
 class BaseOfHeads(Named):
-    """The base loss of several heads: the sum of theirs, each also a metric of its own."""
+    """Base loss of several heads: the sum of their losses, each of which is also a metric."""
 
     heads: tuple[Reads, ...]
 
     def __call__(self, data: Inputs, logprobs: object = None) -> Any:  # noqa: ARG002
-        """The sum, and each head's part."""
+        """Sum the losses of the heads; each one is a metric as well."""
         metrics = {}
         total = None
         for fn in self.heads:
@@ -151,13 +151,13 @@ class BaseOfHeads(Named):
         return total, metrics
 
     def check(self, term: str, inputs: Inputs) -> None:
-        """Nothing, if all the heads read is there."""
+        """Check that every input of every head is present."""
         for fn in self.heads:
             fn.check(term, inputs)
 
 
 def base_of(base: Any) -> Named:
-    """The base loss: one function, or one for each head."""
+    """Build the base loss from one function, or from one for each head."""
     if not isinstance(base, Mapping):
         return reads(base)
     if not base:
@@ -169,7 +169,7 @@ def base_of(base: Any) -> Named:
 
 
 def reads(fn: Any, *names: str, **keywords: str) -> Reads:
-    """`fn` as a term over named inputs.
+    """Wrap `fn` as a term over named inputs.
 
     Args:
         fn: a function, a module, or an object with `compute`; it returns what a term returns.
@@ -178,7 +178,7 @@ def reads(fn: Any, *names: str, **keywords: str) -> Reads:
         keywords: the inputs for parameters that are given by keyword.
 
     Raises:
-        SpecError: the names cannot be told from the function.
+        SpecError: the names cannot be inferred from the signature.
 
     Example:
         >>> from torch import nn
@@ -210,7 +210,7 @@ def term(
     inputs: str | Sequence[str] | Mapping[str, str] = (),
     **settings: Any,
 ) -> RegularizerSpec:
-    """A spec for a term over named inputs.
+    """Build the spec of a term over named inputs.
 
     Args:
         fn: a function, a module, or an object with `compute`; it returns a loss, or a loss and
@@ -260,14 +260,14 @@ def term(
 
 
 def specs_of(terms: Any) -> list[RegularizerSpec]:
-    """The specs of a list of terms, or of one list for each head."""
+    """Build the specs of a list of terms, or of one list for each head."""
     if isinstance(terms, Mapping):
         return [spec_of(like, head) for head, own in terms.items() for like in own]
     return [spec_of(like) for like in terms]
 
 
 def spec_of(like: RegularizerSpec | Mapping[str, Any], head: str | None = None) -> RegularizerSpec:
-    """The spec that `like` is or describes, for a head if there is one.
+    """Build the spec that `like` is or describes, for a head if one is given.
 
     A mapping has the fields of `RegularizerSpec`, and may have `inputs`.
     """
@@ -284,17 +284,17 @@ def spec_of(like: RegularizerSpec | Mapping[str, Any], head: str | None = None) 
 
 
 def itself(value: Any) -> Any:
-    """The value: for an input that is a loss already."""
+    """Return the value: the term function for an input that is a loss already."""
     return value
 
 
 def _takes_data(fn: Any) -> bool:
-    """Whether it is a term over `(data, logprobs)`, as those of a pipeline."""
+    """Whether it takes `(data, logprobs)`, as the terms of a pipeline do."""
     return _parameters(fn)[0][:2] == ("data", "logprobs")
 
 
 def _parameters(fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the parameters that must be given, and of those that may."""
+    """Names of the required and of the optional parameters."""
     try:
         signature = inspect.signature(_signed(_called(fn)))
         named = [p for p in signature.parameters.values() if p.kind in _NAMED]
@@ -309,7 +309,7 @@ def _parameters(fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-# By whether it is async, and whether it remembers; the parameters of a module are not that.
+# By (is async, is stateful); the parameters of an nn.Module do not count as state.
 _KINDS: Mapping[tuple[bool, bool], type[Reads]] = {
     (False, False): Reads,
     (True, False): AsyncReads,
@@ -319,7 +319,7 @@ _KINDS: Mapping[tuple[bool, bool], type[Reads]] = {
 
 
 def _signed(fn: Any) -> Callable[..., Any]:
-    """What has the signature: a module's `__call__` takes anything."""
+    """The callable with the informative signature: a module's `__call__` takes anything."""
     return fn.forward if isinstance(fn, nn.Module) else fn
 
 

@@ -1,7 +1,7 @@
-"""What the terms of a call read, by name, and what they are differentiated with respect to.
+"""Inputs of a call, by name, and the tensors that its terms are differentiated with respect to.
 
-Terms stay in the graph of the inputs, or they run on copies of them and their gradient is
-attached to the value afterwards.
+A term runs in the autograd graph of the inputs, or on detached copies of them; then its gradient
+is attached to its value afterwards.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Inputs:
     """The inputs of one call, in the caller's graph.
 
     Args:
-        named: what the terms read, by name.
-        space: what norms are with respect to, in a word.
-        targets: the tensors that this is; none if norms are not wanted.
-        fuse_base: whether the base loss may be computed together with terms.
+        named: the inputs of the terms, by name.
+        space: name of the space of the gradient norms.
+        targets: the tensors of that space; empty if norms are not tracked.
+        fuse_base: whether the base loss may be fused with terms.
 
     Attributes:
-        inline_by_default: whether terms run inline unless they have to leave the graph, since they
-            may close over something that is trained as well.
+        inline_by_default: whether `run_in="auto"` is inline, since terms may close over trained
+            tensors, whose gradient an offloaded call would lose.
     """
 
     inline_by_default = True
@@ -73,7 +73,7 @@ class Inputs:
 
     @cached_property
     def source(self) -> str | None:
-        """What terms should depend on, in words; None if nothing requires a gradient."""
+        """Name of the differentiated inputs in messages; None if none requires a gradient."""
         return "what it reads" if requiring_grad(self.named) else None
 
     def in_graph(self, term: Term) -> bool:
@@ -81,15 +81,15 @@ class Inputs:
         return runs_in_graph(term.spec)
 
     def space(self, term: Term) -> tuple[str, ...]:  # noqa: ARG002 - all terms have the same
-        """The names of what the term's norm is with respect to."""
+        """Names of the inputs that the term's gradient norm is with respect to."""
         return (self.main_space,)
 
     def call(self, term: Term) -> Any:
-        """Call a term; gives what it returned."""
+        """Call a term."""
         return call_term(term.spec, self.named)
 
     def differentiate(self, result: TermResult) -> None:
-        """Keep the graph for the caller's backward pass; find the gradient if norms are wanted."""
+        """Keep the graph for the caller's backward pass; differentiate only to track norms."""
         assert result.value is not None  # noqa: S101 - for mypy: the caller has set it
         result.value = widened(result.term.spec, result.value)
         result.method = "autograd" if result.value.requires_grad else None
@@ -105,7 +105,7 @@ class Inputs:
             result.gradient_duration = perf_counter() - began
 
     def isolated(self, term: Term, *, check_finite: bool) -> IsolatedCall:
-        """The same call on copies of the inputs that require a gradient."""
+        """Build the call on detached copies of the inputs, to run in any thread or process."""
         spec, fn, gradient = term.spec, term.spec.fn, term.spec.gradient
         call, extra = spec.call, {need: self.named[need] for need in spec.needs}
         floats: LogProbs
@@ -113,14 +113,14 @@ class Inputs:
             data, floats = self.named["data"], self.named["logprobs"]
             if gradient != "score" and not self._flat and not requiring_grad([floats, extra]):
                 gradient = "none"
-        elif gradient == "score":  # it reads the data and their log-probs, by whatever name
+        elif gradient == "score":  # its two inputs are the data and their log-probs
             (data, floats), keywords = fn.arguments(self.named)
             call = partial(fn.fn, **keywords)
         else:
             data, floats = _take_floats(fn.arguments(self.named))
             call = _WithFloats(fn.fn, precise=gradient == "numerical")
             if floats:
-                # One vector holds them all; each is handed to the term as what it was.
+                # The flat vector has one dtype; the term receives each tensor in its own.
                 dtype = reduce(torch.promote_types, (x.dtype for x in floats))
                 floats = [x.to(dtype) for x in floats]
             else:
@@ -141,7 +141,11 @@ class Inputs:
         )
 
     def accept(self, result: TermResult, evaluation: Evaluation) -> None:
-        """Attach the gradient of an isolated call to its value, for the caller's backward pass."""
+        """Attach the gradient of an isolated call to its value, for the caller's backward pass.
+
+        The value gets an autograd node whose backward returns the known gradients, so that the
+        offloaded term takes part in `loss.backward()` like any other.
+        """
         layout, floats, extra = self._copied.pop(result.term.name)
         inputs, gradients = list(tensors_in(floats)), list[Tensor | None]()
         if evaluation.gradient is None:
@@ -163,8 +167,8 @@ class Inputs:
         result.method = evaluation.method
 
     def fuse_with(self, term: Term, others: Sequence[Term], *, tracked: bool) -> bool:
-        """Whether a term can be computed together with others, which may be none."""
-        if term.may_fuse:  # what they say of their norms is not about these targets
+        """Whether a term can be fused with `others`, which may be empty."""
+        if term.may_fuse:  # the norms it reports are not with respect to the targets
             return not (tracked and self._targets) and all(
                 other.spec.needs == term.spec.needs
                 and other.may_fuse
@@ -174,7 +178,7 @@ class Inputs:
         call = self._logit_call(term)
         if call is None:
             return False
-        # Norms come with the values if they are with respect to the logits alone.
+        # The fused kernel also gives norms, but only with respect to the logits.
         if tracked and [id(t) for t in self._targets] != [id(call.arrays["logits"])]:
             return False
         calls = [*(self._logit_call(other) for other in others), call]
@@ -184,7 +188,7 @@ class Inputs:
     def compute_together(
         self, terms: Sequence[Term], weights: Sequence[float], *, tracked: bool
     ) -> Group | None:
-        """Compute terms at once; None if they have to be computed one by one."""
+        """Compute fused terms; None if they have to be evaluated one by one."""
         if terms[0].may_fuse:
             first, *others = (term.spec.fn for term in terms)
             extra = {need: self.named[need] for need in terms[0].spec.needs}
@@ -195,12 +199,12 @@ class Inputs:
         else:
             joint = self._compose_logits([term.name for term in terms], weights, tracked=tracked)
         if not joint.total.requires_grad and self.source is not None:
-            return None  # one by one they say which of them has no gradient
+            return None  # evaluated one by one, the term without a gradient is found
         gradients = self._total_gradients(joint.total, terms[0])
         return Group(tuple(term.name for term in terms), joint, gradients)
 
     def _total_gradients(self, total: Tensor, term: Term) -> Mapping[str, Row]:  # noqa: ARG002
-        """The gradient of a group's total, where the caller does not go backward itself."""
+        """Gradients of a group's total; empty where the caller runs the backward pass."""
         return {}
 
     def _compose_logits(
@@ -235,7 +239,7 @@ class Inputs:
 
 
 class FlatInputs(Inputs):
-    """The log-probs as one flat leaf, which all terms share; extra inputs are leaves beside it."""
+    """All log-probs as one flat leaf, shared by the terms; extra inputs are further leaves."""
 
     source = "the log-probs"
     inline_by_default = False
@@ -256,11 +260,11 @@ class FlatInputs(Inputs):
         return term.spec.gradient in ("auto", "autograd")
 
     def space(self, term: Term) -> tuple[str, ...]:
-        """The extra inputs of a term that has some, else the log-probs."""
+        """The extra inputs that the term needs, or the log-probs if it needs none."""
         return (term.spec.needs if self.in_graph(term) else ()) or (LOGPROBS,)
 
     def differentiate(self, result: TermResult) -> None:
-        """Differentiate a value at once, so that its graph need not be kept."""
+        """Differentiate a value immediately, so that its graph can be freed."""
         assert result.value is not None  # noqa: S101 - for mypy: the caller has set it
         began = perf_counter()
         extra = {need: self._extra[need] for need in result.term.spec.needs}
@@ -271,12 +275,12 @@ class FlatInputs(Inputs):
             result.method, result.gradient_duration = "autograd", perf_counter() - began
 
     def accept(self, result: TermResult, evaluation: Evaluation) -> None:
-        """Take the gradient of an isolated call as it is."""
+        """Store the gradient of an isolated call."""
         gradient, by_need = evaluation.gradient, evaluation.extra
         result.gradients = by_need if gradient is None else {LOGPROBS: [gradient], **by_need}
 
     def gradients(self, totals: Mapping[str, Row]) -> dict[str, Any]:
-        """The total gradients in the structure of what was given, as fields of the output."""
+        """Total gradients in the structure of the inputs, as fields of the output."""
         (total,) = totals.get(LOGPROBS, [None])
         beyond = {
             need: filled(self._given[need], r) for need, r in totals.items() if need != LOGPROBS
@@ -291,7 +295,7 @@ class FlatInputs(Inputs):
 
 
 def runs_in_graph(spec: RegularizerSpec) -> bool:
-    """Whether a term needs neither another thread nor an estimated gradient."""
+    """Whether a term runs inline and is differentiated by autograd."""
     return (
         spec.run_in in ("auto", "inline")
         and spec.timeout is None
@@ -301,7 +305,7 @@ def runs_in_graph(spec: RegularizerSpec) -> bool:
 
 
 def call_term(spec: RegularizerSpec, named: Mapping[str, Any]) -> Any:
-    """Call a term on named inputs; gives what it returned."""
+    """Call a term on named inputs."""
     if isinstance(spec.fn, Named):
         return spec.fn(named, **spec.options)
     extra = {need: named[need] for need in spec.needs}
@@ -309,14 +313,14 @@ def call_term(spec: RegularizerSpec, named: Mapping[str, Any]) -> Any:
 
 
 def widened(spec: RegularizerSpec, value: Tensor) -> Tensor:
-    """The value in float32 or more, since a sum of halves would lose the small terms."""
+    """Cast a value to at least float32: a sum in half precision would lose small terms."""
     if value.dtype not in (torch.float32, torch.float64):
         value = value.float()
     return value.detach() if spec.gradient == "none" else value
 
 
 def requiring_grad(nest: object) -> list[Tensor]:
-    """The tensors in a nest that a gradient can flow to, each once."""
+    """Tensors in a nested structure that require a gradient, each once."""
     if not torch.is_grad_enabled():
         return []
     return [tensor for tensor in tensors_in(nest) if tensor.requires_grad]
@@ -327,51 +331,52 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """Where a tensor was: its place in the list, and its dtype."""
+class _Placeholder:
+    """Placeholder for a tensor: its index in the list of tensors, and its dtype."""
 
     index: int
     dtype: torch.dtype
 
 
 def _take_floats(nest: Any) -> tuple[Any, list[Tensor]]:
-    """The nest with a slot for each tensor that requires a gradient, and these tensors."""
+    """Replace each tensor that requires a gradient by a placeholder; also return these tensors."""
     floats: list[Tensor] = []
 
     def kept(tensor: Tensor) -> Any:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor.detach()
         floats.append(tensor)
-        return _Slot(len(floats) - 1, tensor.dtype)
+        return _Placeholder(len(floats) - 1, tensor.dtype)
 
     return mapped(nest, kept), floats
 
 
 @dataclass(frozen=True)
 class _WithFloats:
-    """A function whose arguments have slots for the tensors that its gradient goes to.
+    """A function whose arguments hold placeholders for the tensors to differentiate by.
 
     Attributes:
         fn: the function.
-        precise: whether all floats get the dtype of the vector, as differences need their digits.
+        precise: keep all floats in the dtype of the flat vector: finite differences lose too many
+            digits in a narrower one.
     """
 
     fn: Any
     precise: bool
 
     def __call__(self, data: Any, floats: Sequence[Tensor], **options: Any) -> Any:
-        """Call the function on the arguments with `floats` in their slots."""
+        """Call the function with `floats` in place of the placeholders."""
         if self.precise:
             wide = floats[0].dtype
             data = mapped(data, lambda t: t.to(wide) if t.is_floating_point() else t)
-            args, keywords = mapped(data, lambda slot: floats[slot.index], _Slot)
+            args, keywords = mapped(data, lambda p: floats[p.index], _Placeholder)
         else:
-            args, keywords = mapped(data, lambda slot: floats[slot.index].to(slot.dtype), _Slot)
+            args, keywords = mapped(data, lambda p: floats[p.index].to(p.dtype), _Placeholder)
         return self.fn(*args, **{**keywords, **options})
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A value whose gradients are known already."""
+    """Autograd node of a scalar whose gradients are known: backward is upstream * gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *_tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The last call of a composite, as numbers when somebody asks: here, and across processes."""
+"""Output of a composite's last call, read from the device on access; also averaged over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steelyard.output import CustomLossOutput
 
 @dataclass(eq=False)
 class LazyOutput:
-    """One call of a composite.
+    """Results of one call of a composite; `output` reads their values from the device.
 
     Attributes:
         results: of the base loss and the terms that were due, without their graphs.
@@ -31,16 +31,16 @@ class LazyOutput:
 
     @cached_property
     def output(self) -> CustomLossOutput:
-        """The numbers of this process."""
+        """Output of this process."""
         return self._output(None)
 
     def across(self, group: dist.ProcessGroup | None) -> CustomLossOutput:
-        """The numbers of all processes of a group, each term averaged over those where it ran.
+        """Output averaged over the ranks of a group, each term over the ranks where it ran.
 
-        Every process must call it.
+        A collective operation: every rank must call it.
 
         Raises:
-            InputError: torch.distributed is not initialized, or the processes have other terms.
+            InputError: torch.distributed is not initialized, or the ranks have different terms.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise InputError(

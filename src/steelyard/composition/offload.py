@@ -1,4 +1,4 @@
-"""Terms that run elsewhere: from isolated calls to tickets of an executor, and back."""
+"""Offloaded terms: submit isolated calls to an executor as tickets, and gather the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steelyard.gradients import Evaluation, IsolatedCall, check_count, mapped, t
 
 @dataclass(eq=False)
 class Job:
-    """An offloaded term: one ticket as a rule, several for a numerical gradient."""
+    """An offloaded term: one ticket, or several for a numerical gradient."""
 
     result: TermResult
     call: IsolatedCall
@@ -25,11 +25,11 @@ class Job:
 
     @property
     def settled(self) -> bool:
-        """Whether every ticket is."""
+        """Whether every ticket is settled."""
         return all(ticket.settled for ticket in self.tickets)
 
     def evaluation(self, last: Ticket) -> Evaluation:
-        """The result when `last` was settled, or the error that it ended with, raised."""
+        """Result of the term, after `last` was settled; raises the error it ended with."""
         last.result()
         first, *rest = self.tickets
         evaluation: Evaluation = first.result()
@@ -47,8 +47,8 @@ class Job:
             )
         return evaluation
 
-    def call_off(self) -> None:
-        """One of the tickets failed: the others need not go on."""
+    def cancel(self) -> None:
+        """Cancel the remaining tickets after one of them failed."""
         for ticket in self.tickets:
             if ticket.running and ticket.settled:
                 self.result.term.facts.stuck = ticket
@@ -59,7 +59,7 @@ class Job:
 def job_for(
     result: TermResult, call: IsolatedCall, executor: Executor, timeout: float, width: int
 ) -> Job:
-    """The tickets that evaluate a term; a numerical gradient spreads over `width` of them.
+    """Build the tickets that evaluate a term; a numerical gradient is split over `width` of them.
 
     Raises:
         TermBusyError: a call of the term that timed out is still running.
@@ -94,10 +94,10 @@ def gather(
     succeed: Callable[[TermResult, Evaluation], object],
     fail: Callable[[TermResult, BaseException], object],
 ) -> None:
-    """Wait for the jobs, and hand on what each of them gave as soon as it is there.
+    """Wait for the jobs; call `succeed` or `fail` for each as soon as it ends.
 
     Raises:
-        Cancelled: another thread called the whole batch off.
+        Cancelled: another thread cancelled the batch.
     """
     left = {job.result.term.name: job for job in jobs}
     for ticket in batch.settled():
@@ -108,7 +108,7 @@ def gather(
         try:
             evaluation = job.evaluation(ticket)
         except BaseException as error:  # noqa: BLE001 - also a sys.exit() in a thread
-            job.call_off()
+            job.cancel()
             fail(job.result, error)
         else:
             succeed(job.result, evaluation)

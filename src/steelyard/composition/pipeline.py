@@ -1,4 +1,4 @@
-"""`Pipeline`: a base loss and its regularizers over log-probs, ready to be called at each step."""
+"""`Pipeline`: a base loss and its regularizers over log-probs, called at each training step."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Pipeline(TermSet):
         max_concurrency: how many threads, and how many processes, at once; None is one per
             core. Coroutines are not limited.
         check_finite: treat a NaN or infinite value or gradient as a failure of its term.
-        workers: what terms run on; None is what all pipelines of the process share.
+        workers: the pools that run offloaded terms; None is those that the process shares.
         aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
-        gives: the extra inputs that `compute` will be given; a term may need no others.
-        after: a pipeline to go on from: what it has learned of its terms, by name, goes along.
+        gives: names of the extra inputs that `compute` will receive; terms can need only these.
+        after: a pipeline whose statistics of the terms, by name, are taken over.
 
     Raises:
         SpecError: an argument breaks a rule.
-        UnpicklableError: a term that is to run in a process cannot travel there.
+        UnpicklableError: a term with `run_in="process"` cannot be pickled.
 
     Example:
         >>> import torch
@@ -81,13 +81,13 @@ class Pipeline(TermSet):
         `acompute`), in a notebook, and from several threads at once.
 
         Args:
-            data: handed to every term as it is; one item per datum.
+            data: passed to every term unchanged; one item per datum.
             logprobs: a tensor per datum, `[T]` or `[T, K]`, in a list; or one tensor.
             step: the number of this step, from 0; schedules and `every` follow it.
             given: the extra inputs, by need: tensors in lists and mappings.
 
         Raises:
-            InputError: the log-probs or the step break a rule, or something needed is not given.
+            InputError: the log-probs or the step break a rule, or a needed extra input is missing.
             SpecError: a schedule yields a bad weight at this step.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
             ClosedError: the pipeline is closed.
@@ -109,7 +109,7 @@ class Pipeline(TermSet):
         """
         stop: SimpleQueue[Ticket | None] = SimpleQueue()
         done: Future[None] = Future()
-        # A running future cannot be cancelled by the loop; whoever waits for it can be.
+        # As a running future it cannot be cancelled from the loop; the await on it can.
         done.set_running_or_notify_cancel()
         ticket = Ticket(BASE, "thread", self._compute, (data, logprobs, step, given or {}, stop))
         ticket.on_change = lambda t: done.set_result(None) if t.settled else None
@@ -123,7 +123,7 @@ class Pipeline(TermSet):
         return result
 
     def close(self) -> None:
-        """Refuse further calls. Workers that pipelines share, or that were passed in, live on."""
+        """Refuse further calls. Shared workers and workers that were passed in stay open."""
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -145,7 +145,7 @@ class Pipeline(TermSet):
             tracked = self._settings.track_grad_norms
             events = CallEvents(self.model_id, data, len(terms), tracked=tracked)
         try:
-            # Whatever mode the caller is in: terms are differentiated.
+            # Terms are differentiated, also if the caller is in no_grad or inference mode.
             with torch.inference_mode(mode=False), torch.enable_grad():
                 return self._composed(terms, data, logprobs, step, given, stop, events)
         except BaseException as error:
@@ -181,13 +181,13 @@ class Pipeline(TermSet):
         results = evaluator.evaluate(due, step, tracked=settings.track_grad_norms)
         began = perf_counter()
         tracked, aggregator = settings.track_grad_norms, settings.aggregator
-        if settings.check_finite and aggregator.reads_gram:  # it is given finite numbers
+        if settings.check_finite and aggregator.reads_gram:  # it must see finite products
             evaluator.check_gradients(results)
         combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
-        # The total shows what no term may have, at the cost of one look for all of them.
+        # A non-finite term makes the total non-finite: one check in the normal case.
         if settings.check_finite and not _is_finite(combined):
             for result in results:
-                if result.group is not None:  # whose gradient is the sum of several
+                if result.group is not None:  # fused: the gradient of each term is not known yet
                     result.value = result.number = result.group = None
                     evaluator.run_inline(result)
             evaluator.check_gradients(results)
@@ -224,7 +224,7 @@ def compute(
     check_finite: bool = True,
     step: int = 0,
 ) -> CustomLossOutput:
-    """The composed loss of one batch; see `Pipeline`, which learns from call to call.
+    """Compute the composed loss of one batch; see `Pipeline`, which keeps state across calls.
 
     Example:
         >>> import torch, steelyard

@@ -1,4 +1,4 @@
-"""The base loss and the regularizers of a composition, which may change between steps."""
+"""The base loss and the regularizers of a composition; they can be changed between steps."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class TermSet:
 
     @property
     def settings(self) -> EvaluatorSettings:
-        """How the terms run."""
+        """Settings of the evaluation."""
         return self._settings
 
     @property
     def workers(self) -> Workers:
-        """What the terms run on."""
+        """The pools that run offloaded terms."""
         return self.own_workers or default_workers()
 
     def due(self, step: int = 0) -> tuple[Term, ...]:
@@ -97,7 +97,7 @@ class TermSet:
         return tuple(dict.fromkeys(need for term in self.due(step) for need in term.spec.needs))
 
     def add(self, spec: RegularizerSpec | Mapping[str, Any]) -> None:
-        """Put one more regularizer at the end, from the next call on.
+        """Add a regularizer, from the next call on.
 
         Raises:
             SpecError: it breaks a rule, its name is taken, or there are 100 already.
@@ -106,7 +106,7 @@ class TermSet:
             self._replace_terms([*self._terms, self._term(RegularizerSpec.of(spec))])
 
     def remove(self, name: str) -> None:
-        """Take a regularizer off, from the next call on.
+        """Remove a regularizer, from the next call on.
 
         Raises:
             SpecError: there is none of that name.
@@ -132,14 +132,14 @@ class TermSet:
         self._change(name, enabled=enabled)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the base loss and the regularizers remember from batch to batch, by name."""
+        """State of the stateful terms, by name."""
         return {name: fn.state_dict() for name, fn in self._stateful().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Restore a state that `state_dict` returned.
 
         Raises:
-            StateError: it does not hold a state for exactly the stateful terms there are.
+            StateError: its names are not exactly those of the stateful terms.
         """
         stateful = self._stateful()
         if set(state) != set(stateful):
@@ -151,7 +151,7 @@ class TermSet:
             fn.load_state_dict(state[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has a lock of its own, and runs on the workers of the process it lives in.
+        # Locks and pools cannot be pickled: a copy uses the default workers of its process.
         return {**self.__dict__, "_lock": None, "own_workers": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

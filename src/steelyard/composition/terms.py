@@ -1,4 +1,4 @@
-"""A term: its spec, what has been learned of it, and the result of one call of it."""
+"""Term: a spec with the statistics of its calls; and the result of one call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ from steelyard.gradients import Fusable, Joint, Method, Row
 from steelyard.penalties.from_logits import is_fusable
 from steelyard.spec import BASE, RegularizerSpec, title
 
-# Handing work to a thread and joining it again costs about a tenth of a millisecond, and
-# tensor terms gain nothing from threads, so a term has to be much longer than that.
-CHEAP = 5e-3
-
 
 class DetachedTermWarning(UserWarning):
     """A term's loss has no path to the log-probs: it adds to the loss and has no gradient."""
@@ -29,25 +25,32 @@ class DetachedTermWarning(UserWarning):
 
 @dataclass
 class Facts:
-    """What is known about a term from the calls so far."""
+    """Statistics of a term from its calls so far.
+
+    Attributes:
+        duration: seconds of the last call.
+        warned: whether it was reported as having no gradient.
+        stuck: the ticket of a call that timed out and still runs.
+        prepared: the `fn` that its executor has accepted.
+    """
 
     duration: float | None = None
     warned: bool = False
     stuck: Ticket | None = None
-    prepared: object = None  # the fn whose calls were seen to run where the term runs
+    prepared: object = None
 
     def __getstate__(self) -> dict[str, object]:
-        # A call that hangs hangs here; a copy has none.
+        # A stuck call belongs to this process; a copy has none.
         return {**self.__dict__, "stuck": None}
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A spec and the facts about it; a changed spec keeps the facts.
+    """A spec and the statistics of its calls; a changed spec keeps the statistics.
 
     Attributes:
         spec: the term as the user wrote it.
-        facts: what has been learned of it.
+        facts: statistics of its calls.
         name: the name in the spec.
         is_base: whether it is the base loss.
     """
@@ -58,13 +61,13 @@ class Term:
     is_base: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # Not cached properties: a compiler stops at those.
+        # Plain attributes: torch.compile breaks the graph at cached properties.
         object.__setattr__(self, "name", self.spec.name)
         object.__setattr__(self, "is_base", self.spec.name == BASE)
 
     @cached_property
     def may_fuse(self) -> bool:
-        """Whether it may be computed together with others: here and now, by autograd."""
+        """Whether it may be fused with others: it runs inline and is differentiated by autograd."""
         spec = self.spec
         return (
             isinstance(spec.fn, Fusable)
@@ -92,24 +95,6 @@ class Term:
         weight = self.spec.weight
         return weight if isinstance(weight, float) else self.spec.weight_at(step)
 
-    def place(self) -> str:
-        """Where it runs this time, `"inline"` or the name of an executor.
-
-        `"auto"` is the event loop for an async term. Any other runs in a thread, and inline
-        once its last call took less than 5 ms: then a thread would cost more than it gives.
-        A term with a timeout of its own stays in a thread, since an inline call cannot be
-        stopped, and so does a numerical gradient, which is many calls.
-        """
-        spec = self.spec
-        if spec.run_in != "auto":
-            return spec.run_in
-        if spec.is_async:
-            return "async"
-        cheap = self.facts.duration is not None and self.facts.duration < CHEAP
-        if cheap and spec.timeout is None and spec.gradient != "numerical":
-            return "inline"
-        return "thread"
-
     def check_free(self) -> None:
         """Check that no call of it that timed out is still running.
 
@@ -127,7 +112,7 @@ class Term:
         self.facts.stuck = None
 
     def failure(self, error: BaseException) -> TermError:
-        """The error of this term that `error` is, or is the cause of."""
+        """Wrap an error as a `TermError` of this term, unless it is one already."""
         if isinstance(error, TermError) and error.term == self.name:
             return error
         message = f"{title(self.name)} failed: {type(error).__name__}: {error}"
@@ -141,9 +126,9 @@ class Term:
             self.facts.warned = True
             warnings.warn(
                 f"{title(self.name)} has no gradient: its loss does not depend on {source} "
-                f"through torch, so it adds to the loss and pulls nothing. Use gradient='score' "
-                f"(return one penalty per datum) or gradient='numerical'; gradient='none' says "
-                f"that it is meant so.",
+                f"through torch, so it adds to the loss and does not affect training. Use "
+                f"gradient='score' (return one penalty per datum) or gradient='numerical'; "
+                f"gradient='none' says that it is meant so.",
                 DetachedTermWarning,
                 stacklevel=_levels_to_the_caller(),
             )
@@ -151,7 +136,7 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Terms that were computed together.
+    """Fused terms and their common result.
 
     Attributes:
         names: of the terms.
@@ -171,19 +156,19 @@ class TermResult:
     Attributes:
         term: the base loss or a regularizer.
         weight: its weight at this step; a tensor inside a compiled function.
-        place: where it ran.
-        space: the names of what its norm is with respect to.
-        in_graph: whether it stays in the graph of the inputs when it runs inline.
-        value: a scalar, with the caller's graph where there is one; None if it was isolated.
-        number: the value as a float, once it was read from its device.
+        place: where it ran: `"inline"` or the name of an executor.
+        space: names of the inputs that its gradient norm is with respect to.
+        in_graph: whether it runs in the autograd graph of the inputs when it is inline.
+        value: a scalar, with the caller's graph if there is one; None if the call was isolated.
+        number: the value as a float, once it has been read from its device.
         custom: the metrics it returned.
-        method: how its gradient was found; None if there is none.
+        method: how its gradient was computed; None if it has none.
         duration: seconds; on an accelerator, until its work was queued.
         gradient_duration: seconds its gradient took; None if it was not differentiated here.
         gradients: a row for each space that it has a gradient in.
-        group: the terms it was computed with, which have the gradient together.
-        skipped: the reason why it was dropped, if it failed and is allowed to.
-        started: when it began, for telemetry; 0 if that was not told.
+        group: the terms it was fused with; their gradient is that of the group's total.
+        skipped: the reason for which it was skipped, if it failed with `on_error="skip"`.
+        started: start time for telemetry; 0 if no start event was emitted.
     """
 
     term: Term
@@ -202,8 +187,8 @@ class TermResult:
     skipped: str | None = None
     started: float = 0.0
 
-    def drop(self, failure: TermError) -> None:
-        """Leave the term out of this step, if it is allowed to fail.
+    def skip(self, failure: TermError) -> None:
+        """Drop the term from this step, with the failure as the reason, if `on_error="skip"`.
 
         Raises:
             TermError: it is the base loss, or its `on_error` is `"raise"`.
@@ -215,9 +200,9 @@ class TermResult:
 
 
 def _levels_to_the_caller() -> int:
-    """How far up the stack the library was called: a warning should show that line."""
+    """Stack levels up to the caller of the library, whose line a warning should show."""
     levels, frame = 1, sys._getframe(1)  # noqa: SLF001 - the documented way to see the stack
-    # Between a call of a torch module and what it does stands torch itself.
+    # Frames of torch lie between the call of an nn.Module and its forward method.
     ours = ("steelyard.", "torch.")
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(ours):
         levels, frame = levels + 1, frame.f_back

@@ -1,9 +1,9 @@
-"""How a term runs: in a thread, in a process, or on an event loop.
+"""Executors of offloaded terms: threads, processes, and an event loop.
 
-A `Ticket` is one piece of work; a `Batch` runs the tickets of one call on the executors of
-some `Workers`, in lanes of limited width, and yields them as they are settled. All executors
+A `Ticket` is one unit of work; a `Batch` runs the tickets of one call on the executors of some
+`Workers`, each with limited concurrency, and yields them as they are settled. All executors
 keep one contract: a ticket is settled exactly once, with a value or an error; a failure or a
-timeout concerns that ticket alone; what can be stopped is stopped when nobody waits for it.
+timeout affects that ticket alone; work that is no longer waited for is stopped if possible.
 """
 
 from steelyard._renamed import leave_aliases as _leave_aliases

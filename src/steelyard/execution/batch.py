@@ -1,4 +1,4 @@
-"""Tickets, which are pieces of work, and batches, which are the tickets of one call."""
+"""`Ticket`, one unit of offloaded work, and `Batch`, the tickets of one call."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from steelyard.execution.executor import Executor
 from steelyard.spec import title
 
 
-class Cancelled(Exception):  # noqa: N818 - not an error: nobody waits for the result any more
-    """The work was called off before it ended."""
+class Cancelled(Exception):  # noqa: N818 - not an error: the result is no longer wanted
+    """The work was cancelled before it ended."""
 
 
 class Ticket:
-    """`fn(*args)` on behalf of a term, to be run in a lane and within a time limit.
+    """`fn(*args)` on behalf of a term, to be run by one executor within a time limit.
 
-    It is settled once, by whoever comes first: the worker with a result or an error, the
-    waiting caller with a timeout, or a cancellation. Work that cannot be stopped may go on
-    `running` after that.
+    It is settled exactly once: by the worker with a result or an error, by the waiting caller
+    with a timeout, or by a cancellation. Work that cannot be stopped may still be `running`
+    after that.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class Ticket:
 
     @property
     def running(self) -> bool:
-        """Whether the work has begun and not ended, whatever was decided about its result."""
+        """Whether the work has started and not ended, also if the ticket is settled already."""
         return self.started is not None and self.ended is None
 
     @property
     def error(self) -> BaseException | None:
-        """The error a settled ticket ended with, if it did."""
+        """The error with which the ticket was settled, if any."""
         return self._error
 
     def start(self) -> bool:
-        """Note that the work begins. False if it was called off before."""
+        """Record that the work starts. False if it was cancelled before."""
         with self._lock:
             if self.settled:
                 return False
@@ -72,27 +72,27 @@ class Ticket:
         return True
 
     def run(self) -> None:
-        """Do the work here and now, and settle with what comes of it."""
+        """Run the work in this thread, and settle with its result or error."""
         if not self.start():
             return
         value, failure = None, None
         try:
             value = self.fn(*self.args)
-        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
             failure = error
         self.ended = monotonic()
-        # Late is late, also when nobody was looking at the clock.
+        # The timeout holds also if the waiting caller has not noticed it yet.
         if self.timeout is not None and self.ended - self.started > self.timeout:  # type: ignore[operator]  # it has started
             self.expire()
         self.settle(value, failure)
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Note that the work ended, and settle unless somebody has done so."""
+        """Record that the work ended, and settle the ticket unless it is settled."""
         self.ended = monotonic()
         self.settle(value, error)
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Decide the result, once."""
+        """Set the result or the error; only the first call has an effect."""
         with self._lock:
             if self.settled:
                 return
@@ -102,12 +102,12 @@ class Ticket:
         self.on_change(self)
 
     def overrun(self) -> None:
-        """Note that the work was ended because it took too long."""
+        """Record that the executor ended the work because it took too long."""
         self.ended = monotonic()
         self.expire()
 
     def expire(self) -> None:
-        """Decide that it took too long, though it may still be running."""
+        """Settle with a timeout error, though the work may still be running."""
         self.settle(
             error=TermTimeoutError(
                 f"{title(self.term)} must end within {self.timeout:g} s and did not: "
@@ -118,35 +118,35 @@ class Ticket:
         )
 
     def cancel(self) -> None:
-        """Call it off, and stop the work where that is possible."""
+        """Cancel the ticket, and stop the work if that is possible."""
         if not self.settled:
             self.settle(error=Cancelled())
             self.stop()
 
     def result(self) -> Any:
-        """What came of a settled ticket: the value, or the error raised."""
+        """Return the value of a settled ticket, or raise its error."""
         if self._error is not None:
             raise self._error
         return self._value
 
 
 def _nothing() -> None:
-    """What a settled ticket would run: it lets go of the term and its data."""
+    """Replaces `fn` of a settled ticket, so that the term and its data can be freed."""
 
 
 class Batch:
-    """Starts tickets as their lanes allow, and yields them as they are settled.
+    """Starts tickets as the concurrency limits allow, and yields them as they are settled.
 
-    Use it as a context manager: whatever is left when the block ends is cancelled.
+    Use it as a context manager: tickets that are left when the block ends are cancelled.
 
     Args:
-        tickets: what to run. They start in this order.
-        executors: the executor of each lane.
-        width: how many tickets may run at once in each lane whose executor limits them.
-        in_turn: run all of them one after the other, whatever their lanes.
-        on_start: told, in the waiting thread, of each ticket that has begun.
-        events: what the waiting thread listens to; None put in it by another thread makes
-            that thread stop with `Cancelled`.
+        tickets: the work, started in this order.
+        executors: the executor of each lane, by its name.
+        width: how many tickets may run at once in a lane, if its executor is limited.
+        in_turn: run all tickets one after the other.
+        on_start: called in the waiting thread for each ticket that has started.
+        events: the queue that the waiting thread reads; another thread cancels the batch by
+            putting None in it.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Batch:
             ticket.cancel()
 
     def settled(self) -> Iterator[Ticket]:
-        """The tickets, each once, in the order in which they are settled.
+        """Yield each ticket once, in the order in which they are settled.
 
         Raises:
             Cancelled: another thread put None in `events`.
@@ -208,7 +208,7 @@ class Batch:
                     yield ticket
 
     def _next(self, waiting: set[Ticket]) -> list[Ticket]:
-        """The ticket something happened to, or those that are overdue by now."""
+        """Wait for a change; the changed ticket, or those that have passed their deadline."""
         deadlines = [d for t in waiting if (d := self._deadline(t)) is not None]
         try:
             if not deadlines:
@@ -253,5 +253,5 @@ class Batch:
                 ticket.submitted = monotonic()
             try:
                 self._executors[ticket.lane].submit(ticket)
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the ticket
+            except Exception as error:  # noqa: BLE001 - raised where the ticket is waited for
                 ticket.settle(error=error)

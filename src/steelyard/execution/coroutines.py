@@ -1,4 +1,4 @@
-"""Running coroutines on an event loop of our own."""
+"""`CoroutineExecutor`: runs async terms on an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import threading
 from steelyard.execution.batch import Ticket
 from steelyard.execution.executor import Executor
 
-# How long after its deadline a coroutine may take to notice that it is cancelled.
+# Seconds after its deadline within which a cancelled coroutine must end.
 CANCEL_GRACE = 0.5
 
 
 class CoroutineExecutor(Executor):
-    """An event loop in a thread, where async terms run whoever calls them.
+    """An event loop in a thread of its own, on which all async terms run.
 
-    It is never the caller's loop: `compute` works inside a running one, `acompute` does not
-    block it, and what a term keeps open from call to call stays on one loop.
+    It is never the caller's loop: `compute` works inside a running loop, `acompute` does not
+    block it, and connections that a term keeps open from call to call stay on one loop.
     """
 
     awaits = True
@@ -34,12 +34,12 @@ class CoroutineExecutor(Executor):
             self._loop.begin(ticket)
 
     def deadline(self, ticket: Ticket) -> float | None:
-        """The loop cancels its own tasks; it is given up on only if it does not."""
+        """Time after the loop's own timeout at which a coroutine counts as stuck."""
         since = ticket.submitted if ticket.started is None else ticket.started
         return None if since is None else since + (ticket.timeout or 0.0) + CANCEL_GRACE
 
     def abandon(self) -> None:
-        """Put a new loop in place of one that a coroutine blocks."""
+        """Replace the loop if a coroutine blocks it."""
         with self._lock:
             loop = self._loop
             if loop is not None and not loop.answers():
@@ -47,7 +47,7 @@ class CoroutineExecutor(Executor):
                 self._loop = None
 
     def close(self) -> None:
-        """Cancel what runs and end the loop."""
+        """Cancel running tasks and end the loop."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
@@ -80,7 +80,7 @@ class _LoopThread(threading.Thread):
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def answers(self, within: float = 0.1) -> bool:
-        """Whether the loop still turns."""
+        """Whether the loop responds."""
         answered = threading.Event()
         self._loop.call_soon_threadsafe(answered.set)
         return answered.wait(within)
@@ -97,7 +97,7 @@ class _LoopThread(threading.Thread):
         try:
             async with asyncio.timeout(ticket.timeout) as limit:
                 value = await ticket.fn(*ticket.args)
-        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
             if limit.expired():
                 ticket.overrun()
             else:

@@ -1,4 +1,4 @@
-"""`Executor`: what a place to run terms must offer. One class, and its entry in `workers`."""
+"""`Executor`: the interface of a place to run terms; its subclasses are listed in `workers`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ if TYPE_CHECKING:
 class Executor(ABC):
     """A place where offloaded terms run.
 
-    Each ticket is started, ended and settled, in its own time; a failure or a timeout concerns
-    that ticket alone.
+    It starts, ends and settles each ticket; a failure or a timeout affects that ticket alone.
 
     Attributes:
-        awaits: whether a ticket's function gives a coroutine, which it awaits.
+        awaits: whether the functions of its tickets return coroutines.
         limited: whether `max_concurrency` limits how many tickets run at once.
     """
 
@@ -25,22 +24,22 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, ticket: Ticket) -> None:
-        """Run the ticket, soon; never raise what the ticket's work raises."""
+        """Start the ticket without waiting for it; errors of its work settle the ticket."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what runs, as far as it can be ended, and take no more."""
+        """Stop running work as far as possible, and accept no more."""
 
-    def deadline(self, ticket: Ticket) -> float | None:  # noqa: ARG002 - for those that have one
-        """When the waiting caller gives up on a ticket; None if the executor ends it itself."""
+    def deadline(self, ticket: Ticket) -> float | None:  # noqa: ARG002 - for subclasses
+        """Time at which the waiting caller gives up; None if the executor enforces timeouts."""
         return None
 
-    def prepare(self, term: str, call: object) -> None:  # noqa: B027 - for those that have to
-        """Check that calls of a term can run here, and make ready; called before the first.
+    def prepare(self, term: str, call: object) -> None:  # noqa: B027 - optional in subclasses
+        """Check that calls of a term can run here, and warm up; called before the first call.
 
         Raises:
             TermError: they cannot.
         """
 
-    def abandon(self) -> None:  # noqa: B027 - for those that have to
-        """Go on without a ticket that has timed out and still runs."""
+    def abandon(self) -> None:  # noqa: B027 - optional in subclasses
+        """Replace the resources held by a ticket that has timed out and still runs."""

@@ -1,4 +1,4 @@
-"""Running tickets in processes that can be killed."""
+"""`ProcessExecutor`: runs tickets in worker processes, which can be killed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from steelyard.execution.transport import Message, Parcel
 
 
 class ProcessExecutor(Executor):
-    """A pool of worker processes with torch imported, one more than are used at once.
+    """A pool of worker processes with torch imported, one more than run at once.
 
-    The spare one is there so that the call after a kill does not wait for an import of torch.
-    A timeout or a crash ends exactly one worker.
+    With the spare one, the call after a kill does not wait for the import of torch. A timeout
+    or a crash ends exactly one worker.
     """
 
     def __init__(self, processes: int) -> None:
@@ -40,7 +40,7 @@ class ProcessExecutor(Executor):
         """Check that a call pickles, and start the workers, without waiting for them.
 
         Raises:
-            UnpicklableError: it does not.
+            UnpicklableError: the call does not pickle.
         """
         check_picklable(term, call)
         self.warm()
@@ -53,8 +53,8 @@ class ProcessExecutor(Executor):
         """Send the ticket to a worker."""
         try:
             parcel = Parcel((ticket.fn, ticket.args), reply_bytes=ticket.reply_bytes)
-        except Exception as error:  # noqa: BLE001 - pickling runs anybody's code
-            ticket.end(error=cannot_travel(ticket.term, error))
+        except Exception as error:  # noqa: BLE001 - pickling runs user code
+            ticket.end(error=unpicklable(ticket.term, error))
             return
         if ticket.start():
             self._send(ticket, parcel, retry=True)
@@ -62,12 +62,12 @@ class ProcessExecutor(Executor):
             parcel.remove()
 
     def close(self) -> None:
-        """Kill the workers, end the pool's threads, and fail what still waits for them."""
+        """Kill the workers, end the pool's threads, and fail the tickets that still run."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
             _end(pool)
-        # A pool that is stopped forgets its tasks.
+        # A stopped pool does not settle the futures of its tasks.
         for ticket, parcel in list(self._waiting.items()):
             error = ClosedError("the workers were closed while a term ran on them.")
             self._finish(ticket, parcel, error=error)
@@ -75,7 +75,7 @@ class ProcessExecutor(Executor):
     def _running_pool(self) -> ProcessPool:
         with self._lock:
             if self._pool is not None and not self._pool.active:
-                # It broke. This may be one of its own threads, which cannot wait for itself.
+                # It broke. This may be a thread of the pool, which cannot join itself.
                 threading.Thread(target=_end, args=(self._pool,), daemon=True).start()
                 self._pool = None
             if self._pool is None:
@@ -86,7 +86,7 @@ class ProcessExecutor(Executor):
                     initargs=(threads,),
                     context=worker_context(preload=worker_process.__name__),
                 )
-                # Asking whether it is active starts it.
+                # Reading `active` starts the pool.
                 assert self._pool.active  # noqa: S101
             return self._pool
 
@@ -96,7 +96,7 @@ class ProcessExecutor(Executor):
             future = self._running_pool().schedule(
                 worker_process.work, args=(parcel.message, sys.path), timeout=ticket.timeout
             )
-        except Exception as error:  # noqa: BLE001 - whoever waits for the ticket must hear of it
+        except Exception as error:  # noqa: BLE001 - raised where the ticket is waited for
             self._finish(ticket, parcel, error=error)
             return
         ticket.stop = future.cancel
@@ -105,18 +105,18 @@ class ProcessExecutor(Executor):
     def _settle(
         self, ticket: Ticket, parcel: Parcel, retry: bool, future: Future[tuple[bool, Message]]
     ) -> None:
-        """Read what the worker answered, in the pool's thread."""
+        """Read the worker's reply, in the pool's thread."""
         try:
             value, error = _answer(ticket.term, parcel, future)
         except TimeoutError:
             ticket.overrun()
             value = error = None
-        except Exception as trouble:  # noqa: BLE001 - whoever waits for the ticket must hear of it
-            # A worker that dies while idle takes the whole pool with it: not this term's fault.
-            if isinstance(trouble, BrokenProcessPool) and retry and not ticket.settled:
+        except Exception as failure:  # noqa: BLE001 - raised where the ticket is waited for
+            # An idle worker that dies breaks the whole pool: not a failure of this term.
+            if isinstance(failure, BrokenProcessPool) and retry and not ticket.settled:
                 self._send(ticket, parcel, retry=False)
                 return
-            value, error = None, trouble
+            value, error = None, failure
         self._finish(ticket, parcel, value, error)
 
     def _finish(
@@ -130,7 +130,7 @@ class ProcessExecutor(Executor):
 def _answer(
     term: str, parcel: Parcel, future: Future[tuple[bool, Message]]
 ) -> tuple[Any, BaseException | None]:
-    """The value or the error that came back; the pool's own trouble is raised."""
+    """The value or the error in the reply; errors of the pool itself are raised."""
     try:
         succeeded, message = future.result()
     except CancelledError:
@@ -139,22 +139,22 @@ def _answer(
         return None, _died(term, error)
     try:
         answer = parcel.open_reply(message)
-    except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
-        return None, cannot_travel(term, error, "its result")
+    except Exception as error:  # noqa: BLE001 - unpickling runs user code
+        return None, unpicklable(term, error, "its result")
     if succeeded:
         return answer, None
-    if isinstance(answer, worker_process.CannotTravel):
-        return None, cannot_travel(term, answer.why, answer.what)
+    if isinstance(answer, worker_process.TransportError):
+        return None, unpicklable(term, answer.why, answer.what)
     return None, answer
 
 
 def _end(pool: ProcessPool) -> None:
-    pool.stop()  # type: ignore[no-untyped-call]  # pebble leaves it untyped
+    pool.stop()  # type: ignore[no-untyped-call]  # untyped in pebble
     pool.join()
 
 
 def check_picklable(term: str, thing: object) -> None:
-    """Nothing, if `thing` can be sent to a process.
+    """Check that an object can be sent to a process.
 
     Raises:
         UnpicklableError: it cannot.
@@ -162,18 +162,18 @@ def check_picklable(term: str, thing: object) -> None:
     try:
         pickle.loads(cloudpickle.dumps(thing))  # noqa: S301 - just made
     except Exception as error:
-        raise cannot_travel(term, error) from error
+        raise unpicklable(term, error) from error
 
 
-def cannot_travel(
+def unpicklable(
     term: str, why: Exception | str, what: str = "the term or its data"
 ) -> UnpicklableError:
-    """The error for something that does not pickle, or does not unpickle over there."""
+    """Build the error for an object that cannot be pickled, or not unpickled in the worker."""
     why = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
     return UnpicklableError(
         f"with run_in='process' everything must pickle, and {what} does not: "
         f"{why} (regularizer {term!r}); "
-        f"leave out what cannot travel, or use run_in='thread'.",
+        f"leave out what cannot be pickled, or use run_in='thread'.",
         term=term,
     )
 

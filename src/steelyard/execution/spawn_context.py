@@ -1,4 +1,4 @@
-"""How worker processes come to be: quickly, and without importing the main script again."""
+"""Start method of worker processes: fast, and without importing the main script again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _preparation_data = spawn.get_preparation_data
 
 
 def _get_preparation_data(name: str) -> dict[str, Any]:
-    """As multiprocessing has it, but a worker of ours does not import the main script again.
+    """As in multiprocessing, but our own workers do not import the main script again.
 
-    Terms travel by value, so nobody needs that import; and without it process terms work
+    Terms are pickled by value, so the import is not needed; without it process terms work
     from scripts that have no `__main__` guard. All other processes are prepared as before.
     """
     data = _preparation_data(name)
@@ -50,11 +50,11 @@ class _Context(StartContext):
 
 
 def worker_context(preload: str) -> BaseContext:
-    """How to start workers that need the module `preload`.
+    """Build the multiprocessing context for workers that need the module `preload`.
 
-    On Linux they are forked, in milliseconds, from a server that has imported it and done
-    nothing else, so that it has no threads which a fork would lose. Elsewhere forking is not
-    safe, and each worker is a fresh process that imports it itself.
+    On Linux they are forked, in milliseconds, from a fork server that has only imported this
+    module: it has no threads, which a fork would lose. On other systems forking is not safe,
+    and each worker is a new process that imports the module itself.
     """
     made = _Context()
     if sys.platform == "linux":

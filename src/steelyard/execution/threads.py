@@ -1,4 +1,4 @@
-"""Running tickets in threads."""
+"""`ThreadExecutor`: runs tickets in threads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from steelyard.execution.executor import Executor
 
 
 class ThreadExecutor(Executor):
-    """Daemon threads, started when needed and kept for the next ticket.
+    """Daemon threads, started when needed and reused.
 
-    The standard pool would join a stuck thread when the interpreter exits, and hand it no
-    replacement; here a stuck thread is only one that does not come back for more.
+    `concurrent.futures` would join a stuck thread at the exit of the interpreter, and would
+    not replace it; here a stuck thread is simply not reused.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ThreadExecutor(Executor):
         worker.inbox.put((context, ticket))
 
     def close(self) -> None:
-        """End the idle threads now, and busy ones when they are done."""
+        """End idle threads now, and busy ones when they are done."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -44,11 +44,11 @@ class ThreadExecutor(Executor):
             worker.join()
 
     def deadline(self, ticket: Ticket) -> float | None:
-        """A thread cannot be ended: whoever waits for it gives up when its time is over."""
+        """Time at which the waiting caller gives up, since a thread cannot be stopped."""
         return None if ticket.started is None else ticket.started + (ticket.timeout or 0.0)
 
     def take_back(self, worker: _Worker) -> bool:
-        """Whether an idle worker is kept for later."""
+        """Keep an idle worker for reuse, unless there are enough. Returns whether it is kept."""
         with self._lock:
             keep = not self._closed and len(self._idle) < self._keep
             if keep:

@@ -1,8 +1,8 @@
-"""Carrying objects to a worker process and back, large arrays through shared memory.
+"""Transfer of objects to a worker process and back, large arrays through shared memory.
 
-Objects are pickled with cloudpickle, so lambdas, closures and what a notebook defines travel
-by value. Large buffers go into a file in memory that the parent makes and removes, and that
-both sides map where they read it: a worker that dies leaves nothing behind.
+Objects are pickled with cloudpickle, so lambdas, closures and definitions of a notebook are sent
+by value. Large buffers are written to a shared-memory file, which the parent creates and removes
+and both sides map to read it: a worker that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-# Below this a copy through the pipe is cheaper than a page of shared memory.
+# Below this size, in bytes, a copy through the pipe is cheaper than shared memory.
 _LARGE = 32 * 1024
 _MEMORY = Path("/dev/shm")  # noqa: S108 - files are made there by mkstemp
 
 
 @dataclass(frozen=True)
 class Message:
-    """A pickled object; its large buffers lie in the block, `spans` says where, or follow it."""
+    """A pickled object; its large buffers are in `block` at `spans`, or in `buffers`."""
 
     pickled: bytes
     spans: tuple[tuple[int, int], ...] = ()
@@ -38,7 +38,7 @@ class Message:
 
 
 class Parcel:
-    """A message and the file in memory that goes with it; the sender's to remove."""
+    """A message and its shared-memory file, which the sender removes."""
 
     def __init__(self, thing: object, *, reply_bytes: int = 0) -> None:
         pickled, buffers = _dump(thing)
@@ -51,7 +51,7 @@ class Parcel:
         os.close(descriptor)
         try:
             spans = _write(path, 0, buffers)
-        except OSError:  # no room: take the pipe
+        except OSError:  # shared memory is full: use the pipe
             os.unlink(path)  # noqa: PTH108 - a Path made per call costs more
             self.message = Message(pickled, buffers=tuple(bytes(b) for b in buffers))
         else:
@@ -59,32 +59,32 @@ class Parcel:
             self.message = Message(pickled, spans, block=path, reply_at=reply_at)
 
     def open_reply(self, reply: Message) -> Any:
-        """What the worker sent back."""
+        """Unpickle the worker's reply."""
         return _load(reply, self.message.block)
 
     def remove(self) -> None:
-        """Give the memory back, as soon as nothing that was read from it is in use."""
+        """Unlink the file; its memory is freed when no array maps it any more."""
         if self.message.block is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.message.block)  # noqa: PTH108 - a Path made per call costs more
 
 
 def receive(message: Message) -> Any:
-    """In the worker: the object that was sent; what it writes to its arrays stays here."""
+    """Unpickle the object that was sent; for the worker, whose writes to arrays stay private."""
     return _load(message, message.block)
 
 
 def reply(message: Message, thing: object) -> Message:
-    """In the worker: the answer to `message`, its large buffers behind those of the question."""
+    """Pickle the reply to `message`; its large buffers follow those of the request in the file."""
     pickled, buffers = _dump(thing)
     if message.block is not None:
-        with contextlib.suppress(OSError):  # no room: take the pipe
+        with contextlib.suppress(OSError):  # shared memory is full: use the pipe
             return Message(pickled, _write(message.block, message.reply_at, buffers))
     return Message(pickled, buffers=tuple(bytes(b) for b in buffers))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Plain tensors travel as raw buffers, to the CPU: torch's own way is ten times slower."""
+    """Pickles plain tensors as raw CPU buffers, ten times faster than torch's own reducer."""
 
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is Tensor and _is_plain(thing):
@@ -105,7 +105,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], trained: bool) -> Tensor:
-    # A small buffer comes inside the pickle, as bytes that nobody may write to.
+    # A small buffer is inside the pickle as read-only bytes.
     raw = bytearray(raw) if isinstance(raw, bytes) else raw
     return torch.frombuffer(raw, dtype=dtype).reshape(shape).requires_grad_(trained)
 
@@ -130,14 +130,14 @@ def _load(message: Message, block: str | None) -> Any:
     if block is not None and message.spans:
         with open(block, "rb") as file:  # noqa: PTH123 - a Path made per call costs more
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        # Not copied: the arrays made from them keep the mapping alive.
+        # Not copied: the arrays keep the mapping alive.
         buffers += [memoryview(mapped)[at : at + size] for at, size in message.spans]
     return pickle.loads(message.pickled, buffers=buffers)  # noqa: S301 - our own worker's
 
 
 def _write(path: str, at: int, buffers: list[memoryview]) -> tuple[tuple[int, int], ...]:
     spans = []
-    # Written, not mapped: where memory is short that is an error, not the end of the process.
+    # Written, not mapped: without memory a write is an error, a mapped page kills the process.
     with open(path, "r+b", buffering=0) as file:  # noqa: PTH123 - a Path made per call costs more
         file.seek(at)
         for buffer in buffers:

@@ -1,4 +1,4 @@
-"""What runs inside a worker process."""
+"""Code that runs inside a worker process."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from steelyard.execution.transport import Message, receive, reply
 
 
 def prepare(threads: int) -> None:
-    """Make a fresh process ready, torch already imported."""
-    # The pool's own handler runs only between bytecodes; a term stuck in C would outlive it.
+    """Initialize a worker process."""
+    # The pool's own handler runs only between bytecodes, so a term stuck in C would survive it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def work(message: Message, path: list[str]) -> tuple[bool, Message]:
-    """Run the call in `message`; whether it succeeded, and its result or its error."""
+    """Run the call in `message`. Returns whether it succeeded, and its result or error."""
     if path != sys.path:
         sys.path[:] = path
     try:
         fn, args = receive(message)
-    except Exception as error:  # noqa: BLE001 - unpickling runs anybody's code
-        return False, reply(message, CannotTravel("the term or its data", error))
+    except Exception as error:  # noqa: BLE001 - unpickling runs user code
+        return False, reply(message, TransportError("the term or its data", error))
     try:
         result = fn(*args)
-    except BaseException as error:  # noqa: BLE001 - sys.exit() too must not end the worker
-        return False, reply(message, _travelling(error))
+    except BaseException as error:  # noqa: BLE001 - sys.exit() must not end the worker either
+        return False, reply(message, _picklable(error))
     try:
         return True, reply(message, result)
-    except Exception as error:  # noqa: BLE001 - pickling runs anybody's code
-        return False, reply(message, CannotTravel("its result", error))
+    except Exception as error:  # noqa: BLE001 - pickling runs user code
+        return False, reply(message, TransportError("its result", error))
 
 
-class CannotTravel(Exception):  # noqa: N818 - turned into an error of the tree by the parent
-    """Something cannot be unpickled, or pickled, here."""
+class TransportError(Exception):  # the parent turns it into an UnpicklableError
+    """An object cannot be unpickled, or pickled, in the worker."""
 
     def __init__(self, what: str, why: Exception | str) -> None:
         self.what = what
@@ -52,8 +52,8 @@ class CannotTravel(Exception):  # noqa: N818 - turned into an error of the tree 
         super().__init__(what, self.why)
 
 
-def _travelling(error: BaseException) -> BaseException:
-    """The error, with its traceback as a note; in a plainer form if it does not pickle."""
+def _picklable(error: BaseException) -> BaseException:
+    """The error with its traceback as a note; as a RuntimeError if it does not pickle."""
     trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):
         error.add_note(f"In the worker process:\n{trace}")

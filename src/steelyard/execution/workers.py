@@ -1,4 +1,4 @@
-"""`Workers`: the threads, processes and event loop that terms run on."""
+"""`Workers`: the threads, processes and event loop that run offloaded terms."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from steelyard.spec import is_whole
 
 
 class Workers:
-    """What pipelines run their terms on; started when first used, kept warm until closed.
+    """The pools that run offloaded terms; started when first used, kept warm until closed.
 
-    Pipelines share one for the process unless they are given their own.
+    All pipelines of a process share one, unless they are given their own.
 
     Args:
         processes: how many worker processes may be busy at once; None is one per core.
@@ -40,7 +40,7 @@ class Workers:
         self.threads = ThreadExecutor()
         self.processes = ProcessExecutor(count)
         self.coroutines = CoroutineExecutor()
-        # A place to run terms is registered here, by the name that `run_in` has for it.
+        # A new place to run terms is added here, under its `run_in` name.
         self._executors: dict[str, Executor] = {
             "thread": self.threads,
             "process": self.processes,
@@ -50,7 +50,7 @@ class Workers:
 
     @property
     def executors(self) -> dict[str, Executor]:
-        """The executor of each place that `run_in` names.
+        """The executors by their `run_in` names.
 
         Raises:
             ClosedError: the workers are closed.
@@ -60,7 +60,7 @@ class Workers:
         return self._executors
 
     def close(self) -> None:
-        """End every thread, process and event loop. Threads that are stuck end when they can."""
+        """End all threads, processes and event loops; a stuck thread ends when its work does."""
         self._closed = True
         for executor in reversed(self._executors.values()):
             executor.close()
@@ -77,7 +77,7 @@ _default: Workers | None = None
 
 
 def default_workers() -> Workers:
-    """The workers that pipelines share."""
+    """The workers that all pipelines of the process share."""
     global _default  # noqa: PLW0603 - one for the process
     with _lock:
         if _default is None:
@@ -92,7 +92,7 @@ def _close_default() -> None:
 
 
 def _forget_default() -> None:
-    """In a forked child: the parent's threads and pipes are not there."""
+    """Forget the default workers in a forked child, which has none of their threads."""
     global _default, _lock
     _default, _lock = None, threading.Lock()
 

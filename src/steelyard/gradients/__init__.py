@@ -1,10 +1,10 @@
-"""Gradients of terms: how each is found, and the algebra over several of them.
+"""Gradients of terms: computing the gradient of one, and algebra over those of several.
 
-`layout` turns the log-probs into one flat vector, `nested` walks through containers of tensors,
-and `data` reads the fields of a datum. `returned` reads what a term returned. `isolated` is a call
-of a term on copies of its inputs; `numerical` and `score` are the estimators for terms that
-autograd cannot see through. `algebra` has weighted sums, the Gram matrix, norms and cosines.
-`fusable` is what terms offer that can be computed together.
+`layout` flattens the log-probs into one vector, `nested_tensors` maps over nested containers, and
+`datum_fields` reads the fields of a datum. `parse_result` validates what a term returns.
+`isolated` is a call of a term on detached copies of its inputs; `numerical` and `score` estimate
+the gradient of terms that autograd cannot differentiate. `algebra` has weighted sums, the Gram
+matrix, norms and cosines. `fusable` is the protocol of terms that can be computed together.
 """
 
 from steelyard._renamed import leave_aliases as _leave_aliases

@@ -1,8 +1,12 @@
-"""The algebra of the terms' gradients: derivatives, weighted sums, Gram matrix, norms, cosines.
+"""Algebra of the terms' gradients: derivatives, weighted sums, Gram matrix, norms, cosines.
 
-A term's gradient is a *row*: one tensor for each thing it is differentiated with respect to, None
-where there is no path. A row has one entry for the flat vector of log-probs, and several for the
-inputs of a composite or the parameters of a model.
+A term's gradient is a *row*: one tensor for each tensor it is differentiated with respect to, None
+where there is no path. A row has one entry, `[N]`, for the flat vector of log-probs, and several
+for the inputs of a composite or the parameters of a model.
+
+With rows g₁ … gₙ of one space, the Gram matrix is Gᵢⱼ = ⟨gᵢ, gⱼ⟩, summed over all entries. It holds
+all that is reported: ‖gᵢ‖ = √Gᵢᵢ and cos(i, j) = Gᵢⱼ / √(Gᵢᵢ Gⱼⱼ). The gradient of the composed
+loss is Σ wᵢ gᵢ, so each term is differentiated once and no further backward pass is needed.
 """
 
 from __future__ import annotations
@@ -21,22 +25,23 @@ from steelyard.gradients.nested_tensors import Nest, tensors_in
 from steelyard.gradients.parse_result import check_finite
 
 Row: TypeAlias = Sequence[Tensor | None]
-# Squares outside this range have lost digits in float32.
+# float32 overflows at 3e38 and is denormal below 1e-38: squares outside of this range have lost
+# digits, or all of them, and the Gram matrix is computed again in float64.
 _SAFE_SQUARES = (1e-30, 1e30)
-# NaN and infinity are the caller's to judge, as torch leaves them: NumPy need not warn.
+# The caller checks for NaN and infinity, so that NumPy should not warn, as torch does not.
 _quietly = np.errstate(over="ignore", invalid="ignore", under="ignore")
 
 
 def differentiate(loss: Tensor, inputs: Sequence[Tensor]) -> Row:
-    """The gradient of `loss` with respect to each of `inputs`, in one backward pass."""
+    """Gradient of `loss` with respect to each of `inputs`, in one backward pass."""
     free = [x for x in inputs if x.requires_grad]
     if not free or not loss.requires_grad:
         return [None] * len(inputs)
-    # What torch.autograd.grad does after checks that here take longer than a small term.
+    # The engine call behind torch.autograd.grad, whose checks take longer than a small term.
     found: Row = Variable._execution_engine.run_backward(  # noqa: SLF001 - see above
         (loss,),
         (torch.ones_like(loss),),
-        # A term may share a part of its graph, a cached tensor, with another one.
+        # Terms may share a part of their graphs, such as a cached tensor.
         keep_graph=True,
         create_graph=False,
         inputs=tuple(free),
@@ -52,9 +57,9 @@ def differentiate(loss: Tensor, inputs: Sequence[Tensor]) -> Row:
 def split_gradient(
     loss: Tensor, leaf: Tensor, extra: Mapping[str, Nest]
 ) -> tuple[Tensor | None, dict[str, Row]]:
-    """The gradient with respect to the leaf, and with respect to extra inputs, by need.
+    """Gradient with respect to the leaf, and with respect to extra inputs, by need.
 
-    There is an entry for each need if there is a path to any of them, else none.
+    Every need has an entry if there is a path to any of them; otherwise the mapping is empty.
     """
     if not extra:
         return differentiate(loss, [leaf])[0], {}
@@ -86,13 +91,13 @@ def weighted_sum(weights: Sequence[float], rows: Sequence[Row]) -> list[Tensor |
 
 
 def norm_of(row: Row) -> float:
-    """The L2 norm of all entries of a row together."""
+    """L2 norm of a row, over all of its entries: √Σ‖entry‖²."""
     return math.sqrt(gram([row])[0][0])
 
 
 @_quietly
 def gram(rows: Sequence[Row]) -> list[list[float]]:
-    """The inner products of all pairs of rows, in float64 where float32 would lose digits."""
+    """Gram matrix of the rows, `[n][n]`, in float64 where float32 would lose digits."""
     products = _inner_products(rows)
     low, high = _SAFE_SQUARES
     if all(low < products[i][i] < high for i in range(len(rows))):
@@ -103,7 +108,7 @@ def gram(rows: Sequence[Row]) -> list[list[float]]:
 def norms_and_cosines(
     names: Sequence[str], products: Sequence[Sequence[float]]
 ) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-    """The norm of each row and the cosine of each pair, from the Gram matrix of the rows."""
+    """Norm √Gᵢᵢ of each row and cosine Gᵢⱼ / √(Gᵢᵢ Gⱼⱼ) of each pair, from the Gram matrix."""
     norms = [math.sqrt(row[i]) for i, row in enumerate(products)]
     cosines = {
         (a, b): _cosine(products[i][j], norms[i] * norms[j])
@@ -131,10 +136,10 @@ def _sum_of_column(weights: Sequence[float], column: Row) -> Tensor | None:
 
 
 def _inner_products(rows: Sequence[Row]) -> list[list[float]]:
-    """Summed entry by entry, so that no row is ever copied into one long vector."""
+    """Gram matrix, summed entry by entry, so that no row is copied into one long vector."""
     count = len(rows)
     products = [[0.0] * count for _ in rows]
-    on_device = None  # summed there, and read once
+    on_device = None  # summed on the device, and read in one transfer
     for column in zip(*rows, strict=True):
         there = {i: _wide(x) for i, x in enumerate(column) if x is not None}
         if not there:
@@ -165,12 +170,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _suits_numpy(x: Tensor) -> bool:
-    """Whether NumPy is quicker: on a CPU torch spreads such a vector over threads, to no gain."""
+    """Whether NumPy is faster: on a CPU torch starts threads for such vectors, without a gain."""
     return x.dim() > 0 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
 def _cosine(product: float, scale: float) -> float:
-    """`product` / `scale` within -1 and 1; 0 where a gradient is zero, NaN where it is NaN."""
+    """`product` / `scale`, clamped to [-1, 1]; 0 if a gradient is zero, NaN if it is NaN."""
     if scale == 0:
         return 0.0
     ratio = product / scale

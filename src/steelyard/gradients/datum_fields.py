@@ -1,4 +1,4 @@
-"""Reading what a datum carries beside its tokens: the fields of `loss_fn_inputs`."""
+"""Read the fields of a datum's `loss_fn_inputs`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def loss_fn_input(datum: Any, name: str) -> Any:
 
 
 def as_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """A field as a tensor: tinker's TensorData converts itself, the rest is taken as it is."""
+    """Convert a field to a tensor: tinker's `TensorData`, arrays, lists and numbers."""
     value = value.to_torch() if hasattr(value, "to_torch") else value
     return torch.as_tensor(value, dtype=dtype)

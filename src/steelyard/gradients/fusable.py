@@ -1,4 +1,4 @@
-"""Terms that are computed together: what they offer, and what comes back."""
+"""Protocol of terms that can be computed together (fused), and their common result."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from steelyard.gradients.layout import LogProbs
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """The result of several terms computed at once.
+    """Result of several fused terms.
 
     Attributes:
-        values: of each term, unweighted, as tensors without axes.
-        total: their weighted sum, with a graph to what they read.
-        norms: the L2 norm of each term's gradient there; empty unless tracked.
-        cosines: of each pair of terms, by their places; empty unless tracked.
-        total_norm: the norm of the gradient of `total`, where the terms know it.
+        values: the unweighted value of each term, scalar tensors.
+        total: their weighted sum, with a graph to their inputs.
+        norms: the L2 norm of each term's gradient; empty unless tracked.
+        cosines: of each pair of terms, by their indices; empty unless tracked.
+        total_norm: the norm of the gradient of `total`, if it is known.
     """
 
     values: Sequence[Tensor]
@@ -32,9 +32,9 @@ class Joint:
 
 @runtime_checkable
 class Fusable(Protocol):
-    """A regularizer that can be computed together with others, for less than each alone.
+    """A regularizer that can be computed together with others, faster than one by one.
 
-    It returns a loss without metrics, and of the log-probs it reads no more than their shape.
+    It returns a loss without metrics, and reads only the shape of the log-probs.
     """
 
     def fuses_with(self, other: object, *, tracked: bool) -> bool:
@@ -57,6 +57,6 @@ class Fusable(Protocol):
             weights: its own first, then theirs.
             data: as for `compute`.
             logprobs: as for `compute`.
-            tracked: whether norms and cosines are wanted.
+            tracked: whether to compute norms and cosines.
             needed: the extra inputs that they need, the same for all.
         """

@@ -1,7 +1,7 @@
-"""A call of a term that leaves the caller's graph: it pickles, and can run anywhere.
+"""A call of a term outside of the caller's autograd graph: it pickles, and can run anywhere.
 
-The term works on a copy of what it is differentiated with respect to, and what comes back is a
-number with its gradient: by autograd, by central differences, or by the score-function estimate.
+The term works on a copy of the tensors it is differentiated with respect to. The result is a
+number with its gradient: by autograd, by central differences, or by the score-function estimator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from steelyard.spec import Gradient
 
 Method: TypeAlias = Literal["autograd", "numerical", "score"]
 T = TypeVar("T")
-# A coroutine is usually a request to somebody's server.
+# A coroutine is usually a request to a server; this limits the concurrent ones.
 REQUESTS_AT_ONCE = 64
 
 
@@ -36,7 +36,7 @@ class Evaluation:
         value: the term's value.
         custom: the metrics it returned.
         gradient: with respect to the flat vector; None if there is no path.
-        method: how the gradient was found; None if there is none.
+        method: how the gradient was computed; None if there is none.
         duration: seconds, the gradient included.
         gradient_duration: seconds the gradient took.
         extra: the gradients with respect to extra inputs, by need.
@@ -53,19 +53,19 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class IsolatedCall:
-    """A term and everything it reads.
+    """A term with all of its inputs.
 
     Attributes:
         term: its name.
         fn: called as `fn(data, logprobs, **options, **extra)`.
         options: keyword arguments.
         gradient: how to differentiate it.
-        data: handed on as it is.
-        layout: how the flat vector divides into what the term receives.
-        flat: what it is differentiated with respect to.
-        check_finite: whether a value that is not finite is a failure.
+        data: passed to `fn` unchanged.
+        layout: how the flat vector divides into the tensors that the term receives.
+        flat: the vector that it is differentiated with respect to, `[N]`.
+        check_finite: whether a value or a gradient that is not finite is an error.
         extra: the extra inputs, by need.
-        is_async: whether `fn` gives a coroutine.
+        is_async: whether `fn` returns a coroutine.
     """
 
     term: str
@@ -80,7 +80,7 @@ class IsolatedCall:
     is_async: bool = False
 
     def run(self) -> Evaluation:
-        """Evaluate the term once and differentiate it once; a numerical gradient is left out.
+        """Evaluate the term once and differentiate it once; without a numerical gradient.
 
         Raises:
             TermError: it returned no loss, or one that is not finite.
@@ -88,7 +88,7 @@ class IsolatedCall:
         return self._now(self.arun())
 
     def run_whole(self) -> Evaluation:
-        """As `run`, with the numerical gradient if that is asked for."""
+        """As `run`, with the numerical gradient if `gradient` is `"numerical"`."""
         if self.gradient != "numerical":
             return self.run()
         numerical.check_count(self.term, self.flat.numel())
@@ -97,7 +97,7 @@ class IsolatedCall:
         return self.with_slopes(evaluation, slopes, perf_counter() - began)
 
     def slopes(self, start: int, stop: int) -> Tensor:
-        """The numerical gradient with respect to `flat[start:stop]`."""
+        """Compute the numerical gradient with respect to `flat[start:stop]`."""
         return self._now(self.aslopes(start, stop))
 
     async def aslopes(self, start: int, stop: int) -> Tensor:
@@ -117,7 +117,7 @@ class IsolatedCall:
             leaf = leaf_over(self.flat)
             logprobs = self.layout.split(leaf)
             extra = {need: leaves_of(nest) for need, nest in self.extra.items()}
-        else:  # in memory of their own: the term may write to them
+        else:  # copies: the term may write to them
             logprobs = self.layout.split(self.flat.clone())
             extra = mapped(self.extra, Tensor.detach)
         result, custom = split_metrics(self.term, await self._call(logprobs, extra))
@@ -141,10 +141,10 @@ class IsolatedCall:
         return Evaluation(value, custom, gradient, method, now - began, now - called, by_need)
 
     def with_slopes(self, evaluation: Evaluation, slopes: Tensor, seconds: float) -> Evaluation:
-        """An evaluation with the numerical gradient that was computed beside it.
+        """Add the numerical gradient, computed by other calls, to an evaluation.
 
         Raises:
-            NonFiniteError: that is not finite.
+            NonFiniteError: the gradient is not finite.
         """
         if self.check_finite:
             check_gradient(self.term, [slopes])
@@ -161,7 +161,7 @@ class IsolatedCall:
         return await returned if self.is_async else returned
 
     def _now(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine gives, here and now: without a loop if it has nothing to wait for."""
+        """Run a coroutine to its end; that of a plain function never waits, without a loop."""
         if self.is_async:
             return asyncio.run(coroutine)
         try:
@@ -169,7 +169,7 @@ class IsolatedCall:
         except StopIteration as stop:
             result: T = stop.value
             return result
-        raise AssertionError("a plain function waits for nothing")  # pragma: no cover
+        raise AssertionError("the coroutine of a plain function never waits")  # pragma: no cover
 
     def _number(self, loss: Tensor) -> float:
         value: float = loss.item()

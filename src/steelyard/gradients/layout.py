@@ -1,4 +1,4 @@
-"""The shape of the log-probs, and one flat vector that holds them all."""
+"""Flatten the log-probs of a batch into one vector, and split such a vector again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LogProbs: TypeAlias = Tensor | Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a flat vector divides into the log-probs of each datum, in the caller's structure.
+    """Division of a flat vector into the log-probs of each datum, in the caller's structure.
 
     Attributes:
-        kind: what the caller gave: one tensor, or a list or tuple of them.
+        kind: the structure of the caller: one tensor, or a list or tuple of them.
         sizes: number of elements of each datum.
-        shapes: the shape of each datum; None if all are rows, `[T]`.
+        shapes: the shape of each datum; None if all are `[T]`.
     """
 
     kind: Literal["tensor", "list", "tuple"]
@@ -31,8 +31,8 @@ class Layout:
     def split(self, flat: Tensor) -> LogProbs:
         """Views of `flat` in the caller's structure.
 
-        The split makes all views with one autograd node, so that the gradient of any term with
-        respect to all log-probs comes back as one vector.
+        One `split_with_sizes` node makes all views, so that autograd returns the gradient of a
+        term with respect to all log-probs as one vector.
         """
         views: Sequence[Tensor] = torch.split_with_sizes(flat, self.sizes)
         if self.shapes is not None:
@@ -45,7 +45,7 @@ class Layout:
 def flatten(logprobs: LogProbs) -> tuple[Layout, Tensor]:
     """The layout of `logprobs`, and one detached vector of all their elements.
 
-    The vector is a copy, so nobody who holds the log-probs can change them under a term.
+    The vector is a copy, so that later writes to the log-probs do not reach the terms.
 
     Raises:
         InputError: they are not floating-point tensors of one dtype and device, or there are none.
@@ -61,7 +61,7 @@ def flatten(logprobs: LogProbs) -> tuple[Layout, Tensor]:
             f"logprobs must be a torch tensor or a list of them, one per datum, "
             f"got {type(logprobs).__name__} {logprobs!r}."
         )
-    # This runs at every step for every datum: look closely only when something is wrong.
+    # This runs at every step for every datum: diagnose only after something failed.
     try:
         dtypes = {tensor.dtype for tensor in tensors}
         shapes = None
@@ -71,20 +71,20 @@ def flatten(logprobs: LogProbs) -> tuple[Layout, Tensor]:
         with torch.no_grad():
             flat = torch.cat(list(tensors))
     except (AttributeError, RuntimeError, TypeError) as error:
-        raise _complaint(tensors) from error
+        raise _input_error(tensors) from error
     if len(dtypes) > 1 or not flat.is_floating_point():
-        raise _complaint(tensors)
+        raise _input_error(tensors)
     return Layout(kind, [tensor.numel() for tensor in tensors], shapes), flat
 
 
 def leaf_over(flat: Tensor) -> Tensor:
-    """A leaf over the memory of `flat`, with respect to which terms are differentiated."""
+    """Leaf tensor over the memory of `flat`, with respect to which terms are differentiated."""
     with torch.inference_mode(mode=False), torch.enable_grad():
-        # Cloned only where it must be: what inference mode made cannot require a gradient.
+        # Cloned only if necessary: tensors made in inference mode cannot require a gradient.
         return (flat.clone() if flat.is_inference() else flat.detach()).requires_grad_()
 
 
-def _complaint(tensors: Sequence[object]) -> InputError:
+def _input_error(tensors: Sequence[object]) -> InputError:
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__

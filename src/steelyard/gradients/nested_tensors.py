@@ -1,4 +1,4 @@
-"""Tensors in lists, tuples, mappings and dataclasses: walking through them, and replacing them."""
+"""Tensors nested in lists, tuples, mappings and dataclasses: iterate over them, replace them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-# A tensor, or containers of nests, with anything else between; a recursive alias would say no
-# more. A tensor may stand in several places, and is one.
+# A tensor or a container of nests; other objects in them are ignored. A tensor that occurs
+# several times counts once.
 Nest: TypeAlias = Any
 
 
@@ -25,9 +25,9 @@ def fields_of(value: object) -> Mapping[str, Any] | None:
 
 
 def mapped(nest: Nest, fn: Callable[[Any], Any], kind: type = Tensor) -> Nest:
-    """The nest with `fn` of everything of a kind in it, in containers of the same types.
+    """Apply `fn` to all objects of a type in a nest, in containers of the same types.
 
-    `fn` is called once for each thing, however often it stands in the nest.
+    `fn` is called once for each object, however often it occurs.
     """
     known: dict[int, Any] = {}
 
@@ -42,7 +42,7 @@ def mapped(nest: Nest, fn: Callable[[Any], Any], kind: type = Tensor) -> Nest:
             items = [of(each) for each in inner]
             return type(inner)(*items) if hasattr(inner, "_fields") else type(inner)(items)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
-            # Not made anew: its `__post_init__` knows nothing of what stands there for a while.
+            # Copied, not constructed: its `__post_init__` might reject the replacement.
             same = copy(inner)
             for each in dataclasses.fields(inner):
                 object.__setattr__(same, each.name, of(getattr(inner, each.name)))
@@ -53,13 +53,13 @@ def mapped(nest: Nest, fn: Callable[[Any], Any], kind: type = Tensor) -> Nest:
 
 
 def filled(nest: Nest, values: Iterable[Any]) -> Nest:
-    """The nest with one of `values` in the place of each tensor, in the order of `tensors_in`."""
+    """Replace the tensors of a nest by `values`, in the order of `tensors_in`."""
     each = iter(values)
     return mapped(nest, lambda _: next(each))
 
 
 def tensors_in(nest: Nest) -> Iterator[Tensor]:
-    """The tensors of a nest, in order, each once."""
+    """Tensors of a nest, in order, each once."""
     found: dict[int, Tensor] = {}
     _collect(nest, found)
     return iter(found.values())
@@ -75,9 +75,9 @@ def _collect(nest: Nest, found: dict[int, Tensor]) -> None:
 
 
 def leaves_of(nest: Nest) -> Nest:
-    """The nest over the same memory, each tensor a leaf that requires a gradient.
+    """Turn the tensors of a nest into leaves that require a gradient, over the same memory.
 
-    Where some of them require one already, the others are constants.
+    If some of them require a gradient already, the others stay constants.
     """
     some = any(tensor.requires_grad for tensor in tensors_in(nest))
     with torch.inference_mode(mode=False), torch.enable_grad():

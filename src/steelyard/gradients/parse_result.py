@@ -1,4 +1,4 @@
-"""Reading what a term returned: a loss, alone or with metrics."""
+"""Parse the return value of a term: a loss, alone or with metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steelyard.spec import title
 
 
 def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]]:
-    """`loss` or `(loss, metrics)` as the loss and the metrics as floats.
+    """Split `loss` or `(loss, metrics)` into the loss and the metrics as floats.
 
     Raises:
         TermResultError: it is neither.
@@ -51,10 +51,10 @@ def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]
 
 
 def as_scalar(term: str, loss: object) -> Tensor:
-    """A loss as a tensor of no dimensions.
+    """Convert a loss to a scalar tensor.
 
     Raises:
-        TermResultError: it is no tensor, array or number, or holds more than one.
+        TermResultError: it is no tensor, array or number, or has more than one element.
     """
     if not isinstance(loss, Tensor):
         loss = _tensor(term, loss)
@@ -83,7 +83,7 @@ def _tensor(term: str, loss: object) -> Tensor:
 
 
 def check_finite(term: str, value: float, what: str = "value") -> None:
-    """Nothing, if `value` is finite.
+    """Check that `value` is finite.
 
     Raises:
         NonFiniteError: it is not.
@@ -107,7 +107,7 @@ def _key(term: str, key: object) -> str:
 
 def _metric(term: str, key: str, value: Any) -> float:
     try:
-        # Torch warns of float() on a tensor that requires a gradient.
+        # torch warns about float() of a tensor that requires a gradient.
         return float(value.item() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise TermResultError(

@@ -1,4 +1,9 @@
-"""The score-function estimate: a gradient for a term that only judges each datum."""
+"""Score-function estimator (REINFORCE): the gradient of a term that only scores each datum.
+
+For data xᵢ sampled from the model, ∇ E[c(x)] = E[c(x) ∇ log p(x)], and log p(xᵢ) is the sum of the
+log-probs of its tokens. So the gradient with respect to each of these log-probs is the cost cᵢ
+less a baseline, divided by the number of data.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,11 @@ from steelyard.gradients.layout import Layout
 
 
 def read_costs(term: str, costs: object, layout: Layout) -> Tensor:
-    """The penalties a term returned, one per datum, in float64.
+    """Convert the penalties that a term returned, one per datum, to `[n]` in float64.
 
     Raises:
-        TermResultError: they are not numbers, or not as many as there are data.
-        GradientError: the log-probs have classes, so there is no one log-prob per token.
+        TermResultError: they are not numbers, or their count is not that of the data.
+        GradientError: the log-probs are not `[T]`, one per token.
     """
     if layout.shapes is not None:
         shape = next(shape for shape in layout.shapes if len(shape) != 1)
@@ -45,20 +50,27 @@ def read_costs(term: str, costs: object, layout: Layout) -> Tensor:
 
 
 def score_gradient(term: str, costs: Tensor, data: Any, layout: Layout) -> Tensor:
-    """(c_i - mean c) / (n - 1) for every unmasked token of datum i; c_i itself if n = 1.
+    """Estimate the gradient of the expected penalty with respect to the flat log-probs.
 
-    The leave-one-out baseline makes it unbiased for the gradient of the expected penalty,
-    when the data were sampled from the model being trained. On fixed data it is a push that
-    makes penalised data less likely. Reference: Kool, van Hoof and Welling, "Buy 4 REINFORCE
-    Samples, Get a Baseline for Free!", 2019.
+    It is (c_i - mean c) / (n - 1) for every unmasked token of datum i, and c_i if n = 1.
+    With the leave-one-out baseline b_i = mean of the other costs, (c_i - b_i) / n is the same
+    number. It is unbiased for the gradient of the expected penalty if the data were sampled
+    from the model being trained; on fixed data it makes penalised data less likely. Reference:
+    Kool, van Hoof and Welling, "Buy 4 REINFORCE Samples, Get a Baseline for Free!", 2019.
+
+    Args:
+        term: name of the term, for messages.
+        costs: one penalty per datum, `[n]`.
+        data: their `weights` mask tokens; without weights all tokens count.
+        layout: that of the flat log-probs.
 
     Raises:
         GradientError: the weights of a datum do not fit its log-probs.
     """
     count = len(costs)
-    pulls = costs if count == 1 else (costs - costs.mean()) / (count - 1)
+    per_token = costs if count == 1 else (costs - costs.mean()) / (count - 1)
     masks = _masks(term, data, layout)
-    return torch.cat([pull * mask for pull, mask in zip(pulls, masks, strict=True)])
+    return torch.cat([cost * mask for cost, mask in zip(per_token, masks, strict=True)])
 
 
 def _masks(term: str, data: Any, layout: Layout) -> list[Tensor]:

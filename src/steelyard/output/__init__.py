@@ -1,4 +1,4 @@
-"""What comes back: the composed loss, the base loss and the regularizers, as plain data."""
+"""Output of a call: the composed loss, the base loss and the regularizers, as plain data."""
 
 from steelyard.output.custom_loss import CustomLossOutput
 from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput

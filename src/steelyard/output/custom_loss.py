@@ -1,4 +1,4 @@
-"""`CustomLossOutput`: the composed loss and everything known about its parts."""
+"""`CustomLossOutput`: the composed loss, its terms and their metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput
 
 @dataclass(frozen=True)
 class CustomLossOutput:
-    """What one call of a pipeline gives back.
+    """Output of one call of a pipeline.
 
     Attributes:
         loss_total: base loss + sum of all contributions.
@@ -21,13 +21,13 @@ class CustomLossOutput:
         regularizer_total: sum of their contributions.
         total_grad_norm: L2 norm of d loss_total / d logprobs; None unless tracked.
         gradients: d loss_total / d logprobs, structured like the log-probs; not serialised.
-        beyond: d loss_total / d what terms asked for beyond log-probs, by need; not serialised.
+        beyond: d loss_total / d the extra inputs that terms need, by need; not serialised.
         cosines: cosine between the gradients of two terms, by pair of names in the order of
             the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero.
-        skipped: reasons, by name, of terms that failed and were dropped (`on_error="skip"`).
+        skipped: reasons, by name, of terms that failed and were skipped (`on_error="skip"`).
         not_run: names of terms that were disabled or not due at this step.
-        loss_fn_outputs: from a training client: what it gave for each datum; not serialised.
-        loss_fn_output_type: from a training client: what kind of record that is.
+        loss_fn_outputs: from a training client: its outputs for each datum; not serialised.
+        loss_fn_output_type: from a training client: the type of these outputs.
         server_metrics: from a training client: the metrics of the backward pass, with the loss
             that was composed here as `loss:sum` and the one sent as `surrogate_loss:sum`.
 
@@ -73,7 +73,7 @@ class CustomLossOutput:
         return {**server, **custom, **dict(_flatten(nested))}
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready mapping. What was not tracked, skipped or left out has no key."""
+        """A JSON-ready mapping; fields that are empty or were not tracked are left out."""
         values: dict[str, Any] = {
             "loss_total": self.loss_total,
             "base_loss": self.base_loss.to_dict(),
@@ -128,7 +128,7 @@ class CustomLossOutput:
 
 
 def _flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in a nest of mappings, by path."""
+    """Numbers in nested mappings, by their paths."""
     for key, value in nested.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}/")

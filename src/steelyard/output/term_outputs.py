@@ -1,4 +1,4 @@
-"""What came of the base loss and of one regularizer."""
+"""Outputs of the base loss and of one regularizer."""
 
 from __future__ import annotations
 

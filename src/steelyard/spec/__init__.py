@@ -1,4 +1,4 @@
-"""What to run: specs, the protocols they accept, the registry, weights and their schedules."""
+"""Specs of terms: `RegularizerSpec`, the protocols it accepts, registry, weights, schedules."""
 
 from steelyard.spec import schedules
 from steelyard.spec.callables import entry_point, is_async, listed, options_of, rejects

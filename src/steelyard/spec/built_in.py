@@ -1,4 +1,4 @@
-"""The names of the library's own regularizers and penalties, found without loading them."""
+"""Names of the built-in regularizers and penalties, without importing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLASSES = {
     "topological_consistency": "TopologicalConsistency",
     "whole_vocabulary": "WholeVocabulary",
 }
-# What penalties over arrays call them.
+# The short names that penalties over arrays have.
 SHORT = {"js": "js_to_reference", "kl": "kl_to_reference"}
 _CLASSES |= {short: _CLASSES[name] for short, name in SHORT.items()}
 BUILT_IN = {name: f"steelyard.regularizers:{cls}" for name, cls in _CLASSES.items()}

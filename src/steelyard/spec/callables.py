@@ -1,4 +1,4 @@
-"""Looking at callables: is it async, and can it take these arguments."""
+"""Inspect callables: whether they are async, and which arguments they accept."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BY_NAME = (_KIND.POSITIONAL_OR_KEYWORD, _KIND.KEYWORD_ONLY)
 
 
 def entry_point(fn: Any) -> TermFn:
-    """What to call for `fn`: its `compute` method if it has one, else `fn` itself."""
+    """The callable of a term: the `compute` method of `fn` if it has one, else `fn` itself."""
     if isinstance(fn, Regularizer) and not isinstance(fn, functools.partial):
         return fn.compute
     return fn  # type: ignore[no-any-return]  # validated as callable where the spec is built
 
 
 def is_async(fn: Any) -> bool:
-    """Whether calling `fn` gives a coroutine: also for async `__call__` and for partials."""
+    """Whether calling `fn` returns a coroutine, also for async `__call__` and partials."""
     fn = entry_point(fn)
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -32,12 +32,12 @@ def is_async(fn: Any) -> bool:
 
 
 def rejects(fn: TermFn, keywords: Iterable[str], *, positional: int = 2) -> str | None:
-    """Why `fn` cannot be called so, with the options it has, or None if it can.
+    """Reason why `fn` does not accept these arguments, with its options; None if it does.
 
     Args:
-        fn: what is called. One that shows no signature is trusted.
-        keywords: the names of the options it would be given.
-        positional: how many arguments it would be given before them: 2, as `(data, logprobs)`.
+        fn: the callable. One without a signature is assumed to accept them.
+        keywords: names of the options.
+        positional: number of positional arguments; 2 for `(data, logprobs)`.
     """
     try:
         signature = inspect.signature(fn)
@@ -51,7 +51,7 @@ def rejects(fn: TermFn, keywords: Iterable[str], *, positional: int = 2) -> str 
 
 
 def options_of(fn: TermFn, *, positional: int = 2) -> tuple[str, ...]:
-    """The options that a function with a signature can be given, after so many arguments.
+    """Names of the options of a function, after its first `positional` parameters.
 
     Example:
         >>> options_of(lambda data, logprobs, scale=1.0, *, floor=0.0: 0.0)
@@ -63,7 +63,7 @@ def options_of(fn: TermFn, *, positional: int = 2) -> tuple[str, ...]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names as messages list them.
+    """Format names for a message.
 
     Example:
         >>> listed(["l1", "l2"]), listed([])

@@ -1,4 +1,4 @@
-"""What counts as a number, NumPy's included and booleans not, and which have a value to read."""
+"""Predicates on numbers; NumPy scalars count as numbers, booleans do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_finite(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     try:
-        # Not math.isfinite: Dynamo compares a number that depends on the step, and knows no more.
+        # Not math.isfinite: Dynamo can only compare a number that depends on the step.
         return -math.inf < float(value) < math.inf
     except OverflowError:
         return False
@@ -26,8 +26,8 @@ def is_whole(value: object, *, at_least: int) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` is an array, and no number: a NumPy scalar is a number."""
-    # In this order: Dynamo cannot say what a number that depends on the step has.
+    """Whether `value` is an array; a NumPy scalar is a number."""
+    # In this order: Dynamo cannot list the attributes of a number that depends on the step.
     return not isinstance(value, numbers.Real) and hasattr(value, "shape")
 
 

@@ -1,4 +1,4 @@
-"""What a regularizer may be, and the shapes of the functions around it."""
+"""Protocols of regularizers, and types of the functions around them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Regularizer(Protocol):
 
     `compute` may be async. Optional members are used when they are there: `name`, the default
     name of its spec; `run_in` and `gradient`, what `"auto"` means for it in a spec; and
-    `state_dict()` / `load_state_dict(state)`, with which the pipeline saves and restores what
-    the regularizer remembers from batch to batch.
+    `state_dict()` / `load_state_dict(state)`, with which the pipeline saves and restores the
+    state that the regularizer keeps from batch to batch.
 
     Example:
         >>> class Brevity:
@@ -31,15 +31,15 @@ class Regularizer(Protocol):
 
     @property
     def compute(self) -> TermFn:
-        """A method that gives the penalty of a batch, alone or with a mapping of metrics."""
+        """A method that returns the penalty of a batch, alone or with a mapping of metrics."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something that remembers: `state_dict()` and `load_state_dict(state)`."""
+    """An object with state: `state_dict()` and `load_state_dict(state)`."""
 
     def state_dict(self) -> Any:
-        """What to save."""
+        """State to save."""
 
     def load_state_dict(self, state: Any) -> object:
-        """Take back what was saved."""
+        """Restore a saved state."""

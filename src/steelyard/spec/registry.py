@@ -27,12 +27,12 @@ _entries: dict[str, _Entry] = {}
 
 
 def register(name: str, *, factory: bool | None = None) -> Callable[[T], T]:
-    """Register a regularizer, or what makes one, under `name`.
+    """Register a regularizer, or a factory of one, under `name`.
 
     Args:
-        name: what config files will say.
-        factory: whether the decorated thing is called with the options to *make* the
-            regularizer. By default a class is a factory, and anything else is a regularizer.
+        name: the name for config files.
+        factory: whether the decorated object is called with the options to *build* the
+            regularizer. By default a class is a factory, and any other object a regularizer.
 
     Raises:
         RegistryError: the name is empty, holds a colon, is that of a built-in, or is taken by
@@ -69,22 +69,22 @@ def register(name: str, *, factory: bool | None = None) -> Callable[[T], T]:
 
 
 def registered() -> tuple[str, ...]:
-    """Every name that config files can say, sorted: the built-in ones and those registered."""
+    """All names that config files can use, sorted: built-in and registered ones."""
     return tuple(sorted({*BUILT_IN, *_entries}))
 
 
 def lookup(name: str) -> Any:
-    """What stands behind a registered name or behind `"package.module:attr"`.
+    """Find the object of a registered name or of `"package.module:attr"`.
 
     Raises:
-        RegistryError: nothing does; the message lists what is registered.
+        RegistryError: there is none; the message lists the registered names.
         MissingExtraError: it needs an optional dependency that is not installed.
     """
     return _entry(name).thing
 
 
 def build(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The regularizer behind `name`, and the options left to pass to each call of it.
+    """Build the regularizer called `name`; also the options left to pass to each call of it.
 
     A factory takes the options itself; a plain regularizer gets them with every call.
     """
@@ -99,7 +99,7 @@ def build(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def lookup_penalty(name: str) -> Callable[..., Any]:
-    """The function over arrays that a penalty's name stands for.
+    """Find the function over arrays of a penalty's name.
 
     A registered name and `"package.module:attr"` work too. The names of the penalties are `l1`,
     `l2`, `elastic_net`, `kl`, `js`, `entropy`, `orthogonality`, `consistency` and
@@ -158,7 +158,7 @@ def _import(path: str) -> Any:
 
 
 def _same_definition(a: Any, b: Any) -> bool:
-    """Whether `b` is `a` defined again, as when a notebook cell is run a second time."""
+    """Whether `b` redefines `a`, as when a notebook cell is run again."""
     return a is b or (
         "<lambda>" not in getattr(a, "__qualname__", "<lambda>")
         and getattr(a, "__module__", None) == getattr(b, "__module__", None)

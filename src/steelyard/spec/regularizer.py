@@ -39,19 +39,19 @@ class RegularizerSpec:
             with `compute(data, logprobs, **options)`.
         weight: a finite number >= 0, or a schedule `step -> float`.
         name: unique in its list; may be left out if `fn` has a `name`.
-        run_in: where it runs; `"auto"` is what the regularizer says of itself, else a thread
-            until the term has proved cheap, then inline, and the event loop for an async term.
-        gradient: how it is differentiated with respect to the log-probs. `"auto"` is what the
-            regularizer says of itself, else autograd, with a warning if the loss has no path to
-            them; `"score"` takes one penalty per datum; `"none"` says that it is meant to have
-            no gradient.
+        run_in: where it runs; `"auto"` is the regularizer's own `run_in`, if it has one; else a
+            thread until a call has been cheap, then inline, and the event loop if it is async.
+        gradient: how it is differentiated with respect to the log-probs. `"auto"` is the
+            regularizer's own `gradient`, if it has one; else autograd, with a warning if the
+            loss has no path to them. `"score"` takes one penalty per datum; `"none"` declares
+            that it has no gradient.
         timeout: seconds from when it starts; None is the pipeline's.
         on_error: `"raise"` fails the call, `"skip"` drops the term for that step.
         enabled: whether it runs at all.
         every: it runs on steps where `step % every == 0`.
         options: keyword arguments for each call.
-        needs: what it reads beyond log-probs: `"logits"`, `"projection"`, `"hidden_states"`,
-            `"parameters"`; none is what the regularizer says of itself.
+        needs: extra inputs besides the log-probs: `"logits"`, `"projection"`,
+            `"hidden_states"`, `"parameters"`; if empty, the regularizer's own `needs`.
 
     Raises:
         SpecError: a field breaks its rule.
@@ -94,17 +94,17 @@ class RegularizerSpec:
 
     @cached_property
     def is_async(self) -> bool:
-        """Whether calling `fn` gives a coroutine; sees through callable objects and partials."""
+        """Whether calling `fn` returns a coroutine, also for callable objects and partials."""
         return callables.is_async(self.fn)
 
     @cached_property
     def call(self) -> TermFn:
-        """What to call: `fn` or its `compute` method, without the options."""
+        """The callable, `fn` or its `compute` method, without the options."""
         return callables.entry_point(self.fn)
 
     @cached_property
     def stateful(self) -> Stateful | None:
-        """`fn`, if it remembers something from batch to batch."""
+        """`fn`, if it keeps state from batch to batch."""
         return self.fn if isinstance(self.fn, Stateful) else None
 
     def weight_at(self, step: int) -> float:
@@ -234,7 +234,7 @@ class RegularizerSpec:
             )
         if self.run_in == "process" and self.stateful:
             raise SpecError(
-                f"run_in='process' cannot run a stateful term: what it remembers would stay in "
+                f"run_in='process' cannot run a stateful term: its state would stay in "
                 f"the worker; use 'auto', 'inline' or 'thread' {where}"
             )
 
@@ -249,12 +249,12 @@ class RegularizerSpec:
 
 
 def title(name: str) -> str:
-    """What messages call the term of that name."""
+    """Name of a term in messages."""
     return "the base loss" if name == BASE else f"regularizer {name!r}"
 
 
 def check_timeout(timeout: object, where: str) -> float:
-    """`timeout` as a float, if it is a number of seconds above 0 and up to 300.
+    """Check that `timeout` is a number of seconds above 0 and at most 300; returns a float.
 
     Raises:
         SpecError: it is not.

@@ -1,4 +1,4 @@
-"""The rule for weights, of every kind of term: a finite number, or a schedule that gives one."""
+"""Validation of weights, for every kind of term: a finite number, or a schedule of them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from steelyard.spec.numbers import is_array, is_finite, is_traced
 def check_weight(
     weight: object, name: str, where: str = "", *, negative: bool = False, kind: str = "penalty"
 ) -> float:
-    """`weight` as a float, if it is a finite number, and >= 0 for a regularizer.
+    """Check that a weight is a finite number, and >= 0 for a regularizer; returns a float.
 
     Args:
-        weight: what to check.
+        weight: the weight.
         name: the name of the term.
         where: where the weight was found, for the message: `" at step 3"`.
         negative: whether it may be below 0, as in sums of penalties over arrays.
-        kind: what messages call a term whose weight may be below 0.
+        kind: the word for such a term in messages.
 
     Raises:
-        SpecError: it is not.
-        InputError: it is not, for a term whose weight may be below 0.
+        SpecError: it breaks the rule.
+        InputError: likewise, for a term whose weight may be below 0.
 
     Example:
         >>> check_weight(1, "sparsity"), check_weight(-0.1, "l1", negative=True)
@@ -40,7 +40,7 @@ def check_weight(
     )
 
 
-# `Any`: a step and a weight may be traced, and then they are whatever the tracer is.
+# `Any`: a step and a weight may be tracers of JAX or torch.
 def weight_at(
     weight: float | Callable[[Any], Any],
     step: Any,
@@ -49,10 +49,10 @@ def weight_at(
     negative: bool = False,
     kind: str = "penalty",
 ) -> Any:
-    """The weight of a term at `step`: the number itself, or what its schedule gives there.
+    """Weight of a term at `step`: the number itself, or the value of its schedule.
 
-    A weight that has a value is checked and returned as a float. A scalar that is traced, inside
-    `jax.jit` or `torch.compile`, has none to check, and is returned as it is.
+    A concrete weight is checked and returned as a float. A traced scalar, inside `jax.jit` or
+    `torch.compile`, has no value to check, and is returned unchanged.
 
     Args:
         weight: a number, checked before, or a schedule `step -> weight`.
@@ -62,8 +62,8 @@ def weight_at(
         kind: as for `check_weight`.
 
     Raises:
-        SpecError: the schedule raises or gives something else than one number that is allowed.
-        InputError: the same, for a term whose weight may be below 0.
+        SpecError: the schedule raises, or does not return one valid weight.
+        InputError: likewise, for a term whose weight may be below 0.
 
     Example:
         >>> weight_at(0.5, 3, "sparsity"), weight_at(lambda step: step / 10, 3, "sparsity")

@@ -1,7 +1,7 @@
-"""Who hears about it: an event bus, the events, and a logging sink.
+"""Telemetry: an event bus, the events of the library, and a logging handler.
 
 An event is a dotted name with measurements (numbers) and metadata (what they belong to).
-`events` lists every event the library emits; anybody may emit events of their own.
+`events` lists the events that the library emits; users can emit their own.
 Durations are in seconds.
 """
 

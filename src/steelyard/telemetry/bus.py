@@ -1,4 +1,4 @@
-"""The bus: handlers by event, and `execute`, which calls them."""
+"""The event bus: handlers by event, and `execute`, which calls them."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def list_handlers(prefix: str = "") -> list[Handler]:
 
 
 def listening(*events: str) -> bool:
-    """Whether anybody is attached to any of `events`: lets an emitter skip costly measurements."""
+    """Whether a handler is attached to any of `events`, to skip costly measurements otherwise."""
     return any(event in _handlers for event in events) if _handlers else False
 
 
 def execute(event: str, measurements: Payload, metadata: Payload | None = None) -> None:
-    """Tell everybody attached to `event`. With nobody attached it costs next to nothing."""
+    """Call the handlers of `event`. Without a handler this is one dictionary lookup."""
     handlers = _handlers.get(event)
     if handlers is None:
         return

@@ -1,4 +1,4 @@
-"""A handler that writes the library's events to the standard logging."""
+"""A handler that writes the library's events to Python's logging."""
 
 from __future__ import annotations
 

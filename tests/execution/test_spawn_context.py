@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import multiprocessing.spawn
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import torch
+from steelyard import Pipeline, RegularizerSpec
+print("imported once")
+factor = 2.0
+def helper(x):
+    return factor * x.sum()
+def term(data, logprobs):
+    return helper(logprobs[0])
+specs = [RegularizerSpec(term, 1.0, "f", run_in="process"),
+         RegularizerSpec(lambda d, lp: lp[0].sum(), 1.0, "l", run_in="process")]
+output = Pipeline(lambda d, lp: lp[0].sum(), specs).compute([], [torch.ones(3)])
+print(output.loss_total, output.gradients[0].tolist())
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "command", "module"])
+def test_scripts_without_a_guard(way: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = {"script": ["script.py"], "command": ["-c", SCRIPT], "module": ["-m", "script"]}
+    done = subprocess.run(
+        [sys.executable, *arguments[way]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "imported once\n12.0 [4.0, 4.0, 4.0]\n"
+    assert done.stderr == ""
+
+
+def test_other_processes_are_prepared_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("json.tool"))
+    data = multiprocessing.spawn.get_preparation_data("other")
+    assert data["init_main_from_name"] == "json.tool"
