@@ -5,21 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pebble
 import psutil
 import pytest
 import torch
 
 from steelyard.errors import ClosedError, TermTimeoutError, UnpicklableError, WorkerDiedError
 from steelyard.execution import Batch, Workers, check_picklable
-from steelyard.execution.transport import _MEMORY
 
-from .tickets import job, run, wait_until
+from .tickets import job, memory_files, run, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +127,12 @@ def announce_and_loop(path: Path, _: object = None) -> None:
 def test_closing_kills_busy_and_idle_workers(tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     workers = Workers(processes=2)
-    blocks = set(_MEMORY.glob("steelyard-*"))
+    files = memory_files()
     busy = job(announce_and_loop, tmp_path / "pid", torch.ones(100_000))
     with Batch([busy], workers.executors, 2):
         wait_until((tmp_path / "pid").exists, within=30)
         workers.close()
-        assert set(_MEMORY.glob("steelyard-*")) <= blocks
+        assert memory_files() <= files
         workers.close()
         with pytest.raises(ClosedError, match="closed while a term ran"):
             busy.result()
@@ -170,3 +172,45 @@ def test_a_pool_that_cannot_start_fails_the_ticket(monkeypatch: pytest.MonkeyPat
         with pytest.raises(OSError, match="no more processes"):
             failing.result()
         assert not failing.running
+
+
+def start_and_loop(path: Path, how: str) -> None:
+    """Start a process of its own, then never return."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    path.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+    path.with_suffix(".new").rename(path)
+    if how == "ignores SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "crashes":
+        segfault()
+    elif how == "in C":
+        sleep_in_c()
+    loop_for_ever()
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("how", ["plain", "ignores SIGTERM", "stopped", "in C", "crashes"])
+def test_processes_that_a_term_starts_end_with_it(
+    workers: Workers, tmp_path: Path, how: str
+) -> None:
+    failing = job(start_and_loop, tmp_path / "pids", how, timeout=5.0)
+    run(workers, failing)
+    kind = WorkerDiedError if how == "crashes" else TermTimeoutError
+    with pytest.raises(kind):
+        failing.result()
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        wait_until(lambda pid=pid: gone(pid))  # type: ignore[misc]  # mypy: lambda defaults
+
+
+def test_a_worker_is_killed_and_not_asked_to_end(workers: Workers, tmp_path: Path) -> None:
+    """Asking first would take pebble another 3 s, beyond the promised 1."""
+    failing = job(start_and_loop, tmp_path / "pids", "ignores SIGTERM", timeout=3.0)
+    run(workers, failing)
+    assert failing.started is not None
+    assert failing.ended is not None
+    assert failing.ended - failing.started < 3.0 + pebble.CONSTS.term_timeout

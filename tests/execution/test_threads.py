@@ -41,7 +41,7 @@ def test_no_more_idle_threads_are_kept_than_are_of_use() -> None:
     with Workers() as workers:
         barrier = threading.Barrier(30)
         tickets = [Ticket(f"t{i}", "thread", barrier.wait, (), 20.0) for i in range(30)]
-        run(workers, *tickets)
+        run(workers, *tickets, width=30)
         deadline = time.monotonic() + 5
         kept = before + max(2, os.cpu_count() or 1)
         while threading.active_count() > kept and time.monotonic() < deadline:

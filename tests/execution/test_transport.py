@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,14 @@ import torch
 from steelyard.execution import transport
 from steelyard.execution.transport import Parcel, receive, reply
 
-
-def blocks() -> set[str]:
-    return {path.name for path in transport._MEMORY.glob("steelyard-*")}
+from .tickets import memory_files
 
 
 @pytest.fixture(autouse=True)
-def no_block_is_left() -> Iterator[None]:
-    before = blocks()
+def no_file_is_left() -> Iterator[None]:
+    before = memory_files()
     yield
-    assert blocks() == before
+    assert memory_files() == before
 
 
 def there_and_back(thing: Any, reply_bytes: int = 0) -> Any:
@@ -120,8 +119,8 @@ def test_no_room_in_memory_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(there_and_back(torch.ones(100_000), 400_000), torch.ones(100_000))
 
 
-def test_where_there_is_no_file_system_in_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(transport, "_MEMORY", tmp_path / "not there")
+def test_a_system_without_files_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(transport, "_ANONYMOUS", False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert torch.equal(there_and_back(torch.ones(100_000)), torch.ones(100_000))
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +48,68 @@ def test_the_interpreter_exits_at_once_whatever_still_runs() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stdout == "TermTimeoutError\n"
+
+
+CHILD = """
+import multiprocessing, os, sys, torch
+from steelyard import Pipeline, RegularizerSpec, Workers
+
+def double(x):
+    return 2 * x.sum()
+
+def term(data, logprobs):
+    return double(logprobs[0])
+
+def base(data, logprobs):
+    return logprobs[0].sum()
+
+def compute(workers=None):
+    spec = RegularizerSpec(term, 1.0, "t", run_in="process")
+    print(Pipeline(base, [spec], workers=workers).compute([], [torch.ones(3)]).loss_total)
+    sys.stdout.flush()
+
+if __name__ == "__main__":
+    way, used = sys.argv[1:]
+    workers = Workers(processes=1)
+    if used == "used":
+        compute()
+        compute(workers)
+    if way == "os.fork":
+        pid = os.fork()
+        if not pid:
+            compute()
+            compute(workers)
+            sys.exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    else:
+        child = multiprocessing.get_context(way).Process(target=compute)
+        child.start()
+        child.join()
+        print(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "used", "expected"),
+    [
+        ("spawn", "new", "9.0 0"),
+        ("fork", "new", "9.0 0"),
+        ("fork", "used", "9.0 9.0 9.0 0"),
+        ("os.fork", "new", "9.0 9.0 7"),
+        ("os.fork", "used", "9.0 9.0 9.0 9.0 7"),
+    ],
+)
+def test_a_child_process_runs_process_terms_and_ends(
+    way: str, used: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(CHILD)
+    done = subprocess.run(
+        [sys.executable, "script.py", way, used],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == expected.split()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from steelyard.execution import Batch, Ticket, Workers
 
 
-def run(workers: Workers, *tickets: Ticket) -> None:
-    with Batch(tickets, workers.executors, 2) as batch:
+def run(workers: Workers, *tickets: Ticket, width: int = 2) -> None:
+    with Batch(tickets, workers.executors, width) as batch:
         list(batch.settled())
 
 
@@ -23,3 +24,14 @@ def wait_until(true: Callable[[], bool], within: float = 10.0) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def memory_files() -> int:
+    """Number of files in memory that this process holds open."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            count += str(link.readlink()).startswith("/memfd:steelyard")
+        except FileNotFoundError:  # that of the scan itself
+            continue
+    return count

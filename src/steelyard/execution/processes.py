@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
@@ -19,7 +20,7 @@ from steelyard.errors import ClosedError, UnpicklableError, WorkerDiedError
 from steelyard.execution import worker_process
 from steelyard.execution.batch import Cancelled, Ticket
 from steelyard.execution.executor import Executor
-from steelyard.execution.spawn_context import worker_context
+from steelyard.execution.spawn_context import kill_group, worker_context
 from steelyard.execution.transport import Message, Parcel
 
 
@@ -34,6 +35,7 @@ class ProcessExecutor(Executor):
         self._processes = processes
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
+        self._end_pool: Finalize | None = None
         self._waiting: dict[Ticket, Parcel] = {}
 
     def prepare(self, term: str, call: object) -> None:
@@ -64,9 +66,9 @@ class ProcessExecutor(Executor):
     def close(self) -> None:
         """Kill the workers, end the pool's threads, and fail the tickets that still run."""
         with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            _end(pool)
+            self._pool, end, self._end_pool = None, self._end_pool, None
+        if end is not None:
+            end()
         # A stopped pool does not settle the futures of its tasks.
         for ticket, parcel in list(self._waiting.items()):
             error = ClosedError("the workers were closed while a term ran on them.")
@@ -76,7 +78,7 @@ class ProcessExecutor(Executor):
         with self._lock:
             if self._pool is not None and not self._pool.active:
                 # It broke. This may be a thread of the pool, which cannot join itself.
-                threading.Thread(target=_end, args=(self._pool,), daemon=True).start()
+                threading.Thread(target=self._end_pool, daemon=True).start()
                 self._pool = None
             if self._pool is None:
                 threads = max(1, (os.cpu_count() or 1) // self._processes)
@@ -88,6 +90,9 @@ class ProcessExecutor(Executor):
                 )
                 # Reading `active` starts the pool.
                 assert self._pool.active  # noqa: S101
+                # A child of multiprocessing runs no atexit functions, and joins its own children
+                # before it ends: these finalizers come first.
+                self._end_pool = Finalize(self, _end, (self._pool,), exitpriority=100)
             return self._pool
 
     def _send(self, ticket: Ticket, parcel: Parcel, *, retry: bool) -> None:
@@ -136,6 +141,8 @@ def _answer(
     except CancelledError:
         return None, Cancelled()
     except ProcessExpired as error:
+        if error.pid:
+            kill_group(error.pid)  # the processes that the term has started
         return None, _died(term, error)
     try:
         answer = parcel.open_reply(message)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import os
+import signal
 import sys
-from multiprocessing import spawn
+from multiprocessing import forkserver, process, spawn
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -36,6 +39,15 @@ spawn.get_preparation_data = _get_preparation_data
 
 
 class _Process(StartedProcess):
+    def terminate(self) -> None:
+        """Kill the worker and the processes that it has started.
+
+        A term may ignore SIGTERM, or loop in C, or be stopped; only SIGKILL ends it in time.
+        """
+        if self.pid is not None and self.is_alive():
+            kill_group(self.pid)
+            super().kill()  # one that has just started does not lead a group yet
+
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name
         token = _ours.set(True)
@@ -47,6 +59,34 @@ class _Process(StartedProcess):
 
 class _Context(StartContext):
     Process = _Process
+
+
+def lead_group() -> None:
+    """Make this process the leader of a group of its own, with all that it will start."""
+    if sys.platform != "win32":
+        os.setpgid(0, 0)
+
+
+def kill_group(leader: int) -> None:
+    """Kill a worker and all that it has started; also the rest of the group of one that died."""
+    with contextlib.suppress(OSError):  # it is gone
+        if sys.platform == "win32":
+            os.kill(leader, signal.SIGTERM)
+        else:
+            os.killpg(leader, signal.SIGKILL)
+
+
+def forget_parents_processes() -> None:
+    """In a forked child: forget the fork server and the children of the parent.
+
+    They are no children of this process, so multiprocessing can neither wait for them nor stop
+    them, and would fail at the next start of a process and at exit.
+    """
+    server: Any = forkserver._forkserver  # noqa: SLF001 - there is no other way, as below
+    preload = server._preload_modules  # noqa: SLF001
+    type(server).__init__(server)
+    server.set_forkserver_preload(preload)
+    process._children.clear()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def worker_context(preload: str) -> BaseContext:

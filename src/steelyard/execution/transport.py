@@ -1,8 +1,9 @@
 """Transfer of objects to a worker process and back, large arrays through shared memory.
 
 Objects are pickled with cloudpickle, so lambdas, closures and definitions of a notebook are sent
-by value. Large buffers are written to a shared-memory file, which the parent creates and removes
-and both sides map to read it: a worker that dies leaves nothing behind.
+by value. Large buffers are written to a file in memory, which the parent creates and both sides map
+to read it. On Linux the file has no name outside of `/proc`, so that nothing is left of it when
+either side is killed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import io
 import mmap
 import os
 import pickle
+import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -23,7 +24,11 @@ from torch import Tensor
 
 # Below this size, in bytes, a copy through the pipe is cheaper than shared memory.
 _LARGE = 32 * 1024
-_MEMORY = Path("/dev/shm")  # noqa: S108 - files are made there by mkstemp
+_ANONYMOUS = hasattr(os, "memfd_create")  # on Linux
+
+# The main script of a child of multiprocessing: another process cannot import it by this name.
+if "__mp_main__" in sys.modules:
+    cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
 
 
 @dataclass(frozen=True)
@@ -38,21 +43,21 @@ class Message:
 
 
 class Parcel:
-    """A message and its shared-memory file, which the sender removes."""
+    """A message and its file in memory, which the sender removes."""
+
+    _descriptor: int | None = None
+    _path: str | None = None
 
     def __init__(self, thing: object, *, reply_bytes: int = 0) -> None:
         pickled, buffers = _dump(thing)
         if not buffers and reply_bytes < _LARGE:
             self.message = Message(pickled)
             return
-        descriptor, path = tempfile.mkstemp(
-            prefix="steelyard-", dir=_MEMORY if _MEMORY.is_dir() else None
-        )
-        os.close(descriptor)
+        path = self._create()
         try:
             spans = _write(path, 0, buffers)
         except OSError:  # shared memory is full: use the pipe
-            os.unlink(path)  # noqa: PTH108 - a Path made per call costs more
+            self.remove()
             self.message = Message(pickled, buffers=tuple(bytes(b) for b in buffers))
         else:
             reply_at = sum(size for _, size in spans)
@@ -63,10 +68,22 @@ class Parcel:
         return _load(reply, self.message.block)
 
     def remove(self) -> None:
-        """Unlink the file; its memory is freed when no array maps it any more."""
-        if self.message.block is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.message.block)  # noqa: PTH108 - a Path made per call costs more
+        """Give the file up; its memory is freed when no array maps it any more."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+        path, self._path = self._path, None
+        if path is not None:
+            os.unlink(path)  # noqa: PTH108 - a Path made per call costs more
+
+    def _create(self) -> str:
+        if _ANONYMOUS:
+            self._descriptor = os.memfd_create("steelyard")
+            # The worker opens it by this path: it belongs to the same user.
+            return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        descriptor, self._path = tempfile.mkstemp(prefix="steelyard-")
+        os.close(descriptor)
+        return self._path
 
 
 def receive(message: Message) -> Any:

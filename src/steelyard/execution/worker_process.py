@@ -14,11 +14,13 @@ import traceback
 import cloudpickle
 import torch
 
+from steelyard.execution.spawn_context import kill_group, lead_group
 from steelyard.execution.transport import Message, receive, reply
 
 
 def prepare(threads: int) -> None:
     """Initialize a worker process."""
+    lead_group()
     # The pool's own handler runs only between bytecodes, so a term stuck in C would survive it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(threads)
@@ -68,4 +70,4 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)
+        kill_group(os.getpid())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import weakref
 from typing import Self
 
 from steelyard.errors import ClosedError, SpecError
 from steelyard.execution.coroutines import CoroutineExecutor
 from steelyard.execution.executor import Executor
 from steelyard.execution.processes import ProcessExecutor
+from steelyard.execution.spawn_context import forget_parents_processes
 from steelyard.execution.threads import ThreadExecutor
 from steelyard.spec import is_whole
 
@@ -37,8 +39,14 @@ class Workers:
         count = cores if processes is None else processes
         if not is_whole(count, at_least=1):
             raise SpecError(f"processes must be a whole number >= 1, got {processes!r}.")
+        self._count = count
+        self._closed = False
+        self._make_executors()
+        _all_workers.add(self)
+
+    def _make_executors(self) -> None:
         self.threads = ThreadExecutor()
-        self.processes = ProcessExecutor(count)
+        self.processes = ProcessExecutor(self._count)
         self.coroutines = CoroutineExecutor()
         # A new place to run terms is added here, under its `run_in` name.
         self._executors: dict[str, Executor] = {
@@ -46,7 +54,6 @@ class Workers:
             "process": self.processes,
             "async": self.coroutines,
         }
-        self._closed = False
 
     @property
     def executors(self) -> dict[str, Executor]:
@@ -72,6 +79,7 @@ class Workers:
         self.close()
 
 
+_all_workers: weakref.WeakSet[Workers] = weakref.WeakSet()
 _lock = threading.Lock()
 _default: Workers | None = None
 
@@ -91,11 +99,14 @@ def _close_default() -> None:
         _default.close()
 
 
-def _forget_default() -> None:
-    """Forget the default workers in a forked child, which has none of their threads."""
+def _start_anew() -> None:
+    """In a forked child: replace the executors, whose threads and processes are the parent's."""
     global _default, _lock
     _default, _lock = None, threading.Lock()
+    forget_parents_processes()
+    for workers in _all_workers:
+        workers._make_executors()  # noqa: SLF001 - of this module
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_default)
+    os.register_at_fork(after_in_child=_start_anew)
