@@ -9,7 +9,7 @@ import pytest
 from steelyard.errors import ConfigError
 from steelyard.experiment import check_config, example_config, read_config
 from steelyard.experiment.build_terms import build_terms
-from steelyard.experiment.config_errors import place
+from steelyard.experiment.config_errors import format_location
 from steelyard.experiment.config_weights import SCHEDULES, check_weight, schedule_of
 from steelyard.spec import schedules
 
@@ -133,7 +133,7 @@ def test_what_is_no_weight_is_refused(value: Any) -> None:
     ],
 )
 def test_a_place_is_written_as_in_the_file(loc: tuple[str | int, ...], said: str) -> None:
-    assert place(loc) == said
+    assert format_location(loc) == said
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_terms_say_whether_they_read_the_reference(
         "data": {"path": "train.jsonl"},
         "regularizers": [{"use": use, "weight": 1, "options": options}],
     }
-    assert build_terms(read_config(raw, folder=folder)).read_reference is reads
+    assert build_terms(read_config(raw, folder=folder)).reads_reference is reads
 
 
 def test_a_check_gives_the_regularizers_with_open_weights_at_their_low_end(folder: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from steelyard.errors import CheckpointError, RunError
 from steelyard.experiment import RunFolder, read_config
-from steelyard.experiment.checkpointing import last_saved
-from steelyard.experiment.run_dir import write_whole
+from steelyard.experiment.checkpointing import latest_checkpoint
+from steelyard.experiment.run_dir import write_atomic
 from steelyard.experiment.secrets import redact
 
 
@@ -54,17 +54,17 @@ def test_metrics_are_cut_to_a_size(run: RunFolder) -> None:
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     target = tmp_path / "folder"
     target.mkdir()
-    with pytest.raises(RunError, match=r"must be writable, and that failed: .* Make room there\."):
-        write_whole(target, b"x")
+    with pytest.raises(RunError, match=r"must be writable, and that failed: .* Free space there\."):
+        write_atomic(target, b"x")
     assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_damaged_record_is_named(run: RunFolder) -> None:
-    assert last_saved(run) is None
+    assert latest_checkpoint(run) is None
     run.checkpoints.mkdir()
     (run.checkpoints / "step-00000001.json").write_text('{"step": 1}')
     with pytest.raises(CheckpointError, match=r"step-00000001\.json must be a whole record"):
-        last_saved(run)
+        latest_checkpoint(run)
 
 
 def test_secrets_are_blanked_out(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
