@@ -118,7 +118,8 @@ def base_model_logprobs(datum: types.Datum) -> torch.Tensor:
     with torch.no_grad():
         logits = tiny.build(torch.float32)(inputs).logits[0]
     targets = datum.loss_fn_inputs["target_tokens"].to_torch()
-    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    return logprobs
 
 
 def test_logprobs_of_an_untrained_client_are_those_of_the_base_model(

@@ -23,7 +23,7 @@ def test_cross_entropy_is_a_sum_over_weights_or_a_mean() -> None:
     assert mean == pytest.approx(5 / 3)
 
 
-def test_cross_entropy_is_that_of_the_engine(plain: Encoder) -> None:
+def test_cross_entropy_equals_that_of_the_engine(plain: Encoder) -> None:
     client = LocalServiceClient().create_lora_training_client("tiny-random", rank=2, seed=0)
     line = json.loads('{"prompt": "one two", "completion": " three"}')
     data = plain.encode("completion", line)
@@ -38,7 +38,8 @@ def test_missing_weights_are_one_and_no_weight_is_no_loss() -> None:
     assert CrossEntropy(reduction="mean").compute([{"loss_fn_inputs": {}}], row)[0] == 2
     zeros = [{"loss_fn_inputs": {"weights": [0.0, 0.0]}}]
     loss, metrics = CrossEntropy(reduction="mean").compute(zeros, [row])
-    assert (loss, metrics) == (0, {"nll": 0.0, "tokens": 0.0})
+    assert loss == 0
+    assert metrics == {"nll": 0.0, "tokens": 0.0}
 
 
 def test_invalid_reductions_and_weights_are_refused() -> None:

@@ -9,14 +9,14 @@ from steelyard.experiment.batching import batch, split
 
 
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 5))
-def test_every_line_is_seen_once_in_each_time_through(size: int, count: int, seed: int) -> None:
+def test_every_line_is_used_once_in_each_epoch(size: int, count: int, seed: int) -> None:
     seen = [index for step in range(2 * count) for index in batch(step, size, count, seed)]
     for epoch in range(len(seen) // count):
         assert sorted(seen[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
 @given(st.integers(1, 40), st.floats(0, 0.99), st.integers(0, 5))
-def test_a_split_loses_nothing(count: int, fraction: float, seed: int) -> None:
+def test_a_split_keeps_every_item(count: int, fraction: float, seed: int) -> None:
     items = list(range(count))
     train, held = split(items, fraction, seed)
     assert sorted(train + held) == items

@@ -24,7 +24,7 @@ from steelyard.experiment.build_terms import build_terms
         ("l2", {}, False),
     ],
 )
-def test_terms_say_whether_they_read_the_reference(
+def test_terms_that_read_reference_logprobs_are_recognised(
     folder: Path, use: str, options: dict[str, Any], reads: bool
 ) -> None:
     raw = {
@@ -34,7 +34,7 @@ def test_terms_say_whether_they_read_the_reference(
     assert build_terms(read_config(raw, folder=folder)).reads_reference is reads
 
 
-def test_a_loss_of_ones_own_takes_options(folder: Path) -> None:
+def test_a_custom_loss_takes_options(folder: Path) -> None:
     (folder / "own_loss_of_mine.py").write_text(
         "def scaled(data, logprobs, by):\n    return by * -sum(lp.sum() for lp in logprobs)\n"
     )

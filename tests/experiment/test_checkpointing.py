@@ -20,7 +20,7 @@ from steelyard.experiment.encoding import Encoder
 from steelyard.regularizers import EMADrift
 
 
-def test_a_damaged_record_is_named(run: RunFolder) -> None:
+def test_a_damaged_record_is_an_error(run: RunFolder) -> None:
     assert latest_checkpoint(run) is None
     run.checkpoints.mkdir()
     (run.checkpoints / "step-00000001.json").write_text('{"step": 1}')

@@ -10,7 +10,7 @@ from steelyard.errors import ConfigError
 from steelyard.experiment import check_config, example_config, read_config
 
 
-def test_a_check_gives_the_regularizers_with_open_weights_at_their_low_end(folder: Path) -> None:
+def test_a_check_sets_ranges_to_their_low_end(folder: Path) -> None:
     (folder / "example.toml").write_text(example_config(), encoding="utf-8")
     config = read_config(folder / "example.toml", ["regularizers.kl.weight={tune = [0.5, 2.0]}"])
     kl, entropy = check_config(config)
@@ -24,7 +24,9 @@ def test_a_check_gives_the_regularizers_with_open_weights_at_their_low_end(folde
         ("loss.use=no", r"\[loss\]: use"),
     ],
 )
-def test_a_check_refuses_what_training_would(folder: Path, override: str, message: str) -> None:
+def test_a_check_refuses_unknown_models_and_losses(
+    folder: Path, override: str, message: str
+) -> None:
     config = read_config({"data": {"path": "train.jsonl"}}, [override], folder=folder)
     with pytest.raises(ConfigError, match=message):
         check_config(config)

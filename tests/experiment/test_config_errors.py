@@ -13,7 +13,7 @@ from steelyard.experiment import Config, read_config
 from steelyard.experiment.config_errors import format_errors, format_location
 
 
-def test_every_broken_rule_is_named(folder: Path) -> None:
+def test_every_error_is_reported(folder: Path) -> None:
     raw = {"data": {"path": "train.jsonl"}, "train": {"steps": 0, "seed": -1}, "loss": {"usee": 1}}
     with pytest.raises(ConfigError) as caught:
         read_config(raw, folder=folder)
@@ -36,7 +36,7 @@ def test_every_broken_rule_is_named(folder: Path) -> None:
         ((), "the config"),
     ],
 )
-def test_a_place_is_written_as_in_the_file(loc: tuple[str | int, ...], said: str) -> None:
+def test_a_location_is_written_as_in_the_file(loc: tuple[str | int, ...], said: str) -> None:
     assert format_location(loc) == said
 
 

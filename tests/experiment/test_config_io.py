@@ -12,13 +12,13 @@ from steelyard.errors import ConfigError
 from steelyard.experiment import read_config
 
 
-def test_a_mapping_is_checked_and_its_paths_become_absolute(folder: Path) -> None:
+def test_paths_of_a_mapping_become_absolute(folder: Path) -> None:
     config = read_config({"data": {"path": "train.jsonl"}}, folder=folder)
     assert config.data.path == str(folder / "train.jsonl")
     assert config.python_path == [str(folder)]
 
 
-def test_the_mapping_stays_as_it_was(folder: Path) -> None:
+def test_the_mapping_is_not_changed(folder: Path) -> None:
     raw = {"data": {"path": "train.jsonl"}, "train": {"steps": 3}}
     read_config(raw, ["train.steps=5"], folder=folder)
     assert raw["train"] == {"steps": 3}
@@ -38,7 +38,9 @@ def test_the_mapping_stays_as_it_was(folder: Path) -> None:
         ("", ""),
     ],
 )
-def test_an_override_is_toml_or_else_a_string(folder: Path, text: str, value: Any) -> None:
+def test_the_value_of_an_override_is_toml_or_else_a_string(
+    folder: Path, text: str, value: Any
+) -> None:
     raw = {
         "data": {"path": "train.jsonl"},
         "regularizers": [{"use": "l2", "weight": 1, "options": {"x": 0}}],
@@ -47,7 +49,7 @@ def test_an_override_is_toml_or_else_a_string(folder: Path, text: str, value: An
     assert config.regularizers[0].options == {"x": value}
 
 
-def test_a_resolved_config_is_a_config(folder: Path) -> None:
+def test_a_resolved_config_can_be_read_again(folder: Path) -> None:
     raw = {
         "data": {"path": "train.jsonl", "held_out": "train.jsonl"},
         "regularizers": [{"use": "l2", "weight": {"tune": [0.1, 1]}}],

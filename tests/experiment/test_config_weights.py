@@ -54,7 +54,7 @@ def test_the_schedules_are_those_of_the_library() -> None:
         None,
     ],
 )
-def test_what_is_no_weight_is_refused(value: Any) -> None:
+def test_invalid_weights_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^must be "):
         check_weight(value)
 

@@ -34,7 +34,7 @@ def test_a_malformed_line_is_named_by_file_and_number(
     assert (len(found.groups), len(found.skipped)) == (1, 1)
 
 
-def test_a_file_without_a_usable_line_is_an_error(plain: Encoder, tmp_path: Path) -> None:
+def test_a_file_without_a_valid_line_is_an_error(plain: Encoder, tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("\n{\n")
     with pytest.raises(DataError, match="must hold at least one usable line, got none"):

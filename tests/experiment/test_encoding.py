@@ -31,24 +31,24 @@ def learned(encoder: Encoder, datum: Any) -> str:
     return text
 
 
-def test_a_completion_is_learned_and_its_prompt_is_not(plain: Encoder) -> None:
+def test_only_the_completion_is_trained_on(plain: Encoder) -> None:
     (datum,) = plain.encode("completion", {"prompt": "ab", "completion": "c"})
     a, b, c = plain.tokenizer.encode("abc")
     assert fields(datum) == ([a, b, c], [b, c, END], [0.0, 1.0, 1.0])
 
 
-def test_an_empty_prompt_leaves_all_but_the_first_token(plain: Encoder) -> None:
+def test_without_a_prompt_the_first_token_is_no_target(plain: Encoder) -> None:
     (datum,) = plain.encode("completion", {"prompt": "", "completion": "cd"})
     assert learned(plain, datum) == "d<|end|>"
 
 
-def test_long_text_is_cut_off(plain: Encoder) -> None:
+def test_long_text_is_truncated(plain: Encoder) -> None:
     (datum,) = plain.encode("completion", {"prompt": "ab", "completion": "c" * 100})
     assert datum.model_input.length == 63
     assert learned(plain, datum) == "c" * 62
 
 
-def test_a_chat_is_learned_where_the_assistant_speaks(chat: Encoder) -> None:
+def test_only_the_assistants_messages_are_trained_on(chat: Encoder) -> None:
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes"},
@@ -61,7 +61,7 @@ def test_a_chat_is_learned_where_the_assistant_speaks(chat: Encoder) -> None:
     assert written == "<user>hi</><assistant>yes</><user>so</><assistant>no</>"
 
 
-def test_a_preference_is_two_data_the_chosen_first(plain: Encoder, chat: Encoder) -> None:
+def test_a_preference_becomes_a_chosen_and_a_rejected_datum(plain: Encoder, chat: Encoder) -> None:
     record: dict[str, Any] = {"prompt": "ab", "chosen": "c", "rejected": "d", "score": 2}
     data = plain.encode("preference", record)
     assert [learned(plain, datum) for datum in data] == ["c<|end|>", "d<|end|>"]
@@ -71,7 +71,7 @@ def test_a_preference_is_two_data_the_chosen_first(plain: Encoder, chat: Encoder
     assert learned(chat, data[0]) == "yes</><|end|>"
 
 
-def test_numbers_reach_the_terms_as_tensors_and_all_else_as_the_record(plain: Encoder) -> None:
+def test_numeric_fields_become_tensors_and_the_line_is_the_record(plain: Encoder) -> None:
     record = {
         "prompt": "a",
         "completion": "b",
@@ -119,7 +119,7 @@ MESSAGES = "messages must be a list of {'role', 'content'} with an answer of the
         ("preference", {"chosen": "a", "rejected": None}, "rejected must be a non-empty string"),
     ],
 )  # fmt: skip
-def test_a_line_that_cannot_be_used_says_why(
+def test_an_invalid_line_is_refused_with_the_rule(
     plain: Encoder, kind: Kind, record: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -132,7 +132,7 @@ def test_a_chat_may_begin_with_the_assistant(chat: Encoder) -> None:
     assert learned(chat, datum) == "assistant>a</><|end|>"
 
 
-def test_a_template_that_refuses_is_quoted() -> None:
+def test_errors_of_the_chat_template_are_quoted() -> None:
     made = tokenizer()
     made.chat_template = "{{ raise_exception('no system here') }}"
     record = {"messages": [ANSWER]}

@@ -30,7 +30,7 @@ def test_a_folder_in_use_is_refused(run: RunFolder) -> None:
         pass
 
 
-def test_metrics_are_cut_to_a_size(run: RunFolder) -> None:
+def test_metrics_are_truncated_to_a_size(run: RunFolder) -> None:
     run.append({"step": 0})
     size = run.measured()
     run.append({"step": 1})

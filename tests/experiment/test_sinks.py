@@ -87,7 +87,11 @@ def test_a_session_logs_numbers_under_the_name_of_the_run(
     sinks = Sinks(config, run, start=0)
     sinks.write(4, METRICS)
     sinks.close()
-    options = {"project": "p", "name": "run", "config": config.model_dump(mode="json")}
+    options: dict[str, Any] = {
+        "project": "p",
+        "name": "run",
+        "config": config.model_dump(mode="json"),
+    }
     assert trackio.calls == [
         ("init", {**options, "resume": "allow"}),
         ("log", (4, {"loss_total": 2.5, "tokens": 3})),
