@@ -79,8 +79,8 @@ def test_a_run_on_a_service_is_resumed_with_the_state_of_its_terms(
     service: type[Service], config: Config, tmp_path: Path
 ) -> None:
     train(config, tmp_path / "whole")
-    asked = iter([False, False, False, True])
-    outcome = train(config, tmp_path / "r", stop=lambda: next(asked))
+    answers = iter([False, False, False, True])
+    outcome = train(config, tmp_path / "r", stop=lambda: next(answers))
     assert (outcome.status, outcome.steps) == ("interrupted", 3)
     record = json.loads((tmp_path / "r/checkpoints/step-00000003.json").read_text())
     assert set(record["terms"]["terms"]) == {"drift", "steady"}

@@ -87,16 +87,13 @@ def test_a_session_logs_numbers_under_the_name_of_the_run(
     sinks = Sinks(config, run, start=0)
     sinks.write(4, METRICS)
     sinks.close()
-    options: dict[str, Any] = {
-        "project": "p",
-        "name": "run",
-        "config": config.model_dump(mode="json"),
-    }
-    assert trackio.calls == [
-        ("init", {**options, "resume": "allow"}),
+    options = {"project": "p", "name": "run", "config": config.model_dump(mode="json")}
+    expected: list[tuple[str, Any]] = [
+        ("init", options | {"resume": "allow"}),
         ("log", (4, {"loss_total": 2.5, "tokens": 3})),
         ("finish", None),
     ]
+    assert trackio.calls == expected
 
 
 def test_a_missing_package_names_its_extra(

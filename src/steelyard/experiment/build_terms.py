@@ -33,7 +33,7 @@ class Terms:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether the loss or a regularizer reads `reference_logprobs`."""
+        """True if the loss or a regularizer reads `reference_logprobs`."""
         return any(_reads_reference(fn) for fn in (self.loss, *(s.fn for s in self.specs)))
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether the folder contains a run."""
+        """True if the folder contains a run."""
         return self._config.is_file()
 
     @contextlib.contextmanager

@@ -51,7 +51,7 @@ def test_bad_answers_are_spread_evenly_and_none_is_held_out() -> None:
 def test_groups_are_balanced_and_group_1_is_polite() -> None:
     polite = re.compile(POLITE, re.IGNORECASE)
     for line in DATA + HELD_OUT:
-        asked = re.sub(r'"[^"]*"', "", line["prompt"])  # what is quoted has manners of its own
-        assert bool(polite.search(asked)) == bool(line["group"]), line
+        unquoted = re.sub(r'"[^"]*"', "", line["prompt"])  # a quoted text may be polite by itself
+        assert bool(polite.search(unquoted)) == bool(line["group"]), line
     shares = [sum(line["group"] for line in part) / len(part) for part in (DATA, HELD_OUT)]
     assert all(0.4 <= share <= 0.6 for share in shares)
