@@ -62,7 +62,7 @@ def test_tensorboard_discards_the_steps_that_a_resumed_run_repeats(
 
 
 class Trackio(ModuleType):
-    """A stand-in that records calls: trackio's dependencies conflict with those of the tests."""
+    """A stand-in that records calls: trackio is not among the development dependencies."""
 
     def __init__(self) -> None:
         super().__init__("trackio")
