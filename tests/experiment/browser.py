@@ -1,4 +1,4 @@
-"""Debian's Chromium, without a window, and what it did."""
+"""Headless Chromium for tests: load a page, run scripts, read its console and requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Page:
         self.url = path.as_uri()
 
     def run(self, script: str) -> Any:
-        """What a piece of JavaScript returns."""
+        """Run JavaScript and return its result."""
         return self.driver.execute_script(script)
 
     def draw(self) -> None:
@@ -44,20 +44,20 @@ class Page:
         self.wait(lambda: self.run("return document.documentElement.dataset.drawn"))
 
     def wait(self, until: Callable[[], Any]) -> None:
-        """Wait until something holds; it is an error if that takes ten minutes."""
+        """Wait until a condition holds; raise after ten minutes."""
         WebDriverWait(self.driver, 600).until(lambda _: until())
 
     def scheme(self, scheme: str) -> None:
-        """What the reader prefers: `"light"` or `"dark"`."""
+        """Set the preferred colour scheme, `"light"` or `"dark"`."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def complaints(self) -> list[str]:
-        """Everything on the console."""
+        """Messages on the console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
 
     def requests(self) -> list[str]:
-        """What the page itself asked for, wherever it would have gone."""
+        """URLs that the page itself requested."""
         log = self.driver.get_log("performance")  # type: ignore[no-untyped-call]
         sent = [json.loads(entry["message"])["message"] for entry in log]
         return [
@@ -70,7 +70,7 @@ class Page:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Chrome]:
-    """The browser; a failure with the cure where it is not installed."""
+    """Start the browser; without one, the test fails with the command that installs it."""
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if binary is None or driver is None:
         pytest.fail(f"the report is tested in a real browser, and it is not here: {INSTALL}")

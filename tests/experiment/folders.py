@@ -1,4 +1,4 @@
-"""Run folders for the tests, with metrics from the real pipeline on a few free log-probs."""
+"""Run folders for tests of reports, with metrics from a real pipeline on a few log-probs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, schedules
-from steelyard.experiment.step_metrics import reasons
+from steelyard.experiment.step_metrics import skip_reasons
 
 DATA = [{"bad": 0.0}, {"bad": 1.0}, {"bad": 0.0}, {"bad": 0.0}]
 START = 1_790_000_000.0
@@ -38,16 +38,16 @@ def length(data: Any, logprobs: list[Tensor]) -> float:
 
 
 def flaky(*failures: str | None, name: str = "flaky") -> RegularizerSpec:
-    """A term that fails at some steps, with these messages, and is skipped there."""
-    left = iter(failures)
+    """Make a term that raises these messages, one a step, and is skipped; None does not raise."""
+    remaining = iter(failures)
 
-    def answer(data: Any, logprobs: list[Tensor]) -> Tensor:
-        failure = next(left)
+    def compute(data: Any, logprobs: list[Tensor]) -> Tensor:
+        failure = next(remaining)
         if failure is not None:
             raise OSError(failure)
         return torch.cat(logprobs).square().mean()
 
-    return RegularizerSpec(answer, 0.1, name, on_error="skip", run_in="inline")
+    return RegularizerSpec(compute, 0.1, name, on_error="skip", run_in="inline")
 
 
 def specs() -> list[RegularizerSpec]:
@@ -79,7 +79,7 @@ def metrics(terms: Sequence[RegularizerSpec], steps: int, *, tracked: bool) -> l
         for step in range(steps):
             output = pipeline.compute(DATA, logprobs, step=step)
             times = {"step": step, "time": START + step, "seconds": 0.25 + 0.01 * step}
-            rows.append(times | output.metrics | reasons(output.skipped))
+            rows.append(times | output.metrics | skip_reasons(output.skipped))
             if step % 4 == 0 or step == steps - 1:
                 rows[-1]["held_out/loss"] = output.base_loss.value + 0.1
             logprobs = [
@@ -97,7 +97,7 @@ def write_run(
     tracked: bool = True,
     samples: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Write a run folder; the rows of its metrics."""
+    """Write a run folder, and return the rows of its metrics."""
     terms = specs() if terms is None else terms
     rows = metrics(terms, steps, tracked=tracked)
     if samples is None:
@@ -119,18 +119,18 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_ablation(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Write the folder of an ablation; the rows of each run, by the run's name."""
-    every = [term.name for term in specs() if term.name]
-    runs: dict[str, list[str]] = {"all": every, "none": []}
-    runs |= {f"without {name}": [term for term in every if term != name] for name in every}
-    inside = {name: name.replace(" ", "-") for name in runs}
-    found = {
+    """Write the folder of an ablation, and return the rows of each run, by the run's label."""
+    names = [term.name for term in specs() if term.name]
+    runs: dict[str, list[str]] = {"all": names, "none": []}
+    runs |= {f"without {name}": [other for other in names if other != name] for name in names}
+    subfolders = {name: name.replace(" ", "-") for name in runs}
+    rows = {
         name: write_run(
-            folder / inside[name], terms=[each for each in specs() if each.name in kept]
+            folder / subfolders[name], terms=[each for each in specs() if each.name in kept]
         )
         for name, kept in runs.items()
     }
     (folder / "ablation.json").write_text(
-        json.dumps({"runs": inside, "table": []}), encoding="utf-8"
+        json.dumps({"runs": subfolders, "table": []}), encoding="utf-8"
     )
-    return found
+    return rows

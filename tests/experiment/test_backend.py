@@ -1,4 +1,4 @@
-"""A run on a Tinker service.
+"""Backends: the tiny model on this machine, and a run on a Tinker service.
 
 The service is the SDK's own training client, answered by the engine: see `tests.clients.sdk`.
 """
@@ -12,15 +12,21 @@ from typing import Any
 
 import pytest
 import tinker
+import torch
+from tinker import types
 
-from steelyard.engine import LocalServiceClient
+from steelyard.engine import LocalServiceClient, tiny
+from steelyard.errors import ConfigError
 from steelyard.experiment import Config, RunFolder, read_config, resume, train
+from steelyard.experiment.backend import Backend, check_model
+from steelyard.experiment.config import ModelConfig
+from steelyard.experiment.encoding import Encoder
 from tests.cli.project import metrics_of, write_project
 from tests.clients.sdk import Answered, Holder
 
 
 class Remote(Answered):
-    """What a run needs beyond the passes, from the engine too."""
+    """The SDK's client, with checkpoints, sampling and the tokenizer from the engine too."""
 
     def save_state(
         self, name: str, ttl_seconds: Any = None, overwrite: bool = False, user_metadata: Any = None
@@ -38,7 +44,7 @@ class Remote(Answered):
 
 
 class Service:
-    """The part of the SDK's service client that a run uses; keeps its checkpoints elsewhere."""
+    """The part of the SDK's service client that a run uses; keeps checkpoints in another folder."""
 
     made: list[Remote]
     root: Path
@@ -69,12 +75,12 @@ def config(tmp_path: Path) -> Config:
     return read_config(project / "c.toml", [*remote, "train.save_every=2"])
 
 
-def test_a_run_on_a_service_is_resumed_with_the_memory_of_its_terms(
+def test_a_run_on_a_service_is_resumed_with_the_state_of_its_terms(
     service: type[Service], config: Config, tmp_path: Path
 ) -> None:
     train(config, tmp_path / "whole")
-    asked = iter([False, False, False, True])
-    outcome = train(config, tmp_path / "r", stop=lambda: next(asked))
+    answers = iter([False, False, False, True])
+    outcome = train(config, tmp_path / "r", stop=lambda: next(answers))
     assert (outcome.status, outcome.steps) == ("interrupted", 3)
     record = json.loads((tmp_path / "r/checkpoints/step-00000003.json").read_text())
     assert set(record["terms"]["terms"]) == {"drift", "steady"}
@@ -82,7 +88,7 @@ def test_a_run_on_a_service_is_resumed_with_the_memory_of_its_terms(
     assert metrics_of(tmp_path / "r") == metrics_of(tmp_path / "whole")
 
 
-def test_nothing_but_tokens_and_weights_leaves_the_machine(
+def test_only_tokens_and_weights_are_sent_to_a_service(
     service: type[Service], config: Config, tmp_path: Path
 ) -> None:
     train(config, tmp_path / "r")
@@ -93,7 +99,7 @@ def test_nothing_but_tokens_and_weights_leaves_the_machine(
         assert not getattr(datum, "record", {})
 
 
-def test_a_term_that_needs_more_than_a_service_gives_is_refused(
+def test_a_term_that_needs_logits_is_refused_on_a_service(
     service: type[Service], config: Config, tmp_path: Path
 ) -> None:
     entry = config.regularizers[2].model_copy(update={"needs": ["logits"]})
@@ -101,3 +107,45 @@ def test_a_term_that_needs_more_than_a_service_gives_is_refused(
     with pytest.raises(ValueError, match="fn must accept"):
         train(wrong, tmp_path / "r")
     assert not RunFolder(tmp_path / "r").holds_run
+
+
+# The tiny model, through transformers alone.
+
+
+def base_model_logprobs(datum: types.Datum) -> torch.Tensor:
+    """Log-probs of the targets by the base model, without the engine."""
+    inputs = torch.tensor([datum.model_input.to_ints()])
+    with torch.no_grad():
+        logits = tiny.build(torch.float32)(inputs).logits[0]
+    targets = datum.loss_fn_inputs["target_tokens"].to_torch()
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    return logprobs
+
+
+def test_logprobs_of_an_untrained_client_are_those_of_the_base_model(
+    backend: Backend, plain: Encoder
+) -> None:
+    records = [{"prompt": "n" * (n % 5), "completion": f" {n}"} for n in range(19)]
+    data = [plain.encode("completion", record)[0] for record in records]
+    logprobs = backend.logprobs(data)
+    assert len(logprobs) == len(data), "more than one batch of 16"
+    for datum, row in zip(data, logprobs, strict=True):
+        assert not row.requires_grad
+        torch.testing.assert_close(row, base_model_logprobs(datum), atol=1e-5, rtol=1e-5)
+
+
+def test_samples_are_greedy(backend: Backend, plain: Encoder) -> None:
+    model, prompt = tiny.build(torch.float32), plain.prompt("One plus", "completion")
+    tokens = prompt.to_ints()
+    with torch.no_grad():
+        for _ in range(4):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    expected = plain.tokenizer.decode(tokens[prompt.length :], skip_special_tokens=True)
+    assert backend.sample([prompt, prompt], 4) == [expected, expected]
+
+
+def test_an_unknown_local_model_is_refused_without_loading() -> None:
+    check_model(ModelConfig(base_model="tiny-random"))
+    check_model(ModelConfig(backend="tinker", base_model="gpt-9"))
+    with pytest.raises(ConfigError, match=r"^\[model\]: base_model must be"):
+        check_model(ModelConfig(base_model="gpt-9"))

@@ -1,3 +1,5 @@
+"""Files of a run folder: the lock, the config, metrics, samples and the result."""
+
 from __future__ import annotations
 
 import json
@@ -5,23 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.errors import CheckpointError, RunError
+from steelyard.errors import ConfigError, RunError
 from steelyard.experiment import RunFolder, read_config
-from steelyard.experiment.checkpointing import last_saved
-from steelyard.experiment.run_dir import write_whole
-from steelyard.experiment.secrets import redact
+from steelyard.experiment.run_dir import write_atomic
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
-    (tmp_path / "train.jsonl").write_text("")
-    made = RunFolder(tmp_path / "run")
-    with made.locked():
-        made.begin(read_config({"data": {"path": "train.jsonl"}}, folder=tmp_path))
-    return made
-
-
-def test_a_config_comes_back_as_it_was(run: RunFolder, tmp_path: Path) -> None:
+def test_a_config_is_read_back_unchanged(run: RunFolder, tmp_path: Path) -> None:
     assert run.config() == read_config({"data": {"path": "train.jsonl"}}, folder=tmp_path)
 
 
@@ -39,7 +30,7 @@ def test_a_folder_in_use_is_refused(run: RunFolder) -> None:
         pass
 
 
-def test_metrics_are_cut_to_a_size(run: RunFolder) -> None:
+def test_metrics_are_truncated_to_a_size(run: RunFolder) -> None:
     run.append({"step": 0})
     size = run.measured()
     run.append({"step": 1})
@@ -51,29 +42,71 @@ def test_metrics_are_cut_to_a_size(run: RunFolder) -> None:
         run.cut(size + 1)
 
 
-def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file_behind(tmp_path: Path) -> None:
     target = tmp_path / "folder"
     target.mkdir()
-    with pytest.raises(RunError, match=r"must be writable, and that failed: .* Make room there\."):
-        write_whole(target, b"x")
+    with pytest.raises(RunError, match=r"must be writable, and that failed: .* Free space there\."):
+        write_atomic(target, b"x")
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_damaged_record_is_named(run: RunFolder) -> None:
-    assert last_saved(run) is None
-    run.checkpoints.mkdir()
-    (run.checkpoints / "step-00000001.json").write_text('{"step": 1}')
-    with pytest.raises(CheckpointError, match=r"step-00000001\.json must be a whole record"):
-        last_saved(run)
-
-
-def test_secrets_are_blanked_out(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_run_hold_no_secret(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-0123")
-    assert redact("key tml-0123.") == "key ***."
     run.log("refused: tml-0123")
     run.append({"reason": "tml-0123"})
     run.finish({"key": "tml-0123"})
     assert not [f for f in run.path.iterdir() if b"tml-0123" in f.read_bytes()]
     assert json.loads((run.path / "result.json").read_text()) == {"key": "***"}
-    monkeypatch.setenv("TINKER_API_KEY", "a")
-    assert redact("a b a") == "a b a", "what short keys would blank out is not worth it"
+
+
+def test_a_write_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "file"
+    write_atomic(target, b"first")
+    write_atomic(target, b"second")
+    assert target.read_bytes() == b"second"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_folder_without_a_run_has_no_config(tmp_path: Path) -> None:
+    empty = RunFolder(tmp_path / "empty")
+    assert not empty.holds_run
+    assert (empty.metrics(), empty.samples(), empty.result()) == ([], [], None)
+    with pytest.raises(RunError, match=r"must be the folder of a run, with a config\.json"):
+        empty.config()
+
+
+def test_a_damaged_config_is_an_error(run: RunFolder) -> None:
+    (run.path / "config.json").write_text('{"train": ')
+    with pytest.raises(ConfigError, match=r"config\.json must be a whole config"):
+        run.config()
+
+
+def test_data_files_must_not_change_during_a_run(run: RunFolder, folder: Path) -> None:
+    data = folder / "train.jsonl"
+    data.write_text("abc")
+    run.hold_data([str(data)])
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
+    assert json.loads((run.path / "data.json").read_text()) == {str(data): digest}
+    run.hold_data([str(data)])
+    data.write_text("abd")
+    with pytest.raises(RunError, match=r"train\.jsonl must be as it was when the run began"):
+        run.hold_data([str(data)])
+    data.unlink()
+    with pytest.raises(RunError, match=r"train\.jsonl must be a file that can be read"):
+        run.hold_data([str(data)])
+
+
+def test_samples_and_the_result_are_read_back(run: RunFolder) -> None:
+    samples = [{"when": "before", "prompt": "é"}, {"when": "after", "prompt": "→"}]
+    run.keep_samples(samples[:1])
+    run.keep_samples(samples)
+    assert run.samples() == samples
+    assert run.result() is None
+    run.finish({"status": "done"})
+    assert run.result() == {"status": "done"}
+
+
+def test_every_line_of_a_message_has_a_time(run: RunFolder) -> None:
+    run.log("one\ntwo")
+    lines = (run.path / "log.txt").read_text().splitlines()
+    assert [line[20:] for line in lines] == ["one", "two"]

@@ -1,12 +1,18 @@
-"""Experiments: a config becomes a run, a run a folder; ablations and searches are made of runs.
+"""Experiments: train from a config into a run folder; ablate terms; tune their weights.
 
-A run goes this way: `reading` makes a `config` of a file (`weights` and `complaints` are its
-rules and its voice); `terms` builds the loss and the regularizers; `backend` opens a training
-client; `records` and `encoding` turn lines into data, `batches` puts them in order, `reference`
-adds what the base model says of them (`material` is all of that); `loop` makes the steps, with
-`held_out` beside it; `folder`, `saving` and `sinks` keep what comes of it. `ablation` (with
-`side_by_side`) and `tuning` make many runs; `checking` makes none. `step_metrics` reads a line of
-metrics, and `flags` says what in it asks for a second look; the display and `report` use both.
+The modules, in the order in which a run uses them:
+
+- Config: `config_io` reads a file into a `Config` (`config`); `config_weights` checks weights and
+  schedules, `config_errors` formats validation errors; `config_check` checks without training.
+- Terms and model: `build_terms` builds the base loss and the regularizers, `backend` opens the
+  training client.
+- Data: `data_files` reads JSON Lines, `encoding` tokenizes them, `batching` orders and splits
+  them, `reference_logprobs` adds the base model's log-probs; `dataset` combines these.
+- Training: `training_loop` makes the steps, `held_out` evaluates on held-out data, and `run_dir`,
+  `checkpointing` and `sinks` write files, checkpoints and metrics; `secrets` redacts API keys.
+- Several runs: `ablation` (with `parallel_runs`) and `tuning`.
+- Display: `step_metrics` reads a line of metrics, `flags` marks conspicuous terms; the terminal
+  display and `report` use both.
 """
 
 from steelyard._extras import cure as _cure

@@ -1,4 +1,4 @@
-"""What each term is good for: the same run with all terms, without each one, and with none."""
+"""Ablation of terms: the same run with all terms, without each one, and with none."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 from steelyard.errors import RunError
 from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import Config
-from steelyard.experiment.parallel_runs import run_together
-from steelyard.experiment.run_dir import RunFolder, write_whole
-from steelyard.experiment.training_loop import Unwatched, Watcher, resume, train
+from steelyard.experiment.parallel_runs import run_in_parallel
+from steelyard.experiment.run_dir import RunFolder, write_atomic
+from steelyard.experiment.training_loop import SilentWatcher, Watcher, resume, train
 
-_HELD_OUT, _TERM = "held_out/loss", "held_out/regularizers/"
+_HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """What came of it.
+    """Result of an ablation.
 
     Attributes:
-        folder: where it is.
-        runs: labels and the sub-folders of their runs.
-        table: a row for each run that is done: `run`, `held_out/loss`, `loss`, `seconds`, and
-            `terms`, what each term says of the held-out data, whether it was trained with or not.
-        done: whether all runs are.
+        folder: the folder that holds all runs.
+        runs: sub-folder of each run, by the run's label.
+        table: a row for each finished run: `run`, `held_out/loss`, `loss`, `seconds`, and `terms`,
+            the value of every term on the held-out data, including terms not trained with.
+        done: whether all runs have finished.
     """
 
     folder: Path
@@ -38,23 +38,29 @@ class Ablation:
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """The configs of an ablation, by label: `all`, `without <name>`, `none`."""
-    names = [spec.name for spec in build_terms(config).specs]
-    wanted = {name for name, e in zip(names, config.regularizers, strict=True) if e.enabled}
+    """Configs of an ablation, by label: `all`, `without <name>`, `none`.
 
-    def keeping(kept: set[str]) -> Config:
+    Terms that `config` disables stay disabled and have no variant. With a single enabled term,
+    `without <name>` would equal `none` and is omitted.
+    """
+    names = [spec.name for spec in build_terms(config).specs]
+    enabled = {name for name, e in zip(names, config.regularizers, strict=True) if e.enabled}
+
+    def with_enabled(chosen: set[str]) -> Config:
         entries = [
-            entry.model_copy(update={"enabled": entry.enabled and name in kept})
+            entry.model_copy(update={"enabled": name in chosen})
             for name, entry in zip(names, config.regularizers, strict=True)
         ]
         return config.model_copy(update={"regularizers": entries})
 
-    found = {"all": config}
-    if len(wanted) > 1:
-        found |= {f"without {name}": keeping(wanted - {name}) for name in names if name in wanted}
-    if wanted:
-        found["none"] = keeping(set())
-    return found
+    configs = {"all": config}
+    if len(enabled) > 1:
+        configs |= {
+            f"without {name}": with_enabled(enabled - {name}) for name in names if name in enabled
+        }
+    if enabled:
+        configs["none"] = with_enabled(set())
+    return configs
 
 
 def ablate(
@@ -65,44 +71,50 @@ def ablate(
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Ablation:
-    """Make the runs of an ablation, those that are not done yet, and compare them.
+    """Train every variant of the config that has not finished yet, and compare the results.
 
     Args:
-        config: of the run with all terms.
-        folder: where the runs go; the same one again goes on with what is there.
-        jobs: how many runs at once, in processes of their own; fewer where memory is short.
-        watch: who is told of each step, of one run at a time.
-        stop: asked before each step; when it says True the runs save and end.
+        config: config of the run with all terms.
+        folder: parent folder of the runs; calling again with the same folder continues them.
+        jobs: number of runs at once, each in its own process; fewer while memory is short.
+        watch: notified of each step.
+        stop: called before each step; when it returns True the runs save a checkpoint and end.
 
     Raises:
-        ConfigError: the config names something that is not there.
+        ConfigError: the config names a model, term or file that does not exist.
         RunError: the folder is in use, or holds runs of another config.
     """
-    whole, watch = RunFolder(folder), watch or Unwatched()
-    with whole.locked():
-        found = variants(config)
-        runs = {label: _slug(label) for label in found}
-        _check_same(whole.path, found, runs)
-        todo = {
-            whole.path / runs[label]: variant
-            for label, variant in found.items()
-            if RunFolder(whole.path / runs[label]).result() is None
+    parent, watch = RunFolder(folder), watch or SilentWatcher()
+    with parent.locked():
+        configs = variants(config)
+        runs = {label: _slug(label) for label in configs}
+        _check_same_configs(parent.path, configs, runs)
+        unfinished = {
+            parent.path / runs[label]: variant
+            for label, variant in configs.items()
+            if RunFolder(parent.path / runs[label]).result() is None
         }
         if jobs > 1:
-            run_together(todo, jobs, watch, stop)
+            run_in_parallel(unfinished, jobs, watch, stop)
         else:
-            for place, variant in todo.items():
-                if stop():
-                    break
-                watch.say(f"run {place.name}")
-                if RunFolder(place).holds_run:
-                    resume(place, watch=watch, stop=stop)
-                else:
-                    train(variant, place, watch=watch, stop=stop)
-        table = _table(whole.path, runs)
-        written = {"runs": runs, "table": table}
-        write_whole(whole.path / "ablation.json", json.dumps(written, indent=2).encode())
-        return Ablation(whole.path, runs, table, done=len(table) == len(runs))
+            _run_in_turn(unfinished, watch, stop)
+        table = _table(parent.path, runs)
+        content = json.dumps({"runs": runs, "table": table}, indent=2)
+        write_atomic(parent.path / "ablation.json", content.encode())
+        return Ablation(parent.path, runs, table, done=len(table) == len(runs))
+
+
+def _run_in_turn(
+    unfinished: Mapping[Path, Config], watch: Watcher, stop: Callable[[], bool]
+) -> None:
+    for path, variant in unfinished.items():
+        if stop():
+            return
+        watch.say(f"run {path.name}")
+        if RunFolder(path).holds_run:
+            resume(path, watch=watch, stop=stop)
+        else:
+            train(variant, path, watch=watch, stop=stop)
 
 
 def _table(folder: Path, runs: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -112,11 +124,15 @@ def _table(folder: Path, runs: Mapping[str, str]) -> list[dict[str, Any]]:
         if result is None:
             continue
         metrics = result["metrics"]
-        terms = {k.removeprefix(_TERM): v for k, v in metrics.items() if k.startswith(_TERM)}
+        terms = {
+            key.removeprefix(_HELD_OUT_TERM): value
+            for key, value in metrics.items()
+            if key.startswith(_HELD_OUT_TERM)
+        }
         rows.append(
             {
                 "run": label,
-                _HELD_OUT: metrics.get(_HELD_OUT),
+                _HELD_OUT_LOSS: metrics.get(_HELD_OUT_LOSS),
                 "loss": metrics["base_loss/value"],
                 "terms": terms,
                 "seconds": result["seconds"],
@@ -125,8 +141,10 @@ def _table(folder: Path, runs: Mapping[str, str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _check_same(folder: Path, found: Mapping[str, Config], runs: Mapping[str, str]) -> None:
-    for label, variant in found.items():
+def _check_same_configs(
+    folder: Path, configs: Mapping[str, Config], runs: Mapping[str, str]
+) -> None:
+    for label, variant in configs.items():
         run = RunFolder(folder / runs[label])
         if run.holds_run and run.config() != variant:
             raise RunError(

@@ -1,4 +1,4 @@
-"""Where a run trains: the embedded engine, or a Tinker service."""
+"""Training clients of a run: from the embedded engine or from a Tinker service."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from steelyard.clients import RegularizedClient, regularize
 from steelyard.errors import ConfigError, ModelError, RunError
 from steelyard.experiment.config import ModelConfig
 
-_AT_ONCE = 16
+_FORWARD_BATCH = 16  # data in one forward call
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A training client with regularizers, and what a run asks of it.
+    """A training client, with the calls that a run makes beside training steps.
 
     Attributes:
-        client: fresh, with the base model's own predictions.
-        service: where it comes from.
+        client: untrained client; its predictions are those of the base model.
+        service: service client that created it.
     """
 
     client: RegularizedClient
-    service: Any  # ours, or the SDK's
+    service: Any  # a LocalServiceClient, or the SDK's ServiceClient
 
     @property
     def tokenizer(self) -> Any:
-        """The base model's."""
+        """Tokenizer of the base model."""
         return self.client.get_tokenizer()
 
     def logprobs(self, data: Sequence[types.Datum]) -> list[Tensor]:
-        """What the model gives for the targets of each datum; no gradient."""
-        found: list[Tensor] = []
-        for start in range(0, len(data), _AT_ONCE):
-            asked = [_bare(datum) for datum in data[start : start + _AT_ONCE]]
-            outputs = self.client.forward(asked, "cross_entropy").result().loss_fn_outputs
-            found += [output["logprobs"].to_torch().to(torch.float32) for output in outputs]
-        return found
+        """Log-probs of the target tokens of each datum, `[T]` in float32, without a gradient."""
+        logprobs: list[Tensor] = []
+        for start in range(0, len(data), _FORWARD_BATCH):
+            chunk = [_cross_entropy_inputs(d) for d in data[start : start + _FORWARD_BATCH]]
+            outputs = self.client.forward(chunk, "cross_entropy").result().loss_fn_outputs
+            logprobs += [output["logprobs"].to_torch().to(torch.float32) for output in outputs]
+        return logprobs
 
     def sample(self, prompts: Sequence[types.ModelInput], tokens: int) -> list[str]:
-        """The likeliest continuation of each prompt, token by token."""
+        """Greedy continuation of each prompt, at most `tokens` tokens long."""
         sampling = self.client.save_weights_and_get_sampling_client()
         params = types.SamplingParams(max_tokens=tokens, temperature=0.0, seed=0)
         futures = [sampling.sample(p, num_samples=1, sampling_params=params) for p in prompts]
-        answers = [future.result().sequences[0].tokens for future in futures]
-        return [self.tokenizer.decode(each, skip_special_tokens=True) for each in answers]
+        sampled = [future.result().sequences[0].tokens for future in futures]
+        return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sampled]
 
     def close(self) -> None:
-        """Give back what it holds on this machine."""
+        """Close a local service; a Tinker service stays open."""
         if hasattr(self.service, "checkpoints"):
             self.service.close("success").result()
 
 
 def check_model(config: ModelConfig) -> None:
-    """Nothing, if the base model is one that can be looked for.
+    """Check that a local backend knows the base model, without loading it.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the base model is unknown.
     """
     if config.backend == "local":
         from steelyard.engine import find_model  # noqa: PLC0415 - takes seconds
@@ -74,19 +74,22 @@ def check_model(config: ModelConfig) -> None:
 
 
 def open_backend(config: ModelConfig, seed: int, checkpoints: Path) -> Backend:
-    """A fresh training client.
+    """Open an untrained training client; a local one saves under `checkpoints`.
 
     Raises:
-        ModelError: the base model is unknown or cannot be had.
-        InputError: a setting breaks a rule.
-        RunError: the service refuses.
+        ModelError: the base model is unknown or cannot be loaded.
+        InputError: a setting is out of range.
+        RunError: the Tinker service rejects the connection.
     """
-    service = _local(config, checkpoints) if config.backend == "local" else _tinker(config)
+    if config.backend == "local":
+        service = _local_service(config, checkpoints)
+    else:
+        service = _tinker_service(config)
     client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
     return Backend(regularize(client), service)
 
 
-def _local(config: ModelConfig, checkpoints: Path) -> Any:
+def _local_service(config: ModelConfig, checkpoints: Path) -> Any:
     from steelyard.engine import LocalServiceClient  # noqa: PLC0415 - takes seconds
 
     return LocalServiceClient(
@@ -97,17 +100,19 @@ def _local(config: ModelConfig, checkpoints: Path) -> Any:
     )
 
 
-def _tinker(config: ModelConfig) -> Any:
+def _tinker_service(config: ModelConfig) -> Any:
     import tinker  # noqa: PLC0415 - takes a second
 
-    where: dict[str, Any] = {} if config.base_url is None else {"base_url": config.base_url}
+    options: dict[str, Any] = {} if config.base_url is None else {"base_url": config.base_url}
     try:
-        return tinker.ServiceClient(**where)
+        return tinker.ServiceClient(**options)
     except tinker.TinkerError as error:
-        raise RunError(f"the Tinker service must take us in, and it does not: {error}") from error
+        raise RunError(
+            f"the Tinker service must accept the connection, and it does not: {error}"
+        ) from error
 
 
-def _bare(datum: types.Datum) -> types.Datum:
-    """The datum with what `cross_entropy` reads, and no more."""
-    sent = {key: datum.loss_fn_inputs[key] for key in ("target_tokens", "weights")}
-    return types.Datum(model_input=datum.model_input, loss_fn_inputs=sent)
+def _cross_entropy_inputs(datum: types.Datum) -> types.Datum:
+    # Only the fields that `cross_entropy` reads: other fields of a line stay on this machine.
+    inputs = {key: datum.loss_fn_inputs[key] for key in ("target_tokens", "weights")}
+    return types.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)

@@ -1,4 +1,4 @@
-"""The base losses that config files know by a name of their own."""
+"""Base losses that config files can name: cross-entropy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
 class CrossEntropy:
     """Cross-entropy of the target tokens, with Tinker's definition: `-sum(logprobs * weights)`.
 
-    Reads from each datum: `weights` (optional; all 1).
+    Reads from each datum: `weights` (optional, `[T]`; all 1 if missing).
 
     Args:
         reduction: `"sum"`, or `"mean"`, which divides by the sum of all weights.
 
     Raises:
-        SpecError: `reduction` is something else.
+        SpecError: `reduction` is neither.
 
     Example:
         >>> data = [{"loss_fn_inputs": {"weights": [0.0, 1.0, 1.0]}}]
@@ -40,12 +40,12 @@ class CrossEntropy:
             raise SpecError(f"reduction must be 'sum' or 'mean', got {self.reduction!r}.")
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch; `nll` per weighted token, and their number."""
+        """Loss of a batch; metrics: `nll` per weighted token, and `tokens`, the sum of weights."""
         rows = [logprobs] if isinstance(logprobs, Tensor) else list(logprobs)
         weights = [_weights(datum, row) for datum, row in zip(data, rows, strict=True)]
         total = -torch.stack([(row * w).sum() for row, w in zip(rows, weights, strict=True)]).sum()
         tokens = sum(w.sum().item() for w in weights)
-        mean = total / max(tokens, 1e-12)
+        mean = total / max(tokens, 1e-12)  # 0 rather than NaN where every weight is 0
         metrics = {"nll": mean.item(), "tokens": tokens}
         return (total if self.reduction == "sum" else mean), metrics
 

@@ -1,4 +1,8 @@
-"""Which lines a step trains on: a function of the seed and the step alone."""
+"""Batches and the held-out split, as functions of the seed and the step alone.
+
+Nothing is carried from one step to the next, so a resumed run needs only its step to continue
+with the same batches.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,33 @@ T = TypeVar("T")
 
 
 def batch(step: int, size: int, count: int, seed: int) -> list[int]:
-    """The lines of a step, of `count`: shuffled anew for each time through the data.
+    """Indices of the lines of a step, out of `count`; each epoch has its own permutation.
+
+    A batch may end one epoch and begin the next.
 
     Example:
         >>> [batch(step, size=2, count=4, seed=0) for step in range(3)]
         [[2, 0], [1, 3], [3, 0]]
     """
-    places = range(step * size, (step + 1) * size)
-    orders = {epoch: _order(epoch, count, seed) for epoch in {at // count for at in places}}
-    return [orders[at // count][at % count] for at in places]
+    # Position p of the endless sequence of lines is entry p mod count of epoch p // count.
+    positions = range(step * size, (step + 1) * size)
+    orders = {epoch: _order(epoch, count, seed) for epoch in {at // count for at in positions}}
+    return [orders[at // count][at % count] for at in positions]
 
 
 def split(items: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list[T]]:
-    """What is trained on, and what is held out: at least one of each, unless `fraction` is 0."""
-    if not fraction or len(items) < 2:  # noqa: PLR2004 - one of each
+    """Training items and held-out items, each in their given order.
+
+    At least one item is held out and at least one is trained on, unless `fraction` is 0 or there
+    is only one item.
+    """
+    if not fraction or len(items) < 2:  # noqa: PLR2004 - one for each side
         return list(items), []
-    held = min(max(1, round(fraction * len(items))), len(items) - 1)
-    chosen = set(np.random.default_rng([seed, len(items)]).permutation(len(items))[:held].tolist())
-    kept = [item for index, item in enumerate(items) if index not in chosen]
-    return kept, [items[index] for index in sorted(chosen)]
+    count = min(max(1, round(fraction * len(items))), len(items) - 1)
+    shuffled = np.random.default_rng([seed, len(items)]).permutation(len(items))
+    held_out = set(shuffled[:count].tolist())
+    train = [item for index, item in enumerate(items) if index not in held_out]
+    return train, [items[index] for index in sorted(held_out)]
 
 
 def _order(epoch: int, count: int, seed: int) -> list[int]:

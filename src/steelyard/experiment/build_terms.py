@@ -1,4 +1,4 @@
-"""From a config to what runs: the base loss and the specs, built and checked once."""
+"""Build the base loss and the regularizer specs of a config, and check them once."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from typing import Any, TypeVar
 from steelyard.composition import Pipeline
 from steelyard.errors import ConfigError, RegistryError, SpecError
 from steelyard.experiment.config import Config, TermConfig
-from steelyard.experiment.config_weights import is_tuned, schedule_of
+from steelyard.experiment.config_weights import is_range, schedule_of
 from steelyard.spec import RegularizerSpec, build
 
 LOSSES = {"cross_entropy": "steelyard.experiment.base_losses:CrossEntropy"}
-GIVES = {"local": ("hidden_states", "logits", "parameters", "projection"), "tinker": ()}
+# Extra inputs that a backend provides for the `needs` of a spec.
+EXTRA_INPUTS = {"local": ("hidden_states", "logits", "parameters", "projection"), "tinker": ()}
 _REFERENCE = "reference_logprobs"
-_LOOK_AHEAD = 10_000
+_MAX_CHECKED_STEPS = 10_000  # of a weight schedule
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What is computed at each step: the base loss and its regularizers."""
+    """The base loss and the regularizers of a run."""
 
     loss: Any  # a TermFn or a Regularizer
     specs: tuple[RegularizerSpec, ...]
 
     @property
-    def read_reference(self) -> bool:
-        """Whether one of them reads `reference_logprobs`."""
+    def reads_reference(self) -> bool:
+        """True if the loss or a regularizer reads `reference_logprobs`."""
         return any(_reads_reference(fn) for fn in (self.loss, *(s.fn for s in self.specs)))
 
     def close(self) -> None:
-        """Close what they hold open: connections, for example."""
+        """Close every term that has a `close` method, for example one with open connections."""
         for fn in (self.loss, *(spec.fn for spec in self.specs)):
             close = getattr(fn, "close", None)
             if callable(close):
@@ -44,26 +45,27 @@ class Terms:
 
 
 def build_terms(config: Config) -> Terms:
-    """The terms of a config.
+    """Build the terms of a config, after importing the modules that it lists.
 
     Raises:
-        ConfigError: a name is unknown, or options or a weight break a rule.
+        ConfigError: a name is unknown, or options or a weight are invalid.
     """
-    _import(config)
-    loss = _said("[loss]", lambda: _loss(config))
+    _import_modules(config)
+    loss = _locate_errors("[loss]", lambda: _loss(config))
     specs = []
     for number, entry in enumerate(config.regularizers, 1):
-        where = f"[[regularizers]] #{number}"
-        spec = _said(where, lambda entry=entry: _spec(entry))  # type: ignore[misc]  # bound here
-        _said(where, lambda spec=spec: _weigh_ahead(spec, config.train.steps))  # type: ignore[misc]
+        location = f"[[regularizers]] #{number}"
+        spec = _locate_errors(location, functools.partial(_spec, entry))
+        _locate_errors(location, functools.partial(_check_schedule, spec, config.train.steps))
         specs.append(spec)
-    gives = GIVES[config.model.backend]
-    _said("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
+    # The pipeline's constructor checks the terms together: unique names, available extra inputs.
+    gives = EXTRA_INPUTS[config.model.backend]
+    _locate_errors("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
     return Terms(loss, tuple(specs))
 
 
-def _import(config: Config) -> None:
-    sys.path[:0] = [place for place in config.python_path if place not in sys.path]
+def _import_modules(config: Config) -> None:
+    sys.path[:0] = [folder for folder in config.python_path if folder not in sys.path]
     for module in config.imports:
         try:
             importlib.import_module(module)
@@ -74,13 +76,13 @@ def _import(config: Config) -> None:
 
 
 def _loss(config: Config) -> Any:
-    made, options = build(LOSSES.get(config.loss.use, config.loss.use), config.loss.options)
-    checked = RegularizerSpec(made, 1.0, "base loss", options=options)
-    return functools.partial(checked.call, **options) if options else made
+    loss, options = build(LOSSES.get(config.loss.use, config.loss.use), config.loss.options)
+    checked = RegularizerSpec(loss, 1.0, "base loss", options=options)
+    return functools.partial(checked.call, **options) if options else loss
 
 
 def _spec(entry: TermConfig) -> RegularizerSpec:
-    if is_tuned(entry.weight):
+    if is_range(entry.weight):
         raise ConfigError("weight must be a number or a schedule to train with, got a range")
     fields = entry.model_dump(exclude={"use", "weight"})
     return RegularizerSpec.from_dict(
@@ -88,22 +90,24 @@ def _spec(entry: TermConfig) -> RegularizerSpec:
     )
 
 
-def _weigh_ahead(spec: RegularizerSpec, steps: int) -> None:
+def _check_schedule(spec: RegularizerSpec, steps: int) -> None:
+    # `weight_at` raises for a weight that is negative or not finite; a run of hours should not
+    # end with that.
     if callable(spec.weight):
-        for step in range(min(steps, _LOOK_AHEAD)):
+        for step in range(min(steps, _MAX_CHECKED_STEPS)):
             spec.weight_at(step)
 
 
-def _said(where: str, made: Callable[[], T]) -> T:
+def _locate_errors(location: str, build_part: Callable[[], T]) -> T:
     try:
-        return made()
+        return build_part()
     except RegistryError as error:
-        raise ConfigError(f"{where}: use: {error}") from error
+        raise ConfigError(f"{location}: use: {error}") from error
     except (ConfigError, SpecError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{location}: {error}") from error
 
 
 def _reads_reference(fn: Any) -> bool:
-    """Whether a regularizer, or one that it wraps, reads the field."""
-    inner = (held for held in getattr(fn, "__dict__", {}).values() if hasattr(held, "compute"))
-    return getattr(fn, "reference", None) == _REFERENCE or any(map(_reads_reference, inner))
+    # A wrapper, such as `adaptive`, keeps the regularizer that it wraps as an attribute.
+    wrapped = (value for value in getattr(fn, "__dict__", {}).values() if hasattr(value, "compute"))
+    return getattr(fn, "reference", None) == _REFERENCE or any(map(_reads_reference, wrapped))

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: the client's own state, and a record of where the run was.
+"""Checkpoints of a run: the client's state, and a JSON record that points to it.
 
-The record is written, whole, after the state it points to. Whenever the writer was killed, the
-newest record points to a whole checkpoint. Random numbers and the order of the data are
-functions of the seed and the step, so the step is all that is needed of them.
+The record is written atomically, and after the state that it points to. Whenever the process is
+killed, the newest record points to a complete checkpoint. Random numbers and the order of the data
+are functions of the seed and the step, so the record holds only these two.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from steelyard.clients import RegularizedClient
 from steelyard.errors import CheckpointError
-from steelyard.experiment.run_dir import RunFolder, write_whole
+from steelyard.experiment.run_dir import RunFolder, write_atomic
 
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """Where a run was.
+    """Record of a checkpoint.
 
     Attributes:
-        step: how many steps were made.
-        path: the client's checkpoint.
-        seed: what random numbers and the order of the data follow, together with the step.
-        metrics_bytes: how long the metrics were.
-        terms: what the regularizers remember, where the checkpoint does not hold it.
+        step: number of completed steps.
+        path: path of the client's checkpoint.
+        seed: seed of random numbers and of the order of the data.
+        metrics_bytes: size of `metrics.jsonl` when the checkpoint was saved.
+        terms: state of the regularizers, if the client's checkpoint does not contain it.
     """
 
     step: int
@@ -38,25 +38,26 @@ class RunCheckpoint:
 
 
 def save(client: RegularizedClient, run: RunFolder, step: int, seed: int, keep: int) -> None:
-    """Save the run after `step` steps; all but the last `keep` checkpoints go.
+    """Save a checkpoint after `step` steps, and delete all but the last `keep` checkpoints.
 
     Raises:
-        CheckpointError: the disk, or the service, refuses; older checkpoints are as they were.
-        RunError: the disk refuses the record.
+        CheckpointError: the disk or the service failed; older checkpoints are unchanged.
+        RunError: the record could not be written.
     """
     size = run.measured()
     path = client.save_state(f"step-{step:08d}", overwrite=True).result().path
+    # A local client saves the state of attached regularizers with its own; the SDK's cannot.
     terms = None if hasattr(client.client, "attach") else client.state_dict()
     record = asdict(RunCheckpoint(step, path, seed, size, terms))
-    write_whole(run.checkpoints / f"step-{step:08d}.json", json.dumps(record, indent=2).encode())
-    _sweep(run, keep)
+    write_atomic(run.checkpoints / f"step-{step:08d}.json", json.dumps(record, indent=2).encode())
+    _delete_old(run, keep)
 
 
-def last_saved(run: RunFolder) -> RunCheckpoint | None:
-    """The newest record; None if nothing was saved yet.
+def latest_checkpoint(run: RunFolder) -> RunCheckpoint | None:
+    """Newest record of a run; None before the first.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the record is damaged.
     """
     records = _records(run)
     if not records:
@@ -67,23 +68,24 @@ def last_saved(run: RunFolder) -> RunCheckpoint | None:
         raise CheckpointError(f"{records[-1]} must be a whole record: {error}.") from error
 
 
-def load(client: RegularizedClient, saved: RunCheckpoint) -> None:
-    """Put the client where it was.
+def load(client: RegularizedClient, checkpoint: RunCheckpoint) -> None:
+    """Restore the weights, the optimizer and the regularizers' state of a checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is gone or damaged.
+        CheckpointError: the checkpoint is missing or damaged.
     """
-    client.load_state_with_optimizer(saved.path).result()
-    if saved.terms is not None:
-        client.load_state_dict(saved.terms)
+    client.load_state_with_optimizer(checkpoint.path).result()
+    if checkpoint.terms is not None:
+        client.load_state_dict(checkpoint.terms)
 
 
 def _records(run: RunFolder) -> list[Path]:
     return sorted(run.checkpoints.glob("step-*.json"))
 
 
-def _sweep(run: RunFolder, keep: int) -> None:
-    """Remove old records, then, on this machine, every checkpoint that no record points to."""
+def _delete_old(run: RunFolder, keep: int) -> None:
+    # Records first: killed in between, this leaves checkpoints without a record, which the next
+    # call deletes, and never a record without its checkpoint.
     records = _records(run)
     kept = {json.loads(record.read_text("utf-8"))["path"] for record in records[-keep:]}
     for record in records[:-keep]:

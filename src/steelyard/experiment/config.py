@@ -1,4 +1,4 @@
-"""What an experiment is: the keys of a config file, their defaults and their rules."""
+"""Schema of a config file: its keys, their defaults and their rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCHEDULE = {
     ]
 }
 _NUMBER = {"type": "number", "minimum": 0}
-_TUNED = {
+_RANGE = {
     "type": "object",
     "properties": {
         "tune": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
@@ -43,16 +43,16 @@ def _check_url(value: str | None) -> str | None:
 
 
 def _check_objective(value: Any) -> Any:
-    named = isinstance(value, str) and value
-    weighed = isinstance(value, dict) and value and all(is_finite(w) for w in value.values())
-    if not named and not weighed:
+    is_key = isinstance(value, str) and value
+    is_sum = isinstance(value, dict) and value and all(is_finite(w) for w in value.values())
+    if not is_key and not is_sum:
         raise ValueError("must be the key of a metric, or a table of keys and their weights")
     return value
 
 
-# `Any`: each check takes what came, and says the rule itself.
+# `Any`: each check takes any value, and its error states the whole rule.
 Weight: TypeAlias = Annotated[
-    Any, AfterValidator(check_weight), WithJsonSchema({"anyOf": [_NUMBER, _SCHEDULE, _TUNED]})
+    Any, AfterValidator(check_weight), WithJsonSchema({"anyOf": [_NUMBER, _SCHEDULE, _RANGE]})
 ]
 Rate: TypeAlias = Annotated[
     Any, AfterValidator(check_rate), WithJsonSchema({"anyOf": [_NUMBER, _SCHEDULE]})
@@ -71,92 +71,100 @@ Objective: TypeAlias = Annotated[
 ]
 
 
-class _Part(BaseModel):
+class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class ModelConfig(_Part):
-    """What is trained, and where."""
+class ModelConfig(_Table):
+    """The model to train, and the backend that trains it."""
 
     backend: Literal["local", "tinker"] = Field(
-        default="local", description="this machine, or a Tinker service"
+        default="local", description="train on this machine, or on a Tinker service"
     )
     base_model: str = Field(
         default="smollm2-135m", min_length=1, description="a known name, a folder or a Hub id"
     )
-    rank: int = Field(default=16, ge=1, description="of the LoRA matrices")
+    rank: int = Field(default=16, ge=1, description="rank of the LoRA matrices")
     base_url: Annotated[str | None, AfterValidator(_check_url)] = Field(
-        default=None, description="of the Tinker service; None is the SDK's own"
+        default=None, description="address of the Tinker service; None: the SDK's default"
     )
-    device: str | None = Field(default=None, description="local: 'cpu', 'cuda'; None finds a GPU")
+    device: str | None = Field(
+        default=None, description="local: 'cpu' or 'cuda'; None: a GPU if there is one"
+    )
     dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = Field(
-        default=None, description="local: of the base weights"
+        default=None, description="local: dtype of the base weights"
     )
     max_tokens: int = Field(
         default=2048,
         ge=64,
-        description="local: the most tokens in one graph; fixed, so that runs repeat",
+        description="local: maximum tokens in one graph; fixed, so that runs are reproducible",
     )
 
 
-class DataConfig(_Part):
-    """What it is trained on."""
+class DataConfig(_Table):
+    """The training and held-out data."""
 
-    path: str = Field(min_length=1, description="a JSON Lines file, from the config's folder")
+    path: str = Field(
+        min_length=1, description="a JSON Lines file, relative to the config's folder"
+    )
     max_length: int = Field(
-        default=128, ge=2, description="tokens of an example; the rest is cut off"
+        default=128, ge=2, description="maximum tokens of an example; longer ones are truncated"
     )
     held_out: HeldOut = Field(
-        default=0.1, description="a fraction of the lines, or a file of its own"
+        default=0.1, description="a fraction of the lines, or a separate file"
     )
-    skip_bad: bool = Field(default=False, description="leave malformed lines out, and say how many")
+    skip_bad: bool = Field(default=False, description="skip malformed lines, and report how many")
     reference: Literal["auto", "always", "never"] = Field(
         default="auto", description="whether to compute reference_logprobs with the base model"
     )
 
 
-class TrainConfig(_Part):
-    """How it is trained."""
+class TrainConfig(_Table):
+    """Settings of the training loop."""
 
     steps: int = Field(default=20, ge=1)
     batch_size: int = Field(
-        default=4, ge=1, description="lines in a step; a preference is one line"
+        default=4, ge=1, description="lines per step; a preference pair is one line"
     )
     learning_rate: Rate = Field(default=1e-4, description="a number, or a schedule")
     seed: int = Field(
-        default=0, ge=0, description="of the adapter, the order of the data and the terms"
+        default=0, ge=0, description="seed of the adapter, the order of the data and the terms"
     )
-    grad_clip_norm: float = Field(default=0.0, ge=0, description="0 does not clip")
+    grad_clip_norm: float = Field(default=0.0, ge=0, description="0: no clipping")
     weight_decay: float = Field(default=0.0, ge=0)
     save_every: int = Field(
-        default=10, ge=0, description="steps between checkpoints; 0: at the end"
+        default=10, ge=0, description="steps between checkpoints; 0: only at the end"
     )
-    keep: int = Field(default=2, ge=1, description="how many checkpoints are kept")
+    keep: int = Field(default=2, ge=1, description="number of checkpoints to keep")
     evaluate_every: int = Field(
         default=0,
         ge=0,
-        description="steps between held-out losses; the first and last always have one",
+        description="steps between held-out evaluations; the first and last step always have one",
     )
-    sample_prompts: list[str] = Field(default=[], description="answered before and after")
+    sample_prompts: list[str] = Field(
+        default=[], description="prompts to sample from before and after training"
+    )
     sample_tokens: int = Field(default=48, ge=1)
     track_grad_norms: bool = True
-    timeout: float = Field(default=30.0, gt=0, le=300, description="seconds a term may take")
+    timeout: float = Field(default=30.0, gt=0, le=300, description="maximum seconds of one term")
 
 
-class LossConfig(_Part):
+class LossConfig(_Table):
     """The base loss."""
 
     use: str = Field(
         default="cross_entropy", min_length=1, description="a name, or 'package.module:attr'"
     )
-    options: dict[str, Any] = Field(default={}, description="what it is made or called with")
+    options: dict[str, Any] = Field(
+        default={}, description="arguments of its constructor, or of the function"
+    )
 
 
-class TermConfig(_Part):
+class TermConfig(_Table):
     """One regularizer."""
 
     use: str = Field(min_length=1, description="a registered name, or 'package.module:attr'")
-    name: str = Field(default="", description="its own, if left out")
+    name: str = Field(default="", description="unique; the regularizer's own name if empty")
     weight: Weight
     options: dict[str, Any] = {}
     run_in: RunIn = "auto"
@@ -168,41 +176,41 @@ class TermConfig(_Part):
     needs: list[Literal["logits", "projection", "hidden_states", "parameters"]] = []
 
 
-class WandbConfig(_Part):
-    """Weights & Biases."""
+class WandbConfig(_Table):
+    """Settings of the Weights & Biases sink."""
 
     project: str = "steelyard"
     mode: Literal["offline", "online"] = "offline"
 
 
-class TrackioConfig(_Part):
-    """Trackio."""
+class TrackioConfig(_Table):
+    """Settings of the trackio sink."""
 
     project: str = "steelyard"
 
 
-class SinksConfig(_Part):
-    """Where metrics go beside the run folder."""
+class SinksConfig(_Table):
+    """Loggers that receive the metrics in addition to the run folder."""
 
-    tensorboard: bool = Field(default=False, description="into the run folder, under tensorboard/")
+    tensorboard: bool = Field(default=False, description="write to tensorboard/ in the run folder")
     wandb: WandbConfig | None = None
     trackio: TrackioConfig | None = None
 
 
-class TuneConfig(_Part):
-    """How `steelyard tune` searches."""
+class TuneConfig(_Table):
+    """Settings of the search of `steelyard tune`."""
 
     trials: int = Field(default=20, ge=1)
     objective: Objective = Field(
         default="held_out/loss",
-        description="a key of the last metrics, or a table of keys and weights",
+        description="a key of the last step's metrics, or a table of keys and weights",
     )
     direction: Literal["minimize", "maximize"] = "minimize"
     prune: bool = True
 
 
-class Config(_Part):
-    """An experiment: everything a run is made of.
+class Config(_Table):
+    """Config of an experiment: model, data, training, loss and regularizers.
 
     Example:
         >>> config = Config.model_validate({"data": {"path": "train.jsonl"}})
@@ -211,10 +219,10 @@ class Config(_Part):
     """
 
     imports: list[str] = Field(
-        default=[], description="modules to import first: they register names"
+        default=[], description="modules to import first, for example to register names"
     )
     python_path: list[str] = Field(
-        default=[], description="folders to import from; the config's own is always one"
+        default=[], description="folders to import from; the config's own folder is always included"
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig

@@ -1,4 +1,4 @@
-"""What is wrong with a config, in the library's voice: where, key, rule, value."""
+"""Format validation errors of a config: location, key, rule, value."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _LIMITS = {
     "less_than": ("lt", "<"),
     "less_than_equal": ("le", "<="),
 }
-_LONGEST = 80
+_MAX_SHOWN = 80  # characters of a value
 
 
-def complaints(error: ValidationError) -> str:
-    """One line for each broken rule, e.g. `[[regularizers]] #2: weight must be >= 0, got -1`."""
-    return "\n".join(_complaint(each) for each in error.errors())  # type: ignore[arg-type]  # a dict
+def format_errors(error: ValidationError) -> str:
+    """Format one line per error, such as `[[regularizers]] #2: weight must be >= 0, got -1`."""
+    return "\n".join(_format_error(each) for each in error.errors())  # type: ignore[arg-type]  # a dict
 
 
-def place(loc: Sequence[str | int]) -> str:
-    """Where a key stands, as the file writes it: `[train]: steps`, `[[regularizers]] #2: weight`.
+def format_location(loc: Sequence[str | int]) -> str:
+    """Format the location of a key as in TOML: `[train]: steps`, `[[regularizers]] #2: weight`.
 
     Example:
-        >>> place(("regularizers", 1, "weight"))
+        >>> format_location(("regularizers", 1, "weight"))
         '[[regularizers]] #2: weight'
     """
     match list(loc):
@@ -55,16 +55,16 @@ def place(loc: Sequence[str | int]) -> str:
     return f"{head}: {'.'.join(str(key) for key in keys)}" if keys else head
 
 
-def _complaint(found: dict[str, Any]) -> str:
-    kind, loc, context = found["type"], found["loc"], found.get("ctx", {})
-    where = place(loc)
+def _format_error(details: dict[str, Any]) -> str:
+    kind, loc, context = details["type"], details["loc"], details.get("ctx", {})
+    location = format_location(loc)
     if kind == "missing":
-        return f"{where} must be given, got nothing"
+        return f"{location} must be given, got nothing"
     if kind == "extra_forbidden":  # its value is not shown: it may be a secret
         known = _keys_at(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1]), known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{where} is not a key; known: {', '.join(known)}{hint}"
+        return f"{location} is not a key; known: {', '.join(known)}{hint}"
     if kind == "value_error":
         rule = str(context["error"])
     elif kind in _LIMITS:
@@ -73,13 +73,13 @@ def _complaint(found: dict[str, Any]) -> str:
     elif kind == "literal_error":
         rule = f"must be one of {context['expected']}"
     else:
-        rule = f"must be {_RULES.get(kind, found['msg'])}"
-    return f"{where} {rule}, got {_shown(found['input'])}"
+        rule = f"must be {_RULES.get(kind, details['msg'])}"
+    return f"{location} {rule}, got {_shown(details['input'])}"
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def _is_table(key: str) -> bool:
@@ -96,7 +96,7 @@ def _keys_at(loc: Sequence[str | int]) -> list[str]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model an annotation holds: itself, in a list, or beside None."""
+    # The annotation itself, the model of a list, or that of a union with None.
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for each in get_args(annotation) if (found := _model_in(each))), None)

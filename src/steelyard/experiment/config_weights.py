@@ -1,4 +1,4 @@
-"""Weights as config files write them: a number, a schedule, or a range to tune."""
+"""Weights and learning rates in config files: a number, a schedule, or a range to tune."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ SCHEDULES = {
     "warmup": "[v, steps]",
 }
 _FORMS = "a number >= 0, a schedule such as { warmup = [0.1, 10] }, or { tune = [low, high] }"
-_TUNED = "{ tune = [low, high], log = true } with 0 <= low < high, and low > 0 where log is true"
+_RANGE = "{ tune = [low, high], log = true } with 0 <= low < high, and low > 0 where log is true"
 
 
 def check_weight(value: Any) -> Any:
-    """`value`, if it is a weight.
+    """Check that `value` is a number >= 0, a schedule or a range to tune, and return it.
 
     Raises:
-        ValueError: it is not; the message is the rule.
+        ValueError: it is none of these; the message is the rule.
     """
-    if is_tuned(value):
-        return _check_tuned(value)
+    if is_range(value):
+        return _check_range(value)
     return check_rate(value)
 
 
 def check_rate(value: Any) -> Any:
-    """`value`, if it is a number >= 0 or a schedule.
+    """Check that `value` is a number >= 0 or a schedule, and return it.
 
     Raises:
-        ValueError: it is not; the message is the rule.
+        ValueError: it is neither; the message is the rule.
     """
     if isinstance(value, Mapping):
         schedule_of(value)
@@ -47,37 +47,37 @@ def check_rate(value: Any) -> Any:
     return value
 
 
-def is_tuned(value: Any) -> bool:
-    """Whether a weight is a range to tune."""
+def is_range(value: Any) -> bool:
+    """Return whether a weight is a range to tune, `{ tune = [low, high] }`."""
     return isinstance(value, Mapping) and "tune" in value
 
 
 def schedule_of(value: Any) -> float | Schedule:
-    """What a spec takes for a weight, or a learning rate, of a config file.
+    """Convert a number or schedule of a config file to a float or a function of the step.
 
     Raises:
-        ValueError: it is none; the message is the rule.
+        ValueError: `value` is no known schedule; the message is the rule.
     """
     if not isinstance(value, Mapping):
         return float(value)
     if len(value) != 1 or not value.keys() <= SCHEDULES.keys():
         raise ValueError(f"must be {_FORMS}; schedules: {', '.join(SCHEDULES)}")
-    ((kind, given),) = value.items()
+    ((kind, arguments),) = value.items()
     rule = f"must be {{ {kind} = {SCHEDULES[kind]} }}"
     try:
         if kind == "piecewise":
-            made: Schedule = schedules.piecewise({int(step): v for step, v in given.items()})
+            schedule: Schedule = schedules.piecewise({int(s): v for s, v in arguments.items()})
         else:
-            made = getattr(schedules, kind)(*given)
+            schedule = getattr(schedules, kind)(*arguments)
     except (AttributeError, TypeError, ValueError) as error:
-        why = f" ({error})" if isinstance(error, SpecError) else ""
-        raise ValueError(f"{rule}{why}") from error
-    return made
+        reason = f" ({error})" if isinstance(error, SpecError) else ""
+        raise ValueError(f"{rule}{reason}") from error
+    return schedule
 
 
-def _check_tuned(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_range(value: Mapping[str, Any]) -> Mapping[str, Any]:
     span, log = value["tune"], value.get("log", False)
-    kept = (
+    valid = (
         value.keys() <= {"tune", "log"}
         and isinstance(log, bool)
         and isinstance(span, list)
@@ -86,6 +86,6 @@ def _check_tuned(value: Mapping[str, Any]) -> Mapping[str, Any]:
         and 0 <= span[0] < span[1]
         and (span[0] > 0 or not log)
     )
-    if not kept:
-        raise ValueError(f"must be {_TUNED}")
+    if not valid:
+        raise ValueError(f"must be {_RANGE}")
     return value

@@ -1,4 +1,4 @@
-"""Data files: JSON Lines, checked line by line before anything is trained."""
+"""Read data files (JSON Lines), and check every line before training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinker import types
 from steelyard.errors import DataError
 
 Kind: TypeAlias = Literal["completion", "messages", "preference"]
-# The data of one line: one, or a chosen and a rejected one.
+# Data of one line: one datum, or a chosen and a rejected one.
 Group: TypeAlias = list[types.Datum]
 
 _KINDS: dict[Kind, set[str]] = {
@@ -26,12 +26,12 @@ _FORMS = '{"prompt", "completion"}, {"messages": [...]} or {"chosen", "rejected"
 
 @dataclass(frozen=True)
 class DataFile:
-    """The lines of a file that can be used.
+    """Data of the valid lines of a file.
 
     Attributes:
-        kind: what its lines are.
-        groups: their data, line by line.
-        skipped: what was wrong with the lines that were left out.
+        kind: format of the lines.
+        groups: data of each line.
+        skipped: an error message for each line that was skipped.
     """
 
     kind: Kind
@@ -42,33 +42,33 @@ class DataFile:
 def read_records(
     path: str | Path, encode: Callable[[Kind, dict[str, Any]], Group], *, skip_bad: bool
 ) -> DataFile:
-    """The data of a file.
+    """Read and encode the lines of a file, which must all have the format of the first.
 
     Args:
-        path: a JSON Lines file; empty lines do not count.
-        encode: the data of one line; raises ValueError with the rule that it breaks.
-        skip_bad: leave malformed lines out.
+        path: a JSON Lines file; empty lines are ignored.
+        encode: converts a line to data; raises ValueError, with the rule, for an invalid one.
+        skip_bad: skip malformed lines instead of raising.
 
     Raises:
-        DataError: a line is malformed and may not be, or none is left.
+        DataError: a line is malformed and `skip_bad` is False, or no valid line is left.
     """
     groups: list[Group] = []
-    wrong: list[str] = []
-    kinds: dict[Kind, int] = {}
+    errors: list[str] = []
+    kinds: dict[Kind, int] = {}  # the kind of the file, and the line that set it
     for number, line in _lines(Path(path)):
         try:
-            kind, record = _record(line)
+            kind, record = _parse(line)
             _check_kind(kind, kinds)
             groups.append(encode(kind, record))
             kinds.setdefault(kind, number)
         except ValueError as error:
-            wrong.append(f"{path}:{number}: {error}")
-    if wrong and not skip_bad:
-        more = f" ({len(wrong) - 1} more lines are wrong.)" if len(wrong) > 1 else ""
-        raise DataError(f"{wrong[0]}.{more} Mend it, or leave bad lines out with --skip-bad.")
+            errors.append(f"{path}:{number}: {error}")
+    if errors and not skip_bad:
+        more = f" ({len(errors) - 1} more lines are wrong.)" if len(errors) > 1 else ""
+        raise DataError(f"{errors[0]}.{more} Fix it, or skip bad lines with --skip-bad.")
     if not groups:
         raise DataError(f"{path} must hold at least one usable line, got none.")
-    return DataFile(next(iter(kinds)), groups, wrong)
+    return DataFile(next(iter(kinds)), groups, errors)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -76,6 +76,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} must be a file that can be read: {error.strerror}.") from error
+    # Only b"\n" ends a line: str.splitlines would also split at U+2028 inside a JSON string.
     for number, line in enumerate(content.split(b"\n"), 1):
         text = line.decode("utf-8", errors="surrogateescape").strip()
         if text:
@@ -88,7 +89,7 @@ def _check_kind(kind: Kind, kinds: dict[Kind, int]) -> None:
             raise ValueError(f"must be of one kind with line {number}, {first}, got {kind}")
 
 
-def _record(line: str) -> tuple[Kind, dict[str, Any]]:
+def _parse(line: str) -> tuple[Kind, dict[str, Any]]:
     try:
         line.encode("utf-8")
     except UnicodeEncodeError:
@@ -102,7 +103,7 @@ def _record(line: str) -> tuple[Kind, dict[str, Any]]:
     except RecursionError:
         raise ValueError("must be JSON that is not nested too deeply") from None
     if not isinstance(record, dict):
-        raise ValueError(f"must be an object, {_FORMS}, got {type(record).__name__}")  # noqa: TRY004 - one kind of error for all
+        raise ValueError(f"must be an object, {_FORMS}, got {type(record).__name__}")  # noqa: TRY004 - callers catch ValueError
     for kind, keys in _KINDS.items():
         if keys <= record.keys():
             return kind, record

@@ -1,4 +1,4 @@
-"""From a line of data to tokens, targets and weights, with its other fields beside them."""
+"""Encode lines of data: tokens, targets and weights, with the line's other fields."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tinker import types
 
 from steelyard.experiment.data_files import Group, Kind
 
-Piece: TypeAlias = tuple[str, bool]  # text, and whether it is what the model shall learn
+Piece: TypeAlias = tuple[str, bool]  # text, and whether its tokens are trained on
 
 _RESERVED = ("target_tokens", "weights")
-_OWN = {"prompt", "completion", "messages", "chosen", "rejected"}
+_TEXT_KEYS = {"prompt", "completion", "messages", "chosen", "rejected"}
 
 
 class EncodedRecord(types.Datum):
-    """A datum that remembers the line it came from.
+    """A datum with the line that it was encoded from.
 
-    Numbers of the line are fields of `loss_fn_inputs`; `record` is all of it, text included. It
-    stays on this machine.
+    Numeric fields of the line are in `loss_fn_inputs`; `record` is the whole line, with its text.
+    The record is not sent to a service.
     """
 
     record: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -30,34 +30,34 @@ class EncodedRecord(types.Datum):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns lines into data.
+    """Encodes lines as data.
 
     Attributes:
-        tokenizer: the base model's.
-        max_length: the most tokens of an example.
+        tokenizer: tokenizer of the base model.
+        max_length: maximum tokens of an example.
     """
 
-    tokenizer: Any  # transformers has no types worth the name
+    tokenizer: Any  # transformers' tokenizers are not usefully typed
     max_length: int
 
     def encode(self, kind: Kind, record: dict[str, Any]) -> Group:
-        """The data of a line.
+        """Encode a line: one datum, or the chosen and the rejected one of a preference.
 
         Raises:
-            ValueError: it breaks a rule; the message is the rule.
+            ValueError: the line is invalid; the message is the rule.
         """
         if kind == "completion":
-            pieces = [_plain(_text(record, "prompt"), _text(record, "completion"))]
+            pieces = [_prompt_and_answer(_text(record, "prompt"), _text(record, "completion"))]
         elif kind == "messages":
             pieces = [self._chat(record["messages"], "messages")]
         else:
-            pieces = [self._answer(record, key) for key in ("chosen", "rejected")]
+            pieces = [self._preference(record, key) for key in ("chosen", "rejected")]
         return [self._datum(each, record) for each in pieces]
 
     def prompt(self, text: str, kind: Kind) -> types.ModelInput:
-        """A prompt to sample from, in the form of the data."""
+        """Encode a prompt to sample from, in the format of the data."""
         if kind == "messages":
-            text = self._render([{"role": "user", "content": text}], open_end=True)
+            text = self._render([{"role": "user", "content": text}], generation_prompt=True)
         return types.ModelInput.from_ints(self._tokens(text) or [self._end])
 
     @property
@@ -65,11 +65,11 @@ class Encoder:
         end: int = self.tokenizer.eos_token_id
         return end
 
-    def _answer(self, record: dict[str, Any], key: str) -> list[Piece]:
+    def _preference(self, record: dict[str, Any], key: str) -> list[Piece]:
         if isinstance(record[key], list):
             return self._chat(record[key], key)
         prompt = _text(record, "prompt") if "prompt" in record else ""
-        return _plain(prompt, _text(record, key))
+        return _prompt_and_answer(prompt, _text(record, key))
 
     def _chat(self, messages: Any, key: str) -> list[Piece]:
         rule = f"{key} must be a list of {{'role', 'content'}} with an answer of the assistant"
@@ -83,10 +83,13 @@ class Encoder:
                 f"{key} needs a model with a chat template, and this one has none: "
                 f'use {{"prompt", "completion"}}'
             )
+        # Render the chat up to each answer of the assistant, and with it: the difference is what
+        # to train on. It needs a template whose text for a prefix of the messages is a prefix of
+        # its text for all of them.
         pieces: list[Piece] = []
         done = ""
         for index in answers:
-            before = self._render(messages[:index], open_end=True) if index else ""
+            before = self._render(messages[:index], generation_prompt=True) if index else ""
             after = self._render(messages[: index + 1])
             if not before.startswith(done) or not after.startswith(before):
                 raise ValueError(f"{key} must be a chat that the model's template writes in order")
@@ -94,45 +97,47 @@ class Encoder:
             done = after
         return pieces
 
-    def _render(self, messages: Sequence[Any], *, open_end: bool = False) -> str:
+    def _render(self, messages: Sequence[Any], *, generation_prompt: bool = False) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=open_end
+                list(messages), tokenize=False, add_generation_prompt=generation_prompt
             )
-        except Exception as error:  # a template is a program of the model's
+        except Exception as error:  # a template is code, and may raise anything
             raise ValueError(f"the chat template refuses: {error}") from error
         return text
 
     def _datum(self, pieces: Sequence[Piece], record: dict[str, Any]) -> types.Datum:
         tokens: list[int] = []
-        learned: list[float] = []
-        for text, learn in pieces:
-            found = self._tokens(text)
-            tokens += found
-            learned += [float(learn)] * len(found)
-        if tokens and learned[-1] and tokens[-1] != self._end:
+        weights: list[float] = []
+        for text, trained in pieces:
+            encoded = self._tokens(text)
+            tokens += encoded
+            weights += [float(trained)] * len(encoded)
+        if tokens and weights[-1] and tokens[-1] != self._end:
             tokens.append(self._end)
-            learned.append(1.0)
-        tokens, learned = tokens[: self.max_length], learned[: self.max_length]
-        if not any(learned[1:]):
+            weights.append(1.0)
+        tokens, weights = tokens[: self.max_length], weights[: self.max_length]
+        # Token t predicts token t + 1: the targets and their weights are shifted by one, and the
+        # first token is never a target.
+        if not any(weights[1:]):
             raise ValueError(
                 f"max_length must leave a token to learn, and its {self.max_length} tokens are "
                 f"taken up by the prompt"
             )
-        fields: dict[str, Any] = {"target_tokens": tokens[1:], "weights": learned[1:]}
-        example = EncodedRecord(
+        fields: dict[str, Any] = {"target_tokens": tokens[1:], "weights": weights[1:]}
+        datum = EncodedRecord(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={**fields, **_numbers(record)},
+            loss_fn_inputs={**fields, **_numeric_fields(record)},
         )
-        object.__setattr__(example, "record", record)
-        return example
+        object.__setattr__(datum, "record", record)  # the class is frozen
+        return datum
 
     def _tokens(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
 
-def _plain(prompt: str, completion: str) -> list[Piece]:
+def _prompt_and_answer(prompt: str, completion: str) -> list[Piece]:
     return [(prompt, False), (completion, True)]
 
 
@@ -143,14 +148,15 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a line that are numbers, or lists of them, as arrays."""
-    found = {}
+def _numeric_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    arrays = {}
     for key, value in record.items():
-        if key in _OWN or not isinstance(value, int | float | list):
+        if key in _TEXT_KEYS or not isinstance(value, int | float | list):
             continue
         if key in _RESERVED:
-            raise ValueError(f"{key} is made from the text, and a line may not have it")
+            raise ValueError(
+                f"{key} is made from the text, and is not allowed as a field of a line"
+            )
         try:
             array = np.atleast_1d(np.asarray(value))
         except (OverflowError, ValueError):  # lists of unequal length
@@ -159,8 +165,8 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not np.isfinite(array).all():
             raise ValueError(f"{key} must be finite, got {_short(value)}")
-        found[key] = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
-    return found
+        arrays[key] = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
+    return arrays
 
 
 def _is_message(message: Any) -> bool:
@@ -169,6 +175,6 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def _short(value: Any, longest: int = 60) -> str:
+def _short(value: Any, max_length: int = 60) -> str:
     text = repr(value)
-    return text if len(text) <= longest else f"{text[:longest]}…"
+    return text if len(text) <= max_length else f"{text[:max_length]}…"

@@ -1,4 +1,4 @@
-"""A config to begin with: every table, with what most runs need."""
+"""Example config file, with every table that most runs need."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ tensorboard = false
 
 
 def example_config() -> str:
-    """Text of a config file that has every table; `steelyard config example` prints it."""
+    """Text of an example config file, as `steelyard config example` prints it."""
     return _EXAMPLE

@@ -1,4 +1,4 @@
-"""How the model does on data it is not trained on, and what each term says of it."""
+"""Evaluate the base loss and every term on held-out data."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from steelyard.experiment.build_terms import Terms
 from steelyard.spec import RegularizerSpec
 
 
-def measure(
+def evaluate_held_out(
     backend: Backend, data: Sequence[types.Datum], terms: Terms, timeout: float
 ) -> dict[str, float]:
-    """`held_out/loss`, and `held_out/regularizers/<name>` for each term, enabled or not.
+    """Metrics `held_out/loss`, and `held_out/regularizers/<name>` for each term, enabled or not.
 
-    The loss of cross-entropy is per weighted token, whatever its reduction is. A term that fails
-    here, or that needs more than log-probs, has no value.
+    Cross-entropy is averaged per weighted token, whatever its reduction in training. A term that
+    fails, or that needs inputs other than log-probs, is left out. Without data, there are none.
     """
     if not data:
         return {}
     logprobs = backend.logprobs(data)
-    specs = [_measuring(spec) for spec in terms.specs if not spec.needs]
+    specs = [_evaluation_spec(spec) for spec in terms.specs if not spec.needs]
     output = compute(
         list(data), logprobs, _per_token(terms.loss), regularizers=specs, timeout=timeout
     )
@@ -35,8 +35,8 @@ def measure(
     return {"held_out/loss": output.base_loss.value, **values}
 
 
-def _measuring(spec: RegularizerSpec) -> RegularizerSpec:
-    # A copy of a term that remembers: measuring must not change what it does in training.
+def _evaluation_spec(spec: RegularizerSpec) -> RegularizerSpec:
+    # A stateful term is copied: evaluation must not change its state in training.
     fn = spec.fn if spec.stateful is None else copy.deepcopy(spec.fn)
     return replace(
         spec, fn=fn, weight=0.0, gradient="none" if spec.gradient == "auto" else spec.gradient,

@@ -1,4 +1,4 @@
-"""Several runs at once, each in a process of its own, as many as memory allows."""
+"""Train several runs at once, each in its own process, as many as memory allows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.training_loop import Watcher
 
-_SPARE = 1.25  # of what the largest run takes, before another is begun
-_PAUSE = 0.2
-_INTERRUPTED = 130
+_MEMORY_MARGIN = 1.25  # times the memory of the largest run must be free to start another
+_POLL_SECONDS = 0.2
+_INTERRUPTED = 130  # exit status of a run that saved and ended after SIGINT
 
 
 @dataclass
@@ -28,63 +28,64 @@ class _Child:
     folder: Path
     steps: int
     process: subprocess.Popen[bytes]
-    told: int = field(default=0)
+    reported: int = field(default=0)  # lines of its metrics that the watcher has seen
 
     @property
     def memory(self) -> int:
-        """Bytes it takes; 0 when it has ended."""
+        """Resident bytes; 0 when the process has ended."""
         try:
-            taken: int = psutil.Process(self.process.pid).memory_info().rss
+            resident: int = psutil.Process(self.process.pid).memory_info().rss
         except psutil.Error:
             return 0
-        return taken
+        return resident
 
-    def tell(self, watch: Watcher) -> None:
-        lines = RunFolder(self.folder).metrics_file
-        found = lines.read_bytes().split(b"\n")[:-1] if lines.exists() else []
-        for line in found[self.told :]:
+    def report_steps(self, watch: Watcher) -> None:
+        file = RunFolder(self.folder).metrics_file
+        # What follows the last newline may be half a line, still being written.
+        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+        for line in lines[self.reported :]:
             metrics = json.loads(line)
             watch.step(metrics["step"], self.steps, metrics)
-        self.told = len(found)
+        self.reported = len(lines)
 
 
-def run_together(
-    todo: Mapping[Path, Config], jobs: int, watch: Watcher, stop: Callable[[], bool]
+def run_in_parallel(
+    configs: Mapping[Path, Config], jobs: int, watch: Watcher, stop: Callable[[], bool]
 ) -> None:
-    """Make runs, or go on with them, `jobs` at a time.
+    """Train the runs of these folders, at most `jobs` at a time; resume those already begun.
 
-    Another one is begun when those under way have made a step, so that it is known how much
-    memory a run takes, and there is room for one more.
+    The next run starts once every running one has made a step, which shows how much memory a run
+    takes, and if that much memory is free.
 
     Raises:
-        RunError: a run failed; the others are asked to save and end.
+        RunError: a run failed; the others were interrupted, and saved a checkpoint.
     """
-    waiting = list(todo.items())
+    waiting = list(configs.items())
     running: list[_Child] = []
     failed: list[Path] = []
-    asked = False
-    while running or (waiting and not asked and not failed):
-        if (stop() or failed) and not asked:
-            asked = True
+    stopping = False
+    while running or (waiting and not stopping and not failed):
+        if (stop() or failed) and not stopping:
+            stopping = True
             for child in running:
                 child.process.send_signal(signal.SIGINT)
-        if waiting and not asked and len(running) < jobs and _room(running):
+        if waiting and not stopping and len(running) < jobs and _memory_is_free(running):
             folder, config = waiting.pop(0)
             watch.say(f"run {folder.name}")
             running.append(_start(folder, config))
         for child in list(running):
-            child.tell(watch)
+            child.report_steps(watch)
             code = child.process.poll()
             if code is not None:
-                child.tell(watch)
+                child.report_steps(watch)  # those between the last look and its end
                 running.remove(child)
                 if code not in (0, _INTERRUPTED):
                     failed.append(child.folder)
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_SECONDS)
     if failed:
         raise RunError(
             f"every run must end well, and {failed[0].name} did not: see "
-            f"{failed[0] / 'log.txt'} and {_output(failed[0])}."
+            f"{failed[0] / 'log.txt'} and {_output_file(failed[0])}."
         )
 
 
@@ -94,25 +95,25 @@ def _start(folder: Path, config: Config) -> _Child:
         with run.locked():
             run.begin(config)
     command = [sys.executable, "-m", "steelyard", "resume", str(folder)]
-    with _output(folder).open("ab") as output:
-        process = subprocess.Popen(  # noqa: S603 - our own words
+    with _output_file(folder).open("ab") as output:
+        process = subprocess.Popen(  # noqa: S603 - this Python and our own command
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is passed on, once, from here
+            start_new_session=True,  # a terminal's Ctrl-C reaches only us; we send SIGINT once
         )
     return _Child(folder, config.train.steps, process)
 
 
-def _room(running: list[_Child]) -> bool:
+def _memory_is_free(running: list[_Child]) -> bool:
     if not running:
         return True
-    if not all(child.told for child in running):
+    if not all(child.reported for child in running):
         return False
     largest = max(child.memory for child in running)
-    return bool(psutil.virtual_memory().available > _SPARE * largest)
+    return bool(psutil.virtual_memory().available > _MEMORY_MARGIN * largest)
 
 
-def _output(folder: Path) -> Path:
+def _output_file(folder: Path) -> Path:
     return folder / "output.txt"

@@ -1,4 +1,4 @@
-"""The base model's own log-probs, for terms that hold a model near where it began."""
+"""Log-probs of the base model, for terms that keep the model close to it, such as a KL term."""
 
 from __future__ import annotations
 
@@ -12,52 +12,55 @@ from tinker import types
 
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.data_files import Group
-from steelyard.experiment.run_dir import RunFolder, write_whole
+from steelyard.experiment.run_dir import RunFolder, write_atomic
 
 FIELD = "reference_logprobs"
 
 
-def with_reference(groups: Sequence[Group], backend: Backend, run: RunFolder) -> list[Group]:
-    """The data with the field `reference_logprobs`, for those that do not bring it.
+def add_reference_logprobs(
+    groups: Sequence[Group], backend: Backend, run: RunFolder
+) -> list[Group]:
+    """Add the field `reference_logprobs`, `[T]`, to each datum that does not have it.
 
-    A fresh adapter changes nothing, so a client that has not been trained is the base model.
-    What it gave is kept in the run folder.
+    The client must be untrained: an untrained LoRA adapter (B = 0) leaves the model unchanged, so
+    its log-probs are those of the base model. They are cached in the run folder, for a resumed run.
     """
     data = [datum for group in groups for datum in group if FIELD not in datum.loss_fn_inputs]
     if not data:
         return list(groups)
-    known = iter(_kept(run, data) or _computed(run, backend, data))
+    logprobs = iter(_cached(run, data) or _compute(run, backend, data))
 
     def complete(datum: types.Datum) -> types.Datum:
         if FIELD in datum.loss_fn_inputs:
             return datum
-        fields = {**datum.loss_fn_inputs, FIELD: types.TensorData.from_torch(next(known))}
-        fresh = replace(datum, loss_fn_inputs=fields)
-        object.__setattr__(fresh, "record", getattr(datum, "record", {}))
-        return fresh
+        fields = {**datum.loss_fn_inputs, FIELD: types.TensorData.from_torch(next(logprobs))}
+        completed = replace(datum, loss_fn_inputs=fields)
+        object.__setattr__(completed, "record", getattr(datum, "record", {}))
+        return completed
 
     return [[complete(datum) for datum in group] for group in groups]
 
 
-def _computed(
+def _compute(
     run: RunFolder, backend: Backend, data: Sequence[types.Datum]
 ) -> tuple[torch.Tensor, ...]:
-    found = backend.logprobs(data)
-    lengths = torch.tensor([len(row) for row in found])
-    packed = safetensors.torch.save({"logprobs": torch.cat(found), "lengths": lengths})
-    write_whole(run.path / "reference.safetensors", packed)
-    return tuple(found)
+    logprobs = backend.logprobs(data)
+    lengths = torch.tensor([len(row) for row in logprobs])
+    packed = safetensors.torch.save({"logprobs": torch.cat(logprobs), "lengths": lengths})
+    write_atomic(run.path / "reference.safetensors", packed)
+    return tuple(logprobs)
 
 
-def _kept(run: RunFolder, data: Sequence[types.Datum]) -> tuple[torch.Tensor, ...] | None:
+def _cached(run: RunFolder, data: Sequence[types.Datum]) -> tuple[torch.Tensor, ...] | None:
     file = run.path / "reference.safetensors"
     if not file.is_file():
         return None
     try:
-        held = safetensors.torch.load(file.read_bytes())
+        tensors = safetensors.torch.load(file.read_bytes())
     except safetensors.SafetensorError:
         return None
-    lengths = held["lengths"].tolist()
+    lengths = tensors["lengths"].tolist()
+    # The data files are unchanged (`RunFolder.hold_data`), but more steps use more lines.
     if lengths != [datum.model_input.length for datum in data]:
         return None
-    return torch.split(held["logprobs"], lengths)
+    return torch.split(tensors["logprobs"], lengths)

@@ -1,11 +1,12 @@
-"""The run folder: what a run writes, so that nothing in it is ever half written.
+"""Files of a run folder, written so that a killed process leaves none of them damaged.
 
 config.json      the config, with every default
+data.json        SHA-256 digests of the data files
 metrics.jsonl    a flat JSON object for each step
 checkpoints/     safetensors and JSON
-samples.jsonl    answers to the fixed prompts, before and after
-log.txt          what was said
-reference.safetensors  the base model's log-probs, where terms read them
+samples.jsonl    completions of the sample prompts, before and after training
+log.txt          log messages
+reference.safetensors  the base model's log-probs, if a term reads them
 result.json      written when the run is done
 """
 
@@ -29,7 +30,7 @@ from steelyard.experiment.secrets import redact
 
 
 class RunFolder:
-    """The files of one run. Use it inside `locked()`."""
+    """Files of one run. Write to them inside `locked()`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -43,15 +44,15 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
+        """True if the folder contains a run."""
         return self._config.is_file()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep every other process out; the lock goes with the process, however it ends.
+        """Lock the folder against other processes; the lock ends with the process in any case.
 
         Raises:
-            RunError: another process is in, or the folder cannot be made.
+            RunError: another process holds the lock, or the folder cannot be created.
         """
         lock = self.path / ".lock"
         try:
@@ -67,10 +68,10 @@ class RunFolder:
             raise RunError(f"{self.path} must be a folder that can be written: {error}.") from error
 
     def begin(self, config: Config) -> None:
-        """Write the config of a fresh run.
+        """Write the config of a new run.
 
         Raises:
-            RunError: there is a run already.
+            RunError: the folder contains a run already.
         """
         if self.holds_run:
             raise RunError(
@@ -80,10 +81,11 @@ class RunFolder:
         self._write(self._config, json.dumps(config.model_dump(mode="json"), indent=2))
 
     def config(self) -> Config:
-        """The config of the run.
+        """Config of the run.
 
         Raises:
-            RunError: there is no run here, or its config is damaged.
+            RunError: the folder contains no run.
+            ConfigError: the config is damaged.
         """
         try:
             return Config.model_validate_json(self._config.read_bytes(), strict=False)
@@ -95,17 +97,17 @@ class RunFolder:
             raise ConfigError(f"{self._config} must be a whole config: {error}") from error
 
     def hold_data(self, files: Sequence[str]) -> None:
-        """Remember the data files of the run, or see that they are still the same.
+        """Record digests of the data files; in a resumed run, check that they are unchanged.
 
         Raises:
-            RunError: one has changed.
+            RunError: a data file has changed since the run began.
         """
-        found = {file: _digest(Path(file)) for file in files}
+        digests = {file: _digest(Path(file)) for file in files}
         if not self._data.is_file():
-            self._write(self._data, json.dumps(found, indent=2))
+            self._write(self._data, json.dumps(digests, indent=2))
             return
-        known = json.loads(self._data.read_text("utf-8"))
-        changed = [file for file in files if known.get(file) != found[file]]
+        recorded = json.loads(self._data.read_text("utf-8"))
+        changed = [file for file in files if recorded.get(file) != digests[file]]
         if changed:
             raise RunError(
                 f"{changed[0]} must be as it was when the run began, and it has changed: put it "
@@ -113,82 +115,85 @@ class RunFolder:
             )
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Add the line of a step to the metrics."""
-        with self._usable(), self.metrics_file.open("ab") as file:
+        """Append the metrics of a step."""
+        with self._convert_os_errors(), self.metrics_file.open("ab") as file:
             file.write(f"{redact(json.dumps(metrics))}\n".encode())
 
     def measured(self) -> int:
-        """How many bytes of metrics there are, safely on the disk."""
-        with self._usable(), self.metrics_file.open("ab") as file:
+        """Flush the metrics to disk, and return their size in bytes."""
+        with self._convert_os_errors(), self.metrics_file.open("ab") as file:
             os.fsync(file.fileno())
             return file.tell()
 
     def cut(self, size: int) -> None:
-        """Forget the metrics after the first `size` bytes: steps that will be made again.
+        """Truncate the metrics to `size` bytes: steps after the checkpoint are repeated.
 
         Raises:
-            RunError: there are fewer.
+            RunError: the file is shorter than that.
         """
-        found = self.metrics_file.stat().st_size if self.metrics_file.exists() else 0
-        if found < size:
+        current = self.metrics_file.stat().st_size if self.metrics_file.exists() else 0
+        if current < size:
             raise RunError(
                 f"{self.metrics_file} must hold the {size} bytes written before the checkpoint, "
-                f"got {found}: it was changed; start the run again in a new folder."
+                f"got {current}: it was changed; start the run again in a new folder."
             )
-        with self._usable(), self.metrics_file.open("ab") as file:
+        with self._convert_os_errors(), self.metrics_file.open("ab") as file:
             file.truncate(size)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the steps so far."""
+        """Metrics of each step so far."""
         if not self.metrics_file.exists():
             return []
         return [json.loads(line) for line in self.metrics_file.read_text("utf-8").splitlines()]
 
     def samples(self) -> list[dict[str, Any]]:
-        """The samples so far."""
+        """Samples so far."""
         if not self._samples.exists():
             return []
         return [json.loads(line) for line in self._samples.read_text("utf-8").splitlines()]
 
     def keep_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write all samples."""
+        """Write all samples, replacing those before."""
         lines = (json.dumps(sample, ensure_ascii=False) for sample in samples)
         self._write(self._samples, "".join(f"{line}\n" for line in lines))
 
     def result(self) -> dict[str, Any] | None:
-        """What a finished run came to; None before that."""
+        """Result of a finished run; None before that."""
         if not self._result.is_file():
             return None
-        found: dict[str, Any] = json.loads(self._result.read_text("utf-8"))
-        return found
+        result: dict[str, Any] = json.loads(self._result.read_text("utf-8"))
+        return result
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write what the run came to."""
+        """Write the result, which marks the run as done."""
         self._write(self._result, json.dumps(result, indent=2))
 
     def log(self, text: str) -> None:
-        """Add to the log."""
+        """Append a message to the log, with a time stamp on each line."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        with self._usable(), self._log.open("a", encoding="utf-8") as file:
+        with self._convert_os_errors(), self._log.open("a", encoding="utf-8") as file:
             file.write("".join(f"{stamp} {line}\n" for line in redact(text).splitlines()))
 
     def _write(self, path: Path, text: str) -> None:
-        write_whole(path, redact(text).encode())
+        write_atomic(path, redact(text).encode())
 
     @contextlib.contextmanager
-    def _usable(self) -> Iterator[None]:
+    def _convert_os_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise _unusable(self.path, error) from error
+            raise _not_writable(self.path, error) from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is whole or as it was.
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file atomically: it has the new content in full, or is unchanged.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: the file cannot be written.
     """
+    # Write and fsync a temporary file in the same folder, then rename it over the target: POSIX
+    # renames atomically within a file system. Without the fsync a crash of the machine could
+    # leave an empty file under the new name.
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +204,7 @@ def write_whole(path: Path, content: bytes) -> None:
         scratch.replace(path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise _unusable(path, error) from error
+        raise _not_writable(path, error) from error
 
 
 def _digest(file: Path) -> str:
@@ -210,5 +215,5 @@ def _digest(file: Path) -> str:
         raise RunError(f"{file} must be a file that can be read: {error.strerror}.") from error
 
 
-def _unusable(path: Path, error: OSError) -> RunError:
-    return RunError(f"{path} must be writable, and that failed: {error}. Make room there.")
+def _not_writable(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path} must be writable, and that failed: {error}. Free space there.")

@@ -1,17 +1,17 @@
-"""What must stay out of every file and every line of output: the key of the Tinker service."""
+"""Redact secrets of the environment, such as the Tinker API key, in files and output."""
 
 from __future__ import annotations
 
 import os
 
 _KEYS = ("TINKER_API_KEY",)
-_SHORTEST = 4  # a shorter one would blank out words that are no secret
+_MIN_LENGTH = 4  # replacing a shorter value would garble ordinary text
 
 
 def redact(text: str) -> str:
-    """`text` with `***` for each secret of the environment."""
+    """Replace each secret of the environment in `text` by `***`."""
     for name in _KEYS:
         secret = os.environ.get(name, "")
-        if len(secret) >= _SHORTEST:
+        if len(secret) >= _MIN_LENGTH:
             text = text.replace(secret, "***")
     return text

@@ -1,4 +1,4 @@
-"""Where metrics go beside the run folder: TensorBoard, Weights & Biases, trackio."""
+"""Loggers of metrics in addition to the run folder: TensorBoard, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
@@ -11,54 +11,55 @@ from steelyard._extras import cure
 from steelyard.experiment.config import Config
 from steelyard.experiment.run_dir import RunFolder
 
-_LINE = ("step", "time")
+_NOT_LOGGED = ("step", "time")
 
 
 class Sinks:
-    """The sinks of a run, all written at once.
+    """All sinks of a run.
 
     Args:
-        config: which there are.
-        run: where they keep their files.
-        start: the step the run goes on from; what was written after it is purged or resumed.
+        config: its `sinks` table selects them.
+        run: run folder, where they keep their files.
+        start: step that the run continues from; TensorBoard discards later ones.
 
     Attributes:
-        any: whether there is one.
+        any: whether at least one sink is selected.
 
     Raises:
-        MissingExtraError: one is not installed.
+        MissingExtraError: the package of a sink is not installed.
     """
 
     def __init__(self, config: Config, run: RunFolder, start: int) -> None:
         self._sinks: list[Any] = []
-        wanted = config.sinks
-        if wanted.tensorboard:
+        settings = config.sinks
+        if settings.tensorboard:
             self._sinks.append(_TensorBoard(run, start))
-        if wanted.wandb is not None:
+        if settings.wandb is not None:
             options = {
-                "mode": wanted.wandb.mode,
+                "mode": settings.wandb.mode,
                 "dir": str(run.path),
+                # Derived from the path, so that a resumed run continues the same W&B run.
                 "id": hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:16],
                 "resume": "allow",
             }
-            self._sinks.append(_Session("wandb", wanted.wandb.project, config, run, options))
-        if wanted.trackio is not None:
+            self._sinks.append(_Session("wandb", settings.wandb.project, config, run, options))
+        if settings.trackio is not None:
             options = {"resume": "allow"}
-            self._sinks.append(_Session("trackio", wanted.trackio.project, config, run, options))
+            self._sinks.append(_Session("trackio", settings.trackio.project, config, run, options))
         self.any = bool(self._sinks)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Pass the numbers of a step on; texts, such as why a term was skipped, stay behind."""
+        """Log the numeric metrics of a step; strings, such as `skipped/<name>/reason`, are not."""
         numbers = {
             key: value
             for key, value in metrics.items()
-            if key not in _LINE and isinstance(value, int | float)
+            if key not in _NOT_LOGGED and isinstance(value, int | float)
         }
         for sink in self._sinks:
             sink.write(step, numbers)
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Flush and close all sinks."""
         for sink in self._sinks:
             sink.close()
 
@@ -79,7 +80,7 @@ class _TensorBoard:
 
 
 class _Session:
-    """Weights & Biases, and trackio, which has its verbs."""
+    """Sink for Weights & Biases, and for trackio, which has the same functions."""
 
     def __init__(
         self, module: str, project: str, config: Config, run: RunFolder, options: dict[str, Any]

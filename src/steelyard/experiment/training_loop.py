@@ -1,4 +1,8 @@
-"""A run: from a config to a trained adapter, step by step, and on from where it was."""
+"""Training loop of a run: train from a config, or resume from the last checkpoint.
+
+A resumed run repeats the steps after its checkpoint to the same bits: batches, and the random
+numbers that terms draw, are functions of the seed and the step alone.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +20,55 @@ import numpy as np
 import torch
 from tinker import types
 
-from steelyard.experiment import checkpointing, held_out
+from steelyard.experiment import checkpointing
 from steelyard.experiment.backend import Backend, check_model, open_backend
 from steelyard.experiment.batching import batch
 from steelyard.experiment.build_terms import Terms, build_terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_weights import schedule_of
-from steelyard.experiment.dataset import Dataset, gather
+from steelyard.experiment.dataset import Dataset, load_dataset
+from steelyard.experiment.held_out import evaluate_held_out
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.sinks import Sinks
-from steelyard.experiment.step_metrics import reasons
+from steelyard.experiment.step_metrics import skip_reasons
 from steelyard.spec import Schedule
 
 
 class Watcher(Protocol):
-    """Somebody who looks on while a run goes."""
+    """Receives the progress of a run, for example to display it."""
 
     def say(self, text: str) -> None:
-        """Something worth a line has happened."""
+        """Receive a message, such as a warning or that the model is being loaded."""
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
-        """A step was made; `metrics` is its line in `metrics.jsonl`."""
+        """Receive the metrics of a completed step: its line of `metrics.jsonl`.
+
+        Args:
+            step: number of the step, from 0.
+            steps: number of steps of the run.
+            metrics: flat metrics.
+        """
 
 
-class Unwatched:
-    """Nobody looks on."""
+class SilentWatcher:
+    """Watcher that ignores everything."""
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Ignore a message."""
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
-        """Nothing."""
+        """Ignore a step."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     Attributes:
-        status: `"done"`, or `"interrupted"`: it was asked to stop, and can go on.
-        folder: where it is.
-        steps: how many steps were made, in all.
-        metrics: the last line of its metrics.
+        status: `"done"`, or `"interrupted"`: it was stopped, and can be resumed.
+        folder: run folder.
+        steps: number of steps made so far, including those before a resume.
+        metrics: metrics of the last step; empty before the first.
     """
 
     status: Literal["done", "interrupted"]
@@ -73,26 +84,26 @@ def train(
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Run an experiment in a fresh folder.
+    """Train a new run from a config.
 
     Args:
-        config: what to run.
-        folder: where its files go.
-        watch: who is told of each step.
-        stop: asked before each step; when it says True the run saves and ends.
+        config: config of the experiment.
+        folder: run folder; must be new or empty.
+        watch: notified of each step.
+        stop: called before each step; when it returns True the run saves a checkpoint and ends.
 
     Raises:
-        ConfigError: the config names something that is not there.
+        ConfigError: the config names a model, term or module that does not exist.
         DataError: a line of the data is malformed.
-        RunError: the folder is in use, or holds a run.
+        RunError: the folder is in use, or contains a run.
         TermError: the base loss or a term failed.
-        CheckpointError: the run could not be saved; older checkpoints are as they were.
+        CheckpointError: a checkpoint could not be saved; older checkpoints are unchanged.
     """
     check_model(config.model)
     run, terms = RunFolder(folder), build_terms(config)
     with run.locked():
         run.begin(config)
-        return _logged(run, lambda: _Run(run, config, terms, watch or Unwatched(), stop).go())
+        return _TrainingRun(run, config, terms, watch or SilentWatcher(), stop).execute()
 
 
 def resume(
@@ -101,53 +112,65 @@ def resume(
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Go on with a run from its last checkpoint, to the same bits as if it had not been stopped.
+    """Resume a run from its last checkpoint; the result is bit-identical to an unstopped run.
+
+    Args:
+        folder: run folder; a finished run is returned as it is.
+        watch: notified of each step.
+        stop: called before each step; when it returns True the run saves a checkpoint and ends.
 
     Raises:
-        RunError: there is no run, or it is under way.
+        RunError: the folder contains no run, or is in use.
         CheckpointError: its last checkpoint is damaged.
     """
     run = RunFolder(folder)
     config = run.config()
     terms = build_terms(config)
     with run.locked():
-        return _logged(run, lambda: _Run(run, config, terms, watch or Unwatched(), stop).go())
+        return _TrainingRun(run, config, terms, watch or SilentWatcher(), stop).execute()
 
 
 @dataclass
-class _Run:
+class _TrainingRun:
     run: RunFolder
     config: Config
     terms: Terms
     watch: Watcher
     stop: Callable[[], bool]
 
-    def go(self) -> Outcome:
-        done = self.run.result()
-        if done is not None:
+    def execute(self) -> Outcome:
+        try:
+            return self._execute()
+        except Exception as error:
+            self.run.log(f"failed: {type(error).__name__}: {error}")
+            raise
+
+    def _execute(self) -> Outcome:
+        if self.run.result() is not None:
             return self._outcome("done")
         with _warnings_to(self._say):
-            backend = self._open()
+            backend = self._open_backend()
             try:
                 return self._train(backend)
             finally:
                 self.terms.close()
                 backend.close()
 
-    def _open(self) -> Backend:
+    def _open_backend(self) -> Backend:
         self._say(f"loading {self.config.model.base_model} ({self.config.model.backend})")
         return open_backend(self.config.model, self.config.train.seed, self.run.checkpoints)
 
     def _train(self, backend: Backend) -> Outcome:
         settings = self.config.train
-        material = gather(self.config, self.terms, backend, self.run, self._say)
-        saved = checkpointing.last_saved(self.run)
-        start = 0 if saved is None else saved.step
-        self.run.cut(0 if saved is None else saved.metrics_bytes)
+        # Before the checkpoint is loaded, while the client still predicts as the base model does.
+        dataset = load_dataset(self.config, self.terms, backend, self.run, self._say)
+        checkpoint = checkpointing.latest_checkpoint(self.run)
+        start = 0 if checkpoint is None else checkpoint.step
+        self.run.cut(0 if checkpoint is None else checkpoint.metrics_bytes)
         if not start:
-            self._sample(backend, material, "before", 0)
-        if saved is not None:
-            checkpointing.load(backend.client, saved)
+            self._sample(backend, dataset, "before", 0)
+        if checkpoint is not None:
+            checkpointing.load(backend.client, checkpoint)
             self._say(f"going on after step {start} of {settings.steps}")
         sinks = Sinks(self.config, self.run, start)
         try:
@@ -157,29 +180,29 @@ class _Run:
                     if unsaved:
                         self._save(backend, step)
                     return self._outcome("interrupted")
-                metrics = self._step(backend, material, step)
+                metrics = self._step(backend, dataset, step)
                 self.run.append(metrics)
                 if sinks.any:
                     sinks.write(step, metrics)
                 self.watch.step(step, settings.steps, metrics)
-                made = step + 1
-                unsaved = not (settings.save_every and made % settings.save_every == 0)
-                if not unsaved or made == settings.steps:
-                    self._save(backend, made)
+                completed = step + 1
+                unsaved = not (settings.save_every and completed % settings.save_every == 0)
+                if not unsaved or completed == settings.steps:
+                    self._save(backend, completed)
         finally:
             sinks.close()
-        self._sample(backend, material, "after", settings.steps)
-        return self._finished()
+        self._sample(backend, dataset, "after", settings.steps)
+        return self._finish()
 
-    def _step(self, backend: Backend, material: Dataset, step: int) -> dict[str, Any]:
+    def _step(self, backend: Backend, dataset: Dataset, step: int) -> dict[str, Any]:
         settings, client = self.config.train, backend.client
-        began, clock = time.time(), time.perf_counter()
+        started, clock = time.time(), time.perf_counter()
         _seed(settings.seed, step)
-        measured: dict[str, float] = {}
-        if step == 0 and settings.steps > 1:
-            measured = self._measured(backend, material)
-        chosen = batch(step, settings.batch_size, len(material.train), settings.seed)
-        data = [datum for index in chosen for datum in material.train[index]]
+        held_out: dict[str, float] = {}
+        if step == 0 and settings.steps > 1:  # before any update: the base model's own loss
+            held_out = self._evaluate(backend, dataset)
+        lines = batch(step, settings.batch_size, len(dataset.train), settings.seed)
+        data = [datum for index in lines for datum in dataset.train[index]]
         output = client.forward_backward_custom(
             data,
             self.terms.loss,
@@ -191,59 +214,59 @@ class _Run:
         for name, reason in output.skipped.items():
             self._say(f"step {step}: {name} was skipped: {reason}")
         optim = client.optim_step(self._adam(step)).result()
-        if self._due(step):
-            measured = self._measured(backend, material)
+        if self._evaluation_due(step):
+            held_out = self._evaluate(backend, dataset)
         return {
             "step": step,
-            "time": began,
+            "time": started,
             "seconds": time.perf_counter() - clock,
             **output.metrics,
-            **(reasons(output.skipped) if output.skipped else {}),
+            **skip_reasons(output.skipped),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
-            **measured,
+            **held_out,
         }
 
     @cached_property
-    def _rate(self) -> float | Schedule:
+    def _learning_rate(self) -> float | Schedule:
         return schedule_of(self.config.train.learning_rate)
 
     def _adam(self, step: int) -> types.AdamParams:
         settings = self.config.train
-        rate = self._rate
+        rate = self._learning_rate
         return types.AdamParams(
             learning_rate=rate(step) if callable(rate) else rate,
             grad_clip_norm=settings.grad_clip_norm,
             weight_decay=settings.weight_decay,
         )
 
-    def _due(self, step: int) -> bool:
+    def _evaluation_due(self, step: int) -> bool:
         settings = self.config.train
         every = settings.evaluate_every
         return step + 1 == settings.steps or bool(step and every and step % every == 0)
 
-    def _measured(self, backend: Backend, material: Dataset) -> dict[str, float]:
-        return held_out.measure(backend, material.held_out, self.terms, self.config.train.timeout)
+    def _evaluate(self, backend: Backend, dataset: Dataset) -> dict[str, float]:
+        return evaluate_held_out(backend, dataset.held_out, self.terms, self.config.train.timeout)
 
-    def _save(self, backend: Backend, made: int) -> None:
+    def _save(self, backend: Backend, completed: int) -> None:
         settings = self.config.train
-        checkpointing.save(backend.client, self.run, made, settings.seed, settings.keep)
+        checkpointing.save(backend.client, self.run, completed, settings.seed, settings.keep)
 
     def _sample(
-        self, backend: Backend, material: Dataset, when: Literal["before", "after"], step: int
+        self, backend: Backend, dataset: Dataset, when: Literal["before", "after"], step: int
     ) -> None:
         prompts = self.config.train.sample_prompts
         others = [sample for sample in self.run.samples() if sample["when"] != when]
         if when == "before" and len(others) < len(self.run.samples()):
             return
-        asked = [material.prompt(prompt) for prompt in prompts]
-        answers = backend.sample(asked, self.config.train.sample_tokens) if prompts else []
-        fresh = [
-            {"when": when, "step": step, "prompt": prompt, "completion": answer}
-            for prompt, answer in zip(prompts, answers, strict=True)
+        inputs = [dataset.prompt(prompt) for prompt in prompts]
+        completions = backend.sample(inputs, self.config.train.sample_tokens) if prompts else []
+        samples = [
+            {"when": when, "step": step, "prompt": prompt, "completion": completion}
+            for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        self.run.keep_samples([*others, *fresh])
+        self.run.keep_samples([*others, *samples])
 
-    def _finished(self) -> Outcome:
+    def _finish(self) -> Outcome:
         outcome = self._outcome("done")
         lines = self.run.metrics()
         result = {
@@ -266,19 +289,11 @@ class _Run:
 
 
 def _seed(seed: int, step: int) -> None:
-    """Make whatever a term draws at random a function of the seed and the step."""
-    drawn = np.random.SeedSequence([seed, step]).generate_state(3)
-    random.seed(int(drawn[0]))
-    np.random.seed(int(drawn[1]))  # noqa: NPY002 - terms may use the global one
-    torch.manual_seed(int(drawn[2]))
-
-
-def _logged(run: RunFolder, go: Callable[[], Outcome]) -> Outcome:
-    try:
-        return go()
-    except Exception as error:
-        run.log(f"failed: {type(error).__name__}: {error}")
-        raise
+    # Terms may draw from any global generator; SeedSequence derives three independent seeds.
+    seeds = np.random.SeedSequence([seed, step]).generate_state(3)
+    random.seed(int(seeds[0]))
+    np.random.seed(int(seeds[1]))  # noqa: NPY002 - terms may use the global one
+    torch.manual_seed(int(seeds[2]))
 
 
 @contextmanager

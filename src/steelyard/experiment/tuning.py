@@ -1,4 +1,4 @@
-"""A search over the weights that a config leaves open, with Optuna."""
+"""Tune the weights that a config gives as ranges, with Optuna."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from steelyard._extras import cure
 from steelyard.errors import ConfigError, TermError
 from steelyard.experiment.config import Config, TuneConfig
-from steelyard.experiment.config_weights import is_tuned
-from steelyard.experiment.run_dir import RunFolder, write_whole
-from steelyard.experiment.training_loop import Outcome, Unwatched, Watcher, resume, train
+from steelyard.experiment.config_weights import is_range
+from steelyard.experiment.run_dir import RunFolder, write_atomic
+from steelyard.experiment.training_loop import Outcome, SilentWatcher, Watcher, resume, train
 
-_LOOKS = 5  # how often a trial is measured, where the config does not say
+_EVALUATIONS = 5  # held-out evaluations of a trial, if the config has no `evaluate_every`
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a search has found so far.
+    """Result of a search so far.
 
     Attributes:
-        folder: where it is.
-        trials: how many trials have ended: done, pruned or failed.
-        weights: the best ones, by the number of their entry; empty if no trial is done.
-        value: the objective with them.
-        config: a config file with them.
+        folder: folder of the search.
+        trials: number of trials that have ended: completed, pruned or failed.
+        weights: best weights, by the names of `weight_ranges`; empty if no trial is completed.
+        value: objective of the best trial; None if no trial is completed.
+        config: path of a config file with the best weights.
         done: whether all trials have ended.
     """
 
@@ -39,21 +39,21 @@ class Tuned:
     done: bool
 
 
-def open_weights(config: Config) -> dict[str, Mapping[str, Any]]:
-    """The weights that are ranges, by the name of their entry."""
+def weight_ranges(config: Config) -> dict[str, Mapping[str, Any]]:
+    """Weights that are ranges to tune, by the term's name, or `<use>#<number>` without a name."""
     entries = enumerate(config.regularizers, 1)
     return {
         entry.name or f"{entry.use}#{number}": entry.weight
         for number, entry in entries
-        if is_tuned(entry.weight)
+        if is_range(entry.weight)
     }
 
 
 def with_weights(config: Config, weights: Mapping[str, float]) -> Config:
-    """The config with these weights, by the names of `open_weights`."""
-    left = iter(weights.values())
+    """Copy of the config with these weights in place of the ranges, in their order."""
+    remaining = iter(weights.values())
     entries = [
-        entry.model_copy(update={"weight": next(left)}) if is_tuned(entry.weight) else entry
+        entry.model_copy(update={"weight": next(remaining)}) if is_range(entry.weight) else entry
         for entry in config.regularizers
     ]
     return config.model_copy(update={"regularizers": entries})
@@ -66,26 +66,32 @@ def tune(
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Tuned:
-    """Search for the best weights, trial by trial; the same folder again goes on.
+    """Search for the best weights; calling again with the same folder continues the search.
 
-    The study is in `study.db` (SQLite), each trial's run in a folder of its own. A trial that was
-    cut short, in whatever way, is gone on with. The best config so far is in `best.json`.
+    The folder holds the Optuna study (`study.db`, SQLite), a run folder for each trial, and the
+    best config so far (`best.json`). A trial that was interrupted or killed is resumed.
+
+    Args:
+        config: config with at least one weight that is a range.
+        folder: folder of the search.
+        watch: notified of each step of each trial.
+        stop: called before each step; when it returns True the trial saves and the search ends.
 
     Raises:
-        ConfigError: no weight is a range.
+        ConfigError: no weight is a range, or the objective is not a metric.
         RunError: the folder is in use.
         MissingExtraError: Optuna is not installed.
     """
-    ranges = open_weights(config)
+    ranges = weight_ranges(config)
     if not ranges:
         raise ConfigError(
             "[[regularizers]]: weight must be { tune = [low, high] } for at least one, got none"
         )
-    whole = RunFolder(folder)
-    with whole.locked():
-        search = _Search(config, whole.path, ranges, watch or Unwatched(), stop)
-        search.go()
-        return search.found()
+    parent = RunFolder(folder)
+    with parent.locked():
+        search = _Search(config, parent.path, ranges, watch or SilentWatcher(), stop)
+        search.run()
+        return search.result()
 
 
 @dataclass
@@ -114,19 +120,19 @@ class _Search:
             pruner=pruner if settings.prune else optuna.pruners.NopPruner(),
         )
 
-    def go(self) -> None:
-        while self._ended() < self.config.tune.trials and not self.stop():
-            self._try(self._next())
+    def run(self) -> None:
+        while not self._all_ended() and not self.stop():
+            self._run_trial(self._next_trial())
 
-    def found(self) -> Tuned:
-        done = self.optuna.trial.TrialState.COMPLETE
+    def result(self) -> Tuned:
+        completed = self.optuna.trial.TrialState.COMPLETE
         target = self.folder / "best.json"
-        if not self.study.get_trials(deepcopy=False, states=(done,)):
+        if not self.study.get_trials(deepcopy=False, states=(completed,)):
             return Tuned(self.folder, self._ended(), {}, None, target, done=self._all_ended())
         best = self.study.best_trial
         weights = {name: best.params[name] for name in self.ranges}
         config = with_weights(self.config, weights)
-        write_whole(target, json.dumps(config.model_dump(mode="json"), indent=2).encode())
+        write_atomic(target, json.dumps(config.model_dump(mode="json"), indent=2).encode())
         return Tuned(
             self.folder, self._ended(), weights, best.value, target, done=self._all_ended()
         )
@@ -137,23 +143,23 @@ class _Search:
     def _ended(self) -> int:
         return sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
 
-    def _next(self) -> Any:
-        """A trial that was cut short, or a fresh one."""
+    def _next_trial(self) -> Any:
+        # A trial that is still RUNNING was interrupted: the folder's lock admits one process.
         running = self.optuna.trial.TrialState.RUNNING
         for frozen in self.study.get_trials(deepcopy=False, states=(running,)):
-            return self.optuna.trial.Trial(self.study, frozen._trial_id)  # noqa: SLF001 - no other way back to it
+            return self.optuna.trial.Trial(self.study, frozen._trial_id)  # noqa: SLF001 - Optuna has no public way to continue a trial
         return self.study.ask()
 
-    def _try(self, trial: Any) -> None:
+    def _run_trial(self, trial: Any) -> None:
         weights = {
             name: trial.suggest_float(name, *span["tune"], log=span.get("log", False))
             for name, span in self.ranges.items()
         }
         self.watch.say(f"trial {trial.number}: {_shown(weights)}")
-        judge = _Judge(trial, self.config.tune, self.watch)
+        pruning = _PruningWatcher(trial, self.config.tune, self.watch)
         state = self.optuna.trial.TrialState
         try:
-            outcome = self._run(trial.number, weights, judge)
+            outcome = self._train(trial.number, weights, pruning)
         except TermError as error:
             self.watch.say(f"trial {trial.number} failed: {error}")
             self.study.tell(trial, state=state.FAIL)
@@ -162,58 +168,61 @@ class _Search:
             value = objective(self.config.tune, outcome.metrics)
             self.study.tell(trial, value)
             self.watch.say(f"trial {trial.number}: {value:.6g}")
-        elif judge.pruned:
+        elif pruning.pruned:
             self.study.tell(trial, state=state.PRUNED)
             self.watch.say(f"trial {trial.number} pruned after step {outcome.steps}")
 
-    def _run(self, number: int, weights: Mapping[str, float], judge: _Judge) -> Outcome:
+    def _train(
+        self, number: int, weights: Mapping[str, float], pruning: _PruningWatcher
+    ) -> Outcome:
         def stop() -> bool:
-            return judge.pruned or self.stop()
+            return pruning.pruned or self.stop()
 
-        place = self.folder / f"trial-{number:04d}"
-        if RunFolder(place).holds_run:
-            return resume(place, watch=judge, stop=stop)
+        path = self.folder / f"trial-{number:04d}"
+        if RunFolder(path).holds_run:
+            return resume(path, watch=pruning, stop=stop)
         config = with_weights(self.config, weights)
         if not config.train.evaluate_every:
-            often = max(1, config.train.steps // _LOOKS)
-            settings = config.train.model_copy(update={"evaluate_every": often})
+            every = max(1, config.train.steps // _EVALUATIONS)
+            settings = config.train.model_copy(update={"evaluate_every": every})
             config = config.model_copy(update={"train": settings})
-        return train(config, place, watch=judge, stop=stop)
+        return train(config, path, watch=pruning, stop=stop)
 
 
 @dataclass
-class _Judge:
-    """Tells the study how a trial goes, and hears whether it is worth going on."""
+class _PruningWatcher:
+    """Watcher that reports the objective to Optuna, and asks it whether to prune the trial."""
 
-    trial: Any  # optuna's
+    trial: Any  # optuna.trial.Trial
     config: TuneConfig
     watch: Watcher
     pruned: bool = False
-    told: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)  # steps; a resumed trial repeats some
 
     def __post_init__(self) -> None:
         frozen = self.trial.storage.get_trial(self.trial._trial_id)  # noqa: SLF001 - as above
-        self.told = set(frozen.intermediate_values)
+        self.reported = set(frozen.intermediate_values)
 
     def say(self, text: str) -> None:
         self.watch.say(text)
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
         self.watch.step(step, steps, metrics)
-        if step == 0 or step + 1 == steps or not _wanted(self.config) <= metrics.keys():
+        # The first evaluation precedes training, and the last step ends the trial anyway.
+        if step == 0 or step + 1 == steps or not _objective_keys(self.config) <= metrics.keys():
             return
-        if step not in self.told:
+        if step not in self.reported:
             self.trial.report(objective(self.config, metrics), step)
         self.pruned = self.trial.should_prune()
 
 
 def objective(config: TuneConfig, metrics: Mapping[str, Any]) -> float:
-    """What a search makes small, or large, out of the metrics of a step.
+    """Objective of the search at a step: one metric, or a weighted sum of metrics.
 
     Raises:
-        ConfigError: a key is not among them.
+        ConfigError: the metrics do not have a key of the objective.
     """
-    missing = sorted(_wanted(config) - metrics.keys())
+    missing = sorted(_objective_keys(config) - metrics.keys())
     if missing:
         raise ConfigError(
             f"[tune]: objective must be made of keys of the metrics, got {missing[0]!r}; known: "
@@ -224,7 +233,7 @@ def objective(config: TuneConfig, metrics: Mapping[str, Any]) -> float:
     return float(sum(weight * metrics[key] for key, weight in config.objective.items()))
 
 
-def _wanted(config: TuneConfig) -> set[str]:
+def _objective_keys(config: TuneConfig) -> set[str]:
     return {config.objective} if isinstance(config.objective, str) else set(config.objective)
 
 

@@ -1,7 +1,7 @@
-"""The demo: a real model, a small data set and five terms of five kinds, in a few minutes.
+"""Demo: fine-tune a small model with five kinds of terms, in a few minutes.
 
-`config.toml` is the experiment, `data.jsonl` and `held_out.jsonl` its data; `claims` and
-`validator` are what two of its terms ask; `driver` puts them together.
+`config.toml` is its config, `data.jsonl` and `held_out.jsonl` are its data. `claims` and
+`validator` are the checks behind two of its terms; `driver` runs the demo.
 """
 
 from steelyard.experiment.demo.driver import Demo, run_demo

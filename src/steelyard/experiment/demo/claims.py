@@ -1,4 +1,4 @@
-"""The sums that answers of the demo claim, as constraints for Z3."""
+"""Constraints for Z3 from the arithmetic claims in the demo's answers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 CLAIM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
 
 
-def holds(datum: Any, index: int) -> list[Any]:  # noqa: ARG001 - what constraints are called with
-    """That the claim of a datum is true; nothing for a datum without one.
+def holds(datum: Any, index: int) -> list[Any]:  # noqa: ARG001 - signature of `constraints`
+    """Constraint that the claim of a datum is true; an empty list for a datum without a claim.
 
     Reads from the datum's line: `claim` (optional), as `"17 + 25 = 42"`.
 
     Raises:
-        ValueError: the claim is no sum.
+        ValueError: the claim is not of that form.
 
     Example:
         >>> from types import SimpleNamespace
@@ -30,9 +30,9 @@ def holds(datum: Any, index: int) -> list[Any]:  # noqa: ARG001 - what constrain
     claim = datum.record.get("claim")
     if claim is None:
         return []
-    found = CLAIM.fullmatch(claim)
-    if found is None:
+    match = CLAIM.fullmatch(claim)
+    if match is None:
         raise ValueError(f"claim must be a sum such as '17 + 25 = 42', got {claim!r}.")
-    left, sign, right, result = found.groups()
+    left, sign, right, result = match.groups()
     a, b, c = (z3.IntVal(int(number)) for number in (left, right, result))
     return [{"+": a + b, "-": a - b, "*": a * b}[sign] == c]

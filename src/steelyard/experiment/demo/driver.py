@@ -1,4 +1,4 @@
-"""The demo from its start to its report."""
+"""Run the demo: start its validator, train, and write the report."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from steelyard.experiment.demo.validator import Validator
 from steelyard.experiment.report import summary, write_report
 from steelyard.experiment.training_loop import Outcome, Watcher, train
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What came of the demo.
+    """Result of the demo.
 
     Attributes:
-        outcome: how the run ended.
-        report: the page about it; None if it was stopped before its first step.
-        summary: the gist of that page, sentence by sentence.
+        outcome: outcome of the run.
+        report: path of the report; None if the run was stopped before its first step.
+        summary: sentences that summarize the report.
     """
 
     outcome: Outcome
@@ -36,22 +36,22 @@ def run_demo(
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Demo:
-    """Train the demo's model, with the demo's validator beside it, and write the report.
+    """Train the demo's model while its validator is running, and write the report.
 
     Args:
-        folder: the run folder, a new one; the report is `report.html` in it.
+        folder: run folder, which must be new; the report is `report.html` in it.
         overrides: `key=value`, as for `steelyard train`.
-        watch: who is told of each step.
-        stop: asked before each step; when it says True the run saves and ends.
+        watch: notified of each step.
+        stop: called before each step; when it returns True the run saves a checkpoint and ends.
 
     Raises:
-        ConfigError: an override breaks a rule.
-        ModelError: the model cannot be had.
-        RunError: the folder holds a run already.
+        ConfigError: an override is invalid.
+        ModelError: the model cannot be loaded.
+        RunError: the folder already contains a run.
     """
-    with Validator(_HERE / "data.jsonl") as validator:
+    with Validator(_FOLDER / "data.jsonl") as validator:
         address = f'regularizers.reviewer.options.url="{validator.url}"'
-        config = read_config(_HERE / "config.toml", [address, *overrides])
+        config = read_config(_FOLDER / "config.toml", [address, *overrides])
         outcome = train(config, folder, watch=watch, stop=stop)
     if not outcome.steps:
         return Demo(outcome, None, [])

@@ -1,4 +1,4 @@
-"""A service that judges answers: the demo's validator, on this machine only."""
+"""Validator of the demo: an HTTP service on the loopback interface that judges answers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Self
 
-LONGEST = 65_536
+MAX_BODY_BYTES = 65_536
 
 
 class Validator:
-    """A reviewer who has read the data, and remembers which answers were bad.
+    """HTTP service that penalizes the answers marked as bad in a data file.
 
-    Inside its `with` it listens on 127.0.0.1, on a port of the system's choice. It takes
-    `{"prompt": ..., "completion": ...}` by POST and answers `{"penalty": 1.0}` for an answer it
-    has rejected, `{"penalty": 0.0}` for any other.
+    Inside its `with` block it listens on 127.0.0.1, on a free port. It takes
+    `{"prompt": ..., "completion": ...}` by POST and responds with `{"penalty": 1.0}` for an answer
+    that the file marks as bad, and with `{"penalty": 0.0}` for any other.
 
     Args:
-        data: the JSON Lines file it has read; `bad` is 1 where an answer is rejected.
+        data: a JSON Lines file with `prompt`, `completion` and `bad` (1 for a bad answer).
 
     Example:
         >>> from pathlib import Path
@@ -36,12 +36,12 @@ class Validator:
 
     @property
     def url(self) -> str:
-        """Where to ask."""
+        """Address of the service."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}/"
 
     def judge(self, answer: Mapping[str, Any]) -> float:
-        """The penalty of an answer."""
+        """Penalty of an answer: 1.0 if it is bad, else 0.0."""
         return float((answer["prompt"], answer["completion"]) in self._rejected)
 
     def __enter__(self) -> Self:
@@ -56,14 +56,14 @@ class Validator:
         self._server.server_close()
 
 
-def question(datum: Any, index: int) -> dict[str, str]:  # noqa: ARG001 - how payloads are called
-    """What to ask the validator of a datum: its line's `prompt` and `completion`."""
+def question(datum: Any, index: int) -> dict[str, str]:  # noqa: ARG001 - signature of `payload`
+    """Request body for a datum: `prompt` and `completion` of its line."""
     return {key: datum.record[key] for key in ("prompt", "completion")}
 
 
 class _ValidatorServer(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a client may keep its connection open longer than the demo lasts
+    block_on_close = False  # clients may keep connections open after the demo
 
     def __init__(self, validator: Validator) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -77,19 +77,19 @@ class _Handler(BaseHTTPRequestHandler):
     server: _ValidatorServer
 
     def do_POST(self) -> None:
-        """Judge an answer."""
+        """Respond with the penalty of the answer in the body."""
         try:
             length = int(self.headers.get("Content-Length", ""))
-            if not 0 < length <= LONGEST:
-                raise ValueError(length)  # noqa: TRY301 - one answer for all that is wrong
+            if not 0 < length <= MAX_BODY_BYTES:
+                raise ValueError(length)  # noqa: TRY301 - one response for every invalid request
             penalty = self.server.validator.judge(json.loads(self.rfile.read(length)))
         except (KeyError, TypeError, ValueError):
             self.close_connection = True
-            self._answer(HTTPStatus.BAD_REQUEST, {"error": "send a prompt and a completion"})
+            self._respond(HTTPStatus.BAD_REQUEST, {"error": "send a prompt and a completion"})
         else:
-            self._answer(HTTPStatus.OK, {"penalty": penalty})
+            self._respond(HTTPStatus.OK, {"penalty": penalty})
 
-    def _answer(self, status: HTTPStatus, content: Mapping[str, Any]) -> None:
+    def _respond(self, status: HTTPStatus, content: Mapping[str, Any]) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -98,4 +98,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Suppress the log on stderr."""

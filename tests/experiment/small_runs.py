@@ -1,0 +1,88 @@
+"""A project that trains in a second: the tiny model, a dozen lines, and terms to train with."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steelyard.experiment import Config, read_config
+
+L2 = {"use": "l2", "name": "l2", "weight": 0.1}
+DRIFT = {"use": "ema_drift", "name": "drift", "weight": 0.1}  # has a state
+
+
+class Recorder:
+    """A watcher that records messages and the metrics of each step."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.steps: list[dict[str, Any]] = []
+
+    def say(self, text: str) -> None:
+        self.messages.append(text)
+
+    def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
+        self.steps.append(metrics)
+
+
+def noise(data: Any, logprobs: list[Tensor]) -> Tensor:
+    """A term that draws from every global generator."""
+    scale = random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002
+    return scale * torch.cat(logprobs).square().mean()
+
+
+def failing(data: Any, logprobs: list[Tensor]) -> Tensor:
+    raise RuntimeError("the knowledge base is down")
+
+
+def detached(data: Any, logprobs: list[Tensor]) -> float:
+    return 1.0
+
+
+def from_logits(data: Any, logprobs: list[Tensor], logits: list[Tensor]) -> Tensor:
+    return torch.cat(logits).square().mean()
+
+
+def term(function: Any, **keys: Any) -> dict[str, Any]:
+    """Config entry of a function of this module."""
+    use = f"{__name__}:{function.__name__}"
+    return {"use": use, "name": function.__name__, "weight": 0.1, **keys}
+
+
+def lines(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{n} plus one is", "completion": f" {n + 1}."} for n in range(count)]
+
+
+def write_data(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def small_config(
+    folder: Path, *overrides: str, regularizers: Sequence[Mapping[str, Any]] = (L2,)
+) -> Config:
+    """Config of 3 steps of 2 lines out of 12, two of which are held out."""
+    write_data(folder / "train.jsonl", lines(12))
+    raw = {
+        "model": {"base_model": "tiny-random", "rank": 2, "device": "cpu"},
+        "data": {"path": "train.jsonl", "max_length": 48, "held_out": 0.2},
+        "train": {"steps": 3, "batch_size": 2, "learning_rate": 1e-2, "save_every": 1},
+        "regularizers": list(regularizers),
+    }
+    return read_config(raw, overrides, folder=folder)
+
+
+def without_clock(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics without times and durations."""
+    return {
+        key: value
+        for key, value in metrics.items()
+        if key not in ("time", "seconds") and not key.endswith("/duration")
+    }

@@ -1,0 +1,50 @@
+"""Cross-entropy as the base loss."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from steelyard.engine import LocalServiceClient
+from steelyard.errors import InputError, SpecError
+from steelyard.experiment.base_losses import CrossEntropy
+from steelyard.experiment.encoding import Encoder
+
+
+def test_cross_entropy_is_a_sum_over_weights_or_a_mean() -> None:
+    data = [{"loss_fn_inputs": {"weights": [0.0, 2.0]}}, {"loss_fn_inputs": {}}]
+    logprobs = [torch.tensor([-5.0, -1.0]), torch.tensor([-3.0])]
+    total, metrics = CrossEntropy().compute(data, logprobs)
+    assert total == 5
+    assert metrics == {"nll": pytest.approx(5 / 3), "tokens": 3.0}
+    mean, _ = CrossEntropy(reduction="mean").compute(data, logprobs)
+    assert mean == pytest.approx(5 / 3)
+
+
+def test_cross_entropy_equals_that_of_the_engine(plain: Encoder) -> None:
+    client = LocalServiceClient().create_lora_training_client("tiny-random", rank=2, seed=0)
+    line = json.loads('{"prompt": "one two", "completion": " three"}')
+    data = plain.encode("completion", line)
+    output = client.forward(data, "cross_entropy").result()
+    logprobs = [row["logprobs"].to_torch() for row in output.loss_fn_outputs]
+    loss, _ = CrossEntropy().compute(data, logprobs)
+    assert loss.item() == pytest.approx(output.metrics["loss:sum"], rel=1e-6)
+
+
+def test_missing_weights_are_one_and_no_weight_is_no_loss() -> None:
+    row = torch.tensor([-1.0, -3.0])
+    assert CrossEntropy(reduction="mean").compute([{"loss_fn_inputs": {}}], row)[0] == 2
+    zeros = [{"loss_fn_inputs": {"weights": [0.0, 0.0]}}]
+    loss, metrics = CrossEntropy(reduction="mean").compute(zeros, [row])
+    assert loss == 0
+    assert metrics == {"nll": 0.0, "tokens": 0.0}
+
+
+def test_invalid_reductions_and_weights_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"^reduction must be 'sum' or 'mean', got 'max'\.$"):
+        CrossEntropy(reduction="max")  # type: ignore[arg-type]
+    data = [{"loss_fn_inputs": {"weights": [1.0]}}]
+    with pytest.raises(InputError, match=r"shape of the log-probs, \[2\], got \[1\]\.$"):
+        CrossEntropy().compute(data, [torch.zeros(2)])

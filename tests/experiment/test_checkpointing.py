@@ -1,0 +1,89 @@
+"""Checkpoints of a run, and the records that point to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tinker import types
+
+from steelyard import RegularizerSpec
+from steelyard.clients import RegularizedClient
+from steelyard.errors import CheckpointError
+from steelyard.experiment import RunFolder
+from steelyard.experiment.backend import open_backend
+from steelyard.experiment.base_losses import CrossEntropy
+from steelyard.experiment.checkpointing import RunCheckpoint, latest_checkpoint, load, save
+from steelyard.experiment.config import ModelConfig
+from steelyard.experiment.encoding import Encoder
+from steelyard.regularizers import EMADrift
+
+
+def test_a_damaged_record_is_an_error(run: RunFolder) -> None:
+    assert latest_checkpoint(run) is None
+    run.checkpoints.mkdir()
+    (run.checkpoints / "step-00000001.json").write_text('{"step": 1}')
+    with pytest.raises(CheckpointError, match=r"step-00000001\.json must be a whole record"):
+        latest_checkpoint(run)
+
+
+def step_once(client: RegularizedClient, data: list[types.Datum], specs: Any) -> float:
+    output = client.forward_backward_custom(data, CrossEntropy(), regularizers=specs).result()
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    return float(output.loss_total)
+
+
+def records(run: RunFolder) -> list[str]:
+    return sorted(file.name for file in run.checkpoints.glob("step-*.json"))
+
+
+def states(run: RunFolder) -> list[str]:
+    return sorted(link.name for link in run.checkpoints.glob("*/weights/step-*"))
+
+
+@pytest.fixture
+def client(run: RunFolder) -> Iterator[RegularizedClient]:
+    config = ModelConfig(base_model="tiny-random", rank=2, device="cpu")
+    backend = open_backend(config, seed=0, checkpoints=run.checkpoints)
+    yield backend.client
+    backend.close()
+
+
+def test_only_the_last_checkpoints_are_kept(client: RegularizedClient, run: RunFolder) -> None:
+    run.append({"step": 0})
+    for step in (1, 2, 3):
+        save(client, run, step, seed=7, keep=2)
+    assert records(run) == ["step-00000002.json", "step-00000003.json"]
+    assert states(run) == ["step-00000002", "step-00000003"]
+    checkpoint = latest_checkpoint(run)
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.seed, checkpoint.terms) == (3, 7, None)
+    assert checkpoint.metrics_bytes == len('{"step": 0}\n')
+
+
+def test_a_state_without_a_record_is_deleted(client: RegularizedClient, run: RunFolder) -> None:
+    save(client, run, 1, seed=0, keep=2)
+    (run.checkpoints / "step-00000001.json").unlink()  # as if killed before the record was written
+    save(client, run, 2, seed=0, keep=2)
+    assert (records(run), states(run)) == (["step-00000002.json"], ["step-00000002"])
+
+
+def test_loading_restores_weights_optimizer_and_terms(
+    client: RegularizedClient, run: RunFolder, plain: Encoder
+) -> None:
+    data = plain.encode("completion", {"prompt": "one", "completion": " two"})
+    specs = [RegularizerSpec(EMADrift(), 0.5, "drift")]
+    step_once(client, data, specs)
+    save(client, run, 1, seed=0, keep=1)
+    expected = [step_once(client, data, specs) for _ in range(2)]
+    checkpoint = latest_checkpoint(run)
+    assert checkpoint is not None
+    load(client, checkpoint)
+    assert [step_once(client, data, specs) for _ in range(2)] == expected
+
+
+def test_a_checkpoint_that_is_gone_is_an_error(client: RegularizedClient, run: RunFolder) -> None:
+    missing = RunCheckpoint(1, "tinker://none/weights/step-00000001", 0, 0, None)
+    with pytest.raises(CheckpointError):
+        load(client, missing)

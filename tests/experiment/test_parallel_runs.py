@@ -1,0 +1,81 @@
+"""Runs in their own processes; two at once are tested with the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steelyard.errors import RunError
+from steelyard.experiment import RunFolder, train
+from steelyard.experiment.parallel_runs import _Child, _memory_is_free, run_in_parallel
+
+from .small_runs import L2, Recorder, small_config, without_clock
+
+
+@pytest.fixture
+def ended() -> subprocess.Popen[bytes]:
+    """A process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process
+
+
+def test_a_run_in_a_process_gives_the_same_metrics(folder: Path) -> None:
+    config, recorder = small_config(folder, "train.steps=2"), Recorder()
+    run_in_parallel({folder / "there": config}, 2, recorder, lambda: False)
+    assert recorder.messages == ["run there"]
+    assert [metrics["step"] for metrics in recorder.steps] == [0, 1]
+    train(config, folder / "here")
+    there, here = (RunFolder(folder / name).metrics() for name in ("there", "here"))
+    assert [without_clock(line) for line in there] == [without_clock(line) for line in here]
+
+
+def test_a_run_that_fails_is_named_and_no_other_is_started(folder: Path) -> None:
+    (folder / "broken_term.py").write_text("def f(data, logprobs):\n    raise OSError('away')\n")
+    entry = {**L2, "use": "broken_term:f"}
+    configs = {
+        folder / "bad": small_config(folder, regularizers=[entry]),
+        folder / "next": small_config(folder),
+    }
+    with pytest.raises(
+        RunError, match=r"and bad did not: see .*bad/log\.txt and .*bad/output\.txt"
+    ):
+        run_in_parallel(configs, 1, Recorder(), lambda: False)
+    assert "OSError: away" in (folder / "bad" / "log.txt").read_text()
+    assert not (folder / "next").exists()
+
+
+def test_nothing_starts_after_a_stop(folder: Path) -> None:
+    recorder = Recorder()
+    run_in_parallel({folder / "r": small_config(folder)}, 2, recorder, lambda: True)
+    assert recorder.messages == []
+    assert not (folder / "r").exists()
+
+
+def test_steps_are_reported_once_and_only_whole_lines(
+    run: RunFolder, ended: subprocess.Popen[bytes]
+) -> None:
+    child, recorder = _Child(run.path, 3, ended), Recorder()
+    child.report_steps(recorder)
+    run.append({"step": 0})
+    with run.metrics_file.open("a") as file:
+        file.write('{"step"')
+    child.report_steps(recorder)
+    child.report_steps(recorder)
+    with run.metrics_file.open("a") as file:
+        file.write(": 1}\n")
+    child.report_steps(recorder)
+    assert recorder.steps == [{"step": 0}, {"step": 1}]
+    assert child.memory == 0, "it has ended"
+
+
+def test_another_run_starts_when_every_running_one_has_made_a_step(
+    run: RunFolder, ended: subprocess.Popen[bytes]
+) -> None:
+    assert _memory_is_free([])
+    made_a_step, has_not = _Child(run.path, 3, ended, reported=1), _Child(run.path, 3, ended)
+    assert _memory_is_free([made_a_step])
+    assert not _memory_is_free([made_a_step, has_not])

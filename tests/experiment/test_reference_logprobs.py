@@ -1,0 +1,82 @@
+"""Log-probs of the base model as a field of the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from tinker import types
+
+from steelyard.experiment import RunFolder
+from steelyard.experiment.backend import Backend
+from steelyard.experiment.data_files import Group
+from steelyard.experiment.encoding import Encoder
+from steelyard.experiment.reference_logprobs import add_reference_logprobs
+
+from .small_runs import lines
+
+NO_BACKEND: Any = None  # any call of it would fail
+
+
+@pytest.fixture
+def groups(plain: Encoder) -> list[Group]:
+    preference = {"prompt": "a", "chosen": "b", "rejected": "longer"}
+    return [plain.encode("completion", line) for line in lines(2)] + [
+        plain.encode("preference", preference)
+    ]
+
+
+def reference(datum: types.Datum) -> torch.Tensor:
+    return datum.loss_fn_inputs["reference_logprobs"].to_torch()
+
+
+def test_every_datum_gets_the_logprobs_of_the_untrained_client(
+    groups: list[Group], backend: Backend, run: RunFolder
+) -> None:
+    completed = add_reference_logprobs(groups, backend, run)
+    assert [len(group) for group in completed] == [1, 1, 2]
+    data = [datum for group in groups for datum in group]
+    expected = backend.logprobs(data)
+    found = [datum for group in completed for datum in group]
+    for datum, original, row in zip(found, data, expected, strict=True):
+        assert torch.equal(reference(datum), row)
+        assert datum.record == original.record  # type: ignore[attr-defined]
+        assert "reference_logprobs" not in original.loss_fn_inputs
+    file = safetensors.torch.load((run.path / "reference.safetensors").read_bytes())
+    assert file["lengths"].tolist() == [len(row) for row in expected]
+    assert torch.equal(file["logprobs"], torch.cat(expected))
+
+
+def test_a_resumed_run_reads_them_from_its_folder(
+    groups: list[Group], backend: Backend, run: RunFolder
+) -> None:
+    first = add_reference_logprobs(groups, backend, run)
+    again = add_reference_logprobs(groups, NO_BACKEND, run)
+    for group, other in zip(first, again, strict=True):
+        for datum, same in zip(group, other, strict=True):
+            assert torch.equal(reference(datum), reference(same))
+
+
+@pytest.mark.parametrize("damage", ["other data", "half a file"])
+def test_a_cache_that_does_not_fit_is_computed_again(
+    groups: list[Group], backend: Backend, run: RunFolder, damage: str
+) -> None:
+    file = run.path / "reference.safetensors"
+    if damage == "other data":
+        add_reference_logprobs(groups[:1], backend, run)
+    else:
+        add_reference_logprobs(groups, backend, run)
+        file.write_bytes(file.read_bytes()[:-5])
+    completed = add_reference_logprobs(groups, backend, run)
+    expected = backend.logprobs([datum for group in groups for datum in group])
+    for datum, row in zip((d for group in completed for d in group), expected, strict=True):
+        assert torch.equal(reference(datum), row)
+
+
+def test_logprobs_of_the_data_file_are_kept(run: RunFolder, plain: Encoder) -> None:
+    line = {"prompt": "a", "completion": "b", "reference_logprobs": [-1.0, -2.0]}
+    (group,) = add_reference_logprobs([plain.encode("completion", line)], NO_BACKEND, run)
+    assert reference(group[0]).tolist() == [-1.0, -2.0]
+    assert not (run.path / "reference.safetensors").exists()

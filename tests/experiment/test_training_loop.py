@@ -1,0 +1,168 @@
+"""The training loop: steps, evaluations, interruption and resume. Kills are in `tests/cli`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from steelyard.errors import ConfigError, RunError, TermError
+from steelyard.experiment import RunFolder, resume, train
+
+from .small_runs import (
+    DRIFT,
+    L2,
+    Recorder,
+    detached,
+    failing,
+    noise,
+    small_config,
+    term,
+    without_clock,
+)
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    answers = iter([False] * steps)
+    return lambda: next(answers, True)
+
+
+def test_a_run_writes_its_metrics_its_result_and_its_samples(folder: Path) -> None:
+    prompts = ("train.sample_prompts=['One']", "train.sample_tokens=2")
+    recorder = Recorder()
+    outcome = train(small_config(folder, *prompts), folder / "r", watch=recorder)
+    run = RunFolder(folder / "r")
+    assert (outcome.status, outcome.steps, outcome.folder) == ("done", 3, run.path)
+    assert run.metrics() == recorder.steps
+    assert recorder.steps[-1] == outcome.metrics
+    assert [line["step"] for line in run.metrics()] == [0, 1, 2]
+    for line in run.metrics():
+        expected = line["base_loss/value"] + 0.1 * line["regularizers/l2/value"]
+        assert line["loss_total"] == pytest.approx(expected, rel=1e-5)
+    result = run.result()
+    assert result is not None
+    assert result["metrics"] == outcome.metrics
+    assert result["seconds"] == pytest.approx(sum(line["seconds"] for line in run.metrics()))
+    samples = [(s["when"], s["step"], s["prompt"]) for s in run.samples()]
+    assert samples == [("before", 0, "One"), ("after", 3, "One")]
+    assert recorder.messages[0] == "loading tiny-random (local)"
+    assert recorder.messages[-1] == "done after 3 steps"
+    log = (run.path / "log.txt").read_text()
+    assert all(message in log for message in recorder.messages)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [0, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
+def test_held_out_data_are_evaluated_first_last_and_in_between(
+    folder: Path, every: int, steps: list[int]
+) -> None:
+    overrides = ("train.steps=5", f"train.evaluate_every={every}", "train.learning_rate=1e-3")
+    train(small_config(folder, *overrides), folder / "r")
+    lines = RunFolder(folder / "r").metrics()
+    assert [line["step"] for line in lines if "held_out/loss" in line] == steps
+    assert lines[-1]["held_out/loss"] < lines[0]["held_out/loss"]
+
+
+@pytest.mark.parametrize(("save_every", "steps"), [(1, 2), (0, 2), (2, 3)])
+def test_an_interrupted_run_is_resumed_to_the_same_bits(
+    folder: Path, save_every: int, steps: int
+) -> None:
+    config = small_config(
+        folder, "train.steps=4", f"train.save_every={save_every}",
+        regularizers=[L2, DRIFT, term(noise)],
+    )  # fmt: skip
+    train(config, folder / "whole")
+    outcome = train(config, folder / "r", stop=stop_after(steps))
+    assert (outcome.status, outcome.steps) == ("interrupted", steps)
+    assert RunFolder(folder / "r").result() is None
+    recorder = Recorder()
+    assert resume(folder / "r", watch=recorder).status == "done"
+    assert [line["step"] for line in recorder.steps] == list(range(steps, 4))
+    whole, resumed = (RunFolder(folder / name).metrics() for name in ("whole", "r"))
+    assert [without_clock(line) for line in resumed] == [without_clock(line) for line in whole]
+
+
+def test_steps_after_the_last_checkpoint_are_repeated(folder: Path) -> None:
+    config = small_config(folder, regularizers=[term(noise)])
+    train(config, folder / "r", stop=stop_after(2))
+    run = RunFolder(folder / "r")
+    expected = [without_clock(line) for line in run.metrics()]
+    (run.checkpoints / "step-00000002.json").unlink()  # as if killed before the second checkpoint
+    recorder = Recorder()
+    resume(folder / "r", watch=recorder)
+    assert [line["step"] for line in recorder.steps] == [1, 2]
+    assert [without_clock(line) for line in run.metrics()[:2]] == expected
+
+
+def test_a_finished_run_is_not_trained_again(folder: Path) -> None:
+    done = train(small_config(folder, "train.steps=1"), folder / "r")
+    recorder = Recorder()
+    assert resume(folder / "r", watch=recorder) == done
+    assert (recorder.messages, recorder.steps) == ([], [])
+    with pytest.raises(RunError, match="must be empty or new, and it holds a run"):
+        train(small_config(folder, "train.steps=1"), folder / "r")
+
+
+def test_a_run_that_is_stopped_at_once_has_no_metrics(folder: Path) -> None:
+    outcome = train(small_config(folder), folder / "r", stop=lambda: True)
+    assert (outcome.status, outcome.steps, outcome.metrics) == ("interrupted", 0, {})
+    assert not list((folder / "r" / "checkpoints").glob("step-*.json"))
+
+
+def test_the_learning_rate_follows_its_schedule(folder: Path) -> None:
+    # With a rate of 0 after the first step, held-out loss stays where that step left it.
+    overrides = ("train.learning_rate={piecewise = {0 = 0.01, 1 = 0.0}}", "train.evaluate_every=1")
+    train(small_config(folder, *overrides, "train.steps=4"), folder / "r")
+    first, *rest = [line["held_out/loss"] for line in RunFolder(folder / "r").metrics()]
+    assert len(set(rest)) == 1
+    assert rest[0] != first
+
+
+def test_a_failing_term_ends_the_run_and_is_logged(folder: Path) -> None:
+    with pytest.raises(TermError, match="the knowledge base is down"):
+        train(small_config(folder, regularizers=[term(failing)]), folder / "r")
+    log = (folder / "r" / "log.txt").read_text()
+    assert "failed: TermError: regularizer 'failing' failed: RuntimeError: the knowledge" in log
+
+
+def test_a_skipped_term_is_logged_with_its_reason(folder: Path) -> None:
+    entry = term(failing, on_error="skip")
+    recorder = Recorder()
+    train(small_config(folder, "train.steps=2", regularizers=[entry]), folder / "r", watch=recorder)
+    for step, line in enumerate(recorder.steps):
+        assert line["skipped/failing"] == 1
+        assert line["skipped/failing/reason"].endswith("RuntimeError: the knowledge base is down")
+        assert f"step {step}: failing was skipped: {line['skipped/failing/reason']}" in (
+            recorder.messages
+        )
+
+
+@pytest.mark.filterwarnings("default::steelyard.DetachedTermWarning")
+def test_warnings_are_messages(folder: Path) -> None:
+    recorder = Recorder()
+    config = small_config(folder, "train.steps=2", regularizers=[term(detached)])
+    train(config, folder / "r", watch=recorder)
+    warned = [text for text in recorder.messages if text.startswith("DetachedTermWarning: ")]
+    assert len(warned) == 1
+
+
+def test_a_config_that_cannot_be_built_leaves_no_folder(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^\[model\]: base_model must be"):
+        train(small_config(folder, "model.base_model=gpt-9"), folder / "r")
+    with pytest.raises(ConfigError, match=r"#1: use: "):
+        train(small_config(folder, regularizers=[{"use": "l9", "weight": 1}]), folder / "r")
+    assert not (folder / "r").exists()
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(folder: Path) -> None:
+    with pytest.raises(RunError, match="must be the folder of a run"):
+        resume(folder / "none")
+
+
+def test_the_config_is_written_with_every_default(folder: Path) -> None:
+    config = small_config(folder)
+    train(config, folder / "r", stop=lambda: True)
+    written = json.loads((folder / "r" / "config.json").read_text())
+    assert written == config.model_dump(mode="json")
+    assert written["train"]["grad_clip_norm"] == 0

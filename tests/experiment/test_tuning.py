@@ -1,0 +1,121 @@
+"""Search for weights with Optuna."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from steelyard.errors import ConfigError
+from steelyard.experiment import RunFolder, read_config, tune
+from steelyard.experiment.config import TuneConfig
+from steelyard.experiment.tuning import objective, weight_ranges, with_weights
+
+from .small_runs import DRIFT, L2, Recorder, failing, small_config, term
+
+RANGE = {**L2, "weight": {"tune": [0.1, 10.0], "log": True}}
+
+
+def test_ranges_are_named_after_their_terms(folder: Path) -> None:
+    unnamed = {"use": "entropy", "weight": {"tune": [0, 1]}}
+    config = small_config(folder, regularizers=[RANGE, DRIFT, unnamed])
+    assert weight_ranges(config) == {
+        "l2": {"tune": [0.1, 10.0], "log": True},
+        "entropy#3": {"tune": [0, 1]},
+    }
+    fixed = with_weights(config, {"l2": 0.5, "entropy#3": 0.25})
+    assert [entry.weight for entry in fixed.regularizers] == [0.5, 0.1, 0.25]
+    assert weight_ranges(fixed) == {}
+
+
+def test_the_objective_is_a_metric_or_a_weighted_sum() -> None:
+    metrics = {"held_out/loss": 2.0, "nll": 3.0, "loss_total": 5.0}
+    assert objective(TuneConfig(), metrics) == 2.0
+    weighted = TuneConfig(objective={"held_out/loss": 1.0, "nll": -0.5})
+    assert objective(weighted, metrics) == 0.5
+    with pytest.raises(
+        ConfigError, match=r"^\[tune\]: objective must be .*, got 'x'; known: held_"
+    ):
+        objective(TuneConfig(objective={"nll": 1.0, "x": 1.0}), metrics)
+
+
+def test_a_config_without_a_range_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"weight must be \{ tune = \[low, high\] \} for at least"
+    ):
+        tune(small_config(folder), folder / "t")
+
+
+def run_trials(folder: Path, trials: int, *overrides: str, **options: Any) -> Any:
+    entries = options.pop("regularizers", [RANGE])
+    config = small_config(folder, f"tune.trials={trials}", *overrides, regularizers=entries)
+    return tune(config, folder / "t", **options)
+
+
+def test_a_search_returns_the_best_trial_and_continues(folder: Path) -> None:
+    first = run_trials(folder, 1)
+    assert (first.trials, first.done) == (1, True)
+    recorder = Recorder()
+    found = run_trials(folder, 3, "tune.prune=false", watch=recorder)
+    assert (found.trials, found.done) == (3, True)
+    assert not [text for text in recorder.messages if text.startswith("trial 0")]
+    runs = [RunFolder(folder / "t" / f"trial-{number:04d}") for number in range(3)]
+    results = [run.result() for run in runs]
+    losses = [result["metrics"]["held_out/loss"] for result in results if result is not None]
+    assert len(losses) == 3
+    assert found.value == min(losses)
+    best = runs[losses.index(min(losses))].config().regularizers[0].weight
+    assert found.weights == {"l2": best}
+    assert 0.1 <= best <= 10
+    assert read_config(found.config).regularizers[0].weight == best
+
+
+def test_trials_are_evaluated_five_times_unless_the_config_says_how_often(folder: Path) -> None:
+    run_trials(folder, 1, "train.steps=10")
+    run = RunFolder(folder / "t" / "trial-0000")
+    assert run.config().train.evaluate_every == 2
+    assert [m["step"] for m in run.metrics() if "held_out/loss" in m] == [0, 2, 4, 6, 8, 9]
+
+
+def test_an_interrupted_trial_is_resumed(folder: Path) -> None:
+    answers = iter([False, False, False])  # before the trial, and before its first two steps
+    stopped = run_trials(folder, 1, stop=lambda: next(answers, True))
+    assert (stopped.trials, stopped.weights, stopped.value, stopped.done) == (0, {}, None, False)
+    assert not stopped.config.exists()
+    recorder = Recorder()
+    found = run_trials(folder, 1, watch=recorder)
+    assert (found.trials, found.done) == (1, True)
+    assert [metrics["step"] for metrics in recorder.steps] == [2]
+
+
+def test_a_trial_whose_term_fails_counts_as_ended(folder: Path) -> None:
+    recorder = Recorder()
+    found = run_trials(folder, 1, watch=recorder, regularizers=[RANGE, term(failing)])
+    assert (found.trials, found.weights, found.done) == (1, {}, True)
+    assert any(text.startswith("trial 0 failed: ") for text in recorder.messages)
+
+
+def test_a_trial_that_is_worse_than_the_median_is_pruned(folder: Path) -> None:
+    entries = [RANGE]
+    config = small_config(folder, "train.steps=10", "tune.trials=4", regularizers=entries)
+    # Three trials that were better at every step than any model can be.
+    (folder / "t").mkdir()
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder / 't' / 'study.db'}", study_name="steelyard"
+    )
+    for _ in range(3):
+        trial = study.ask()
+        trial.suggest_float("l2", 0.1, 10.0, log=True)
+        for step in range(10):
+            trial.report(-1.0, step)
+        study.tell(trial, -1.0)
+    recorder = Recorder()
+    found = tune(config, folder / "t", watch=recorder)
+    assert found.trials == 4
+    assert study.trials[3].state == optuna.trial.TrialState.PRUNED
+    assert "trial 3 pruned after step 3" in recorder.messages
+    assert len(recorder.steps) == 3, "the first evaluation after the warm-up is at step 2"
+    assert json.loads(found.config.read_text())["regularizers"][0]["weight"] == found.weights["l2"]
