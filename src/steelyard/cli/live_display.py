@@ -14,8 +14,8 @@ from rich.text import Text
 from steelyard.cli.term_table import TermRow, rows_of
 from steelyard.experiment import redact
 
-# Long headings break over two lines, so that the table still fits into 80 columns. Weight times
-# value is the term's contribution to the loss.
+# Long headings break over two lines to keep the table narrow. Weight × value is the contribution
+# of a term to the loss.
 _COLUMNS = (
     "term",
     "value",

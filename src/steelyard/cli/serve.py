@@ -39,12 +39,9 @@ def serve(
         float,
         typer.Option(help="Seconds without a request after which a client's models are unloaded."),
     ] = 300.0,
-    max_models: Annotated[
-        int, typer.Option(help="Maximum number of models in training at once.")
-    ] = 64,
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in a request.")] = 2**20,
-    max_body: Annotated[int, typer.Option(help="Maximum number of bytes in a request.")] = 64
-    * 2**20,
+    max_models: Annotated[int, typer.Option(help="Maximum models in training at once.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens in a request.")] = 2**20,
+    max_body: Annotated[int, typer.Option(help="Maximum bytes in a request.")] = 64 * 2**20,
 ) -> None:
     """Serve the embedded engine to the Tinker SDK, until Ctrl-C."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
