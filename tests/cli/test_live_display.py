@@ -68,8 +68,8 @@ def test_a_secret_in_a_reason_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_table_shows_every_number() -> None:
     text = shown_table({**metrics(), "held_out/loss": 1.25})
     assert "step 4, 0.5 s, held-out loss 1.2500" in text
-    for words in ("t/1", "0.1", "0.5", "25%", "+0.50", "2.0 ms"):
-        assert words in text
+    for cell in ("t/1", "0.1", "0.5", "25%", "+0.50", "2.0 ms"):
+        assert cell in text
 
 
 def test_every_flag_has_a_style() -> None:
@@ -98,8 +98,8 @@ def test_a_terminal_shows_a_progress_bar_and_a_table(terminal: Path) -> None:
         encoding="utf-8",
         codec_errors="replace",  # Ctrl-C makes the terminal drop what it holds, mid-letter too
     )
-    for words in ("loading tiny-random", "loss \\d+", "1/40", "left", "\\d:\\d\\d:\\d\\d"):
-        child.expect(words)
+    for pattern in ("loading tiny-random", "loss \\d+", "1/40", "left", "\\d:\\d\\d:\\d\\d"):
+        child.expect(pattern)
     child.expect("┏")
     # Headings of two lines stand at the bottom: the first line holds the upper halves only.
     headings = ("weight", "gradient", "term", "value", "weight", "× value", "norm", "share")

@@ -199,8 +199,8 @@ def test_a_skipped_term_is_printed_counted_and_reported(
         assert "regularizers/noise/value" not in line
     assert command.run("report", "s", cwd=project).code == 0
     page = (project / "s" / "report.html").read_text()
-    said = "“noise” was skipped at 3 of 3 steps: RuntimeError: the knowledge base is down."
-    assert said in page
+    sentence = "“noise” was skipped at 3 of 3 steps: RuntimeError: the knowledge base is down."
+    assert sentence in page
 
 
 def test_a_run_with_skipped_terms_can_be_resumed(command: CommandRunner, project: Path) -> None:

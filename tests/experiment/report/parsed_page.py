@@ -29,7 +29,7 @@ class PageText(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.words: list[str] = []
+        self.texts: list[str] = []
         self.tags: list[str] = []
         self._hidden = False
         self.feed(html)
@@ -43,11 +43,11 @@ class PageText(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if not self._hidden:
-            self.words.append(data)
+            self.texts.append(data)
 
     @property
     def all(self) -> str:
-        return " ".join(" ".join(self.words).split())
+        return " ".join(" ".join(self.texts).split())
 
 
 def text_of(page: Path) -> str:

@@ -13,7 +13,7 @@ def test_colors_repeat_after_eight() -> None:
 
 
 @pytest.mark.parametrize(("index", "dash"), [(0, "solid"), (7, "solid"), (8, "dot"), (32, "solid")])
-def test_dashes_tell_lines_of_one_color_apart(index: int, dash: str) -> None:
+def test_lines_of_the_same_color_differ_in_their_dashes(index: int, dash: str) -> None:
     trace = line("kl", ([0, 1], [2.0, None]), color(index), index=index)
     assert trace["line"]["dash"] == dash
     assert (trace["x"], trace["y"], trace["meta"]) == ([0, 1], [2.0, None], {"color": color(index)})
@@ -34,7 +34,7 @@ def test_markers_are_drawn_where_steps_are_few(steps: int, mode: str) -> None:
         ([], "D2"),
     ],
 )
-def test_log_axis_labels_powers_of_ten_beyond_two_decades(
+def test_log_axis_labels_only_powers_of_ten_over_two_decades(
     values: list[float | None], dtick: object
 ) -> None:
     axis = log_axis([line("n", (range(len(values)), values), "c1")], tickformat="~g")

@@ -91,12 +91,13 @@ def test_statistics_of_a_term() -> None:
         weight=0.25,
         contribution=1.25,
         grad_norm=0.75,
-        share=pytest.approx((1 / 4 + 0.5 / 3.5) / 2),
+        share=term.share,
         cosine=-0.5,
         seconds=0.25,
         steps=2,
         flags=("fights the base loss",),
     )
+    assert term.share == pytest.approx((1 / 4 + 0.5 / 3.5) / 2)
 
 
 def test_shares_are_norms_divided_by_their_sum() -> None:

@@ -178,8 +178,8 @@ def test_summary_without_flags_or_norms() -> None:
 def test_a_cut_reason_is_not_followed_by_a_full_stop() -> None:
     term = TermFinding("judge", skipped={"OSError: it …": 3})
     assert (skip_count(term), skip_reasons(term)) == (3, "OSError: it …")
-    said = summarize(findings_of(term))[1]
-    assert said == "“judge” was skipped at 3 of 4 steps: OSError: it …"
+    sentence = summarize(findings_of(term))[1]
+    assert sentence == "“judge” was skipped at 3 of 4 steps: OSError: it …"
 
 
 def test_summary_of_several_runs_names_the_best_and_the_worst() -> None:

@@ -1,4 +1,4 @@
-"""Reading run folders: what is accepted, and what is an error."""
+"""Run folders: which contents are accepted, and which are errors."""
 
 from __future__ import annotations
 

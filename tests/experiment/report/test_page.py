@@ -20,8 +20,8 @@ from .parsed_page import PageText, page_charts, series, text_of, trace_points
 
 def test_page_shows_the_whole_config(report: Report) -> None:
     text = text_of(report.page)
-    for words in ("base_model tiny-random", "learning_rate 0.0001", "use tests:evenness"):
-        assert words in text
+    for setting in ("base_model tiny-random", "learning_rate 0.0001", "use tests:evenness"):
+        assert setting in text
 
 
 def test_non_finite_numbers_are_gaps(tmp_path: Path) -> None:

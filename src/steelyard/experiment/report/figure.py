@@ -72,7 +72,7 @@ def line(
         name: name in the legend.
         points: steps and values.
         color_name: see `color`.
-        index: index of the term or run; beyond eight, colours repeat and dashes tell lines apart.
+        index: index of the term or run; after eight, colours repeat and dashes differ.
     """
     steps, values = points
     few = len(steps) <= FEW_STEPS

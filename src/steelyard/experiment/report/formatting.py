@@ -27,7 +27,7 @@ def number(value: float | None, *, signed: bool = False) -> str:
     size = abs(value)
     if size == 0:
         text = "0"
-    elif size >= 1e5 or size < 1e-4:  # noqa: PLR2004 - beyond these, zeros are hard to count
+    elif size >= 1e5 or size < 1e-4:  # noqa: PLR2004 - outside, zeros are hard to count
         text = f"{size:.1e}"
     elif size >= 100:  # noqa: PLR2004
         text = f"{size:.1f}"
