@@ -39,13 +39,13 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
         ),
         Section(
             "contributions",
-            "Contribution of each term",
+            "Contributions",
             "Weight × value of each regularizer, stacked: what it adds to the loss.",
             _contributions(run, found),
         ),
         Section(
             "gradients",
-            "Gradient norm of each term",
+            "Gradient norms",
             "The norm of each term's weighted gradient with respect to the log-probs.",
             _gradients(run, found),
         ),

@@ -43,13 +43,13 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
         ),
         Section(
             "contributions",
-            "Contribution of each term",
+            "Contributions",
             "Weight × value of each regularizer, mean over the steps of a run.",
             _contributions(runs, terms),
         ),
         Section(
             "gradients",
-            "Gradient norm of each term",
+            "Gradient norms",
             "The norm of each term's weighted gradient with respect to the log-probs.",
             _gradients(runs, found, terms) if tracked else [],
         ),
