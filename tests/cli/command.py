@@ -1,4 +1,7 @@
-"""The real command, started often: a process that has loaded everything forks for each call."""
+"""Run the real `steelyard` command many times without importing torch each time.
+
+A server process imports everything once and forks for each command.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-# One thread and no more, so that a fork loses nothing; torch starts its own with the first use.
+# The server must have a single thread when it forks: other threads, and locks that they hold, do
+# not exist in the child. torch starts its threads with the first operation, which only children do.
 SERVER = """
 import json, os, resource, sys, warnings
 import torch, transformers, peft, tinker
@@ -18,15 +23,15 @@ import transformers.models.llama.modeling_llama, tokenizers
 import steelyard.cli.app, steelyard.engine, steelyard.experiment, steelyard.regularizers.reference
 import steelyard.cli.display, steelyard.regularizers.stateful
 
-def child(asked):
+def child(request):
     os.setsid()
-    os.chdir(asked["cwd"])
-    os.environ.update(asked["env"])
-    for path, number in ((asked["stdout"], 1), (asked["stderr"], 2)):
+    os.chdir(request["cwd"])
+    os.environ.update(request["env"])
+    for path, number in ((request["stdout"], 1), (request["stderr"], 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    if asked["limit"]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"], asked["limit"]))
-    sys.argv = ["steelyard", *asked["args"]]
+    if request["limit"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
+    sys.argv = ["steelyard", *request["args"]]
     try:
         steelyard.cli.app.main()
         code = 0
@@ -41,19 +46,21 @@ def child(asked):
 
 print("ready", flush=True)
 for line in sys.stdin:
-    asked = json.loads(line)
-    if "wait" in asked:
-        print(os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1]), flush=True)
+    request = json.loads(line)
+    if "wait" in request:
+        print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
         continue
     pid = os.fork()
     if pid == 0:
-        child(asked)
+        child(request)
     print(pid, flush=True)
 """
 
 
 @dataclass(frozen=True)
 class Done:
+    """Exit code and output of a command that has ended."""
+
     code: int
     out: str
     err: str
@@ -61,23 +68,23 @@ class Done:
 
 @dataclass(frozen=True)
 class Started:
-    """A command under way."""
+    """A command that was started and may still run."""
 
-    kitchen: Kitchen
+    runner: CommandRunner
     pid: int
     out: Path
     err: Path
 
     def wait(self) -> Done:
-        code = int(self.kitchen.ask({"wait": self.pid}))
+        code = int(self.runner.request({"wait": self.pid}))
         return Done(code, self.out.read_text(), self.err.read_text())
 
     def kill(self, number: int) -> None:
         os.kill(self.pid, number)
 
 
-class Kitchen:
-    """Starts commands."""
+class CommandRunner:
+    """Starts commands, each in a fork of one server process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,10 +99,10 @@ class Kitchen:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
-    def ask(self, what: dict[str, Any]) -> str:
+    def request(self, message: dict[str, Any]) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{json.dumps(what)}\n")
+        self._process.stdin.write(f"{json.dumps(message)}\n")
         self._process.stdin.flush()
         return self._process.stdout.readline().strip()
 
@@ -104,8 +111,8 @@ class Kitchen:
     ) -> Started:
         self._count += 1
         out, err = (self._folder / f"{self._count}.{kind}" for kind in ("out", "err"))
-        asked = {"args": args, "cwd": str(cwd), "env": env or {}, "limit": limit}
-        pid = int(self.ask({**asked, "stdout": str(out), "stderr": str(err)}))
+        message = {"args": args, "cwd": str(cwd), "env": env or {}, "limit": limit}
+        pid = int(self.request({**message, "stdout": str(out), "stderr": str(err)}))
         return Started(self, pid, out, err)
 
     def run(
@@ -122,3 +129,12 @@ class Kitchen:
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+Kitchen = CommandRunner  # the name under which tests/test_compatibility.py imports it
+
+
+def wait_for(path: Path, lines: int = 0) -> None:
+    """Wait until a running command has written a file with this many lines."""
+    while not path.exists() or path.read_bytes().count(b"\n") < lines:
+        time.sleep(0.005)

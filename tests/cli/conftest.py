@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from .command import Kitchen
+from .command import CommandRunner
 from .project import write_project
 
 
 @pytest.fixture(scope="session")
-def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
-    with Kitchen(tmp_path_factory.mktemp("output")) as made:
-        yield made
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    with CommandRunner(tmp_path_factory.mktemp("output")) as runner:
+        yield runner
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with a config, data and terms of one's own."""
+    """A folder with a config, data and custom terms."""
     return write_project(tmp_path)

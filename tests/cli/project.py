@@ -1,4 +1,4 @@
-"""A small experiment, and what two runs of it have in common."""
+"""A small experiment, and the comparison of two runs of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ import torch
 
 
 def noise(data, logprobs):
-    """Draws from every global generator there is."""
+    """Draw from every global random generator."""
     scale = random.random() + np.random.rand() + torch.rand(()).item()
     return scale * torch.cat(logprobs).square().mean()
 
@@ -69,7 +69,7 @@ def leaky(data, logprobs):
 
 
 def topics(data, logprobs):
-    """Reads text and numbers of the lines."""
+    """Read text and numbers of the data lines."""
     assert all(datum.record["topic"] == "sums" for datum in data)
     scores = torch.stack([datum.loss_fn_inputs["score"].to_torch()[0] for datum in data])
     return (scores * torch.stack([lp.mean() for lp in logprobs])).sum()
@@ -100,7 +100,7 @@ def write_project(folder: Path, config: str = CONFIG) -> Path:
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The metrics without what a clock says."""
+    """Metrics of a run without times and durations."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {
@@ -113,25 +113,25 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def state_of(run: Path) -> dict[str, torch.Tensor]:
-    """The weights and the optimizer's moments of the last checkpoint."""
+    """Weights and optimizer moments of the last checkpoint."""
     record = json.loads(max(run.glob("checkpoints/step-*.json")).read_text())
     folder = run / "checkpoints" / record["path"].removeprefix("tinker://")
-    found: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors = safetensors.torch.load(file.read_bytes())
-        found |= {f"{file.stem}/{key}": tensor for key, tensor in tensors.items()}
-    return found
+        state |= {f"{file.stem}/{key}": tensor for key, tensor in tensors.items()}
+    return state
 
 
 def terms_of(run: Path) -> Any:
-    """What the regularizers remember in the last checkpoint."""
+    """State of the regularizers in the last checkpoint."""
     record = json.loads(max(run.glob("checkpoints/step-*.json")).read_text())
     folder = run / "checkpoints" / record["path"].removeprefix("tinker://")
     return json.loads((folder / "checkpoint.json").read_text())["companions"]
 
 
 def assert_same(run: Path, other: Path) -> None:
-    """Two runs came to the same bits."""
+    """Check that two runs have bit-identical metrics, samples and checkpoints."""
     assert metrics_of(run) == metrics_of(other)
     assert (run / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
     assert terms_of(run) == terms_of(other)

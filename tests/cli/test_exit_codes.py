@@ -1,4 +1,4 @@
-"""Thirty wrong configs and more, each with exit code 2 and the key that is wrong."""
+"""Exit codes: many wrong configs with code 2 and the wrong key, errors of Steelyard and others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from .command import Kitchen
+from steelyard.cli.exit_codes import report_error
+from steelyard.errors import ConfigError, RunError
+
+from .command import CommandRunner
 
 TERM = '[[regularizers]]\nuse = "l2"\nname = "first"\nweight = 0.1\n'
 
@@ -123,10 +126,10 @@ OTHERS = [
     ids=[message for _, message in [*WRONG, *OTHERS]],
 )
 def test_a_wrong_config_ends_with_2_and_names_its_key(
-    kitchen: Kitchen, project: Path, text: str, message: str
+    command: CommandRunner, project: Path, text: str, message: str
 ) -> None:
     (project / "wrong.toml").write_text(text)
-    done = kitchen.run("train", "wrong.toml", "--run", "r", cwd=project)
+    done = command.run("train", "wrong.toml", "--run", "r", cwd=project)
     assert done.code == 2
     assert message in done.err
     assert done.err.startswith("ConfigError: ")
@@ -147,9 +150,9 @@ def test_a_wrong_config_ends_with_2_and_names_its_key(
     ],
 )
 def test_a_wrong_override_ends_with_2_and_names_its_key(
-    kitchen: Kitchen, project: Path, override: str, message: str
+    command: CommandRunner, project: Path, override: str, message: str
 ) -> None:
-    done = kitchen.run("config", "check", "c.toml", override, cwd=project)
+    done = command.run("config", "check", "c.toml", override, cwd=project)
     assert done.code == 2
     assert message in done.err
 
@@ -167,15 +170,38 @@ def test_a_wrong_override_ends_with_2_and_names_its_key(
     ],
 )
 def test_bad_usage_ends_with_2(
-    kitchen: Kitchen, project: Path, args: tuple[str, ...], message: str
+    command: CommandRunner, project: Path, args: tuple[str, ...], message: str
 ) -> None:
-    done = kitchen.run(*args, cwd=project)
+    done = command.run(*args, cwd=project)
     assert done.code == 2
     assert message in done.err
 
 
-def test_a_folder_without_a_run_cannot_be_resumed(kitchen: Kitchen, project: Path) -> None:
-    done = kitchen.run("resume", "nowhere", cwd=project)
+def test_a_folder_without_a_run_cannot_be_resumed(command: CommandRunner, project: Path) -> None:
+    done = command.run("resume", "nowhere", cwd=project)
     assert done.code == 1
     assert "nowhere must be the folder of a run, with a config.json, and it is none" in done.err
     assert not (project / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("steps must be >= 1."), 2), (RunError("r is taken."), 1)]
+)
+def test_an_error_of_steelyard_is_one_line(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report_error(error) == code
+    assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
+
+
+def test_another_error_has_a_traceback_without_secrets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-s3cr3t")
+    with pytest.raises(OSError, match="refused") as caught:
+        raise OSError("refused tml-s3cr3t")
+    assert report_error(caught.value) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback (most recent call last):\n")
+    assert printed.endswith("OSError: refused ***\n")
+    assert "s3cr3t" not in printed

@@ -1,3 +1,5 @@
+"""The command `steelyard serve`, run for real and called by the Tinker SDK."""
+
 from __future__ import annotations
 
 import contextlib
@@ -16,22 +18,22 @@ from tinker import types
 
 from tests.engine.data import ragged
 
-from .command import Kitchen, Started
+from .command import CommandRunner, Started
 
 
 def url_of(started: Started) -> str:
-    """Where it listens, when it does."""
+    """Wait until the server listens; its URL."""
     while True:
-        said = started.out.read_text() if started.out.exists() else ""
-        if found := re.search(r"TINKER_BASE_URL=(\S+)\n.*\n", said):
+        output = started.out.read_text() if started.out.exists() else ""
+        if found := re.search(r"TINKER_BASE_URL=(\S+)\n.*\n", output):
             return found[1]
         time.sleep(0.01)
 
 
 @pytest.fixture
-def served(kitchen: Kitchen, tmp_path: Path) -> Iterator[Started]:
+def served(command: CommandRunner, tmp_path: Path) -> Iterator[Started]:
     args = ("--port", "0", "--base-model", "tiny-random", "--checkpoints", str(tmp_path / "c"))
-    started = kitchen.start("serve", *args, cwd=tmp_path)
+    started = command.start("serve", *args, cwd=tmp_path)
     try:
         yield started
     finally:
@@ -39,7 +41,7 @@ def served(kitchen: Kitchen, tmp_path: Path) -> Iterator[Started]:
             os.kill(started.pid, signal.SIGKILL)
 
 
-def test_it_says_what_to_do_serves_and_stops(served: Started) -> None:
+def test_serve_prints_the_settings_of_the_sdk_and_stops(served: Started) -> None:
     url = url_of(served)
     assert served.out.read_text() == (
         f"Serving tiny-random at {url}\n"
@@ -58,7 +60,7 @@ def test_it_says_what_to_do_serves_and_stops(served: Started) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_step_under_way_is_finished(
+def test_a_running_step_is_finished(
     served: Started, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")  # the SDK would send it to a dead server for ever
@@ -79,27 +81,29 @@ def test_a_step_under_way_is_finished(
     done = served.wait()
     assert done.code == 0, done.err
     answered = [each for each in outcomes if isinstance(each, float)]
-    assert len(set(answered)) == 1, "those that were begun are right"
+    assert len(set(answered)) == 1, "requests that were started are complete"
     assert outcomes == [*answered, *["stopping"] * (40 - len(answered))]
     assert 1 <= len(answered) < 40
     service.holder.close()
 
 
-def test_a_port_that_is_taken(kitchen: Kitchen, tmp_path: Path) -> None:
+def test_an_occupied_port_is_an_error(command: CommandRunner, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         args = ("--port", port, "--base-model", "tiny-random")
-        done = kitchen.run("serve", *args, cwd=tmp_path)
+        done = command.run("serve", *args, cwd=tmp_path)
     assert done.code == 1
     assert f"host and port must be free to listen on, and 127.0.0.1:{port} is not" in done.err
     assert "Choose another port" in done.err
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "example.com", "::"])
-def test_others_may_not_reach_it_without_a_key(kitchen: Kitchen, tmp_path: Path, host: str) -> None:
-    done = kitchen.run("serve", "--host", host, "--base-model", "tiny-random", cwd=tmp_path)
+def test_a_public_host_requires_an_api_key(
+    command: CommandRunner, tmp_path: Path, host: str
+) -> None:
+    done = command.run("serve", "--host", host, "--base-model", "tiny-random", cwd=tmp_path)
     assert done.code == 1
     assert done.err == (
         "InputError: host must be a loopback address such as 127.0.0.1 unless there is an API "
@@ -107,27 +111,27 @@ def test_others_may_not_reach_it_without_a_key(kitchen: Kitchen, tmp_path: Path,
     )
 
 
-def test_a_key_of_another_kind_is_not_shown(kitchen: Kitchen, tmp_path: Path) -> None:
+def test_an_invalid_key_is_not_printed(command: CommandRunner, tmp_path: Path) -> None:
     args = ("--api-key", "hunter2", "--base-model", "tiny-random")
-    done = kitchen.run("serve", *args, cwd=tmp_path)
+    done = command.run("serve", *args, cwd=tmp_path)
     assert done.code == 1
     assert "api_key must start with 'tml-'" in done.err
     assert "hunter2" not in done.err + done.out
 
 
-def test_a_model_that_is_unknown(kitchen: Kitchen, tmp_path: Path) -> None:
-    done = kitchen.run("serve", "--port", "0", "--base-model", "no-such", cwd=tmp_path)
+def test_an_unknown_model_is_an_error(command: CommandRunner, tmp_path: Path) -> None:
+    done = command.run("serve", "--port", "0", "--base-model", "no-such", cwd=tmp_path)
     assert done.code == 1
     assert done.err.startswith(
         "ModelError: base_model must be a known name (smollm2-135m, tiny-random)"
     )
 
 
-def test_the_key_is_asked_for(
-    kitchen: Kitchen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_requests_need_the_key(
+    command: CommandRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")  # the SDK would send it with a wrong key for ever
-    started = kitchen.start(
+    started = command.start(
         "serve", "--port", "0", "--base-model", "tiny-random",
         cwd=tmp_path, env={"STEELYARD_API_KEY": "tml-mine"},
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""The `steelyard` command: parses, calls, prints. The only place that prints.
+"""The `steelyard` command: parses arguments, calls the library, prints. Only this folder prints.
 
-`app` lists the commands, one file each; `live` and `plain` show a run, `rows` is what they show;
-`interruption` is Ctrl-C, `failures` turns errors into exit codes.
+`app` lists the commands, one file each. `display` picks how a run is shown: `live_display` on a
+terminal, `text_display` in files and pipes, both from the rows of `term_table`. `interruption`
+handles Ctrl-C, `exit_codes` turns errors into exit codes.
 """
 
 from steelyard._extras import cure as _cure

@@ -1,4 +1,4 @@
-"""The commands, and what is common to them: the version, Ctrl-C and exit codes.
+"""List of the commands, and what they share: the version, Ctrl-C and exit codes.
 
 Exit codes: 0 done, 1 failed, 2 bad usage or config, 130 interrupted.
 """
@@ -15,14 +15,12 @@ from steelyard._version import __version__
 from steelyard.cli.ablate import ablate
 from steelyard.cli.config import app as config
 from steelyard.cli.demo import demo
-from steelyard.cli.exit_codes import report as fail
+from steelyard.cli.exit_codes import INTERRUPTED, report_error
 from steelyard.cli.models import app as models
 from steelyard.cli.report import report
 from steelyard.cli.serve import serve
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="steelyard",
@@ -41,15 +39,15 @@ app.add_typer(config, name="config")
 app.add_typer(models, name="models")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"steelyard {__version__}")
         raise typer.Exit
 
 
 Version = Annotated[
     bool,
-    typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version),
+    typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version),
 ]
 
 
@@ -59,12 +57,12 @@ def _common(version: Version = False) -> None:
 
 
 def main() -> None:
-    """Run the command that the arguments name, and exit."""
+    """Run the command named in the arguments, and exit."""
     signal.signal(signal.SIGINT, _quit)
     try:
         app()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported without secrets
-        sys.exit(fail(error))
+    except Exception as error:  # noqa: BLE001 - any error is printed with secrets blanked out
+        sys.exit(report_error(error))
 
 
 def _quit(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""`steelyard config schema|check|example`."""
+"""The commands `steelyard config schema`, `example` and `check`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from steelyard.cli.train import Overrides
 
-app = typer.Typer(help="Config files: their schema, an example, and checks.", no_args_is_help=True)
+app = typer.Typer(help="Config files: schema, example, check.", no_args_is_help=True)
 
 
 @app.command()
@@ -23,7 +23,7 @@ def schema() -> None:
 
 @app.command()
 def example() -> None:
-    """Print a config to begin with."""
+    """Print an example config."""
     from steelyard.experiment import example_config  # noqa: PLC0415 - takes a second
 
     typer.echo(example_config(), nl=False)
@@ -34,9 +34,9 @@ def check(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, YAML or JSON file.")],
     overrides: Overrides = None,
 ) -> None:
-    """Check a config, and build its terms; no data are read and nothing is trained."""
+    """Check a config and build its terms; nothing is trained."""
     from steelyard.experiment import check_config, read_config  # noqa: PLC0415 - takes seconds
 
-    read = read_config(config, overrides or ())
-    names = ", ".join(spec.name for spec in check_config(read)) or "none"
-    typer.echo(f"{config}: good. Loss: {read.loss.use}. Regularizers: {names}.")
+    parsed = read_config(config, overrides or ())
+    names = ", ".join(spec.name for spec in check_config(parsed)) or "none"
+    typer.echo(f"{config}: valid. Loss: {parsed.loss.use}. Regularizers: {names}.")

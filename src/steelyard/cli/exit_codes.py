@@ -1,4 +1,4 @@
-"""From an error to a line for people and an exit code for programs."""
+"""Exit codes, and the message that goes to stderr with a failure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import traceback
 
 from steelyard.errors import ConfigError, SteelyardError
 
-FAILED, MISUSED = 1, 2
+FAILED = 1
+BAD_USAGE = 2  # also what typer uses for wrong arguments
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
-def report(error: Exception) -> int:
-    """Print what went wrong, with a traceback if it is no error of ours; the exit code."""
+def report_error(error: Exception) -> int:
+    """Print an error to stderr, with secrets blanked out, and return the exit code.
+
+    An error of Steelyard is one line; any other error is a bug or comes from a user's code, and
+    is printed with its traceback.
+    """
     from steelyard.experiment import redact  # noqa: PLC0415 - takes seconds
 
     if isinstance(error, SteelyardError):
-        said = f"{type(error).__name__}: {error}\n"
+        message = f"{type(error).__name__}: {error}\n"
     else:
-        said = "".join(traceback.format_exception(error))
-    sys.stderr.write(redact(said))
-    return MISUSED if isinstance(error, ConfigError) else FAILED
+        message = "".join(traceback.format_exception(error))
+    sys.stderr.write(redact(message))
+    return BAD_USAGE if isinstance(error, ConfigError) else FAILED

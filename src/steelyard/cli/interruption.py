@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one asks, the second one ends."""
+"""Ctrl-C: the first one asks a run to stop, the second one ends the process."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
-INTERRUPTED = 130
+from steelyard.cli.exit_codes import INTERRUPTED
 
 
 class Interruption:
-    """Inside it Ctrl-C only makes `asked()` true; a second one ends the process at once.
+    """Handle SIGINT inside a `with` block: the first sets a flag, the second ends the process.
 
     Args:
-        first: called at the first Ctrl-C.
-        second: called before the process ends.
+        on_first: called at the first Ctrl-C.
+        on_second: called at the second, before the process ends.
     """
 
-    def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        self._first, self._second = first, second
-        self._asked = False
+    def __init__(self, on_first: Callable[[], None], on_second: Callable[[], None]) -> None:
+        self._on_first, self._on_second = on_first, on_second
+        self._requested = False
 
-    def asked(self) -> bool:
-        """Whether Ctrl-C was pressed."""
-        return self._asked
+    def requested(self) -> bool:
+        """Return whether Ctrl-C was pressed."""
+        return self._requested
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGINT, self._heard)
+        self._previous_handler = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        signal.signal(signal.SIGINT, self._previous_handler)
 
-    def _heard(self, _: int, __: FrameType | None) -> None:
-        if self._asked:
-            self._second()
+    def _handle(self, _: int, __: FrameType | None) -> None:
+        if self._requested:
+            self._on_second()
+            # Not sys.exit: that raises SystemExit wherever the main thread is, which may be in
+            # code that catches it, and the interpreter would then wait for its threads.
             os._exit(INTERRUPTED)
-        self._asked = True
-        with contextlib.suppress(RuntimeError):  # it came in the middle of a write
-            self._first()
+        self._requested = True
+        # A handler runs between two bytecodes of the main thread. If that was writing to the same
+        # stream, Python refuses the re-entrant write; the message is then lost, the flag is not.
+        with contextlib.suppress(RuntimeError):
+            self._on_first()

@@ -1,4 +1,4 @@
-"""`steelyard report`."""
+"""The command `steelyard report`: one HTML page about runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import typer
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or an ablation's.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run folders, or the folder of an ablation."),
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The file; report.html in a single folder, or here."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write; default: report.html in the run folder, or here for several.",
+        ),
     ] = None,
 ) -> None:
-    """Write one HTML page about runs: charts, samples, config. It needs no network."""
+    """Write a self-contained HTML report about one or several runs."""
     from steelyard.experiment.report import write_report  # noqa: PLC0415 - takes seconds
 
-    place = runs[0] if len(runs) == 1 else Path()
-    target = output or place / "report.html"
+    folder = runs[0] if len(runs) == 1 else Path()
+    target = output or folder / "report.html"
     typer.echo(f"Report: {write_report(runs, target)}")

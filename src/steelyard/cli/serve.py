@@ -1,4 +1,4 @@
-"""`steelyard serve`."""
+"""The command `steelyard serve`: the embedded engine behind Tinker's wire protocol."""
 
 from __future__ import annotations
 
@@ -9,33 +9,39 @@ from typing import Annotated
 
 import typer
 
-_ASKED = "Stopping when this step is done. Ctrl-C again ends at once."
-_NAP = 0.1
+_STOPPING = "Stopping when this step is done. Ctrl-C again ends at once."
+_POLL_SECONDS = 0.1
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="So too; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)
+    ] = 8000,
     base_model: Annotated[
         list[str] | None,
-        typer.Option(help="A known name, a folder or a Hub id; may be given again."),
+        typer.Option(help="A known name, a folder or a Hub id; may be repeated."),
     ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="What clients must send, tml-...; needed unless only this machine can connect.",
+            help="Key that clients must send, tml-...; required unless the host is loopback.",
             envvar="STEELYARD_API_KEY",
         ),
     ] = None,
     checkpoints: Annotated[
-        Path | None, typer.Option(help="The folder of the checkpoints; the user's.")
+        Path | None,
+        typer.Option(
+            help="Folder for checkpoints; default: $STEELYARD_CHECKPOINTS, or the user's."
+        ),
     ] = None,
     client_timeout: Annotated[
-        float, typer.Option(help="Seconds of silence after which a client's models are unloaded.")
+        float,
+        typer.Option(help="Seconds without a request after which a client's models are unloaded."),
     ] = 300.0,
-    max_models: Annotated[int, typer.Option(help="The most models in training at once.")] = 64,
-    max_tokens: Annotated[int, typer.Option(help="The most tokens of a request.")] = 2**20,
-    max_body: Annotated[int, typer.Option(help="The most bytes of a request.")] = 64 * 2**20,
+    max_models: Annotated[int, typer.Option(help="Maximum models in training at once.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens in a request.")] = 2**20,
+    max_body: Annotated[int, typer.Option(help="Maximum bytes in a request.")] = 64 * 2**20,
 ) -> None:
     """Serve the embedded engine to the Tinker SDK, until Ctrl-C."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
@@ -46,7 +52,7 @@ def serve(
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
     names = base_model or ["smollm2-135m"]
     with (
-        Interruption(lambda: typer.echo(_ASKED, err=True), lambda: None) as interruption,
+        Interruption(lambda: typer.echo(_STOPPING, err=True), lambda: None) as interruption,
         engine.serve(
             names,
             host=host,
@@ -59,11 +65,12 @@ def serve(
             max_body=max_body,
         ) as base_url,
     ):
+        # SIGTERM stops the server as Ctrl-C does: the step under way is finished.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
         typer.echo(f"Serving {', '.join(names)} at {base_url}")
         typer.echo("In the shell of the program that uses the Tinker SDK:")
         typer.echo(f"  export TINKER_BASE_URL={base_url}")
         typer.echo(f"  export TINKER_API_KEY={api_key or 'tml-local'}")
-        while not interruption.asked():
-            time.sleep(_NAP)
+        while not interruption.requested():
+            time.sleep(_POLL_SECONDS)
     typer.echo("Stopped.")

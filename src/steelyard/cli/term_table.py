@@ -1,4 +1,4 @@
-"""The metrics of a step as rows, one for each term."""
+"""Metrics of one step as table rows, one for each term."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from steelyard.experiment import (
 
 @dataclass(frozen=True)
 class TermRow:
-    """One term at one step; None where there is no such number.
+    """Numbers of one term at one step; None where a number does not exist.
 
     Attributes:
-        name: of the term; `"base"` is the base loss.
-        value: before the weight.
-        weight: at this step.
-        contribution: what it adds to the loss.
-        grad_norm: of its gradient, weighted.
-        share: of the gradients of all terms, by norm.
-        cosine: to the gradient of the base loss.
-        seconds: it took.
-        flags: see `steelyard.experiment.flags`.
-        skipped: why the term failed and was dropped at this step; None if it was not.
+        name: name of the term; `"base"` is the base loss.
+        value: value before the weight is applied.
+        weight: weight at this step.
+        contribution: weight × value, the summand in the total loss.
+        grad_norm: norm of the weighted gradient.
+        share: `grad_norm` divided by the sum of the norms of all terms and the base loss.
+        cosine: cosine between this gradient and that of the base loss.
+        seconds: duration of the call, gradient included.
+        flags: warnings about these numbers, see `steelyard.experiment.flags`.
+        skipped: error for which the term was skipped at this step; None if it was not.
     """
 
     name: str
@@ -45,7 +45,7 @@ class TermRow:
 
 
 def rows_of(metrics: Mapping[str, Any]) -> list[TermRow]:
-    """The base loss, the terms that ran, in order, and those that were skipped.
+    """Rows of the base loss, of the terms that ran, in order, and of the skipped terms.
 
     Example:
         >>> metrics = {
@@ -69,21 +69,21 @@ def rows_of(metrics: Mapping[str, Any]) -> list[TermRow]:
 
 
 def _row(name: str, metrics: Mapping[str, Any], share: float | None) -> TermRow:
-    at = f"regularizers/{name}"
-    weight, cosine = metrics[f"{at}/weight"], metrics.get(f"cosines/base/{name}")
+    prefix = f"regularizers/{name}"
+    weight, cosine = metrics[f"{prefix}/weight"], metrics.get(f"cosines/base/{name}")
     return TermRow(
         name,
-        metrics[f"{at}/value"],
+        metrics[f"{prefix}/value"],
         weight,
-        metrics[f"{at}/contribution"],
-        metrics.get(f"{at}/grad_norm_weighted"),
+        metrics[f"{prefix}/contribution"],
+        metrics.get(f"{prefix}/grad_norm_weighted"),
         share,
         cosine,
-        metrics.get(f"{at}/duration"),
+        metrics.get(f"{prefix}/duration"),
         flags_of(
             tracked="base_loss/grad_norm" in metrics,
             weight=weight,
-            grad_norm=metrics.get(f"{at}/grad_norm"),
+            grad_norm=metrics.get(f"{prefix}/grad_norm"),
             share=share,
             cosine=cosine,
         ),

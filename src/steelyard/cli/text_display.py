@@ -1,4 +1,4 @@
-"""A run in plain lines, for files and pipes."""
+"""Display of a run as plain lines, for files and pipes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from steelyard.cli.term_table import rows_of
 from steelyard.experiment import redact
 
 
-class Plain:
-    """A line for each step, and for whatever is said."""
+class TextDisplay:
+    """One line for each step and each message; a context manager like `LiveDisplay`."""
 
     def __enter__(self) -> Self:
         return self
@@ -22,22 +22,22 @@ class Plain:
         return
 
     def say(self, text: str) -> None:
-        """Print it."""
+        """Print a message, with secrets blanked out."""
         sys.stdout.write(f"{redact(text)}\n")
         sys.stdout.flush()
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
-        """Print the loss and what each term adds to it."""
+        """Print the loss of a step and the contribution of each term."""
         base, *terms = rows_of(metrics)
-        parts = [f"step {step + 1}/{steps}", f"loss {metrics['loss_total']:.4f}"]
-        parts.append(f"base {base.value:.4f}")
+        fields = [f"step {step + 1}/{steps}", f"loss {metrics['loss_total']:.4f}"]
+        fields.append(f"base {base.value:.4f}")
         for row in terms:
-            noted = f" ({', '.join(row.flags)})" if row.flags else ""
-            added = "skipped" if row.contribution is None else f"{row.contribution:+.4f}"
-            parts.append(f"{row.name} {added}{noted}")
+            flags = f" ({', '.join(row.flags)})" if row.flags else ""
+            contribution = "skipped" if row.contribution is None else f"{row.contribution:+.4f}"
+            fields.append(f"{row.name} {contribution}{flags}")
         if "held_out/loss" in metrics:
-            parts.append(f"held-out {metrics['held_out/loss']:.4f}")
-        self.say("  ".join(parts))
+            fields.append(f"held-out {metrics['held_out/loss']:.4f}")
+        self.say("  ".join(fields))
 
     def restore(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: plain lines leave no terminal state to restore."""

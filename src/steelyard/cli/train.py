@@ -1,59 +1,66 @@
-"""`steelyard train` and `steelyard resume`."""
+"""The commands `steelyard train` and `steelyard resume`."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.interruption import INTERRUPTED
+from steelyard.cli.exit_codes import INTERRUPTED
+
+if TYPE_CHECKING:
+    from steelyard.experiment import Outcome
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides: train.steps=5")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings to override, such as train.steps=5."),
 ]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines of data out.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out malformed lines of the data.")]
 
 
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, YAML or JSON file.")],
     overrides: Overrides = None,
     run: Annotated[
-        Path | None, typer.Option("--run", "-r", help="The run folder; runs/<config>-<time>.")
+        Path | None, typer.Option("--run", "-r", help="Run folder; default: runs/<config>-<time>.")
     ] = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Train, as a config says."""
+    """Train a model as described in a config file."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
-    from steelyard.cli.display import fresh_folder, watched  # noqa: PLC0415 - as above
+    from steelyard.cli.display import default_run_folder, run_with_display  # noqa: PLC0415 - as above
 
-    chosen = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
-    read = experiment.read_config(config, chosen)
-    folder = run or fresh_folder(config)
-    _end(watched(lambda watch, stop: experiment.train(read, folder, watch=watch, stop=stop)))
+    settings = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
+    parsed = experiment.read_config(config, settings)
+    folder = run or default_run_folder(config)
+    outcome = run_with_display(
+        lambda watch, stop: experiment.train(parsed, folder, watch=watch, stop=stop)
+    )
+    _print_outcome(outcome)
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
 ) -> None:
-    """Go on with a run from its last checkpoint."""
+    """Continue a run from its last checkpoint."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
-    from steelyard.cli.display import watched  # noqa: PLC0415 - as above
+    from steelyard.cli.display import run_with_display  # noqa: PLC0415 - as above
 
-    _end(watched(lambda watch, stop: experiment.resume(run, watch=watch, stop=stop)))
+    outcome = run_with_display(lambda watch, stop: experiment.resume(run, watch=watch, stop=stop))
+    _print_outcome(outcome)
 
 
-def _end(outcome: object) -> None:
-    from steelyard.experiment import Outcome, RunFolder  # noqa: PLC0415 - takes seconds
+def _print_outcome(outcome: Outcome) -> None:
+    from steelyard.experiment import RunFolder  # noqa: PLC0415 - takes seconds
 
-    assert isinstance(outcome, Outcome)  # noqa: S101 - for the type checker
     if outcome.status == "interrupted":
-        typer.echo(f"Stopped after {outcome.steps} steps, and saved. Go on with:")
+        typer.echo(f"Stopped after {outcome.steps} steps, and saved. Continue with:")
         typer.echo(f"  steelyard resume {shlex.quote(str(outcome.folder))}")
         raise typer.Exit(INTERRUPTED)
-    lines = RunFolder(outcome.folder).metrics()
-    held = [line["held_out/loss"] for line in lines if "held_out/loss" in line]
-    if held:
-        typer.echo(f"Held-out loss: {held[0]:.4f} -> {held[-1]:.4f}.")
+    rows = RunFolder(outcome.folder).metrics()
+    losses = [row["held_out/loss"] for row in rows if "held_out/loss" in row]
+    if losses:
+        typer.echo(f"Held-out loss: {losses[0]:.4f} -> {losses[-1]:.4f}.")
     typer.echo(f"Done: {outcome.steps} steps in {outcome.folder}")

@@ -1,4 +1,4 @@
-"""`steelyard tune`."""
+"""The command `steelyard tune`: search for weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.interruption import INTERRUPTED
+from steelyard.cli.exit_codes import INTERRUPTED
 from steelyard.cli.train import Overrides, SkipBad
 
 
@@ -15,27 +15,32 @@ def tune(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, YAML or JSON file.")],
     overrides: Overrides = None,
     run: Annotated[
-        Path | None, typer.Option("--run", "-r", help="The folder of the study; goes on there.")
+        Path | None,
+        typer.Option("--run", "-r", help="Folder of the study; an existing one is continued."),
     ] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", min=1, help="How many in all; tune.trials.")
+        int | None,
+        typer.Option("--trials", min=1, help="Number of trials in total; overrides tune.trials."),
     ] = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Search for the weights that a config leaves open."""
+    """Search for the weights written as { tune = [low, high] }."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
-    from steelyard.cli.display import watched  # noqa: PLC0415 - as above
+    from steelyard.cli.display import run_with_display  # noqa: PLC0415 - as above
 
-    chosen = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
-    chosen += [] if trials is None else [f"tune.trials={trials}"]
-    read = experiment.read_config(config, chosen)
+    settings = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
+    settings += [] if trials is None else [f"tune.trials={trials}"]
+    parsed = experiment.read_config(config, settings)
     folder = run or Path("runs") / f"{config.stem}-tune"
-    found = watched(lambda watch, stop: experiment.tune(read, folder, watch=watch, stop=stop))
-    if found.value is not None:
-        typer.echo(f"Best of {found.trials} trials: {found.value:.6g}")
-        for name, weight in found.weights.items():
+    tuned = run_with_display(
+        lambda watch, stop: experiment.tune(parsed, folder, watch=watch, stop=stop)
+    )
+    if tuned.value is not None:
+        typer.echo(f"Best of {tuned.trials} trials: {tuned.value:.6g}")
+        for name, weight in tuned.weights.items():
             typer.echo(f"  {name}: weight = {weight:.6g}")
-        typer.echo(f"Train with it: steelyard train {found.config}")
-    if not found.done:
-        typer.echo(f"Stopped after {found.trials} trials. The same command goes on: {found.folder}")
+        typer.echo(f"Train with it: steelyard train {tuned.config}")
+    if not tuned.done:
+        typer.echo(f"Stopped after {tuned.trials} trials. Run the same command again to continue:")
+        typer.echo(f"  {tuned.folder}")
         raise typer.Exit(INTERRUPTED)

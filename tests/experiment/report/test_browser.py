@@ -1,4 +1,4 @@
-"""The report in a real browser: drawn, silent, at home, in light and dark."""
+"""The report in a real browser: charts are drawn, nothing is requested, light and dark mode."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.experiment.browser import Page, chromium
 from tests.experiment.folders import flaky, specs, write_ablation, write_run
 
 HOSTILE = "<img src=https://example.com/x.png onerror=\"console.error('run')\">"
-SIZES = """
+CHART_SIZES = """
 return [...document.querySelectorAll(".chart")].map((chart) => {
   const svg = chart.querySelector("svg.main-svg").getBoundingClientRect();
-  const inked = chart.querySelectorAll("path.js-line, g.point path, .hm image").length;
-  return [chart.id, svg.width, svg.height, inked];
+  const marks = chart.querySelectorAll("path.js-line, g.point path, .hm image").length;
+  return [chart.id, svg.width, svg.height, marks];
 });
 """
-LOOK = """
+COLORS = """
 const style = getComputedStyle(document.body);
 const tick = document.querySelector(".chart .xtick text");
 return [style.backgroundColor, style.color, getComputedStyle(tick).fill];
@@ -58,30 +58,32 @@ def brightness(color: str) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["one", "several", "ablation"])
-def test_charts_are_drawn_in_silence_and_nothing_leaves_the_machine(
+def test_charts_are_drawn_without_console_messages_or_requests(
     browser: Chrome, folder: Path, name: str, scheme: str
 ) -> None:
     page = Page(browser, folder / f"{name}.html")
     page.complaints()
     page.scheme(scheme)
     page.draw()
-    charts = page.run(SIZES)
+    charts = page.run(CHART_SIZES)
     assert len(charts) >= 10
     assert [chart for chart in charts if min(chart[1:]) <= 0] == []
     assert all(width > 150 and height > 150 for _, width, height, _ in charts)
     assert page.complaints() == []
-    asked = page.requests()
-    assert page.url in asked
-    outward = [url for url in asked if url != page.url and not url.startswith(("data:", "blob:"))]
-    assert outward == []
-    background, ink, tick = (brightness(color) for color in page.run(LOOK))
+    requests = page.requests()
+    assert page.url in requests
+    external = [
+        url for url in requests if url != page.url and not url.startswith(("data:", "blob:"))
+    ]
+    assert external == []
+    background, ink, tick = (brightness(color) for color in page.run(COLORS))
     dark = scheme == "dark"
     assert (background < 64, ink > 192, tick > 128) == (dark, dark, dark)
     assert abs(background - ink) > 128
 
 
-def test_a_page_that_asks_or_complains_would_be_noticed(browser: Chrome, tmp_path: Path) -> None:
-    path = tmp_path / "asking.html"
+def test_requests_and_console_messages_would_be_noticed(browser: Chrome, tmp_path: Path) -> None:
+    path = tmp_path / "requesting.html"
     path.write_text(
         '<script>console.error("trouble")</script><img src="http://127.0.0.1:1/x.png">'
         '<script>document.documentElement.dataset.drawn = "1"</script>',
@@ -93,14 +95,14 @@ def test_a_page_that_asks_or_complains_would_be_noticed(browser: Chrome, tmp_pat
     assert "http://127.0.0.1:1/x.png" in page.requests()
 
 
-def test_the_charts_follow_when_the_reader_changes_to_dark(browser: Chrome, folder: Path) -> None:
+def test_charts_follow_a_change_to_dark_mode(browser: Chrome, folder: Path) -> None:
     page = Page(browser, folder / "one.html")
     page.scheme("light")
     page.draw()
-    before = page.run(LOOK)
+    before = page.run(COLORS)
     page.scheme("dark")
-    page.wait(lambda: page.run(LOOK)[2] != before[2])
-    after = page.run(LOOK)
+    page.wait(lambda: page.run(COLORS)[2] != before[2])
+    after = page.run(COLORS)
     assert [brightness(color) > 128 for color in before] == [True, False, False]
     assert [brightness(color) > 128 for color in after] == [False, True, True]
 
@@ -113,26 +115,26 @@ def test_the_page_fits_the_window(browser: Chrome, folder: Path, width: int) -> 
         page = Page(browser, folder / "one.html")
         page.draw()
         assert page.run("return document.documentElement.scrollWidth") <= width
-        assert all(chart[1] < width for chart in page.run(SIZES))
+        assert all(chart[1] < width for chart in page.run(CHART_SIZES))
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_paper_is_light_and_wide_enough_for_the_charts(browser: Chrome, folder: Path) -> None:
+def test_print_layout_is_light_and_fits_the_charts(browser: Chrome, folder: Path) -> None:
     page = Page(browser, folder / "ablation.html")
     page.scheme("dark")
     page.draw()
     page.run("dispatchEvent(new Event('beforeprint'))")
-    background, ink, tick = (brightness(color) for color in page.run(LOOK))
+    background, ink, tick = (brightness(color) for color in page.run(COLORS))
     assert background > 192
     assert max(ink, tick) < 128
-    assert all(chart[1] <= 700 for chart in page.run(SIZES))
+    assert all(chart[1] <= 700 for chart in page.run(CHART_SIZES))
     assert page.run("return [...document.querySelectorAll('details')].every((d) => d.open)")
     page.run("dispatchEvent(new Event('afterprint'))")
-    assert brightness(page.run(LOOK)[0]) < 64
+    assert brightness(page.run(COLORS)[0]) < 64
 
 
-def test_what_users_wrote_stays_text(browser: Chrome, folder: Path) -> None:
+def test_user_text_is_not_interpreted_as_html(browser: Chrome, folder: Path) -> None:
     page = Page(browser, folder / "one.html")
     page.draw()
     shown = page.run("return [...document.querySelectorAll('.answers p')].map(p => p.textContent)")

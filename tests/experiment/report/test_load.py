@@ -1,18 +1,18 @@
-"""Reading run folders: what is tolerated, and what is an error."""
+"""Run folders: which contents are accepted, and which are errors."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from steelyard.errors import RunError
 from steelyard.experiment.report import write_report
-from steelyard.experiment.report.load import read
+from steelyard.experiment.report.load import LoadedRun, configured_terms, load_runs, term_name
 from tests.experiment.folders import write_ablation, write_lines, write_run
+
+from .parsed_page import page_charts, trace_points
 
 
 @pytest.fixture
@@ -22,53 +22,69 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cut", [1, 20, 4000])
-def test_a_last_line_that_is_half_written_does_not_count(run: Path, cut: int) -> None:
+def test_an_incomplete_last_line_is_ignored(run: Path, cut: int) -> None:
     path = run / "metrics.jsonl"
     whole = path.read_bytes()
     last = len(whole.rstrip(b"\n").rpartition(b"\n")[2])
     path.write_bytes(whole[: -1 - min(cut, last - 1)])
-    assert [row["step"] for row in read([run]).runs[0].rows] == [0, 1, 2]
+    assert [row["step"] for row in load_runs([run]).runs[0].rows] == [0, 1, 2]
 
 
-def test_a_last_line_without_its_newline_counts(run: Path) -> None:
+def test_a_complete_last_line_without_a_newline_counts(run: Path) -> None:
     path = run / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
-    assert len(read([run]).runs[0].rows) == 4
+    assert len(load_runs([run]).runs[0].rows) == 4
 
 
-def test_a_line_cut_within_a_letter_does_not_count(run: Path) -> None:
+def test_a_line_cut_inside_a_character_is_ignored(run: Path) -> None:
     with (run / "samples.jsonl").open("ab") as file:
         file.write('{"prompt": "é'.encode()[:-1])
-    assert len(read([run]).runs[0].samples) == 4
+    assert len(load_runs([run]).runs[0].samples) == 4
 
 
-def test_a_step_made_again_counts_once_and_the_later_line_holds(run: Path) -> None:
+def test_the_later_line_of_a_repeated_step_counts(run: Path) -> None:
     path = run / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     write_lines(path, [*rows, {**rows[2], "loss_total": 7.0}])
-    found = read([run]).runs[0]
+    found = load_runs([run]).runs[0]
     assert found.series("loss_total")[0] == [0, 1, 2, 3]
     assert found.series("loss_total")[1][2] == 7.0
 
 
 def test_samples_are_optional(run: Path) -> None:
     (run / "samples.jsonl").unlink()
-    assert read([run]).runs[0].samples == []
+    assert load_runs([run]).runs[0].samples == []
 
 
-def test_a_metric_of_a_term_is_not_taken_for_a_term(run: Path) -> None:
+def test_a_custom_metric_is_not_taken_for_a_term(run: Path) -> None:
     path = run / "metrics.jsonl"
     write_lines(path, [{"step": 0, "regularizers/kl/contribution": 1.0,
                         "regularizers/kl/custom/value": 2.0}])  # fmt: skip
-    assert read([run]).runs[0].terms == ["kl"]
+    assert load_runs([run]).runs[0].terms == ["kl"]
 
 
-def test_runs_of_an_ablation_that_have_not_begun_are_left_out(tmp_path: Path) -> None:
+def test_runs_of_an_ablation_that_have_not_started_are_left_out(tmp_path: Path) -> None:
     write_ablation(tmp_path / "terms")
     (tmp_path / "terms" / "none" / "metrics.jsonl").unlink()
-    names = [each.name for each in read([tmp_path / "terms"]).runs]
+    names = [each.name for each in load_runs([tmp_path / "terms"]).runs]
     assert "all" in names
     assert "none" not in names
+
+
+def test_runs_of_the_same_name_get_distinct_names(tmp_path: Path) -> None:
+    for parent in ("x", "y"):
+        write_run(tmp_path / parent / "run", steps=2)
+    folders = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "y" / "run"]
+    drawn = page_charts(write_report(folders, tmp_path / "report.html"))
+    assert list(trace_points(drawn["loss_total"])) == ["x/run", "y/run (1)", "y/run (2)"]
+
+
+def test_an_ablation_among_other_runs_gives_its_runs(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", steps=2)
+    write_ablation(tmp_path / "terms")
+    page = write_report([tmp_path / "one", tmp_path / "terms"], tmp_path / "report.html")
+    named = list(trace_points(page_charts(page)["loss_total"]))
+    assert named[:3] == ["one", "terms: all", "terms: none"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +104,7 @@ def test_runs_of_an_ablation_that_have_not_begun_are_left_out(tmp_path: Path) ->
         ),
     ],
 )
-def test_what_is_no_run_is_a_clear_error(run: Path, break_it: object, message: str) -> None:
+def test_a_folder_that_is_not_a_run_is_an_error(run: Path, break_it: object, message: str) -> None:
     assert callable(break_it)
     break_it(run)
     with pytest.raises(RunError, match=message):
@@ -96,39 +112,34 @@ def test_what_is_no_run_is_a_clear_error(run: Path, break_it: object, message: s
     assert not (run.parent / "report.html").exists()
 
 
-def test_no_folder_and_a_folder_that_is_not_there_are_errors(tmp_path: Path) -> None:
+def test_no_folder_and_a_missing_folder_are_errors(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="at least one run folder, got none"):
         write_report([], tmp_path / "report.html")
     with pytest.raises(RunError, match=r"nowhere is no folder: a run has config.json and"):
         write_report([tmp_path / "nowhere"], tmp_path / "report.html")
 
 
-def test_the_report_replaces_an_older_one_and_makes_its_folder(run: Path) -> None:
-    target = run.parent / "deep" / "report.html"
-    for _ in range(2):
-        assert write_report([run], target) == target
-    assert [each.name for each in target.parent.iterdir()] == ["report.html"]
+def test_terms_are_named_in_the_order_of_the_config() -> None:
+    config = {"regularizers": [{"use": "l1"}, 3, {"use": "l2", "name": "decay"}, {"use": "off"}]}
+    assert [term_name(term) for term in configured_terms(config)] == ["l1", "decay", "off"]
+    rows = [
+        {"step": 0, "regularizers/extra/contribution": 1.0, "regularizers/decay/contribution": 1.0},
+        {"step": 1, "skipped/l1": 1.0},
+    ]
+    assert LoadedRun("run", Path(), config, rows).terms == ["l1", "decay", "extra"]
+    assert configured_terms({"regularizers": "none"}) == []
 
 
-def test_a_place_that_cannot_be_written_is_an_error(run: Path) -> None:
-    (run.parent / "taken").mkdir()
-    with pytest.raises(RunError, match=r"the report cannot be written to .*taken"):
-        write_report([run], run.parent / "taken")
-    assert not list(run.parent.glob(".taken*"))
+def test_series_has_the_steps_at_which_a_metric_is_a_number() -> None:
+    values = [1, 0.5, True, "2", None]
+    rows = [{"step": step, "m": value} for step, value in enumerate(values)]
+    run = LoadedRun("run", Path(), {}, [*rows, {"step": 5}])
+    assert run.series("m") == ([0, 1], [1, 0.5])
 
 
-@pytest.mark.parametrize("module", ["jinja2", "plotly"])
-def test_without_the_extra_the_error_names_it(module: str) -> None:
-    code = f"""
-import sys; sys.modules[{module!r}] = None
-from steelyard.errors import MissingExtraError
-try:
-    import steelyard.experiment.report
-except MissingExtraError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == (
-        f"steelyard.experiment.report needs {module}, which is not installed: "
-        f'pip install "steelyard[report]".'
-    )
+def test_an_ablation_knows_its_run_with_all_terms_and_those_without_one(tmp_path: Path) -> None:
+    write_ablation(tmp_path / "terms")
+    experiment = load_runs([tmp_path / "terms"])
+    assert experiment.full == "all"
+    assert experiment.without["judge"] == "without judge"
+    assert load_runs([tmp_path / "terms" / "all"]).full is None

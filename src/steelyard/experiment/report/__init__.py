@@ -1,8 +1,9 @@
 """The report: one self-contained HTML page about a run, several runs, or an ablation.
 
-The way of the data: `folders` reads what runs left behind; `findings` says what the numbers
-mean; `single` and `several` make the charts (`figure`); `ablation`, `samples` and `settings`
-the tables; `page` puts them together, with `page.html`, `page.css` and `page.js`.
+Data flows in this order: `load` reads run folders; `findings` computes means, shares and flags;
+`charts` (one run) and `compare_charts` (several) make the charts out of `figure`;
+`ablation_table`, `samples` and `config_diff` make the tables; `formatting` turns numbers into
+text; `page` renders everything with `page.html`, `page.css` and `page.js`; `write` saves it.
 """
 
 from steelyard._extras import cure as _cure

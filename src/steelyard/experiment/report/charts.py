@@ -1,4 +1,4 @@
-"""The charts of one run."""
+"""Charts of one run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from steelyard.experiment.report.figure import (
     Section,
     bars,
     color,
-    heat,
+    heatmap,
     line,
-    logarithmic,
+    log_axis,
     over_steps,
 )
 from steelyard.experiment.report.findings import Findings, cosine_key, shares
-from steelyard.experiment.report.formatting import change, cosine, listed, number, percent, seconds
+from steelyard.experiment.report.formatting import (
+    cosine,
+    format_change,
+    join_names,
+    number,
+    percent,
+    seconds,
+)
 from steelyard.experiment.report.load import LoadedRun
 
 STACKED = {"barmode": "relative", "bargap": 0}
@@ -21,9 +28,9 @@ SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s"}
 
 
 def sections(run: LoadedRun, found: Findings) -> list[Section]:
-    """The charts of a run, in the order in which one asks."""
-    given = [
-        Section("loss", "Loss", "Is it learning?", _loss(run, found)),
+    """Sections of the report of one run; those without a chart are left out."""
+    sections = [
+        Section("loss", "Loss", "Total loss and base loss at each step.", _loss(run, found)),
         Section(
             "terms",
             "Every term over time",
@@ -32,25 +39,27 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
         ),
         Section(
             "contributions",
-            "What each term adds",
-            "Weight × value: the regularizers' part of the loss, stacked.",
+            "Contributions",
+            "Weight × value of each regularizer, stacked: what it adds to the loss.",
             _contributions(run, found),
         ),
         Section(
             "gradients",
-            "What each term pulls",
+            "Gradient norms",
             "The norm of each term's weighted gradient with respect to the log-probs.",
             _gradients(run, found),
         ),
         Section(
             "cosines",
-            "Who agrees with whom",
-            "Cosines between gradients: +1 pulls the same way, 0 does not care, −1 pulls back.",
+            "Cosines between gradients",
+            "Between the gradients of two terms: +1 same direction, 0 orthogonal, −1 opposite.",
             _cosines(run, found),
         ),
-        Section("time", "Time per term", "Seconds of a call, gradient included.", _time(run)),
+        Section(
+            "time", "Time per term", "Duration of a call in seconds, gradient included.", _time(run)
+        ),
     ]
-    return [section for section in given if section.figures]
+    return [section for section in sections if section.figures]
 
 
 def _loss(run: LoadedRun, found: Findings) -> list[Figure]:
@@ -58,27 +67,27 @@ def _loss(run: LoadedRun, found: Findings) -> list[Figure]:
     loss = Figure(
         "loss",
         "Training loss",
-        f"Line chart: the total loss over {found.steps} steps, {change(found.loss)}.",
+        f"Line chart: the total loss over {found.steps} steps, {format_change(found.loss)}.",
         [
             line("total", run.series("loss_total"), "total"),
             line("base loss", run.series("base_loss/value"), "base"),
         ],
-        note="The gap between the two lines is what the regularizers add.",
+        note="The gap between the two lines is the sum of the contributions.",
         layout=over_steps("loss"),
         size="half" if held_out[0] else "wide",
     )
     if not held_out[0]:
         return [loss]
     trace = line("held-out", held_out, "c1") | {"mode": "lines+markers"}
-    shown = Figure(
+    held_out_chart = Figure(
         "held-out",
         "Held-out loss",
-        f"Line chart: the base loss on held-out data, {change(found.held_out)}.",
+        f"Line chart: the base loss on held-out data, {format_change(found.held_out)}.",
         [trace],
-        note="The base loss on data that training never sees.",
+        note="The base loss on data that are not trained on.",
         layout=over_steps("loss") | {"showlegend": False},
     )
-    return [loss, shown]
+    return [loss, held_out_chart]
 
 
 def _values(run: LoadedRun, found: Findings) -> list[Figure]:
@@ -86,7 +95,7 @@ def _values(run: LoadedRun, found: Findings) -> list[Figure]:
         Figure(
             f"value-{index}",
             term.name,
-            f"Line chart: the value of {term.name}, {change(term.value)}.",
+            f"Line chart: the value of {term.name}, {format_change(term.value)}.",
             [line(term.name, run.series(f"regularizers/{term.name}/value"), color(index))],
             layout=over_steps() | {"showlegend": False},
             size="small",
@@ -106,15 +115,15 @@ def _contributions(run: LoadedRun, found: Findings) -> list[Figure]:
         for name, (index, _) in ran.items()
     ]
     base = bars("base loss", *run.series("base_loss/value"), "base") | {"visible": "legendonly"}
-    last = listed(f"{name} {number(term.contribution)}" for name, (_, term) in ran.items())
+    means = join_names(f"{name} {number(term.contribution)}" for name, (_, term) in ran.items())
     return [
         Figure(
             "contributions",
             "Contributions to the loss",
-            f"Stacked bar chart over steps. On average: {last}.",
+            f"Stacked bar chart over steps. On average: {means}.",
             [*traces, base],
             note="Click “base loss” in the legend to put it under the others.",
-            layout=over_steps("added to the loss") | STACKED,
+            layout=over_steps("weight × value") | STACKED,
             size="wide",
             height=320,
         )
@@ -124,42 +133,43 @@ def _contributions(run: LoadedRun, found: Findings) -> list[Figure]:
 def _gradients(run: LoadedRun, found: Findings) -> list[Figure]:
     if not found.tracked:
         return []
-    every = [("base", "base loss", "base_loss/grad_norm", "base")] + [
+    # Name of the term, label, metric, colour.
+    terms = [("base", "base loss", "base_loss/grad_norm", "base")] + [
         (name, name, f"regularizers/{name}/grad_norm_weighted", color(index))
         for index, name in enumerate(run.terms)
     ]
     norms = [
-        line(label, _positive(run.series(key)), paint, index=index - 1 if index else 0)
-        for index, (_, label, key, paint) in enumerate(every)
+        line(label, _positive(run.series(key)), color_name, index=max(0, index - 1))
+        for index, (_, label, key, color_name) in enumerate(terms)
         if run.series(key)[0]
     ]
     total = line("total", _positive(run.series("total_grad_norm")), "total")
     steps = [row["step"] for row in run.rows]
-    parts = shares(run)
+    by_term = shares(run)
     layers = [
-        bars(label, steps, parts[name], paint, unit=".0%")
-        for name, label, _, paint in every
-        if any(part is not None for part in parts[name])
+        bars(label, steps, by_term[name], color_name, unit=".0%")
+        for name, label, _, color_name in terms
+        if any(share is not None for share in by_term[name])
     ]
-    said = listed(
+    means = join_names(
         f"{term.name} {percent(term.share)}" for term in (found.base, *found.terms) if term.share
     )
     return [
         Figure(
             "grad-norms",
-            "Gradient norms, weighted",
-            f"Line chart on a logarithmic scale: the gradient norms of {listed(run.terms)}.",
+            "Norms of the weighted gradients",
+            f"Line chart on a logarithmic scale: the gradient norms of {join_names(run.terms)}.",
             [*norms, total],
-            note="On a logarithmic scale, where 0 is a gap.",
-            layout=over_steps("norm", **logarithmic([*norms, total], tickformat="~g")),
+            note="Logarithmic scale; a norm of 0 is a gap.",
+            layout=over_steps("norm", **log_axis([*norms, total], tickformat="~g")),
             height=340,
         ),
         Figure(
             "shares",
             "Share of the gradient",
-            f"Stacked bar chart over steps. On average: {said}.",
+            f"Stacked bar chart over steps. On average: {means}.",
             layers,
-            note="Each norm in parts of the sum of all norms.",
+            note="Each norm divided by the sum of all norms.",
             layout=over_steps("", tickformat=".0%", range=[0, 1]) | STACKED,
             height=340,
         ),
@@ -171,38 +181,42 @@ def _cosines(run: LoadedRun, found: Findings) -> list[Figure]:
     by_step = {
         name: [row.get(cosine_key(run, "base", name)) for row in run.rows] for name in run.terms
     }
-    rows = {name: each for name, each in by_step.items() if any(c is not None for c in each)}
+    rows = {
+        name: cosines
+        for name, cosines in by_step.items()
+        if any(value is not None for value in cosines)
+    }
     if not rows:
         return []
-    said = listed(
+    means = join_names(
         f"{term.name} {cosine(term.cosine)}" for term in found.terms if term.cosine is not None
     )
     height = 130 + 34 * len(rows)
     names = ["base", *rows]
     matrix = [[1.0 if a == b else _last_cosine(run, a, b) for b in names] for a in names]
-    shown = heat(names, names, matrix) | {
+    pairs = heatmap(names, names, matrix) | {
         "texttemplate": "%{z:.2f}",
         "showscale": False,
         "xgap": 2,
     }
-    downwards = {"autorange": "reversed", "showgrid": False, "ticksuffix": " "}
+    top_down = {"autorange": "reversed", "showgrid": False, "ticksuffix": " "}
     return [
         Figure(
             "cosines",
             "Cosine to the base loss, step by step",
-            f"Heat map over steps. On average: {said}.",
-            [heat(steps, list(rows), list(rows.values()))],
-            note="A gap: the term did not run, or had no gradient.",
-            layout=over_steps("", **downwards),
+            f"Heat map over steps. On average: {means}.",
+            [heatmap(steps, list(rows), list(rows.values()))],
+            note="A gap: the term did not run or had no gradient.",
+            layout=over_steps("", **top_down),
             height=max(height, 300),
         ),
         Figure(
             "pairs",
-            "Every pair, at the last step",
-            f"Heat map of the cosines between {listed(names)} at the last step.",
-            [shown],
-            note="Of each pair the last step at which both had a gradient.",
-            layout={"yaxis": downwards, "xaxis": {"showgrid": False}},
+            "All pairs, at the last step",
+            f"Heat map of the cosines between {join_names(names)} at the last step.",
+            [pairs],
+            note="For each pair: the last step at which both terms had a gradient.",
+            layout={"yaxis": top_down, "xaxis": {"showgrid": False}},
             height=max(height, 300),
         ),
     ]
@@ -214,33 +228,33 @@ def _last_cosine(run: LoadedRun, a: str, b: str) -> float | None:
 
 
 def _time(run: LoadedRun) -> list[Figure]:
-    by_term = {name: run.series(f"regularizers/{name}/duration") for name in run.terms}
-    by_term = {name: each for name, each in by_term.items() if each[0]}
+    durations = {name: run.series(f"regularizers/{name}/duration") for name in run.terms}
+    by_term = {name: points for name, points in durations.items() if points[0]}
     if not by_term:
         return []
     means = {name: sum(values) / len(values) for name, (_, values) in by_term.items()}
-    places = {name: index for index, name in enumerate(run.terms)}
-    mean = [
-        bars(name, [means[name]], [name], color(places[name]))
+    indices = {name: index for index, name in enumerate(run.terms)}
+    mean_bars = [
+        bars(name, [means[name]], [name], color(indices[name]))
         | {"orientation": "h", "hovertemplate": f"{seconds(means[name])}<extra></extra>"}
         | {"text": [seconds(means[name])], "textposition": "outside", "cliponaxis": False}
         for name in by_term
     ]
-    over = [
-        line(name, _positive(points), color(places[name]), index=places[name])
+    lines = [
+        line(name, _positive(points), color(indices[name]), index=indices[name])
         for name, points in by_term.items()
     ]
-    whole = run.series("seconds")
-    if whole[0]:
-        over.append(line("whole step", _positive(whole), "total"))
-    said = listed(f"{name} {seconds(mean)}" for name, mean in means.items())
+    step_times = run.series("seconds")
+    if step_times[0]:
+        lines.append(line("whole step", _positive(step_times), "total"))
+    means_text = join_names(f"{name} {seconds(mean)}" for name, mean in means.items())
     return [
         Figure(
             "time-mean",
             "Mean time of a call",
-            f"Bar chart: {said}.",
-            mean,
-            note="Terms run side by side: their times do not add up to the step's.",
+            f"Bar chart: {means_text}.",
+            mean_bars,
+            note="Terms run in parallel: their times do not add up to the step's.",
             layout={
                 "showlegend": False,
                 "xaxis": {"range": [0, 1.25 * max(means.values())], **SECONDS},
@@ -252,16 +266,16 @@ def _time(run: LoadedRun) -> list[Figure]:
         Figure(
             "time-steps",
             "Time, step by step",
-            f"Line chart on a logarithmic scale: seconds of {listed(by_term)} at each step.",
-            over,
-            note="On a logarithmic scale. A first call may include the start of a worker.",
-            layout=over_steps("", **logarithmic(over, **SECONDS)),
+            f"Line chart on a logarithmic scale: seconds of {join_names(by_term)} at each step.",
+            lines,
+            note="Logarithmic scale. The first call may include the start of a worker.",
+            layout=over_steps("", **log_axis(lines, **SECONDS)),
             height=max(300, 110 + 34 * len(means)),
         ),
     ]
 
 
 def _positive(points: tuple[list[int], list[float]]) -> tuple[list[int], list[float | None]]:
-    """What a logarithmic axis can show: a gap where a value is 0."""
+    """Points for a logarithmic axis: None, a gap, where a value is 0."""
     steps, values = points
     return steps, [value if value > 0 else None for value in values]

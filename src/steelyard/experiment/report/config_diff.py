@@ -1,4 +1,4 @@
-"""Resolved configs: one setting as text, and what differs between runs."""
+"""Resolved configs: one setting as text, and the settings that differ between runs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.load import LoadedRun, configured_terms, term_name
 
 
-def setting(value: Any) -> str:
-    """A setting as one line of text."""
+def format_setting(value: Any) -> str:
+    """Text of a setting, in one line: strings as they are, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def others(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that stand in no table of the config."""
+def top_level_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that are in no table of the config."""
     return {
         key: value
         for key, value in config.items()
@@ -23,36 +23,40 @@ def others(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def differences(runs: Sequence[LoadedRun]) -> dict[str, list[str]]:
-    """The settings in which runs differ, with each run's own: "–" where it has none."""
-    held = [_terms(run.config) for run in runs]
-    partial = {name for each in held for name in each if not all(name in other for other in held)}
-    flat = [dict(_flat(_with_terms(run.config, partial))) for run in runs]
+def config_differences(runs: Sequence[LoadedRun]) -> dict[str, list[str]]:
+    """Settings in which runs differ: one value per run, "–" where the run has none.
+
+    A regularizer that only some runs have is one row, "enabled" or "–"; its options are not
+    compared.
+    """
+    terms = [_enabled_terms(run.config) for run in runs]
+    partial = {name for each in terms for name in each if not all(name in other for other in terms)}
+    flat = [dict(_flatten(_with_named_terms(run.config, partial))) for run in runs]
     keys = dict.fromkeys(key for each in flat for key in each)
     values = {key: [each.get(key, "–") for each in flat] for key in keys}
     return {key: each for key, each in values.items() if len(set(each)) > 1}
 
 
-def _terms(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The regularizers that take part, by name."""
-    given = config.get("regularizers")
-    listed = given if isinstance(given, list) else []
-    return {
-        str(each.get("name") or each.get("use")): each
-        for each in listed
-        if isinstance(each, Mapping) and each.get("enabled", True)
+def _enabled_terms(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {term_name(term): term for term in configured_terms(config) if term.get("enabled", True)}
+
+
+def _with_named_terms(config: Mapping[str, Any], partial: set[str]) -> dict[str, Any]:
+    """Return the config with its enabled regularizers as a mapping by name.
+
+    Names in `partial`, which not every run has, get the value "enabled" instead of their options.
+    """
+    terms = {
+        name: "enabled" if name in partial else term
+        for name, term in _enabled_terms(config).items()
     }
-
-
-def _with_terms(config: Mapping[str, Any], partial: set[str]) -> dict[str, Any]:
-    """The config with regularizers by name; one that not every run has is just there."""
-    terms = {n: "there" if n in partial else each for n, each in _terms(config).items()}
     return {**config, "regularizers": terms}
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each leaf of nested mappings with its dotted path, such as `train.steps`."""
     if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from _flat(each, f"{path}.{key}" if path else str(key))
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{path}.{key}" if path else str(key))
     else:
-        yield path, setting(value)
+        yield path, format_setting(value)

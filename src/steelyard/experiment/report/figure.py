@@ -1,4 +1,4 @@
-"""A chart as plain data: what Plotly draws, and what is said about it."""
+"""Charts as plain data: traces and layout for Plotly, with title and description."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Figure:
     """One chart.
 
     Attributes:
-        key: its name in the page.
-        title: what it shows.
-        alt: the same for somebody who cannot see it, with the gist of the numbers.
-        traces: what Plotly draws. Colours are named in `meta`: the page has them for light and
-            dark.
-        note: how to read it.
-        layout: what Plotly needs to know beyond the page's own layout.
+        key: id of the chart's element in the page.
+        title: title above the chart.
+        alt: text for screen readers, with the main numbers.
+        traces: traces for Plotly. `meta` names their colour; `page.css` defines each name for light
+            and dark mode.
+        note: caption that explains how to read the chart.
+        layout: layout for Plotly, on top of the common one in `page.js`.
         size: `"wide"`, `"half"` or `"small"`.
-        height: in pixels.
+        height: height in pixels.
     """
 
     key: str
@@ -43,13 +43,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """Charts that answer one question.
+    """Charts under one heading.
 
     Attributes:
-        key: its name in the page.
-        title: the heading.
-        intro: the question, or how to read the answer.
-        figures: the charts.
+        key: prefix of the section's element ids in the page.
+        title: heading of the section.
+        intro: sentence below the heading.
+        figures: charts of the section.
     """
 
     key: str
@@ -59,14 +59,21 @@ class Section:
 
 
 def color(index: int) -> str:
-    """The name of the colour of the term or run at this place."""
+    """Name of the colour of the term or run with this index; colours repeat after eight."""
     return f"c{index % COLORS + 1}"
 
 
 def line(
-    name: str, points: tuple[Sequence[int], Sequence[Any]], paint: str, *, index: int = 0
+    name: str, points: tuple[Sequence[int], Sequence[Any]], color_name: str, *, index: int = 0
 ) -> Trace:
-    """A line over steps, with markers where there are few of them."""
+    """Trace of a line over steps, with markers where there are few of them.
+
+    Args:
+        name: name in the legend.
+        points: steps and values.
+        color_name: see `color`.
+        index: index of the term or run; after eight, colours repeat and dashes differ.
+    """
     steps, values = points
     few = len(steps) <= FEW_STEPS
     return {
@@ -77,26 +84,28 @@ def line(
         "y": list(values),
         "line": {"width": 2, "dash": DASHES[index // COLORS % len(DASHES)]},
         "marker": {"size": 5},
-        "meta": {"color": paint},
+        "meta": {"color": color_name},
         "hovertemplate": "%{y:.4g}",
     }
 
 
-def bars(name: str, x: Sequence[Any], y: Sequence[Any], paint: str, *, unit: str = ".4g") -> Trace:
-    """One layer of stacked bars."""
+def bars(
+    name: str, x: Sequence[Any], y: Sequence[Any], color_name: str, *, unit: str = ".4g"
+) -> Trace:
+    """Trace of bars, one layer where bars are stacked; `unit` is the format in the hover text."""
     return {
         "type": "bar",
         "name": name,
         "x": list(x),
         "y": list(y),
         "marker": {"line": {"width": 0}},
-        "meta": {"color": paint},
+        "meta": {"color": color_name},
         "hovertemplate": f"%{{y:{unit}}}",
     }
 
 
-def heat(x: Sequence[Any], y: Sequence[str], z: Sequence[Sequence[float | None]]) -> Trace:
-    """Cosines as a heat map: one colour for agreement, one for conflict, none for 0."""
+def heatmap(x: Sequence[Any], y: Sequence[str], z: Sequence[Sequence[float | None]]) -> Trace:
+    """Trace of a heat map of cosines: one colour for +1, another for -1, neutral for 0."""
     return {
         "type": "heatmap",
         "x": list(x),
@@ -113,15 +122,19 @@ def heat(x: Sequence[Any], y: Sequence[str], z: Sequence[Sequence[float | None]]
     }
 
 
-def logarithmic(traces: Sequence[Trace], **axis: Any) -> dict[str, Any]:
-    """A logarithmic y axis with as many labels as its range can bear."""
+def log_axis(traces: Sequence[Trace], **axis: Any) -> dict[str, Any]:
+    """Layout of a logarithmic y axis.
+
+    Plotly labels only powers of ten (`dtick` 1); if the values span at most two decades, "D2"
+    labels 1, 2 and 5 of each decade as well.
+    """
     values = [y for trace in traces for y in trace["y"] if y is not None and math.isfinite(y)]
     decades = math.log10(max(values) / min(values)) if values else 0
     return {"type": "log", "dtick": 1 if decades > MANY_DECADES else "D2", **axis}
 
 
 def over_steps(title: str = "", **axis: Any) -> dict[str, Any]:
-    """The layout of a chart over steps; `axis` is for its y axis."""
+    """Layout of a chart over steps; `axis` holds options of its y axis."""
     return {
         "xaxis": {"title": {"text": "step"}, "tickformat": "d"},
         "yaxis": {"title": {"text": title}, **axis},

@@ -1,4 +1,4 @@
-"""Numbers and lists as a person reads them."""
+"""Text of the report: numbers, names, and the sentences of the summary."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from steelyard.experiment.report.load import LoadedRun
 MINUTE = 60.0
 HOUR = 3600.0
 NONE = "–"
-_REASONS = 3  # that are told apart
+_MAX_REASONS = 3  # listed one by one; further reasons are counted together
 
 
 def number(value: float | None, *, signed: bool = False) -> str:
-    """Three significant digits or so, with a real minus sign.
+    """Text of a number with about three significant digits and a typographic minus sign.
 
     Example:
         >>> number(2.34567), number(-0.00012), number(0.5, signed=True), number(None)
@@ -27,7 +27,7 @@ def number(value: float | None, *, signed: bool = False) -> str:
     size = abs(value)
     if size == 0:
         text = "0"
-    elif size >= 1e5 or size < 1e-4:  # noqa: PLR2004 - where zeros become hard to count
+    elif size >= 1e5 or size < 1e-4:  # noqa: PLR2004 - outside, zeros are hard to count
         text = f"{size:.1e}"
     elif size >= 100:  # noqa: PLR2004
         text = f"{size:.1f}"
@@ -39,23 +39,23 @@ def number(value: float | None, *, signed: bool = False) -> str:
     return sign + text
 
 
-def percent(part: float | None, *, signed: bool = False) -> str:
-    """A part of 1 as a percentage.
+def percent(fraction: float | None, *, signed: bool = False) -> str:
+    """Text of a fraction as a percentage.
 
     Example:
         >>> percent(0.256), percent(-0.07, signed=True), percent(0.004)
         ('26 %', '−7 %', '0.4 %')
     """
-    if part is None or math.isnan(part):
+    if fraction is None or math.isnan(fraction):
         return NONE
-    size = abs(100 * part)
+    size = abs(100 * fraction)
     text = f"{size:.1f}" if 0 < size < 1 else f"{size:.0f}"
-    sign = "−" if part < 0 else "+" if signed and part > 0 else ""
+    sign = "−" if fraction < 0 else "+" if signed and fraction > 0 else ""
     return f"{sign}{text} %"
 
 
 def seconds(value: float | None) -> str:
-    """A time in the unit that suits it.
+    """Text of a duration, in ms, s, min or h.
 
     Example:
         >>> seconds(0.00042), seconds(0.0421), seconds(3.25), seconds(84), seconds(7384)
@@ -73,7 +73,7 @@ def seconds(value: float | None) -> str:
 
 
 def cosine(value: float | None) -> str:
-    """Two decimals and a sign.
+    """Text of a cosine: two decimals and a sign.
 
     Example:
         >>> cosine(0.987), cosine(-0.3), cosine(-1e-9), cosine(None)
@@ -86,95 +86,97 @@ def cosine(value: float | None) -> str:
     return sign + text
 
 
-def listed(names: Iterable[str]) -> str:
-    """Names as a sentence has them.
+def join_names(names: Iterable[str]) -> str:
+    """Join names with commas and a final "and".
 
     Example:
-        >>> listed(["kl"]), listed(["kl", "l1", "judge"])
+        >>> join_names(["kl"]), join_names(["kl", "l1", "judge"])
         ('kl', 'kl, l1 and judge')
     """
     *most, last = list(names) or [NONE]
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def change(value: Change | None) -> str:
-    """How a number moved."""
+def format_change(value: Change | None) -> str:
+    """Text of a change: "from … to …"."""
     if value is None:
         return "not measured"
     return f"from {number(value.first)} to {number(value.last)}"
 
 
-def sentences(found: Findings) -> list[str]:
-    """What a run shows, in a few sentences."""
-    said = [_progress(found)]
+def summarize(found: Findings) -> list[str]:
+    """Sentences about one run: its loss, skipped terms, and flagged terms."""
+    sentences = [_progress(found)]
     if found.held_out is not None:
-        said.append(f"On held-out data the loss went {change(found.held_out)}.")
+        sentences.append(f"On held-out data the loss went {format_change(found.held_out)}.")
     if not found.terms:
-        return [*said, "There were no regularizers."]
+        return [*sentences, "There were no regularizers."]
     for term in found.skipping:
-        why = counted(term)
-        end = "" if why.endswith("…") else "."
-        said.append(
-            f"“{term.name}” was skipped at {skips(term)} of {found.steps} steps: {why}{end}"
-        )
+        reasons = skip_reasons(term)
+        end = "" if reasons.endswith("…") else "."
+        steps = f"{skip_count(term)} of {found.steps} steps"
+        sentences.append(f"“{term.name}” was skipped at {steps}: {reasons}{end}")
     if not found.tracked:
-        return [*said, "Gradient norms were not tracked, so nothing is known of who pulls."]
-    said += [
-        f"“{term.name}” dominates: {percent(term.share)} of the gradient is its own."
+        return [*sentences, "Gradient norms were not tracked: shares and cosines are unknown."]
+    sentences += [
+        f"“{term.name}” dominates: it has {percent(term.share)} of the sum of all gradient norms."
         for term in found.flagged(DOMINATES)
     ]
     fighting = found.flagged(FIGHTS)
     if fighting:
-        who = listed(f"“{term.name}” (cosine {cosine(term.cosine)})" for term in fighting)
-        said.append(f"{who} {_verb(fighting, 'pulls', 'pull')} against the base loss.")
-    idle = found.flagged(NO_GRADIENT)
-    if idle:
-        who, has = listed(f"“{term.name}”" for term in idle), _verb(idle, "has", "have")
-        said.append(f"{who} {has} no gradient: measured, but with no say in training.")
+        names = join_names(f"“{term.name}” (cosine {cosine(term.cosine)})" for term in fighting)
+        gradients = "gradient of" if len(fighting) == 1 else "gradients of"
+        opposes = "opposes" if len(fighting) == 1 else "oppose"
+        sentences.append(f"The {gradients} {names} {opposes} that of the base loss.")
+    without_gradient = found.flagged(NO_GRADIENT)
+    if without_gradient:
+        names = join_names(f"“{term.name}”" for term in without_gradient)
+        has = "has" if len(without_gradient) == 1 else "have"
+        sentences.append(f"{names} {has} no gradient: measured, but without effect on training.")
     if not any(term.flags for term in found.terms):
-        said.append("No term dominates, and none fights the base loss.")
-    return said
+        sentences.append("No term dominates, and none fights the base loss.")
+    return sentences
 
 
-def skips(term: TermFinding) -> int:
-    """At how many steps a term was skipped."""
+def skip_count(term: TermFinding) -> int:
+    """Number of steps at which a term was skipped."""
     return sum(term.skipped.values())
 
 
-def counted(term: TermFinding) -> str:
-    """Why a term was skipped, with how often where there are several reasons.
+def skip_reasons(term: TermFinding) -> str:
+    """Reasons for which a term was skipped, with counts where there are several.
 
     Example:
-        >>> counted(TermFinding("judge", skipped={"TermTimeoutError: too late": 3, "": 1}))
-        'TermTimeoutError: too late (3 ×) and a reason that was not written down (1 ×)'
-        >>> counted(TermFinding("judge", skipped={"a": 9, "b": 5, "c": 4, "d": 2, "e": 1}))
+        >>> skip_reasons(TermFinding("judge", skipped={"TermTimeoutError: too late": 3, "": 1}))
+        'TermTimeoutError: too late (3 ×) and an unrecorded reason (1 ×)'
+        >>> skip_reasons(TermFinding("judge", skipped={"a": 9, "b": 5, "c": 4, "d": 2, "e": 1}))
         'a (9 ×), b (5 ×), c (4 ×) and 2 other reasons (3 ×)'
     """
-    named = [(reason or "a reason that was not written down", n)
-             for reason, n in term.skipped.items()]  # fmt: skip
-    shown, more = named[:_REASONS], named[_REASONS:]
-    if more:
-        shown.append((f"{len(more)} other reasons", sum(n for _, n in more)))
-    one = len(shown) == 1
-    return listed(reason if one else f"{reason} ({n} ×)" for reason, n in shown)
+    counts = [(reason or "an unrecorded reason", count) for reason, count in term.skipped.items()]
+    listed, others = counts[:_MAX_REASONS], counts[_MAX_REASONS:]
+    if others:
+        listed.append((f"{len(others)} other reasons", sum(count for _, count in others)))
+    if len(listed) == 1:
+        return listed[0][0]
+    return join_names(f"{reason} ({count} ×)" for reason, count in listed)
 
 
-def compared(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[str]:
-    """What several runs show beside each other, in a few sentences."""
+def summarize_runs(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[str]:
+    """Sentences about several runs: how many, and which has the lowest held-out loss."""
     steps = sum(each.steps for each in found)
-    said = [f"{len(runs)} runs, {steps} steps in all."]
-    known = {
+    sentences = [f"{len(runs)} runs, {steps} steps in all."]
+    losses = {
         run.name: each.held_out.last
         for run, each in zip(runs, found, strict=True)
         if each.held_out is not None
     }
-    if len(known) > 1:
-        best, worst = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
-        said.append(
-            f"The held-out loss ends lowest in “{best}” ({number(known[best])}) and highest in "
-            f"“{worst}” ({number(known[worst])})."
+    if len(losses) > 1:
+        best, worst = min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)
+        sentences.append(
+            f"The held-out loss ends lowest in “{best}” ({number(losses[best])}) and highest in "
+            f"“{worst}” ({number(losses[worst])})."
         )
-    return said
+    return sentences
 
 
 def _progress(found: Findings) -> str:
@@ -184,15 +186,14 @@ def _progress(found: Findings) -> str:
     time = "" if found.seconds is None else f" in {seconds(found.seconds)}"
     if found.loss is None:
         return f"{steps}{time}."
-    moved = found.loss.last - found.loss.first
-    verb = "fell" if moved < 0 else "rose" if moved > 0 else "stayed"
-    part = found.loss.relative
-    by = [] if part is None else [percent(part, signed=True)]
+    difference = found.loss.last - found.loss.first
+    verb = "fell" if difference < 0 else "rose"
+    moved = f"{verb} {format_change(found.loss)}"
+    if difference == 0:
+        moved = f"stayed at {number(found.loss.last)}"
+    relative = found.loss.relative
+    details = [] if relative is None else [percent(relative, signed=True)]
     if found.loss.over > 1:
-        by.append(f"means of the first and last {found.loss.over} steps")
-    noted = f" ({', '.join(by)})" if by else ""
-    return f"{steps}{time}: the loss {verb} {change(found.loss)}{noted}."
-
-
-def _verb(terms: Sequence[TermFinding], one: str, many: str) -> str:
-    return one if len(terms) == 1 else many
+        details.append(f"means of the first and last {found.loss.over} steps")
+    note = f" ({', '.join(details)})" if details else ""
+    return f"{steps}{time}: the loss {moved}{note}."

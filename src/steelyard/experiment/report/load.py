@@ -1,4 +1,4 @@
-"""Reading what runs left behind: run folders, and folders of an ablation."""
+"""Read run folders and the folders of ablations."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CONFIG, METRICS, SAMPLES, ABLATION = (
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """One run folder, read.
+    """Contents of one run folder.
 
     Attributes:
-        name: what the report calls it.
-        folder: where it is.
+        name: name of the run in the report, unique there.
+        folder: the run folder.
         config: the resolved config.
-        rows: the metrics of each step, in the order of the steps.
-        samples: what the model answered to fixed prompts, before and after.
+        rows: metrics of each step, in the order of the steps.
+        samples: completions of fixed prompts, before and after training.
     """
 
     name: str
@@ -41,28 +41,27 @@ class LoadedRun:
 
     @property
     def terms(self) -> list[str]:
-        """The regularizers' names: those of the config, then any that only the metrics know."""
-        given = self.config.get("regularizers")
-        named = [str(each.get("name") or each.get("use")) for each in _mappings(given)]
+        """Names of the regularizers in the metrics, those of the config first, in its order."""
+        configured = [term_name(term) for term in configured_terms(self.config)]
         seen = [name for row in self.rows for name in (*terms_that_ran(row), *skipped_terms(row))]
-        found = list(dict.fromkeys(seen))
-        return [name for name in dict.fromkeys(named) if name in found] + [
-            name for name in found if name not in named
+        measured = list(dict.fromkeys(seen))
+        return [name for name in dict.fromkeys(configured) if name in measured] + [
+            name for name in measured if name not in configured
         ]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """The steps at which a metric is there, and its values."""
-        there = [(row["step"], row[key]) for row in self.rows if _is_number(row.get(key))]
-        return [step for step, _ in there], [value for _, value in there]
+        """Steps that have a metric, and its values there."""
+        points = [(row["step"], row[key]) for row in self.rows if _is_number(row.get(key))]
+        return [step for step, _ in points], [value for _, value in points]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a report is about.
+    """The runs of one report.
 
     Attributes:
-        runs: one run or several, each with a name of its own.
-        without: for an ablation: the run's name for each term that it left out.
+        runs: one run or several, with distinct names.
+        without: for an ablation: the name of the run without a term, by term.
         full: for an ablation: the name of the run with all terms.
     """
 
@@ -71,48 +70,48 @@ class Experiment:
     full: str | None = None
 
 
-def read(folders: Sequence[Path]) -> Experiment:
-    """The runs in these folders; an ablation's folder stands for all of its runs.
+def load_runs(folders: Sequence[Path]) -> Experiment:
+    """Load the runs in these folders; the folder of an ablation gives all of its runs.
 
     Raises:
-        RunError: there is none, or a folder is no run, or has nothing to show yet.
+        RunError: no folder is given, or one is not a run or has no metrics yet.
     """
     if not folders:
         raise RunError("a report needs at least one run folder, got none.")
     if len(folders) == 1 and (folders[0] / ABLATION).is_file():
-        return _ablation(folders[0])
+        return _load_ablation(folders[0])
     named: list[tuple[str, Path]] = []
     for folder in folders:
         if (folder / ABLATION).is_file():
-            inside = _runs_of(folder)
-            named += [(f"{_name(folder)}: {name}", path) for name, path in inside.items()]
+            runs = _ablation_runs(folder)
+            named += [(f"{_folder_name(folder)}: {name}", path) for name, path in runs.items()]
         else:
-            named.append((_name(folder), folder))
-    return Experiment([_run(name, folder) for name, folder in _distinct(named)])
+            named.append((_folder_name(folder), folder))
+    return Experiment([_load_run(name, folder) for name, folder in _unique_names(named)])
 
 
-def _ablation(folder: Path) -> Experiment:
-    inside = _runs_of(folder)
+def _load_ablation(folder: Path) -> Experiment:
+    folders = _ablation_runs(folder)
     prefix = "without "
-    without = {name.removeprefix(prefix): name for name in inside if name.startswith(prefix)}
-    runs = [_run(name, path) for name, path in inside.items()]
-    return Experiment(runs, without, "all" if "all" in inside else None)
+    without = {name.removeprefix(prefix): name for name in folders if name.startswith(prefix)}
+    runs = [_load_run(name, path) for name, path in folders.items()]
+    return Experiment(runs, without, "all" if "all" in folders else None)
 
 
-def _runs_of(folder: Path) -> dict[str, Path]:
+def _ablation_runs(folder: Path) -> dict[str, Path]:
     path = folder / ABLATION
-    runs = _json(path).get("runs")
+    runs = _read_json(path).get("runs")
     if not isinstance(runs, dict) or not all(isinstance(each, str) for each in runs.values()):
         raise RunError(f"{path} must have 'runs', folders by name, got {runs!r}.")
-    # A run that an interrupted ablation has not begun is left out.
-    found = {name: folder / inside for name, inside in runs.items()}
-    begun = {name: path for name, path in found.items() if (path / METRICS).is_file()}
-    if not begun:
+    # Runs that an interrupted ablation has not started yet are left out.
+    folders = {name: folder / subfolder for name, subfolder in runs.items()}
+    started = {name: path for name, path in folders.items() if (path / METRICS).is_file()}
+    if not started:
         raise RunError(f"{folder} is an ablation of which no run has begun: run it first.")
-    return begun
+    return started
 
 
-def _run(name: str, folder: Path) -> LoadedRun:
+def _load_run(name: str, folder: Path) -> LoadedRun:
     missing = [each for each in (CONFIG, METRICS) if not (folder / each).is_file()]
     if missing:
         what = "is no run folder" if folder.is_dir() else "is no folder"
@@ -120,21 +119,21 @@ def _run(name: str, folder: Path) -> LoadedRun:
             f"{folder} {what}: a run has {CONFIG} and {METRICS}, missing {' and '.join(missing)}. "
             f"Give the folder that 'steelyard train' or 'steelyard ablate' made."
         )
-    # After a resume a step may stand there twice: the later line is the one that counts.
-    by_step = {row["step"]: row for row in _lines(folder / METRICS, needs="step")}
+    # A resumed run may have written a step twice: the later line replaces the earlier one.
+    by_step = {row["step"]: row for row in _read_lines(folder / METRICS, required="step")}
     if not by_step:
         raise RunError(f"{folder / METRICS} must have at least one step, got none yet.")
     samples = folder / SAMPLES
     return LoadedRun(
         name,
         folder,
-        _json(folder / CONFIG),
+        _read_json(folder / CONFIG),
         [by_step[step] for step in sorted(by_step)],
-        list(_lines(samples, needs="prompt")) if samples.is_file() else [],
+        list(_read_lines(samples, required="prompt")) if samples.is_file() else [],
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -144,8 +143,12 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _lines(path: Path, needs: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line that is half written does not count."""
+def _read_lines(path: Path, required: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file; an incomplete last line is ignored.
+
+    The run may still be writing: a last line without its newline that does not parse is not an
+    error. Lines are split as bytes, since the cut may be inside a UTF-8 character.
+    """
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -153,33 +156,40 @@ def _lines(path: Path, needs: str) -> Iterator[dict[str, Any]]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            if number == len(lines):  # no newline came after it
+            if number == len(lines):  # no newline follows it
                 return
             raise RunError(f"{path}, line {number}, must be JSON: {error}.") from error
-        if not isinstance(value, dict) or needs not in value:
-            raise RunError(f"{path}, line {number}, must be an object with {needs!r}.")
+        if not isinstance(value, dict) or required not in value:
+            raise RunError(f"{path}, line {number}, must be an object with {required!r}.")
         yield value
 
 
-def _name(folder: Path) -> str:
+def _folder_name(folder: Path) -> str:
     return folder.resolve().name or str(folder)
 
 
-def _distinct(named: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """Names made distinct: by the parent folder where two are alike, then by counting."""
+def _unique_names(named: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """Make names unique: add the parent folder to equal ones, then number those still equal."""
     names = [name for name, _ in named]
-    longer = [
+    prefixed = [
         f"{folder.resolve().parent.name}/{name}" if names.count(name) > 1 else name
         for name, folder in named
     ]
     return [
-        (name if longer.count(name) == 1 else f"{name} ({longer[:i].count(name) + 1})", folder)
-        for i, (name, (_, folder)) in enumerate(zip(longer, named, strict=True))
+        (name if prefixed.count(name) == 1 else f"{name} ({prefixed[:i].count(name) + 1})", folder)
+        for i, (name, (_, folder)) in enumerate(zip(prefixed, named, strict=True))
     ]
 
 
-def _mappings(given: Any) -> list[Mapping[str, Any]]:
-    return [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+def term_name(term: Mapping[str, Any]) -> str:
+    """Name of a regularizer in a config: `name`, or `use` where none is given."""
+    return str(term.get("name") or term.get("use"))
+
+
+def configured_terms(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Regularizers of a config; entries that are not tables are left out."""
+    terms = config.get("regularizers")
+    return [term for term in terms if isinstance(term, dict)] if isinstance(terms, list) else []
 
 
 def _is_number(value: Any) -> bool:

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts, in the colours of the page: light, dark, and light again on paper.
+// Draws the charts in the colours of the page: light or dark, and light in print.
 const figures = JSON.parse(document.getElementById("figures").textContent);
 
 function theme() {
@@ -16,31 +16,32 @@ function theme() {
   };
 }
 
-function painted(trace, look) {
+// A trace with the colour that its meta names; cosines get the diverging colour scale.
+function withColors(trace, colors) {
   const name = trace.meta.color;
   if (name === "diverging") {
-    const colorbar = { ...trace.colorbar, outlinewidth: 0, tickfont: { color: look.soft } };
-    return { ...trace, colorscale: look.diverging, colorbar, textfont: { color: look.ink } };
+    const colorbar = { ...trace.colorbar, outlinewidth: 0, tickfont: { color: colors.soft } };
+    return { ...trace, colorscale: colors.diverging, colorbar, textfont: { color: colors.ink } };
   }
-  const color = look.color(name);
+  const color = colors.color(name);
   const line = trace.line ? { ...trace.line, color } : undefined;
   return { ...trace, line, marker: { ...trace.marker, color } };
 }
 
-function axis(given, look) {
+function axis(given, colors) {
   return {
-    gridcolor: look.line,
-    linecolor: look.line,
-    zerolinecolor: look.line,
-    tickcolor: look.line,
+    gridcolor: colors.line,
+    linecolor: colors.line,
+    zerolinecolor: colors.line,
+    tickcolor: colors.line,
     automargin: true,
     ...given,
-    tickfont: { color: look.soft, size: 11 },
-    title: { ...(given && given.title), font: { color: look.soft, size: 12 }, standoff: 8 },
+    tickfont: { color: colors.soft, size: 11 },
+    title: { ...(given && given.title), font: { color: colors.soft, size: 12 }, standoff: 8 },
   };
 }
 
-function laidOut(figure, look) {
+function layoutOf(figure, colors) {
   const small = figure.size === "small";
   return {
     autosize: true,
@@ -48,39 +49,40 @@ function laidOut(figure, look) {
     margin: { l: 46, r: 12, t: 12, b: small ? 30 : 40 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: look.font, color: look.ink, size: 12 },
+    font: { family: colors.font, color: colors.ink, size: 12 },
     hovermode: figure.data[0].type === "heatmap" || figure.data[0].orientation ? "closest" : "x unified",
-    hoverlabel: { bgcolor: look.card, bordercolor: look.line, font: { color: look.ink } },
+    hoverlabel: { bgcolor: colors.card, bordercolor: colors.line, font: { color: colors.ink } },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 }, bgcolor: "rgba(0,0,0,0)" },
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: look.soft, activecolor: look.ink },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colors.soft, activecolor: colors.ink },
     showlegend: figure.data.length > 1,
     ...figure.layout,
-    xaxis: axis(small ? { ...figure.layout.xaxis, title: undefined } : figure.layout.xaxis, look),
-    yaxis: axis(figure.layout.yaxis, look),
+    xaxis: axis(small ? { ...figure.layout.xaxis, title: undefined } : figure.layout.xaxis, colors),
+    yaxis: axis(figure.layout.yaxis, colors),
   };
 }
 
 function draw() {
-  const look = theme();
-  const done = figures.map((figure) =>
+  const colors = theme();
+  const drawn = figures.map((figure) =>
     Plotly.react(
       document.getElementById(figure.key),
-      figure.data.map((trace) => painted(trace, look)),
-      laidOut(figure, look),
+      figure.data.map((trace) => withColors(trace, colors)),
+      layoutOf(figure, colors),
       { responsive: true, displaylogo: false, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] },
     ),
   );
-  return Promise.all(done);
+  return Promise.all(drawn);
 }
 
-function paper(on) {
+// Print layout is applied before printing, while the charts can still be measured and resized.
+function setPrintLayout(on) {
   document.documentElement.classList.toggle("paper", on);
-  document.querySelectorAll("details").forEach((each) => { each.open = on; });
+  document.querySelectorAll("details").forEach((details) => { details.open = on; });
   draw();
   figures.forEach((figure) => Plotly.Plots.resize(document.getElementById(figure.key)));
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-addEventListener("beforeprint", () => paper(true));
-addEventListener("afterprint", () => paper(false));
+addEventListener("beforeprint", () => setPrintLayout(true));
+addEventListener("afterprint", () => setPrintLayout(false));
 draw().then(() => { document.documentElement.dataset.drawn = String(figures.length); });

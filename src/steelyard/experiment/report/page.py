@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else."""
+"""Render the report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from steelyard._version import __version__
 from steelyard.experiment.flags import FLAGS
 from steelyard.experiment.report import charts, compare_charts, formatting
 from steelyard.experiment.report.ablation_table import ablation_table
-from steelyard.experiment.report.config_diff import differences, others, setting
+from steelyard.experiment.report.config_diff import (
+    config_differences,
+    format_setting,
+    top_level_settings,
+)
 from steelyard.experiment.report.figure import Section
 from steelyard.experiment.report.findings import Findings, findings
 from steelyard.experiment.report.load import Experiment, LoadedRun
-from steelyard.experiment.report.samples import paired
+from steelyard.experiment.report.samples import collect_samples
 
 
 def page(experiment: Experiment) -> str:
-    """The report of an experiment, as HTML."""
+    """HTML of the report of an experiment."""
     runs = experiment.runs
     found = [findings(run) for run in runs]
-    one = found[0]
-    alone = len(runs) == 1
-    shown = charts.sections(runs[0], one) if alone else compare_charts.sections(runs, found)
+    first = found[0]
+    single = len(runs) == 1
+    sections = charts.sections(runs[0], first) if single else compare_charts.sections(runs, found)
     plotly, script = get_plotlyjs(), _text("page.js")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {
@@ -39,37 +43,37 @@ def page(experiment: Experiment) -> str:
         "number": formatting.number,
         "percent": formatting.percent,
         "seconds": formatting.seconds,
-        "skips": formatting.skips,
-        "counted": formatting.counted,
-        "others": others,
-        "setting": setting,
+        "skip_count": formatting.skip_count,
+        "skip_reasons": formatting.skip_reasons,
+        "top_level_settings": top_level_settings,
+        "setting": format_setting,
     }
     return environment.from_string(_text("page.html")).render(
         title=_title(experiment),
-        facts=_facts(runs, one),
+        facts=_facts(runs, first),
         runs=runs,
         found=found,
         flags=FLAGS,
         skipping=any(each.skipping for each in found),
-        sentences=formatting.sentences(one) if alone else formatting.compared(runs, found),
-        slowest=one.extreme("seconds", max),
-        strongest=one.extreme("share", max),
-        opposed=one.extreme("cosine", min),
+        sentences=formatting.summarize(first) if single else formatting.summarize_runs(runs, found),
+        slowest=first.extreme("seconds", max),
+        strongest=first.extreme("share", max),
+        opposed=first.extreme("cosine", min),
         ablation=ablation_table(experiment),
-        sections=shown,
-        samples=paired(runs),
-        differences=differences(runs),
-        figures=embedded(shown),
+        sections=sections,
+        samples=collect_samples(runs),
+        differences=config_differences(runs),
+        figures=charts_json(sections),
         plotly=plotly,
         script=script,
         css=_text("page.css"),
-        policy=_policy(plotly, script),
+        policy=_content_security_policy(plotly, script),
         version=__version__,
     )
 
 
-def embedded(sections: Sequence[Section]) -> str:
-    """The charts as JSON that is safe inside a script element."""
+def charts_json(sections: Sequence[Section]) -> str:
+    """JSON of the charts, escaped so that it is safe inside a script element."""
     figures = [
         {
             "key": figure.key,
@@ -81,24 +85,28 @@ def embedded(sections: Sequence[Section]) -> str:
         for section in sections
         for figure in section.figures
     ]
-    text = json.dumps(_finite(figures), allow_nan=False, separators=(",", ":"))
-    # JSON knows < only within strings, so that no name can end the element or open another.
+    text = json.dumps(_without_nan(figures), allow_nan=False, separators=(",", ":"))
+    # In JSON these characters occur only inside strings, where \\u escapes mean the same. Without
+    # them no name can end the script element with "</script>" or open a comment in it.
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _finite(value: Any) -> Any:
-    """The same with a gap for what is not finite: JSON has no NaN."""
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinities by None: JSON has neither, and Plotly draws None as a gap."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_without_nan(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def _policy(*scripts: str) -> str:
-    """What the page may do: run exactly these scripts, and ask nobody for anything."""
+def _content_security_policy(*scripts: str) -> str:
+    """Content security policy: only these scripts run, by their SHA-256, and nothing is loaded.
+
+    Inline styles are allowed since Plotly sets them; images only as data, for its download button.
+    """
     digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
@@ -115,8 +123,7 @@ def _title(experiment: Experiment) -> str:
 
 
 def _facts(runs: Sequence[LoadedRun], found: Findings) -> list[str]:
-    config = runs[0].config
-    model = config.get("model") or {}
+    model = runs[0].config.get("model") or {}
     facts = [
         str(model[key]) if key == "base_model" else f"{key} {model[key]}"
         for key in ("base_model", "rank", "backend")

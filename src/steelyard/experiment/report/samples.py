@@ -1,4 +1,4 @@
-"""What models answered to the same prompts, side by side."""
+"""Samples of the models for the same prompts, side by side."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from steelyard.experiment.report.load import LoadedRun
 
 @dataclass(frozen=True)
 class Samples:
-    """Answers by prompt.
+    """Completions by prompt.
 
     Attributes:
-        headings: what the columns are.
-        prompts: for each prompt its answers, by heading.
+        headings: headings of the columns, such as "before" and "after".
+        prompts: completions of each prompt, by heading.
     """
 
     headings: Sequence[str]
     prompts: Mapping[str, Mapping[str, str]]
 
 
-def paired(runs: Sequence[LoadedRun]) -> Samples:
-    """The answers before and after; of several runs, before once and after for each.
+def collect_samples(runs: Sequence[LoadedRun]) -> Samples:
+    """Collect the completions before and after training, with one column each.
 
-    Runs of one model answer alike before training. Where they do not, each keeps its own
-    "before".
+    For several runs there is one column "after" per run. Runs of the same model have the same
+    completions before training and share the column "before"; where they differ, each run has its
+    own.
     """
-    alike = len({_before(run) for run in runs if run.samples}) <= 1
+    same_start = len({_before(run) for run in runs if run.samples}) <= 1
     headings: dict[str, None] = {}
     prompts: dict[str, dict[str, str]] = {}
     for run in runs:
         for sample in run.samples:
             when = str(sample.get("when", ""))
-            shared = len(runs) == 1 or (alike and when == "before")
+            shared = len(runs) == 1 or (same_start and when == "before")
             heading = when if shared else f"{when} · {run.name}"
             headings.setdefault(heading)
             prompts.setdefault(str(sample["prompt"]), {})[heading] = str(

@@ -1,4 +1,4 @@
-"""Writing the report."""
+"""Write the report of runs to a file, and summarize a run in sentences."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from pathlib import Path
 
 from steelyard.errors import RunError
 from steelyard.experiment.report.findings import findings
-from steelyard.experiment.report.formatting import sentences
-from steelyard.experiment.report.load import read
+from steelyard.experiment.report.formatting import summarize
+from steelyard.experiment.report.load import load_runs
 from steelyard.experiment.report.page import page
 
 
 def summary(run: Path | str) -> list[str]:
-    """What a run shows, in a few sentences: the beginning of its report.
+    """Sentences that summarize a run: the first paragraph of its report.
 
     Raises:
-        RunError: the folder is no run.
+        RunError: the folder is not a run.
     """
-    (found,) = read([Path(run)]).runs
-    return sentences(findings(found))
+    (loaded,) = load_runs([Path(run)]).runs
+    return summarize(findings(loaded))
 
 
 def write_report(runs: Sequence[Path | str], target: Path | str) -> Path:
-    """Write one self-contained HTML file about runs, and say where it is.
+    """Write one self-contained HTML file about runs, and return its path.
 
-    One run is shown in full; of several, or of an ablation, the same charts have one line per
-    run. The file needs no network: everything is in it.
+    The report of one run shows every term; that of several runs, or of an ablation, has the same
+    charts with one line per run. The file loads nothing over the network.
 
     Args:
         runs: run folders, or the folder of an ablation.
-        target: the file to write; it is replaced if it is there.
+        target: the file to write; an existing one is replaced.
 
     Raises:
-        RunError: a folder is no run, or the file cannot be written.
+        RunError: a folder is not a run, or the file cannot be written.
     """
-    html = page(read([Path(run) for run in runs]))
+    html = page(load_runs([Path(run) for run in runs]))
     path = Path(target)
-    # Written aside and moved: a reader never finds half a page.
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Written beside the target and renamed, which is atomic: a reader never sees half a page.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(html, encoding="utf-8")
-        aside.replace(path)
+        temporary.write_text(html, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise RunError(f"the report cannot be written to {path}: {error}.") from error
     return path

@@ -1,0 +1,94 @@
+"""The command `steelyard ablate`, run for real."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .command import CommandRunner, wait_for
+from .project import assert_same
+
+SMALL = ("train.steps=3", "train.save_every=1")
+
+RUNS = {
+    "all": "all",
+    "without kl": "without-kl",
+    "without drift": "without-drift",
+    "without noise": "without-noise",
+    "without steady": "without-steady",
+    "none": "none",
+}
+
+
+def ablation_json(folder: Path) -> Any:
+    return json.loads((folder / "ablation.json").read_text())
+
+
+@pytest.fixture
+def ablated(command: CommandRunner, project: Path) -> Path:
+    done = command.run("ablate", "c.toml", *SMALL, "--run", "whole", cwd=project)
+    assert done.code == 0, done.err
+    assert "Done: 6 runs in whole" in done.out
+    assert "held-out loss" in done.out
+    return project
+
+
+def test_an_ablation_compares_the_same_run_with_and_without_each_term(ablated: Path) -> None:
+    found = ablation_json(ablated / "whole")
+    assert found["runs"] == RUNS
+    assert [row["run"] for row in found["table"]] == list(RUNS)
+    terms = ["kl", "drift", "noise", "steady"]
+    for row in found["table"]:
+        assert list(row["terms"]) == terms, "terms that were left out are measured too"
+        assert row["held_out/loss"] > 0
+        assert row["seconds"] > 0
+    losses = {row["run"]: row["held_out/loss"] for row in found["table"]}
+    assert len(set(losses.values())) == len(losses), "every term does something"
+    enabled = {
+        label: [r["enabled"] for r in json.loads(text)["regularizers"]]
+        for label, slug in RUNS.items()
+        for text in [(ablated / "whole" / slug / "config.json").read_text()]
+    }
+    assert enabled["all"] == [True] * 4
+    assert enabled["without drift"] == [True, False, True, True]
+    assert enabled["none"] == [False] * 4
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_ablation_continues(
+    command: CommandRunner, ablated: Path, end: signal.Signals
+) -> None:
+    args = ("ablate", "c.toml", *SMALL, "--run", "r")
+    started = command.start(*args, cwd=ablated)
+    wait_for(ablated / "r" / "without-drift" / "metrics.jsonl")
+    started.kill(end)
+    stopped = started.wait()
+    assert stopped.code in (130, -signal.SIGKILL)
+    again = command.run(*args, cwd=ablated)
+    assert again.code == 0, again.err
+    assert "run all" not in again.out, "finished runs are not repeated"
+    for slug in RUNS.values():
+        assert_same(ablated / "r" / slug, ablated / "whole" / slug)
+
+
+def test_parallel_runs_give_the_same_results(command: CommandRunner, project: Path) -> None:
+    config = project / "c.toml"
+    kept = config.read_text().partition('[[regularizers]]\nuse = "ema_drift"')[0]
+    config.write_text(kept.replace("steps = 8", "steps = 3"))
+    one = command.run("ablate", "c.toml", "--run", "one", cwd=project)
+    two = command.run("ablate", "c.toml", "--run", "two", "--jobs", "2", cwd=project)
+    assert (one.code, two.code) == (0, 0), two.err
+    for slug in ("all", "none"):
+        assert_same(project / "one" / slug, project / "two" / slug)
+
+
+def test_another_config_in_the_same_folder_is_refused(
+    command: CommandRunner, ablated: Path
+) -> None:
+    done = command.run("ablate", "c.toml", "train.steps=4", "--run", "whole", cwd=ablated)
+    assert done.code == 1
+    assert "must be new or hold runs of this config" in done.err

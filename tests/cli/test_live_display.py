@@ -1,0 +1,142 @@
+"""The live display: its table, and a real run on a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+from rich.console import Console
+
+from steelyard.cli import live_display
+from steelyard.cli.live_display import LiveDisplay, step_table
+from steelyard.experiment.flags import FLAGS
+
+from .example_metrics import metrics, skipping
+from .project import metrics_of
+
+STEELYARD = Path(sys.executable).with_name("steelyard")
+
+TERMINAL = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
+def shown_table(line: dict[str, Any]) -> str:
+    """Table of a step as a terminal shows it."""
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        console.print(step_table(line))
+    return captured.get()
+
+
+@pytest.mark.parametrize(
+    ("changed", "flags"),
+    [
+        ({"term__grad_norm_weighted": 3.1}, ["dominates"]),
+        ({"cosines/base/t/1": -0.31}, ["fights the base loss"]),
+        (
+            {"term__grad_norm_weighted": 3.1, "cosines/base/t/1": -0.31},
+            ["dominates", "fights the base loss"],
+        ),
+        ({"cosines/base/t/1": -0.31, "term__weight": 0.0}, []),
+        ({"term__grad_norm": None, "term__grad_norm_weighted": None}, ["no gradient"]),
+        ({"term__grad_norm": 0.0, "term__grad_norm_weighted": 0.0}, ["no gradient"]),
+    ],
+)
+def test_the_table_shows_the_flags(changed: dict[str, float | None], flags: list[str]) -> None:
+    shown = shown_table(metrics(**changed))
+    assert ", ".join(flags) in shown
+    assert [flag for flag in FLAGS if flag in shown] == flags
+
+
+def test_the_table_shows_why_a_term_was_skipped() -> None:
+    reason = "TermError: regularizer 'judge/2' failed: OSError: it is\n  away"
+    line, below = [each for each in shown_table(skipping(reason)).splitlines() if "judge" in each]
+    assert line.replace("│", " ").split() == ["judge/2", "skipped"]
+    assert below.strip() == "judge/2 skipped: OSError: it is away"
+
+
+def test_a_secret_in_a_reason_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-s3cr3t")
+    shown = shown_table(skipping("OSError: refused tml-s3cr3t"))
+    assert "OSError: refused" in shown
+    assert "s3cr3t" not in shown
+
+
+def test_the_table_shows_every_number() -> None:
+    text = shown_table({**metrics(), "held_out/loss": 1.25})
+    assert "step 4, 0.5 s, held-out loss 1.2500" in text
+    for cell in ("t/1", "0.1", "0.5", "25%", "+0.50", "2.0 ms"):
+        assert cell in text
+
+
+def test_every_flag_has_a_style() -> None:
+    assert set(live_display._STYLES) == set(FLAGS)
+
+
+@pytest.fixture
+def terminal(project: Path) -> Path:
+    """A project with a slow term, in a process, so that Ctrl-C reaches that process too."""
+    config = (project / "c.toml").read_text()
+    slow = (
+        '[[regularizers]]\nuse = "own_terms:slow"\nname = "slow"\nweight = 0.1\nrun_in = "process"'
+    )
+    (project / "c.toml").write_text(f"{config}\n{slow}\n")
+    return project
+
+
+def test_a_terminal_shows_a_progress_bar_and_a_table(terminal: Path) -> None:
+    child = pexpect.spawn(
+        str(STEELYARD),
+        ["train", "c.toml", "train.steps=40", "--run", "r"],
+        cwd=terminal,
+        timeout=600,
+        dimensions=(50, 140),
+        env={**TERMINAL, "PATH": str(STEELYARD.parent)},
+        encoding="utf-8",
+        codec_errors="replace",  # Ctrl-C makes the terminal drop what it holds, mid-letter too
+    )
+    for pattern in ("loading tiny-random", "loss \\d+", "1/40", "left", "\\d:\\d\\d:\\d\\d"):
+        child.expect(pattern)
+    child.expect("┏")
+    # Headings of two lines stand at the bottom: the first line holds the upper halves only.
+    headings = ("weight", "gradient", "term", "value", "weight", "× value", "norm", "share")
+    for column in (*headings, "cosine", "time"):
+        child.expect(column)
+    child.expect("│ base ")
+    child.expect(" \\d+% │")
+    child.expect("fights the base loss")
+    child.sendintr()
+    child.expect("Finishing this step")
+    child.expect("steelyard resume r")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130
+    made = len(metrics_of(terminal / "r"))
+    assert 0 < made < 40
+    assert "WorkerDied" not in (terminal / "r" / "log.txt").read_text()
+
+
+def test_a_resumed_run_starts_in_the_middle_of_the_bar() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=120, color_system=None, force_terminal=True)
+    with LiveDisplay(console) as display:
+        display.say("resumed after step 3")
+        display.step(3, 8, metrics())
+    shown = output.getvalue()
+    assert "resumed after step 3" in shown
+    assert "loss 2.5000" in shown
+    assert "4/8" in shown
+
+
+def test_the_bar_starts_again_with_the_next_run() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=120, color_system=None, force_terminal=True)
+    with LiveDisplay(console) as display:
+        display.step(7, 8, metrics())
+        display.step(0, 5, metrics())
+    assert "1/5" in output.getvalue().rpartition("8/8")[2]
+    display.restore()
+    assert output.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"

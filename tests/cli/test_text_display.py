@@ -1,0 +1,35 @@
+"""The display as plain lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from steelyard.cli.text_display import TextDisplay
+
+from .example_metrics import metrics, skipping
+
+
+def test_a_line_says_which_term_was_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    TextDisplay().step(3, 8, skipping("OSError: it is away"))
+    assert capsys.readouterr().out == (
+        "step 4/8  loss 2.5000  base 2.0000  t/1 +0.5000  judge/2 skipped\n"
+    )
+
+
+def test_a_line_has_the_loss_and_the_contribution_of_each_term(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with TextDisplay() as display:
+        display.step(0, 2, {**metrics(**{"cosines/base/t/1": -0.31}), "held_out/loss": 1.25})
+        display.restore()
+    assert capsys.readouterr().out == (
+        "step 1/2  loss 2.5000  base 2.0000  t/1 +0.5000 (fights the base loss)  held-out 1.2500\n"
+    )
+
+
+def test_messages_are_printed_without_secrets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-s3cr3t")
+    TextDisplay().say("key tml-s3cr3t")
+    assert capsys.readouterr().out == "key ***\n"

@@ -1,0 +1,81 @@
+"""The charts of several runs, against the metrics in their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+
+from steelyard.experiment.report import compare_charts, write_report
+from steelyard.experiment.report.figure import Figure
+from steelyard.experiment.report.findings import findings
+from steelyard.experiment.report.load import LoadedRun
+from tests.experiment.folders import write_run
+
+from .parsed_page import page_charts, series, text_of, trace_points
+
+
+def test_several_runs_share_each_chart(tmp_path: Path) -> None:
+    rows = {name: write_run(tmp_path / name, steps=n) for name, n in (("a", 4), ("b", 6))}
+    page = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html")
+    drawn = page_charts(page)
+    for key, metric in (
+        ("loss_total", "loss_total"),
+        ("held_out", "held_out/loss"),
+        ("value-1", "regularizers/confidence/value"),
+        ("norm-2", "regularizers/judge/grad_norm_weighted"),
+    ):
+        assert trace_points(drawn[key]) == {name: series(own, metric) for name, own in rows.items()}
+    added = trace_points(drawn["contributions"])["judge"]
+    assert added[0] == ["a", "b"]
+    assert added[1] == [
+        pytest.approx(sum(values) / len(values))
+        for _, values in (series(r, "regularizers/judge/contribution") for r in rows.values())
+    ]
+    text = text_of(page)
+    assert "2 runs compared" in text
+    assert "train.steps 4 6" in text
+    for figure in drawn.values():
+        go.Figure({"data": figure["data"], "layout": figure["layout"]})
+
+
+def compared(*runs: LoadedRun) -> dict[str, Figure]:
+    """Charts of these runs, by key."""
+    sections = compare_charts.sections(runs, [findings(run) for run in runs])
+    return {figure.key: figure for section in sections for figure in section.figures}
+
+
+def run_with(name: str, term: str, **last: float) -> LoadedRun:
+    """A run of two steps with one term, whose norm is as large as that of the base loss."""
+    at = f"regularizers/{term}"
+    row: dict[str, Any] = {
+        "loss_total": 3.0, "base_loss/value": 2.0, "base_loss/grad_norm": 1.0,
+        f"{at}/value": 2.0, f"{at}/weight": 0.5, f"{at}/contribution": 1.0,
+        f"{at}/grad_norm": 2.0, f"{at}/grad_norm_weighted": 1.0, f"{at}/duration": 0.5,
+        f"cosines/base/{term}": 0.25, "seconds": 1.0,
+    }  # fmt: skip
+    return LoadedRun(name, Path(), {}, [{"step": 0, **row}, {"step": 1, **row, **last}])
+
+
+def test_runs_with_different_terms_share_the_charts() -> None:
+    found = compared(run_with("a", "kl"), run_with("b", "l1", loss_total=1.0))
+    assert set(found) == {
+        "loss_total", "base_loss", "value-0", "value-1", "contributions", "shares", "norm-base",
+        "norm-0", "norm-1", "cosines", "time-steps", "time-terms",
+    }  # fmt: skip
+    assert found["loss_total"].alt.endswith(": a from 3.000 to 3.000; b from 3.000 to 1.000.")
+    assert [trace["name"] for trace in found["value-1"].traces] == ["b"]
+    by_name = {trace["name"]: trace["y"] for trace in found["shares"].traces}
+    assert by_name == {"base loss": [0.5, 0.5], "kl": [0.5, None], "l1": [None, 0.5]}
+    (cosines,) = found["cosines"].traces
+    assert (cosines["x"], cosines["y"]) == (["kl", "l1"], ["a", "b"])
+    assert cosines["z"] == [[0.25, None], [None, 0.25]]
+    assert found["time-steps"].traces[0]["y"] == [1.0, 1.0]
+
+
+def test_runs_without_terms_or_norms_have_the_charts_of_the_loss() -> None:
+    rows = [{"step": 0, "loss_total": 1.0, "base_loss/value": 1.0, "held_out/loss": 2.0}]
+    runs = [LoadedRun(name, Path(), {}, rows) for name in "ab"]
+    assert set(compared(*runs)) == {"loss_total", "held_out"}

@@ -1,0 +1,195 @@
+"""Numbers as text, and the sentences of the summary."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from steelyard.experiment.report import write_report
+from steelyard.experiment.report.findings import Change, Findings, TermFinding
+from steelyard.experiment.report.formatting import (
+    cosine,
+    format_change,
+    join_names,
+    number,
+    percent,
+    seconds,
+    skip_count,
+    skip_reasons,
+    summarize,
+    summarize_runs,
+)
+from steelyard.experiment.report.load import LoadedRun
+from tests.experiment.folders import flaky, specs, write_lines, write_run
+
+from .conftest import Report
+from .parsed_page import page_charts, text_of, trace_points
+
+
+def test_summary_of_a_run(report: Report) -> None:
+    page, rows = report.page, report.rows
+    text = text_of(page)
+    losses = [row["loss_total"] for row in rows]
+    first, last = sum(losses[:3]) / 3, sum(losses[-3:]) / 3
+    change = f"the loss fell from {first:.3f} to {last:.3f}"
+    note = f"(−{100 * (1 - last / first):.0f} %, means of the first and last 3 steps)"
+    assert f"12 steps in 3.7 s: {change} {note}." in text
+    assert "The gradient of “confidence” (cosine −0.82) opposes that of the base loss." in text
+    assert "“length” has no gradient: measured, but without effect on training." in text
+    assert "tiny-random" in text
+    assert "4 regularizers" in text
+
+
+def test_summary_names_a_dominating_term(tmp_path: Path) -> None:
+    terms = specs()[:2]
+    strong = [terms[0], type(terms[1])(terms[1].fn, 40.0, "confidence", run_in="inline")]
+    write_run(tmp_path / "run", terms=strong, steps=3)
+    text = text_of(write_report([tmp_path / "run"], tmp_path / "report.html"))
+    assert re.search(
+        r"“confidence” dominates: it has 9\d % of the sum of all gradient norms\.", text
+    )
+
+
+def test_skipped_steps_are_counted_by_reason(tmp_path: Path) -> None:
+    failures = ["it is away", None, "the line is\nbusy", "it is away", None]
+    write_run(tmp_path / "run", terms=[*specs()[:1], flaky(*failures)], steps=5)
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    text = text_of(page)
+    reasons = "OSError: it is away (2 ×) and OSError: the line is busy (1 ×)"
+    assert f"“flaky” was skipped at 3 of 5 steps: {reasons}." in text
+    assert f"2 skipped 3 × {reasons}" in text, "after the number of steps at which it ran"
+    assert trace_points(page_charts(page)["value-1"])["flaky"][0] == [1, 4]
+
+
+def test_report_has_a_term_that_was_always_skipped(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", terms=[flaky(*["it is away"] * 3)], steps=3)
+    write_run(tmp_path / "other", terms=specs()[:1], steps=3)
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    text = text_of(page)
+    assert "“flaky” was skipped at 3 of 3 steps: OSError: it is away." in text
+    assert "0 skipped 3 × OSError: it is away" in text
+    assert "1 regularizer" in text
+    assert "has no gradient" not in text
+    assert {"value-0", "contributions"} & set(page_charts(page)) == set()
+    both = write_report([tmp_path / "run", tmp_path / "other"], tmp_path / "both.html")
+    assert "no gradient skipped" in text_of(both)
+    assert "flaky 3 × OSError: it is away" in text_of(both)
+
+
+def test_skips_without_a_reason_are_counted(tmp_path: Path) -> None:
+    rows = write_run(tmp_path / "run", terms=[flaky("away", None)], steps=2)
+    del rows[0]["skipped/flaky/reason"]
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    text = text_of(write_report([tmp_path / "run"], tmp_path / "report.html"))
+    expected = "was skipped at 1 of 2 steps: an unrecorded reason."
+    assert f"“flaky” {expected}" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (float("nan"), "–"),
+        (0.0, "0"),
+        (-0.5, "−0.500"),
+        (0.01, "0.010"),
+        (0.00999, "0.01"),
+        (0.00012345, "0.00012"),
+        (0.00009, "9.0e-05"),
+        (99.9994, "99.999"),
+        (100.0, "100.0"),
+        (-1e5, "−1.0e+05"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_numbers(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_signed_numbers_and_percentages() -> None:
+    assert [number(value, signed=True) for value in (0.0, 2.0, -2.0)] == ["0", "+2.000", "−2.000"]
+    assert [percent(value, signed=True) for value in (0.0, 0.5, -0.005)] == [
+        "0 %",
+        "+50 %",
+        "−0.5 %",
+    ]
+    assert percent(None) == percent(float("nan")) == "–"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0421, "42 ms"), (0.1, "100 ms"), (1.0, "1.0 s"), (60.0, "1 min 0 s"),
+     (3600.0, "1 h 0 min")],
+)  # fmt: skip
+def test_durations(value: float | None, text: str) -> None:
+    assert seconds(value) == text
+
+
+def test_cosines_names_and_changes() -> None:
+    assert [cosine(value) for value in (1.0, -0.004, -0.005001)] == ["+1.00", "0.00", "−0.01"]
+    assert [join_names(names) for names in ([], ["a", "b"])] == ["–", "a and b"]
+    assert [format_change(None), format_change(Change(2.0, 1.0))] == [
+        "not measured",
+        "from 2.000 to 1.000",
+    ]
+
+
+def findings_of(*terms: TermFinding, loss: Change | None = None, tracked: bool = True) -> Findings:
+    return Findings(4, 4, loss, None, None, tracked, TermFinding("base"), terms)
+
+
+def test_summary_of_an_unfinished_run_whose_loss_did_not_change() -> None:
+    found = Findings(1, 3, Change(2.0, 2.0), Change(3.0, 1.0), 90.0, True, TermFinding("base"))
+    assert summarize(found) == [
+        "1 of 3 steps in 1 min 30 s: the loss stayed at 2.000 (0 %).",
+        "On held-out data the loss went from 3.000 to 1.000.",
+        "There were no regularizers.",
+    ]
+
+
+def test_summary_lists_several_terms_in_one_sentence() -> None:
+    conflict, idle = ("fights the base loss",), ("no gradient",)
+    found = findings_of(
+        TermFinding("a", cosine=-0.5, flags=conflict),
+        TermFinding("b", cosine=-0.75, flags=conflict),
+        TermFinding("c", flags=idle),
+        TermFinding("d", flags=idle),
+        loss=Change(1.0, 2.0, 1),
+    )
+    assert summarize(found) == [
+        "4 steps: the loss rose from 1.000 to 2.000 (+100 %).",
+        "The gradients of “b” (cosine −0.75) and “a” (cosine −0.50) oppose that of the base loss.",
+        "“c” and “d” have no gradient: measured, but without effect on training.",
+    ]
+
+
+def test_summary_without_flags_or_norms() -> None:
+    assert summarize(findings_of(TermFinding("a")))[1:] == [
+        "No term dominates, and none fights the base loss."
+    ]
+    assert summarize(findings_of(TermFinding("a"), tracked=False)) == [
+        "4 steps.",
+        "Gradient norms were not tracked: shares and cosines are unknown.",
+    ]
+
+
+def test_a_cut_reason_is_not_followed_by_a_full_stop() -> None:
+    term = TermFinding("judge", skipped={"OSError: it …": 3})
+    assert (skip_count(term), skip_reasons(term)) == (3, "OSError: it …")
+    sentence = summarize(findings_of(term))[1]
+    assert sentence == "“judge” was skipped at 3 of 4 steps: OSError: it …"
+
+
+def test_summary_of_several_runs_names_the_best_and_the_worst() -> None:
+    runs = [LoadedRun(name, Path(), {}, []) for name in "abc"]
+    found = [
+        Findings(2, None, None, held_out, None, False, TermFinding("base"))
+        for held_out in (Change(3.0, 2.0), None, Change(3.0, 1.0))
+    ]
+    assert summarize_runs(runs, found) == [
+        "3 runs, 6 steps in all.",
+        "The held-out loss ends lowest in “c” (1.000) and highest in “a” (2.000).",
+    ]
+    assert summarize_runs(runs[:2], found[:2]) == ["2 runs, 4 steps in all."]

@@ -1,0 +1,60 @@
+"""Writing the file, and the summary as sentences."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steelyard.errors import RunError
+from steelyard.experiment.report import summary, write_report
+from tests.experiment.folders import write_run
+
+from .parsed_page import text_of
+
+
+def test_summary_is_the_first_paragraph_of_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=4)
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    sentences = summary(tmp_path / "run")
+    assert sentences[0].startswith("4 steps in 1.1 s: the loss fell from ")
+    assert " ".join(sentences) in text_of(page)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_run(tmp_path / "run", steps=4)
+    return tmp_path / "run"
+
+
+def test_an_older_report_is_replaced_and_its_folder_is_made(run: Path) -> None:
+    target = run.parent / "deep" / "report.html"
+    for _ in range(2):
+        assert write_report([run], target) == target
+    assert [each.name for each in target.parent.iterdir()] == ["report.html"]
+
+
+def test_a_target_that_cannot_be_written_is_an_error(run: Path) -> None:
+    (run.parent / "taken").mkdir()
+    with pytest.raises(RunError, match=r"the report cannot be written to .*taken"):
+        write_report([run], run.parent / "taken")
+    assert not list(run.parent.glob(".taken*"))
+
+
+@pytest.mark.parametrize("module", ["jinja2", "plotly"])
+def test_without_the_extra_the_error_names_it(module: str) -> None:
+    code = f"""
+import sys; sys.modules[{module!r}] = None
+from steelyard.errors import MissingExtraError
+try:
+    import steelyard.experiment.report
+except MissingExtraError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (
+        f"steelyard.experiment.report needs {module}, which is not installed: "
+        f'pip install "steelyard[report]".'
+    )
