@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 import steelyard
-from steelyard._extras import EXTRAS
 
 SOURCE = Path(steelyard.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -297,11 +296,6 @@ def test_the_version_is_the_installed_one() -> None:
 
 def test_types_are_shipped() -> None:
     assert (SOURCE / "py.typed").is_file()
-
-
-def test_every_cure_names_an_extra_that_exists() -> None:
-    extras = importlib.metadata.metadata("steelyard").get_all("Provides-Extra") or []
-    assert set(EXTRAS.values()) <= set(extras)
 
 
 def stand_in(folder: Path, name: str, code: int = 0) -> None:
