@@ -41,7 +41,7 @@ def call(terms: int, data: int, tokens: int) -> Timing:
 
 
 def growth(sizes: Sequence[int], times: Sequence[float]) -> float:
-    """Largest exponent k with time ~ size^k, between neighbours of the last three sizes."""
+    """Exponent k with time ~ size^k, from the third-last to the last size."""
     first, last = len(sizes) - 3, len(sizes) - 1
     return math.log(times[last] / times[first]) / math.log(sizes[last] / sizes[first])
 

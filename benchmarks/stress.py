@@ -111,7 +111,7 @@ def main() -> None:
     CONSOLE.print(f"{seen.total()} faults: {dict(seen)}")
     CONSOLE.print(f"processes, threads, files, blocks: before {before}, after {after}")
     if seen.total() != FAULTS or after != before:
-        sys.exit("something was left behind, or a fault went unnoticed")
+        sys.exit("a process, thread, file or block is left, or a failure was not reported")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def load(folder: Path) -> None:
             CONSOLE.print(f"{CLIENTS} clients x {REQUESTS} requests: {seconds:.0f} s")
         counted = [steps_of(running, model.name) for model in folder.iterdir()]
         if sorted(counted) != sorted([*made.values()] * 2) or len(running._desk.tickets):
-            sys.exit("a step was lost or doubled, or something was left behind")
+            sys.exit("a step was lost or counted twice, or a future is left")
         CONSOLE.print(f"memory after each round, MiB: {sizes}")
         if sizes[1] > sizes[0] + 200:
             sys.exit("memory grows")

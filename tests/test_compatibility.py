@@ -1,4 +1,4 @@
-"""What 0.1.0 wrote, and the names it had; `tests/data/0.1.0` says how its files were made."""
+"""Files and names of 0.1.0 still work; `tests/data/0.1.0` says how its files were made."""
 
 from __future__ import annotations
 

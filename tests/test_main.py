@@ -1,4 +1,4 @@
-"""`python -m steelyard`, in a process of its own."""
+"""`python -m steelyard`, in a separate process."""
 
 from __future__ import annotations
 

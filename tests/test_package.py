@@ -39,7 +39,7 @@ SURFACES = [
 
 
 def python(code: str) -> str:
-    """What `code` prints in a fresh interpreter."""
+    """Text that `code` prints in a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
     )
@@ -122,7 +122,7 @@ def public_things() -> Iterator[tuple[str, Any]]:
 
 
 def documented(thing: Any) -> bool:
-    """Whether a thing that can hold a docstring has one of its own, not the generated one."""
+    """Whether a thing has a written docstring, not one that `dataclass` generated."""
     text = thing.__doc__ or ""
     generated = inspect.isclass(thing) and text.startswith(f"{thing.__name__}(")
     return bool(text.strip()) and not generated
