@@ -55,7 +55,7 @@ def test_require_accepts_an_installed_module_without_importing_it(
 def test_require_raises_for_a_missing_module(
     loaded: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "z3", loaded)  # type: ignore[arg-type]  # None blocks it
+    monkeypatch.setitem(sys.modules, "z3", loaded)  # None blocks the import
     with pytest.raises(MissingExtraError) as caught:
         require("z3", "regularizer 'logic'")
     assert str(caught.value) == (
