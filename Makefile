@@ -29,7 +29,7 @@ test: lint ## ruff, mypy, every test, doctest and README block, coverage
 	  $(BIN)/python -m coverage report --include='$(EXACT)'; exit 1; }
 
 # Not the environment of this Makefile, whose torch has no CUDA: PYTHON is one that has.
-test-gpu: ## the kernels for real, and every penalty on CUDA; PYTHON= a python with CUDA
+test-gpu: ## the kernels and every penalty on CUDA; PYTHON= a python whose torch has CUDA
 	$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "test-gpu needs a GPU and a torch with CUDA: make test-gpu PYTHON=...")'
 	PYTHONPATH=src JAX_PLATFORMS=cpu $(PYTHON) -m pytest tests/penalties
 
@@ -38,24 +38,24 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy --no-error-summary
 
-format: $(READY) ## let ruff mend what it can
+format: $(READY) ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
 demo: $(READY) ## fine-tune a small model with five terms, and write a report
 	@$(BIN)/steelyard demo
 
-bench: $(READY) ## the speed figures, as ratios of one run
+bench: $(READY) ## measure the speed, as ratios within one run
 	@$(BIN)/python -m benchmarks
 
-stress: $(READY) ## what takes too long for `make test`: a thousand faults, the server under load
+stress: $(READY) ## long tests: a thousand failures in a row, the server under load
 	@$(BIN)/python -m benchmarks.stress
 	@$(BIN)/python -m benchmarks.stress_server
 
 docs: $(READY) ## build the documentation site into site/; a broken link fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-dist: $(READY) ## build sdist and wheel, and try the wheel in an environment of its own
+dist: $(READY) ## build sdist and wheel, and test the wheel in a new environment
 	@$(BIN)/python tools/release.py
 
 clean: ## remove the environment and every cache

@@ -1,4 +1,4 @@
-"""Runs the code blocks of the README and of the documentation with the tests, without hurry."""
+"""Run the code blocks of the README and of `docs/` as tests; set up Triton and Hypothesis."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, settings
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
-# Without a GPU the kernels run through Triton's interpreter, which has to be chosen before
-# anything imports Triton.
+# Without a GPU the kernels run in Triton's interpreter. The variable must be set before Triton is
+# imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Hypothesis fails an example that takes 200 ms, which any may on a loaded machine.
+# By default Hypothesis fails an example that takes 200 ms, which happens on a loaded machine.
 settings.register_profile(
     "unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

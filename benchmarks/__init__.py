@@ -1,1 +1,1 @@
-"""Speed figures as ratios within one run: `python -m benchmarks [name ...]`."""
+"""Benchmarks, as ratios within one run: `python -m benchmarks [name ...]`."""

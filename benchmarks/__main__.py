@@ -1,4 +1,4 @@
-"""Run the benchmarks: all of them, and write their page; or those named on the command line."""
+"""Run the benchmarks named on the command line; without names run all, and write their page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A base loss and five tensor terms on 128 x 512 log-probs, against other ways to do it."""
+"""Time of a base loss and five tensor terms on 128 x 512 log-probs, against other methods."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TERMS = {"l1": l1, "l2": l2, "entropy": entropy, "spread": spread, "hinge": hing
 
 
 def by_hand(data: list[Tensor], logprobs: list[Tensor]) -> dict[str, float]:
-    """One function, one sum, one backward over one leaf per datum; values read with item()."""
+    """Compute the sum in one function, with one backward pass over one leaf per datum."""
     leaves = [lp.detach().clone().requires_grad_() for lp in logprobs]
     values = {"base": base(data, leaves), **{n: fn(data, leaves) for n, fn in TERMS.items()}}
     total = values["base"] + sum(WEIGHTS[name] * values[name] for name in TERMS)
@@ -53,7 +53,7 @@ def by_hand(data: list[Tensor], logprobs: list[Tensor]) -> dict[str, float]:
 
 
 def three_times(data: list[Tensor], logprobs: list[Tensor]) -> dict[str, float]:
-    """The Elixir design: each term for its value, for its norm, and again in the total."""
+    """Evaluate each term three times: for its value, for its norm, and in the total."""
 
     def gradient(fn: Any) -> list[Tensor]:
         leaves = [lp.detach().clone().requires_grad_() for lp in logprobs]
@@ -73,7 +73,7 @@ def three_times(data: list[Tensor], logprobs: list[Tensor]) -> dict[str, float]:
 
 
 def torchjd(data: list[Tensor], logprobs: list[Tensor]) -> list[float]:
-    """The Jacobian of all terms with respect to one leaf per datum, and its row norms."""
+    """Jacobian of all terms with respect to one leaf per datum, by TorchJD, and its row norms."""
     leaves = [lp.detach().clone().requires_grad_() for lp in logprobs]
     losses = [base(data, leaves), *(fn(data, leaves) for fn in TERMS.values())]
     jacobians = jac(losses, leaves)
@@ -81,7 +81,7 @@ def torchjd(data: list[Tensor], logprobs: list[Tensor]) -> list[float]:
 
 
 def measure(repeats: int) -> dict[str, Timing]:
-    """Time all ways in turn."""
+    """Time all methods in turn."""
     torch.manual_seed(0)
     logprobs = [-torch.randn(TOKENS).abs() for _ in range(DATA)]
     data = [torch.rand(TOKENS) for _ in range(DATA)]
@@ -118,7 +118,7 @@ def main(repeats: int = 300) -> None:
             against("Pipeline, untracked", timings["untracked"], 0.95),
             against("Pipeline, all norms and cosines", timings["tracked"], 1.0),
             slower("TorchJD", "TorchJD autojac.jac and norms"),
-            slower("three times", "every term three times"),
+            slower("three times", "every term evaluated three times"),
         ],
         repeats=str(repeats),
     )

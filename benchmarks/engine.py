@@ -1,4 +1,4 @@
-"""A custom loss with five terms on the real model, against a plain step and the two-pass way."""
+"""Time of a custom loss with five terms on the real model, against a plain step and two passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.measure import against, in_turn, show
 from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient, LocalTrainingClient
 
-# Another of the same size will do where this one cannot be fetched.
+# If this model cannot be fetched, use another one of the same size.
 MODEL, RANK = os.environ.get("STEELYARD_BENCH_MODEL", "smollm2-135m"), 16
 STEPS, PACKED, PEAKS = 9, 5, 3
 EVEN = (64, 64, 64, 64)
@@ -46,7 +46,7 @@ def nll(data: Sequence[types.Datum], logprobs: Sequence[Tensor]) -> tuple[Tensor
 
 
 class Remote:
-    """The engine as a client that is asked twice, as a remote one must be."""
+    """Client that hides the engine's kept graph, so that a custom loss takes two passes."""
 
     def __init__(self, client: LocalTrainingClient) -> None:
         self.forward = client.forward
@@ -72,7 +72,7 @@ def ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
 
 
 def padded(client: LocalTrainingClient, data: Sequence[types.Datum]) -> Callable[[], object]:
-    """The same model and loss with the rows padded to the longest, as one would by hand."""
+    """The same model and loss with every row padded to the longest, without packing."""
     model, adapter = client._host.model, client._trainer.adapter
     rows = [torch.tensor(each.model_input.to_ints()) for each in data]
     targets = [each.loss_fn_inputs["target_tokens"].to_torch() for each in data]
@@ -89,14 +89,14 @@ def padded(client: LocalTrainingClient, data: Sequence[types.Datum]) -> Callable
 
 
 def peak_of(way: str) -> float:
-    """Bytes above what the loaded model takes, at the highest, in a process of its own."""
+    """Peak of the memory in bytes, minus that of the loaded model, in a separate process."""
     code = f"from benchmarks.engine import peak; peak({way!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
 def peak(way: str) -> None:
-    """Print the peak of one way; runs in its own process."""
+    """Print the memory peak of one method; runs in its own process."""
     client = started()
     client.forward(data_of([1]), "cross_entropy").result()
     before = psutil.Process().memory_info().rss

@@ -1,4 +1,4 @@
-"""Dispatch to threads and processes, and what running apart gives."""
+"""Cost of dispatching to threads and processes, and the speedup of offloaded terms."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from steelyard.execution import Batch, Ticket, Workers
 TRIPS, ROUNDS = 500, 5
 
 
-def nothing(thing: object) -> object:
-    return thing
+def identity(payload: object) -> object:
+    return payload
 
 
 def base(_: Any, logprobs: list[Tensor]) -> Tensor:
@@ -23,18 +23,18 @@ def base(_: Any, logprobs: list[Tensor]) -> Tensor:
 
 
 def count(_: Any, logprobs: list[Tensor]) -> Tensor:
-    """Pure Python: it holds the interpreter's lock all the time."""
+    """Term in pure Python, which holds the GIL all the time."""
     total = 0
     for i in range(3_000_000):
         total += i & 1
     return logprobs[0].sum() * (total > 0)
 
 
-def round_trip(workers: Workers, lane: Any, payload: object, reply_bytes: int = 0) -> Timing:
-    """RunningServer `nothing` in a lane that is warm."""
+def round_trip(workers: Workers, place: Any, payload: object, reply_bytes: int = 0) -> Timing:
+    """Time to run `identity` in workers that are already started, and to get its result."""
 
     def once() -> None:
-        ticket = Ticket("nothing", lane, nothing, (payload,), 30.0, reply_bytes=reply_bytes)
+        ticket = Ticket("identity", place, identity, (payload,), 30.0, reply_bytes=reply_bytes)
         with Batch([ticket], workers.executors, 2) as batch:
             for settled in batch.settled():
                 settled.result()
@@ -43,7 +43,7 @@ def round_trip(workers: Workers, lane: Any, payload: object, reply_bytes: int = 
 
 
 def speedup(terms: int = 6) -> Timing:
-    """Six CPU-bound terms one after the other, against the same in processes."""
+    """Time of six CPU-bound terms one after the other, against the same in processes."""
     logprobs = [torch.ones(8)]
 
     def pipeline(run_in: Any) -> Pipeline:
@@ -73,10 +73,10 @@ def main() -> None:
         "Execution",
         "Warm dispatch and overlap",
         [
-            takes("thread, there and back", thread, 1e-4),
+            takes("thread, round trip", thread, 1e-4),
             takes("process, small payload", process, 1e-3),
-            takes("process, 1 MB tensor there and back", large, 4e-3),
-            faster("six pure-Python terms in processes, not one after the other", speedup(), 1.8),
+            takes("process, 1 MB tensor, round trip", large, 4e-3),
+            faster("six pure-Python terms in processes, against one by one", speedup(), 1.8),
         ],
         repeats=f"{TRIPS} dispatches, {ROUNDS} overlap",
     )

@@ -1,13 +1,14 @@
-"""Full-vocabulary terms on a GPU, beside eager torch, torch.compile, Liger-Kernel and the floor.
+"""Full-vocabulary terms on a GPU, against eager torch, torch.compile, Liger-Kernel and the floor.
 
     PYTHONPATH=src python -m benchmarks.gpu            # 4096 × 128256 logits in bfloat16
-    PYTHONPATH=src python -m benchmarks.gpu 512 8192   # rows and classes, to try it out
+    PYTHONPATH=src python -m benchmarks.gpu 512 8192   # rows and classes, for a quick run
     PYTHONPATH=src python -m benchmarks.gpu --save benchmarks/results/gpu.json
 
-The floor is what memory alone takes, measured in the same run: each input read once, the gradient
-written once. Times are medians of GPU time, with quartiles, forward and backward together, the
-queue being full; beside ours stands what Python takes to fill it. What is saved goes into
-`docs/benchmarks.md` with the next `make bench`, which runs where there may be no GPU.
+The floor is the time of the memory traffic alone, measured in the same run: each input is read
+once, the gradient is written once. Times are medians of the GPU time of forward and backward pass,
+with quartiles, while the GPU's queue is full; our rows also have the time that Python needs to
+fill it. The next `make bench`, which may run on a machine without a GPU, puts the saved tables
+into `docs/benchmarks.md`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.gpu_timing import Way, beyond, measured, timed
+from benchmarks.gpu_timing import Way, measured, memory_row, timed
 from benchmarks.measure import Row, Shown, show
 from steelyard.penalties.from_logits import compose_linear, compose_logits
 
 try:
     from liger_kernel.transformers.functional import liger_jsd, liger_kl_div
-except ImportError:  # it is compared with where it is installed
+except ImportError:  # without it, its rows are left out
     liger_jsd = liger_kl_div = None
 
 FOUR: list[Any] = [
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def machine() -> str:
-    """The GPU and the versions, in a line."""
+    """Name of the GPU and the versions, in one line."""
     found = [torch.cuda.get_device_name(), f"CUDA {torch.version.cuda}"]
     for name in ("torch", "triton", "liger-kernel"):
         try:
@@ -69,7 +70,7 @@ def machine() -> str:
 
 
 def save(tables: list[Shown], path: Path) -> None:
-    """Keep the tables, with the day and the machine, for `benchmarks.page`."""
+    """Save the tables, with the date and the machine, for `benchmarks.page`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {
         "command": "python -m benchmarks.gpu --save benchmarks/results/gpu.json",
@@ -158,14 +159,14 @@ def terms(rows: int, classes: int) -> Shown:
         row, memory = measured(f"{name}: ours", backward(ours(named), z), floor, asked=asked)
         table.append(row)
         if named is FOUR:
-            table.append(beyond(name, memory, z))
+            table.append(memory_row(name, memory, z))
         eager, compiled = backward(formula, z), backward(torch.compile(formula), z)
         table.append(measured(f"{name}: eager", eager, floor, repeats=4)[0])
         table.append(measured(f"{name}: torch.compile", compiled, floor, repeats=8)[0])
         torch._dynamo.reset()
     tracked = backward(ours(FOUR, tracked=True), z)
     row, memory = measured("four together, tracked: ours", tracked, two, asked=2.2)
-    table += [row, beyond("four together, tracked", memory, z)]
+    table += [row, memory_row("four together, tracked", memory, z)]
     table += liger(z, q, two)
     note = (
         f"The floor is {one:.3f} ms with one input and {two:.3f} ms with two. The four are "
@@ -182,7 +183,7 @@ def terms(rows: int, classes: int) -> Shown:
 
 
 def liger(z: Tensor, q: Tensor, floor: float) -> list[Row]:
-    """The rows of Liger-Kernel, which starts from log-probabilities, where it is installed."""
+    """Rows of Liger-Kernel, which reads log-probabilities; none if it is not installed."""
     if liger_kl_div is None:
         return []
     b = q.float().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""What a step costs a GPU: its time in a full queue, and its memory."""
+"""GPU time of a step in a full queue, and its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LITTLE = 0.01
 
 
 class Timing(NamedTuple):
-    """Milliseconds on the GPU, median and quartiles, and of Python, the mean."""
+    """Milliseconds on the GPU (median and quartiles), and in Python (mean)."""
 
     median: float
     low: float
@@ -27,7 +27,11 @@ class Timing(NamedTuple):
 
 
 def timed(way: Way, repeats: int = 20) -> Timing:
-    """Time calls that wait in a full queue."""
+    """Time calls on the GPU.
+
+    A sleep kernel holds the queue until all calls are submitted, so that the events measure the
+    GPU only, and not the time that Python needs to submit them.
+    """
     for _ in range(3):
         began = time.perf_counter()
         way()
@@ -50,7 +54,7 @@ def timed(way: Way, repeats: int = 20) -> Timing:
 
 
 def extra(way: Way) -> float:
-    """Gigabytes at the peak beyond what is there after a step, the gradients included."""
+    """Gigabytes at the peak of a step, above the memory in use after it, gradients included."""
     way()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -64,7 +68,7 @@ def extra(way: Way) -> float:
 def measured(
     name: str, way: Way, floor: float, *, repeats: int = 20, asked: float | None = None
 ) -> tuple[Row, float]:
-    """A row of the table, and the gigabytes."""
+    """Row of the table, and the gigabytes at the peak."""
     try:
         memory = extra(way)
         found = timed(way, repeats)
@@ -83,8 +87,8 @@ def measured(
     return row, memory
 
 
-def beyond(name: str, memory: float, logits: Tensor) -> Row:
-    """The memory that is taken beside the gradient."""
+def memory_row(name: str, memory: float, logits: Tensor) -> Row:
+    """Row with the memory that a step takes in addition to the gradient."""
     share = 1e9 * memory / logits.nbytes
     return (
         f"{name}: memory beyond the gradient",

@@ -1,4 +1,4 @@
-"""`CompositeLoss` with five terms in a training step of a small transformer, and by hand."""
+"""Time of a training step with `CompositeLoss` and five terms, against a hand-written sum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERY, STEPS, SMALL_STEPS = 10, 60, 2000
 
 
 class Transformer(nn.Module):
-    """An encoder with a head, whose outputs are named."""
+    """Transformer encoder with an output layer; returns named outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Logits, and the hidden states they come from."""
+        """Logits and hidden states."""
         hidden = self.layers(self.embedding(tokens))
         return {"logits": self.head(hidden), "hidden": hidden}
 
@@ -65,7 +65,7 @@ TERMS = {"entropy": entropy, "activity": activity, "l1": l1, "z": z, "smooth": s
 def stepper(
     model: Transformer, loss_of: Callable[[dict[str, Tensor], Tensor], Tensor]
 ) -> Callable[[], None]:
-    """One training step."""
+    """Make one training step."""
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
 
@@ -78,7 +78,7 @@ def stepper(
 
 
 def by_hand(out: dict[str, Tensor], labels: Tensor) -> Tensor:
-    """The sum, with the values read for a log as anybody would."""
+    """Sum of the terms by hand, with every value read for a log."""
     values = {
         "entropy": entropy(out["logits"]),
         "activity": activity(out["hidden"]),
@@ -96,7 +96,7 @@ def by_hand(out: dict[str, Tensor], labels: Tensor) -> Tensor:
 
 
 def composed(*, tracked: bool = False, every: int = 1, last: bool = False) -> Callable[[], None]:
-    """The same with a composite, and its output read."""
+    """The same with `CompositeLoss`, with its output read."""
     model = Transformer()
     terms = [term(fn, WEIGHTS[name], name) for name, fn in TERMS.items()]
     wrt = (model.head if last else model) if tracked else None
@@ -112,7 +112,7 @@ def composed(*, tracked: bool = False, every: int = 1, last: bool = False) -> Ca
 
 
 def measure() -> dict[str, Timing]:
-    """Time all ways in turn; one with norms every 10 steps is timed 10 steps at a time."""
+    """Time all methods in turn; norms every 10 steps are timed over 10 steps."""
     seldom = composed(tracked=True, every=EVERY)
     reference = stepper(Transformer(), by_hand)
 
@@ -142,7 +142,7 @@ def measure() -> dict[str, Timing]:
 
 
 def small_steps() -> dict[str, Timing]:
-    """A small network, where what a composite costs by itself shows most."""
+    """Time on a small network, where the overhead of `CompositeLoss` is largest."""
     torch.manual_seed(0)
     x, labels = torch.randn(64, 32), torch.randint(0, 10, (64,))
     inner, outer = nn.Linear(32, 64), nn.Linear(64, 10)

@@ -1,4 +1,4 @@
-"""Timing several ways of one thing in turn, and printing what came out."""
+"""Time several methods in turn, and print the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONSOLE = Console()
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each iteration of one way, and its ratios to the reference, pair by pair."""
+    """Seconds of each repeat of one method, and its ratios to the reference, repeat by repeat."""
 
     seconds: list[float]
     ratios: list[float]
@@ -34,12 +34,12 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The quartiles of the paired ratios."""
+        """Quartiles of the paired ratios."""
         return _quartiles(self.ratios)
 
     @property
     def within(self) -> tuple[float, float]:
-        """The quartiles of the times."""
+        """Quartiles of the times."""
         return _quartiles(self.seconds)
 
 
@@ -51,7 +51,10 @@ def _quartiles(numbers: Sequence[float]) -> tuple[float, float]:
 def in_turn(
     ways: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 10
 ) -> dict[str, Timing]:
-    """Time every way once per round; the first is the reference of the ratios."""
+    """Time every method once per repeat; the first is the reference of the ratios.
+
+    Methods alternate, so that a change of the machine's load affects all of them alike.
+    """
     for way in ways.values():
         for _ in range(warmup):
             way()
@@ -74,16 +77,16 @@ def in_turn(
 
 
 def each(way: Callable[[], object], *, repeats: int, warmup: int = 10) -> Timing:
-    """One way alone."""
+    """Time one method."""
     return in_turn({"": way}, repeats=repeats, warmup=warmup)[""]
 
 
-# What was measured, the figure with its spread, the target, and whether that is met.
+# Label, measured value with its quartiles, target, and whether the target is met.
 Row: TypeAlias = tuple[str, str, str, bool | None]
 
 
 def against(what: str, timing: Timing, at_most: float | None = None) -> Row:
-    """How long something takes as a multiple of the reference."""
+    """Row with the time as a multiple of the reference."""
     measured = f"{_ratio(timing)}, {_time(timing.median)}"
     if at_most is None:
         return what, measured, "", None
@@ -91,13 +94,13 @@ def against(what: str, timing: Timing, at_most: float | None = None) -> Row:
 
 
 def faster(what: str, timing: Timing, at_least: float) -> Row:
-    """How many times longer the slower way takes than the reference."""
+    """Row with the speedup: the time of the slower method divided by the reference."""
     target = f"≥ {at_least:.1f} × (two cores)"
     return what, f"{_ratio(timing)} faster", target, timing.ratio >= at_least
 
 
 def takes(what: str, timing: Timing, at_most: float) -> Row:
-    """How long something takes, where the target is a time."""
+    """Row with a time, whose target is a time."""
     low, high = timing.within
     measured = f"{_time(timing.median)} ({_time(low)} to {_time(high)})"
     return what, measured, f"≤ {_time(at_most)}", timing.median <= at_most
@@ -117,7 +120,7 @@ def _time(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Shown:
-    """A table that was printed: figures beside their targets, and whether these are met."""
+    """A printed table: measured values, their targets, and whether these are met."""
 
     title: str
     conditions: str
@@ -131,7 +134,7 @@ SHOWN: list[Shown] = []
 def show(
     title: str, conditions: str, rows: Sequence[Row], *, repeats: str, notes: Sequence[str] = ()
 ) -> Shown:
-    """Print figures beside their targets, and keep them; notes are for the page alone."""
+    """Print a table, and keep it for the page; only the page has the notes."""
     said = f"{conditions}; {repeats} repeats"
     shown = Shown(title, said, rows, notes)
     SHOWN.append(shown)

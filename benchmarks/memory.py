@@ -1,4 +1,4 @@
-"""What one more regularizer costs the parent process in memory, its gradient aside."""
+"""Memory of one more regularizer in the parent process, without its gradient."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TERMS, ROUNDS = 50, 3
 
 
 def resident() -> float:
-    """Megabytes in use by this process."""
+    """Resident memory of this process in megabytes."""
     gc.collect()
     used: int = psutil.Process().memory_info().rss
     return used / 1e6
 
 
 def megabytes_per_term(run_in: str) -> float:
-    """Growth of the process per term, over a pipeline with one, while the output is held."""
+    """Memory per term: growth from a pipeline of one term to one of 50, with the output kept."""
     logprobs = [-torch.randn(TOKENS).abs() for _ in range(DATA)]
     data = [torch.rand(TOKENS) for _ in range(DATA)]
 
@@ -49,8 +49,8 @@ def main() -> None:
         rows.append((f"per {run_in} term", measured, "< 10 MB", extra[ROUNDS // 2] < 10))
     show(
         "Memory",
-        f"One more regularizer, its gradient aside, {DATA} data × {TOKENS} tokens, tracked; least "
-        f"to most",
+        f"One more regularizer, without its gradient, {DATA} data × {TOKENS} tokens, tracked; "
+        f"least to most",
         rows,
         repeats=str(ROUNDS),
     )

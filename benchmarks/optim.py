@@ -1,10 +1,10 @@
-"""What transforms cost an optimizer step: AdamW (foreach) on 100 million float32 parameters.
+"""Cost of transforms in an optimizer step: AdamW (foreach) on 100 million float32 parameters.
 
     python -m benchmarks.optim [--repeats 7] [--device cpu] [--layers 12]
 
-Each step moves arrays of 400 MB between memory and the processor, so that is what is counted
-beside the time: AdamW's own foreach step makes about 20 such transfers, and one is 5 % of it. A
-transform cannot cost less than the arrays it has to read and write.
+A step is limited by moving arrays of 400 MB between memory and processor, so the labels count
+these transfers: AdamW's own foreach step makes about 20, and one is 5 % of it. A transform cannot
+cost less than the arrays that it has to read and write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TARGET = 1.10
 
 
 def parameters(layers: int, device: str) -> list[Parameter]:
-    """A GPT of width 768: with 12 layers 100.4 million parameters in 121 tensors."""
+    """Parameters of a GPT of width 768; 12 layers have 100.4 million in 121 tensors."""
     block: list[tuple[int, ...]] = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
     block += [(2304,), (768,), (3072,), (768,), (768,), (768,)]
     shapes = [(20_000, 768), *(shape for _ in range(layers) for shape in block)]
@@ -38,13 +38,13 @@ def parameters(layers: int, device: str) -> list[Parameter]:
 
 
 def falling(start: float) -> Callable[[int], float]:
-    """Lower at each call, so that gradients which were clipped in place are clipped again."""
+    """Threshold that falls at each call, so that gradients clipped in place are clipped again."""
     calls = itertools.count(1)
     return lambda _: start * 0.98 ** next(calls)
 
 
 def cases(norm: float) -> dict[str, tuple[list[Transform], str]]:
-    """Transforms, and how often arrays the size of the model must be read and written."""
+    """Transforms, and how many arrays of the size of the model each must read and write."""
     everything = [
         optim.centralize(),
         optim.adaptive_clip(1e3),

@@ -1,4 +1,4 @@
-"""The page `docs/benchmarks.md`, written from what a run measured."""
+"""Write `docs/benchmarks.md`, and the table in the README, from the measured tables."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from benchmarks.measure import Shown
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
-RESULTS = ROOT / "benchmarks" / "results"  # of machines that `make bench` does not run on
+RESULTS = ROOT / "benchmarks" / "results"  # measured on other machines than that of `make bench`
 README = ROOT / "README.md"
-# Between these lines of the README stand the figures that a run puts there.
+# A run replaces the text between these lines of the README.
 BEGIN, END = "<!-- figures of `make bench` -->\n", "<!-- end of figures -->\n"
-# Which: the table and the beginning of the row, with the command that measures it again.
+# Rows of the README: title of the table, beginning of the label, command that measures it.
 FIRST = (
     ("Composition", "Pipeline, untracked", ".venv/bin/python -m benchmarks composition"),
     ("Composition", "Pipeline, all norms", ".venv/bin/python -m benchmarks composition"),
     ("Composition", "TorchJD", ".venv/bin/python -m benchmarks composition"),
-    ("Composition", "every term three times", ".venv/bin/python -m benchmarks composition"),
+    (
+        "Composition",
+        "every term evaluated three times",
+        ".venv/bin/python -m benchmarks composition",
+    ),
     ("Execution", "six pure-Python terms", ".venv/bin/python -m benchmarks execution"),
-    ("Telemetry", "nobody attached", ".venv/bin/python -m benchmarks telemetry"),
+    ("Telemetry", "no handler attached", ".venv/bin/python -m benchmarks telemetry"),
     ("Engine", "one forward pass", ".venv/bin/python -m benchmarks engine"),
     ("In a training loop", "CompositeLoss", ".venv/bin/python -m benchmarks integrations"),
     ("Scaling", "terms", ".venv/bin/python -m benchmarks scaling"),
@@ -39,11 +43,11 @@ FIRST = (
 )
 MEASURED = "Measured on"
 PACKAGES = ("steelyard", "torch", "numpy", "jax", "transformers", "peft", "tinker", "torchjd")
-MARKS = {True: "met", False: "**missed**", None: ""}
+STATUS = {True: "met", False: "**missed**", None: ""}
 
 
 def machine() -> str:
-    """The machine and the versions, in a line."""
+    """Description of the machine and the versions, in one line."""
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{os.cpu_count()} cores ({_processor()}), {memory:.0f} GiB, {platform.system()}, "
@@ -52,7 +56,7 @@ def machine() -> str:
 
 
 def with_kept(tables: Sequence[Shown]) -> list[Shown]:
-    """These tables, and those that were kept from other machines and are not among them."""
+    """These tables, and the saved tables of other machines whose titles are not among them."""
     here, every = {table.title for table in tables}, list(tables)
     for path in sorted(RESULTS.glob("*.json")):
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -67,15 +71,16 @@ def with_kept(tables: Sequence[Shown]) -> list[Shown]:
 
 
 def write(tables: Sequence[Shown]) -> None:
-    """Write the page of these tables."""
+    """Write `docs/benchmarks.md` with these tables."""
     today = dt.datetime.now(tz=dt.UTC).date()
     lines = [
         "# Benchmarks",
         "",
         (
-            f"Written by `make bench` on {today}; do not edit. Figures are ratios within one run, "
-            "each way timed in turn with the others, median of the repeats with the quartiles in "
-            "brackets: machines are noisy, ratios less so. A target that was missed says so."
+            f"Written by `make bench` on {today}; do not edit. Most results are ratios to a "
+            "reference that is timed in turn with the others in the same run, because ratios vary "
+            "less than times. Each is the median of the repeats, with the quartiles in brackets. "
+            "Missed targets are marked."
         ),
         "",
         machine() + ".",
@@ -88,17 +93,17 @@ def write(tables: Sequence[Shown]) -> None:
 
 def _lines(table: Shown) -> list[str]:
     lines = [f"## {table.title}", "", f"{table.conditions}.", ""]
-    lines += ["| what | measured | target | |", "|---|---|---|---|"]
+    lines += ["| benchmark | measured | target | |", "|---|---|---|---|"]
     lines += [
-        f"| {what} | {measured} | {target} | {MARKS[met]} |"
+        f"| {what} | {measured} | {target} | {STATUS[met]} |"
         for what, measured, target, met in table.rows
     ]
     return [*lines, "", *table.notes, ""]
 
 
 def update_readme(tables: Sequence[Shown]) -> None:
-    """Put the figures that say most into the README, each with the command that measures it."""
-    lines = ["| what | measured | target | again with |", "|---|---|---|---|"]
+    """Put the rows listed in `FIRST` into the README, each with the command that measures it."""
+    lines = ["| benchmark | measured | target | command |", "|---|---|---|---|"]
     elsewhere = {note for table in tables for note in table.notes if note.startswith(MEASURED)}
     for title, begins, command in FIRST:
         rows = next(table.rows for table in tables if table.title == title)

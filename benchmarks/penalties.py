@@ -1,10 +1,10 @@
-"""Each penalty, forward and backward, against the same formula by hand in plain torch.
+"""Time of each penalty, forward and backward, against the same formula written in plain torch.
 
     python -m benchmarks.penalties [--rows 4096] [--classes 32000] [--rounds 7] [--no-compile]
 
-`plain` is what one writes without thinking of zero probabilities; `guarded` gives the same
-numbers as ours at the hard points too. What is compared runs in turn within a round, and
-the figures are medians (and quartiles) of the ratios of a round: below 1 ours is faster.
+`plain` is the formula without special cases for zero probabilities; `guarded` handles them, and
+has the same values as ours everywhere. The methods run in turn within a round, and the results are
+medians and quartiles of the ratios within a round: below 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.measure import CONSOLE, Row, Timing, against, show
 from steelyard import penalties
 
 Formula = Callable[..., Tensor]
-# Seconds of every round, by the way.
+# Seconds of every round, by method.
 Ways = dict[str, list[float]]
 TARGET = 1.05
 PAIRS = (("ours", "guarded"), ("ours", "plain compiled"), ("ours compiled", "plain compiled"))
@@ -32,7 +32,7 @@ LOG_2 = 0.6931471805599453
 
 @dataclass(frozen=True)
 class Case:
-    """A penalty and the same by hand."""
+    """A penalty and the same formula in plain torch."""
 
     ours: Formula
     plain: Formula
@@ -118,7 +118,7 @@ def _seconds(fn: Formula, inputs: list[Tensor]) -> float:
 
 
 def measure(case: Case, rows: int, classes: int, rounds: int, compiled: bool) -> Ways:
-    """Run every way once a round, in turn; the first round only warms up."""
+    """Run every method once per round, in turn; the first round is a warm-up."""
     rows = min(rows, case.largest_rows or rows)
     inputs = [
         torch.randn(rows, classes).log_softmax(-1).requires_grad_() for _ in range(case.inputs)
@@ -141,7 +141,7 @@ def measure(case: Case, rows: int, classes: int, rounds: int, compiled: bool) ->
 
 
 def row(name: str, case: Case, times: Ways) -> Row:
-    """The penalty beside each way of doing it by hand."""
+    """Row with the ratios of the penalty to each of the other methods."""
 
     def paired(ours: str, other: str) -> Timing:
         pairs = zip(times[ours], times[other], strict=True)

@@ -1,4 +1,4 @@
-"""Slow regularizers side by side: topology in processes, validation over HTTP."""
+"""Slow regularizers that run at the same time: topology in processes, validation over HTTP."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def base(_: Any, logprobs: list[Tensor]) -> Tensor:
 
 
 def cloud(_: Any, logprobs: Tensor) -> Tensor:
-    """Sixty points of space."""
+    """Sixty points in three dimensions."""
     return logprobs.reshape(POINTS, 3)
 
 
 def topology() -> Timing:
-    """Eight terms one after the other, against the same in processes."""
+    """Time of eight terms one after the other, against the same in processes."""
     generator = torch.Generator().manual_seed(0)
     logprobs = [torch.randn(POINTS * 3, generator=generator) for _ in range(DATA)]
 
@@ -52,7 +52,7 @@ def topology() -> Timing:
 
 
 class Endpoint(threading.Thread):
-    """A server on loopback that takes 50 ms for each question."""
+    """Server on loopback that takes 50 ms per request."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -86,7 +86,7 @@ class Endpoint(threading.Thread):
 
 
 def validation() -> Timing:
-    """A hundred validations in one call, connections open."""
+    """Time of a hundred validations in one call, with open connections."""
     judge = ExternalValidation(
         url=f"http://127.0.0.1:{Endpoint().port}/check",
         payload=lambda _, index: {"index": index},
@@ -104,9 +104,9 @@ def main() -> None:
     asked = f"{REQUESTS} validations of {SECONDS * 1e3:.0f} ms over {CONNECTIONS} connections"
     show(
         "Regularizers",
-        "What is slow runs side by side",
+        "Slow terms that run at the same time",
         [
-            faster(f"{in_processes}, not one after the other", topology(), 1.5),
+            faster(f"{in_processes}, against one by one", topology(), 1.5),
             takes(f"{asked} (at least {least:.2f} s)", validation(), 0.7),
         ],
         repeats=str(ROUNDS),

@@ -1,4 +1,4 @@
-"""How the cost of a call grows with the terms, the data and the tokens; drawn as a plot."""
+"""Growth of the time of a call with the number of terms, data and tokens, with a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPEATS = 25
 TERMS = (1, 2, 5, 10, 20, 50, 100)
 DATA = (1, 4, 16, 64, 256, 1024, 4096)
 TOKENS = (16, 64, 256, 1024, 4096, 16384)
-# Growth by more than this power of the size counts as worse than linear.
+# A larger exponent counts as worse than linear growth.
 LINEAR = 1.1
 MIDDLE, END = 'text-anchor="middle" fill="#888"', 'text-anchor="end" fill="#888"'
 COLOURS = ("#3f51b5", "#c2185b", "#00796b")
@@ -32,7 +32,7 @@ def square(_: object, logprobs: Sequence[Tensor]) -> Tensor:
 
 
 def call(terms: int, data: int, tokens: int) -> Timing:
-    """A call with all norms and cosines."""
+    """Time of a call with all norms and cosines."""
     torch.manual_seed(0)
     logprobs = [-torch.rand(tokens) for _ in range(data)]
     specs = [RegularizerSpec(square, 0.1, f"t{i}", run_in="inline") for i in range(terms)]
@@ -41,13 +41,13 @@ def call(terms: int, data: int, tokens: int) -> Timing:
 
 
 def growth(sizes: Sequence[int], times: Sequence[float]) -> float:
-    """The steepest power of the size by which the time grows, over the last three sizes."""
+    """Exponent k with time ~ size^k, from the third-last to the last size."""
     first, last = len(sizes) - 3, len(sizes) - 1
     return math.log(times[last] / times[first]) / math.log(sizes[last] / sizes[first])
 
 
 def plot(lines: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> str:
-    """The lines on logarithmic axes, relative to each one's first point."""
+    """Plot of the times on logarithmic axes, each relative to its first point."""
     width, height, edge = 640, 360, 60
     top_x = max(sizes[-1] / sizes[0] for sizes, _ in lines.values())
     top_y = max(max(times) / times[0] for _, times in lines.values())

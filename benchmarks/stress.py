@@ -1,4 +1,4 @@
-"""A thousand faults in a row: loops, deaths, blocked and late terms. Nothing may be left behind."""
+"""Cause a thousand failures in a row, and check that no process, thread or file is left behind."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ KINDS: list[tuple[Any, str, float | None]] = [
 
 
 def footprint() -> tuple[int, int, int, int]:
-    """Processes, threads, open files and blocks of shared memory."""
+    """Numbers of processes, threads, open files and shared-memory blocks."""
     process = psutil.Process()
     blocks = [n for n in os.listdir("/dev/shm") if n.startswith("steelyard-")]  # noqa: PTH208
     children = process.children(recursive=True)
@@ -81,7 +81,7 @@ async def quick(data: Any, logprobs: list[Tensor]) -> Tensor:
 
 
 def healthy() -> None:
-    """Every way of running works, two at a time."""
+    """Check that every place to run terms works, with two terms at a time."""
     ways = [(base, "thread"), (base, "process"), (quick, "async")] * 2
     specs = [
         RegularizerSpec.from_dict({"fn": fn, "weight": 1.0, "name": f"{way}{i}", "run_in": way})
@@ -111,7 +111,7 @@ def main() -> None:
     CONSOLE.print(f"{seen.total()} faults: {dict(seen)}")
     CONSOLE.print(f"processes, threads, files, blocks: before {before}, after {after}")
     if seen.total() != FAULTS or after != before:
-        sys.exit("something was left behind, or a fault went unnoticed")
+        sys.exit("a process, thread, file or block is left, or a failure was not reported")
 
 
 if __name__ == "__main__":

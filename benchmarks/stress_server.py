@@ -1,4 +1,4 @@
-"""The server under load, and ten thousand random bodies: what takes too long for `make test`."""
+"""Server tests that are too long for `make test`: load, a slow term, ten thousand random bodies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLIENTS, REQUESTS, BODIES = 32, 50, 10_000
 
 
 def load(folder: Path) -> None:
-    """32 clients with 50 mixed requests each, twice: no lost or doubled step, bounded memory."""
+    """Send 50 mixed requests from each of 32 clients, twice; check all steps and the memory."""
     with start(folder) as running:
         sizes = []
         for _ in range(2):
@@ -37,14 +37,14 @@ def load(folder: Path) -> None:
             CONSOLE.print(f"{CLIENTS} clients x {REQUESTS} requests: {seconds:.0f} s")
         counted = [steps_of(running, model.name) for model in folder.iterdir()]
         if sorted(counted) != sorted([*made.values()] * 2) or len(running._desk.tickets):
-            sys.exit("a step was lost or doubled, or something was left behind")
+            sys.exit("a step was lost or counted twice, or a future is left")
         CONSOLE.print(f"memory after each round, MiB: {sizes}")
         if sizes[1] > sizes[0] + 200:
             sys.exit("memory grows")
 
 
 def slow_term(folder: Path) -> None:
-    """A term that sleeps for 15 seconds; the SDK beats every ten."""
+    """Check that the SDK sends heartbeats (every ten seconds) while a term sleeps for 15."""
     with (
         start(folder) as running,
         tinker.ServiceClient(base_url=running.base_url, api_key="tml-local") as service,
@@ -69,7 +69,7 @@ def slow_term(folder: Path) -> None:
 
 
 def fuzz(folder: Path) -> None:
-    """Random bodies, spread over the routes."""
+    """Send random bodies to all routes."""
     limits = {"poll_seconds": 0.01, "max_models": 10**6, "max_sessions": 10**6}
     with start(folder, **limits) as running, Wire(running.base_url) as wire:
         target = Target(running, wire)
@@ -95,9 +95,9 @@ def _fuzz_route(target: Target, method: str, path: str) -> None:
 
 
 def main() -> None:
-    for trial in (load, slow_term, fuzz):
+    for check in (load, slow_term, fuzz):
         with tempfile.TemporaryDirectory() as folder:
-            trial(Path(folder))
+            check(Path(folder))
 
 
 if __name__ == "__main__":

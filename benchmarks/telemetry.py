@@ -1,4 +1,4 @@
-"""What one event costs, with nobody and with one handler attached."""
+"""Time of one event, with no handler and with one handler attached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALLS, ROUNDS = 20_000, 50
 
 
 def one_event() -> Timing:
-    """Seconds of one event, of many at a time."""
+    """Seconds of one event: the mean of many."""
 
     def many() -> None:
         for _ in range(CALLS):
@@ -28,12 +28,12 @@ def main() -> None:
     """Measure and print."""
     silent = one_event()
     telemetry.attach("benchmark", EVENT, lambda *_: None)
-    heard = one_event()
+    handled = one_event()
     telemetry.detach("benchmark")
     show(
         "Telemetry",
         f"One event, the mean of {CALLS}",
-        [takes("nobody attached", silent, 1e-6), takes("one handler attached", heard, 5e-6)],
+        [takes("no handler attached", silent, 1e-6), takes("one handler attached", handled, 5e-6)],
         repeats=str(ROUNDS),
     )
 

@@ -1,8 +1,8 @@
-"""Sparse hidden activations: an L1 penalty on layers chosen by name, which stay as they are.
+"""Make hidden activations sparse: an L1 penalty on the outputs of layers chosen by name.
 
-Two copies of a network fit the same data, one of them with a penalty on what its hidden layers
-give; the table shows how many units are silent. Run it with
-`python examples/activity_regularization.py`; it needs `steelyard[torch]` alone.
+Two copies of a network fit the same data, one with the penalty and one without. The table shows
+the share of activations that are 0. The network itself is not changed. Run it with
+`python examples/activity_regularization.py`; it needs only `steelyard[torch]`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LAYERS = "hidden.*.relu"
 
 
 class Layer(nn.Module):
-    """A linear map and its activation."""
+    """A linear layer and its activation function."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class Layer(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The activation."""
+        """Output of the layer."""
         y: Tensor = self.relu(self.linear(x))
         return y
 
 
 class Network(nn.Module):
-    """Two hidden layers and a number."""
+    """A network with two hidden layers and a scalar output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,20 +42,20 @@ class Network(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The prediction."""
+        """Prediction for each row."""
         y: Tensor = self.head(self.hidden(x))[:, 0]
         return y
 
 
 def sparsity(activations: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
-    """The mean absolute activation, and as metrics the share of silent units in each layer."""
+    """Mean absolute activation; the metrics are the share of zero activations in each layer."""
     loss = torch.stack([penalties.l1(a, reduction="mean") for a in activations.values()]).mean()
     silent = {name: (a == 0).float().mean().item() for name, a in activations.items()}
     return loss, silent
 
 
 def train(weight: float) -> dict[str, float]:
-    """What was reached with this weight of the penalty."""
+    """Error and sparsity after training with this weight of the penalty."""
     model = Network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     loss = CompositeLoss(functional.mse_loss, [term(sparsity, weight, "sparsity")])

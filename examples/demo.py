@@ -1,7 +1,7 @@
-"""Five terms on one beam: inline, in a thread, in a process, async, and one that fails.
+"""Five terms in one loss: inline, in a thread, in a process, async, and one that fails.
 
-A toy "model" of one logit table per step is fitted to random tokens, so that there is a loss
-to go down; the interest is in what each term contributes and pulls. Run it with `make demo`.
+The "model" is a table of logits that is fitted to random tokens. The table that is printed shows
+the contribution and the gradient norm of each term. Run it with `python examples/demo.py`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ def negative_log_likelihood(data: list[dict[str, Any]], logprobs: list[Tensor]) 
 
 
 def sparsity(data: list[dict[str, Any]], logprobs: list[Tensor]) -> Tensor:
-    """Cheap tensor work: it runs inline."""
+    """Mean absolute log-prob: cheap, so it runs inline."""
     return torch.cat(logprobs).abs().mean()
 
 
 def evenness(data: list[dict[str, Any]], logprobs: list[Tensor]) -> Tensor:
-    """Data should be about equally likely: in a thread."""
+    """Variance of the mean log-probs of the data; runs in a thread."""
     return torch.stack([lp.mean() for lp in logprobs]).var()
 
 
 def brute_force(data: list[dict[str, Any]], logprobs: list[Tensor]) -> Any:
-    """CPU-bound Python that would hold everything up: in a process, gradient and all."""
+    """Slow Python code, which runs, and is differentiated, in a process."""
     pairs = [(a, b) for a in range(400) for b in range(a) if (a * b) % 7 == 1]
     return torch.cat(logprobs).square().mean(), {"pairs": len(pairs)}
 
 
 async def validator(data: list[dict[str, Any]], logprobs: list[Tensor]) -> Any:
-    """A verdict per datum from somewhere else; its gradient is a score-function estimate."""
+    """One penalty per datum, as from a web service; the gradient is a score-function estimate."""
     await asyncio.sleep(0.05)
     penalties = [float(datum["suspicious"]) for datum in data]
     return penalties, {"rejected": sum(penalties)}
@@ -62,11 +62,11 @@ SPECS = [
 
 
 def table(step: int, output: CustomLossOutput) -> Table:
-    """What each term contributed and pulled at one step."""
-    title = f"step {step}   loss {output.loss_total:.4f}   pull {output.total_grad_norm:.4f}"
+    """Table of the terms at one step."""
+    title = f"step {step}   loss {output.loss_total:.4f}   grad norm {output.total_grad_norm:.4f}"
     view = Table(title=title, title_justify="left", title_style="bold")
     view.add_column("term")
-    for heading in ("value", "weight", "adds", "pulls", "cosine", "time"):
+    for heading in ("value", "weight", "adds", "grad norm", "cosine", "time"):
         view.add_column(heading, justify="right")
     base = output.base_loss
     view.add_row("base", f"{base.value:.4f}", "", f"{base.value:.4f}", f"{base.grad_norm:.4f}", "")
@@ -108,8 +108,8 @@ def main() -> None:
                 console.print(f"step {step}   loss {output.loss_total:.4f}")
             live.update(table(step, output), refresh=True)
     console.print(
-        "\nadds: weight x value, its part of the loss.   pulls: the norm of its gradient, weighted."
-        "\ncosine: +1 pulls with the base loss, -1 against it."
+        "\nadds: weight x value.   grad norm: the norm of the weighted gradient."
+        "\ncosine with the gradient of the base loss: +1 same direction, -1 opposite."
     )
 
 

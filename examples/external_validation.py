@@ -1,8 +1,8 @@
-"""A validator over HTTP: the model is pushed away from answers that a service rejects.
+"""A validator over HTTP: answers that a service rejects become less likely.
 
-The service runs here on loopback; any that answers a POST with `{"penalty": number}` will do. The
-questions go out side by side, and a slow or broken service drops the term for that step. Needs
-`steelyard[http]`, takes seconds.
+The service runs on loopback; any service that answers a POST with `{"penalty": number}` works. The
+requests are sent concurrently. If the service is slow or broken, the term is skipped for that
+step. Needs `steelyard[http]`, takes seconds.
 """
 
 import json
@@ -20,7 +20,7 @@ ANSWERS = ["Paris", "Rome", "Paris, of course", "I would rather not say"]
 
 
 class Validator(BaseHTTPRequestHandler):
-    """Penalises what does not say Paris."""
+    """Handler that penalises answers without the word Paris."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -34,7 +34,7 @@ class Validator(BaseHTTPRequestHandler):
 
 
 def none(data: Any, logprobs: list[Tensor]) -> Tensor:
-    """No base loss here: the term is all there is."""
+    """Base loss of 0, so that only the term is trained."""
     return 0 * torch.cat(logprobs).sum()
 
 
@@ -49,7 +49,7 @@ def train(url: str) -> None:
     judge = ExternalValidation(url=url, payload=lambda datum, _index: {"text": datum["text"]})
     spec = RegularizerSpec(judge, weight=1.0, name="judge", timeout=10, on_error="skip")
     data = [{"text": text} for text in ANSWERS]
-    scores = torch.zeros(len(ANSWERS))  # a model of four answers: their logits
+    scores = torch.zeros(len(ANSWERS))  # the model: one logit for each of four answers
     with Pipeline(none, [spec]) as pipeline:
         for step in range(31):
             logprobs = scores.log_softmax(0)
@@ -58,8 +58,8 @@ def train(url: str) -> None:
                 penalty = output.regularizers["judge"].value
                 chances = ", ".join(f"{p:.2f}" for p in logprobs.exp().tolist())
                 print(f"step {step:2d}  mean penalty {penalty:.2f}  chances {chances}")
-            pull = torch.cat(output.gradients)
-            scores -= pull - logprobs.exp() * pull.sum()  # through the softmax
+            gradient = torch.cat(output.gradients)
+            scores -= gradient - logprobs.exp() * gradient.sum()  # backward through log_softmax
 
 
 if __name__ == "__main__":

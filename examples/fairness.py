@@ -1,6 +1,6 @@
-"""Demographic parity: two groups should be answered with the same confidence.
+"""Demographic parity: two groups should get the same mean log-prob.
 
-The base loss favours group 0; the term closes the gap. Needs `steelyard[fairness]`.
+The base loss favours group 0; the term reduces the gap. Needs `steelyard[fairness]`.
 """
 
 from typing import Any
@@ -22,15 +22,16 @@ def favours(data: Any, logprobs: list[Tensor]) -> Tensor:
 
 
 def trained(weight: float) -> tuple[float, float]:
-    """The mean log-probs of both groups after training."""
+    """Mean log-probs of both groups after training with this weight."""
     data = [{"loss_fn_inputs": {"group": group}} for group in GROUPS]
     rows = [torch.full((5,), -2.0) for _ in GROUPS]
     spec = RegularizerSpec(DemographicParity(group="group"), weight, "parity")
     with Pipeline(favours, [spec]) as pipeline:
         for step in range(60):
-            pulls = pipeline.compute(data, rows, step).gradients
+            gradients = pipeline.compute(data, rows, step).gradients
             rows = [
-                (row - 2.0 * pull).clamp(max=0.0) for row, pull in zip(rows, pulls, strict=True)
+                (row - 2.0 * gradient).clamp(max=0.0)
+                for row, gradient in zip(rows, gradients, strict=True)
             ]
     means = [
         torch.cat([row for row, g in zip(rows, GROUPS, strict=True) if g == group]).mean().item()

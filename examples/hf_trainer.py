@@ -1,4 +1,4 @@
-"""Terms in Hugging Face's `Trainer`: a tiny Llama learns a sentence, with three regularizers.
+"""Hugging Face's `Trainer` with three regularizers: a tiny Llama learns a sentence.
 
 Run it with `python examples/hf_trainer.py`; it needs `steelyard[engine,hf]` and takes seconds.
 """
@@ -19,11 +19,11 @@ from steelyard.regularizers import L2
 
 
 class RegularizedTrainer(RegularizerMixin, Trainer):
-    """The one line that a training script gains."""
+    """The class that replaces `Trainer` in a training script."""
 
 
 def confidence(logits: Tensor) -> Any:
-    """Minus the entropy of the whole distribution: adding it keeps the model undecided."""
+    """Minus the entropy over the vocabulary: a positive weight keeps the model uncertain."""
     return penalties.entropy(logits.log_softmax(-1), mode="bonus")
 
 
@@ -54,7 +54,7 @@ def main() -> None:
             terms=[
                 term(confidence, schedules.linear(0.0, 0.05, steps=10), "confidence"),
                 term(drift, 0.1, "drift"),
-                RegularizerSpec(L2(), 0.01, "l2"),  # a ready-made one over (data, logprobs)
+                RegularizerSpec(L2(), 0.01, "l2"),  # a ready-made regularizer over (data, logprobs)
             ],
         )
         trainer.train()

@@ -1,10 +1,11 @@
 """A JAX training loop with penalties: two interleaved half-moons, optax, one jitted step.
 
-The base loss returns what the penalties read; optax has the optimizer, the clipping, the
-accumulation and the schedule. Run it with `python examples/jax_training.py`, which takes seconds
-and prints about this (weighted penalties, and how hard two of the terms pull at the parameters):
+The base loss returns the arrays that the penalties read. optax provides the optimizer, the
+clipping, the accumulation and the schedule. Run it with `python examples/jax_training.py`, which
+takes seconds and prints about this (weighted penalties, and two gradient norms with respect to the
+parameters):
 
-    step   total    base      l2   entropy      l1   pulls: base      l2  accuracy
+    step   total    base      l2   entropy      l1    norm: base      l2  accuracy
        0   0.577   0.571   0.000   -0.0135   0.019         0.602    7.10      0.78
      100   0.225   0.198   0.014   -0.0049   0.019         0.058    7.38      0.91
      200   0.391   0.359   0.024   -0.0060   0.014         0.132    6.89      0.84
@@ -50,7 +51,7 @@ def initial() -> Params:
 
 
 def base(params: Params, points: Any, labels: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The loss, what penalties may read, and what only has to come out again."""
+    """Loss, the arrays that penalties may read, and values that are only returned."""
     hidden = jnp.tanh(points @ params["first"]["kernel"] + params["first"]["bias"])
     logprobs = jax.nn.log_softmax(hidden @ params["second"]["kernel"] + params["second"]["bias"])
     right = jnp.take_along_axis(logprobs, labels[:, None], axis=1)
@@ -60,7 +61,7 @@ def base(params: Params, points: Any, labels: Any) -> tuple[Any, dict[str, Any],
 
 PIPELINE = PenaltyPipeline(
     [
-        ("l2", {"inputs": "params/*/kernel"}),  # its weight is scheduled, below
+        ("l2", {"inputs": "params/*/kernel"}),  # its weight is scheduled below
         ("entropy", {"weight": 0.02, "inputs": "logprobs", "mode": "bonus"}),
         ("l1", {"weight": 0.05, "inputs": "hidden", "reduction": "mean"}),
     ]
@@ -88,7 +89,7 @@ def update(
 def main() -> None:
     params = initial()
     state = OPTIMIZER.init(params)
-    print("step   total    base      l2   entropy      l1   pulls: base      l2  accuracy")
+    print("step   total    base      l2   entropy      l1    norm: base      l2  accuracy")
     for step in range(STEPS + 1):
         params, state, metrics = update(params, state, step, *moons(step + 1, BATCH))
         if step % 100 == 0:

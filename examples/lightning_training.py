@@ -1,7 +1,7 @@
-"""Lightning, twice: terms composed in a module of one's own, and added to one left as it is.
+"""Lightning in two ways: terms composed in a module, and terms added to an unchanged module.
 
-A small network learns to tell two rings apart. Its activations are to be sparse, and its hidden
-units to differ from one another; the second term comes in slowly, epoch by epoch.
+A small network learns to classify points of two rings. One term makes its activations sparse, the
+other makes its hidden units differ; the weight of the second grows from epoch to epoch.
 
     python examples/lightning_training.py
 """
@@ -39,7 +39,7 @@ def rings(count: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
 
 
 def terms(hidden: str) -> list[RegularizerSpec]:
-    """The same terms for both; they differ in what the hidden activations are called."""
+    """Terms of both ways; `hidden` is the name of the hidden activations there."""
     return [
         term(penalties.l1, 0.02, "sparsity", inputs=hidden, options={"reduction": "mean"}),
         term(
@@ -52,7 +52,7 @@ def terms(hidden: str) -> list[RegularizerSpec]:
 
 
 class Plain(LightningModule):
-    """As one finds it."""
+    """A module without regularizers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Plain(LightningModule):
 
 
 class Composed(RegularizedModule, Plain):
-    """The same with a composite loss, in training and in validation."""
+    """The same module with a composite loss, in training and in validation."""
 
     log_settings: ClassVar[Mapping[str, Any]] = {"on_step": False, "on_epoch": True}
 
@@ -88,7 +88,7 @@ class Composed(RegularizedModule, Plain):
 
 
 class Table(Callback):
-    """Prints what was logged, one line an epoch."""
+    """Print the logged metrics, one line per epoch."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         logged = trainer.callback_metrics

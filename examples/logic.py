@@ -1,7 +1,7 @@
-"""Z3 as a judge: answers that contradict arithmetic become less likely.
+"""Logical constraints, checked by Z3: answers that contradict arithmetic become less likely.
 
-Each datum states a sum; the constraint says that it must hold. The verdict has no gradient, so
-the score function gives one. Needs `steelyard[logic]`.
+Each datum states a sum, and the constraint requires that it is correct. The result of Z3 has no
+gradient, so a score-function estimate is used. Needs `steelyard[logic]`.
 """
 
 from typing import Any
@@ -33,8 +33,8 @@ def main() -> None:
         for step in range(21):
             logprobs = scores.log_softmax(0)
             output = pipeline.compute(data, [row.reshape(1) for row in logprobs], step)
-            pull = torch.cat(output.gradients)
-            scores -= pull - logprobs.exp() * pull.sum()  # through the softmax
+            gradient = torch.cat(output.gradients)
+            scores -= gradient - logprobs.exp() * gradient.sum()  # backward through log_softmax
             if step % 10 == 0:
                 said = ", ".join(
                     f"{a}+{b}={c}: {p:.2f}"

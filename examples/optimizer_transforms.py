@@ -1,7 +1,7 @@
-"""Transforms on a plain torch optimizer: a small classifier, clipped, made sparse, and resumed.
+"""Transforms of a torch optimizer: clipping, noise and sparsity for a small classifier.
 
-Only eight of thirty features matter. The training loop is the usual one; what happens to the
-gradients before a step is one call of `attach`. Run it with
+Only eight of thirty features matter. The training loop does not change; one call of `attach` adds
+the transforms of the gradients. Run it with
 `python examples/optimizer_transforms.py`, which takes seconds and prints about this:
 
     plain        loss 0.001   weights near zero  3%
@@ -44,12 +44,12 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def transforms() -> list[Transform]:
-    """In the order in which they are applied."""
+    """Transforms, in the order in which they are applied."""
     return [
         centralize(where=lambda p: p.ndim > 1),
         clip_by_global_norm(1.0),
         gradient_noise(1e-6, seed=0),
-        # By epoch: nothing at first, then more and more; biases are left alone.
+        # From 0 in the first epoch, growing linearly; not for biases.
         l1_decay(
             schedules.by_epoch(schedules.linear(0.0, 0.5, EPOCHS), PER_EPOCH),
             decoupled=True,
@@ -59,7 +59,7 @@ def transforms() -> list[Transform]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int) -> float:
-    """The loss of the last epoch. Nothing in it knows of transforms."""
+    """Train and return the loss of the last epoch; an ordinary loop, without transforms."""
     for _ in range(epochs):
         losses = []
         for features, labels in batches():
@@ -72,7 +72,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int) -> fl
 
 
 def near_zero(model: nn.Module) -> float:
-    """The share of the first layer's weights that are."""
+    """Share of the first layer's weights below 0.01 in absolute value."""
     weight = model.state_dict()["0.weight"]
     return float((weight.abs() < 0.01).float().mean())
 
@@ -92,8 +92,8 @@ def main() -> None:
     loss = train(model, optimizer, EPOCHS)
     print(f"transforms   loss {loss:.3f}   weights near zero {near_zero(model):3.0%}")
 
-    # Half of it, saved; the other half in another optimizer. The transforms go on where they
-    # were: their count of steps is in the optimizer's state_dict.
+    # Train half of the epochs and save, then the other half with a new optimizer. The transforms
+    # continue at the same step, because the optimizer's state_dict has their step count.
     half = classifier()
     optimizer = adamw(half)
     attach(optimizer, transforms())

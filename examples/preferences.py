@@ -1,7 +1,7 @@
-"""DPO with what steadies it: 0.1 · NLL of the chosen + 0.001 · mean squared log-ratio.
+"""DPO with two regularizers: 0.1 · NLL of the chosen answers + 0.001 · mean squared log-ratio.
 
-Pairs are neighbours in the batch, the chosen one first; each datum carries the log-probs that the
-model gave it before training. Needs `steelyard[engine]`, takes seconds.
+The two answers of a pair are consecutive in the batch, the chosen one first. Each datum has the
+log-probs of the model before training. Needs `steelyard[engine]`, takes seconds.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
-"""Named terms in a plain PyTorch loop: an auxiliary loss, hidden activations, norms.
+"""Named terms in a plain PyTorch loop: an auxiliary loss, hidden activations, gradient norms.
 
-A small mixture of experts learns to tell three clouds of points apart. Each of its routers
-leaves a balancing loss deep inside the model, whose signature does not change. Run it with
-`python examples/pytorch_loop.py`; it needs `steelyard[torch]` alone.
+A small mixture of experts learns to classify three clouds of points. Each router, deep inside
+the model, registers a balancing loss with `aux_loss`; no signature changes. Run it with
+`python examples/pytorch_loop.py`; it needs only `steelyard[torch]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS, EVERY, ROWS, WIDTH, EXPERTS, CLASSES = 60, 20, 128, 16, 4, 3
 
 
 class Mixture(nn.Module):
-    """Experts, and a router that should use all of them."""
+    """Experts, and a router whose balancing loss makes it use all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The experts' outputs, each as much as the router wants."""
+        """Sum of the experts' outputs, weighted by the router, added to the input."""
         shares: Tensor = self.router(x).softmax(-1)
         aux_loss("balance", EXPERTS * shares.mean(0).square().sum() - 1)
         outputs = torch.stack([expert(x) for expert in self.experts], dim=-1)
@@ -34,13 +34,13 @@ class Mixture(nn.Module):
 
 
 def confidence(logits: Tensor) -> Tensor:
-    """Minus the entropy: what it holds down is certainty."""
+    """Minus the entropy; a positive weight penalises certainty."""
     logprobs = logits.log_softmax(-1)
     return (logprobs.exp() * logprobs).sum(-1).mean()
 
 
 def activity(activations: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The size of what the layers give."""
+    """Mean square of the layers' outputs; the metrics have it for each layer."""
     sizes = {name: a.square().mean() for name, a in activations.items()}
     return torch.stack(list(sizes.values())).mean(), sizes
 
@@ -63,11 +63,11 @@ def main() -> None:
         ],
         aux={"balance": 0.1},
         track_grad_norms=True,
-        wrt=model,  # what each term pulls at the parameters, every so many steps
+        wrt=model,  # gradient norms with respect to the parameters, at every 20th step
         track_every=EVERY,
     )
     loss.watch(model)  # collects the auxiliary losses
-    loss.follow(optimizer)  # schedules count its steps
+    loss.follow(optimizer)  # schedules follow the optimizer's steps
     generator = torch.Generator().manual_seed(1)
     print(HEADINGS)
     for step in range(STEPS + 1):
@@ -81,7 +81,9 @@ def main() -> None:
             print(row(step, loss.output))
 
 
-HEADINGS = "step   total    base |    confidence      activity       balance (contribution, pull)"
+HEADINGS = (
+    "step   total    base |    confidence      activity       balance (contribution, grad norm)"
+)
 
 
 def row(step: int, output: CustomLossOutput) -> str:

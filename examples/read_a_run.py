@@ -1,6 +1,6 @@
-"""A run folder in pandas: every step is a line of `metrics.jsonl`.
+"""Read a run folder with pandas: `metrics.jsonl` has one line per step.
 
-Trains a few steps of a tiny model first, so that there is a folder to read. Needs `steelyard[cli]`
+The example first trains a tiny model for a few steps to create the folder. Needs `steelyard[cli]`
 and pandas.
 """
 

@@ -1,7 +1,7 @@
-"""Weights that move: a schedule, a change by hand, and one that holds a term at a target.
+"""Changing weights: by a schedule, by hand, and by a controller that keeps a term at a target.
 
-`Adaptive` raises the weight of a KL term while its value is above the target and lowers it while
-it is below. Needs `steelyard[torch]`.
+`Adaptive` raises the weight of a KL term while its value is above the target, and lowers it while
+the value is below. Needs `steelyard[torch]`.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Tinker in one page: wrap the training client, name the terms, train, sample.
+"""Quick start with Tinker: wrap the training client, add a term, train, sample.
 
-It trains a tiny random model in this process; with an account, take `tinker.ServiceClient()` for
-the service and a model of its list. Needs `steelyard[engine]`, takes seconds.
+The example trains a tiny random model in this process. With an account, use
+`tinker.ServiceClient()` and one of its models. Needs `steelyard[engine]`, takes seconds.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def nll(data: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[s
 
 
 def certainty(data: Sequence[Any], logprobs: Sequence[Tensor]) -> Tensor:
-    """Stay a little unsure of the text."""
+    """Mean probability of the target tokens, which the term keeps below 1."""
     return torch.cat(list(logprobs)).exp().mean()
 
 
@@ -37,7 +37,7 @@ def main() -> None:
         loss_fn_inputs={"target_tokens": tokens[1:]},
     )
     terms = [RegularizerSpec(certainty, schedules.warmup(0.2, steps=20), "certainty")]
-    print("step     loss     base  + certainty   pull   cosine")
+    print("step     loss     base  + certainty   norm   cosine")
     for step in range(61):
         future = client.forward_backward_custom(
             [datum], nll, regularizers=terms, track_grad_norms=True

@@ -1,7 +1,8 @@
-"""Persistent homology as a term: the log-probs of a text, as points of a plane, in few clusters.
+"""Persistent homology as a term: it moves points made of log-probs closer together.
 
-Each log-prob and the next one are a point; total persistence in dimension 0 is the length of the
-shortest tree that connects the points. It runs in a process. Needs `steelyard[topology]`.
+Each log-prob and the next one are the coordinates of a point. Total persistence in dimension 0 is
+the length of the minimum spanning tree of the points. The term runs in a process. Needs
+`steelyard[topology]`.
 """
 
 from typing import Any
@@ -34,12 +35,12 @@ def main() -> None:
                 term = output.regularizers["topology"]
                 print(
                     f"step {step:2d}  nll {output.base_loss.value:.3f}"
-                    f"  persistence {term.value:6.3f}  pull {term.grad_norm:.3f}"
+                    f"  persistence {term.value:6.3f}  grad norm {term.grad_norm:.3f}"
                     f"  cosine {output.cosines['base', 'topology']:+.2f}"
                 )
             rows = [
-                (row - 0.2 * pull).clamp(max=0.0)
-                for row, pull in zip(rows, output.gradients, strict=True)
+                (row - 0.2 * gradient).clamp(max=0.0)
+                for row, gradient in zip(rows, output.gradients, strict=True)
             ]
 
 

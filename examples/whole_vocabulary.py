@@ -1,9 +1,9 @@
-"""Terms over whole distributions: distilling a teacher, with logits and without ever making them.
+"""Terms over the whole vocabulary: distil a teacher, with stored logits and without.
 
-A student learns from labels and, by a reverse KL over its whole vocabulary, from a teacher; an
-entropy bonus and a z-loss steady it. All four read the logits together, once. Then the same with
-a `Projection`, for which no more than a chunk of logits exists at a time. Run it with
-`python examples/whole_vocabulary.py`; it needs `steelyard[torch]` alone.
+A student learns from labels and, by a reverse KL over the whole vocabulary, from a teacher. An
+entropy bonus and a z-loss are added. All four are fused: they read the logits in one pass. Then
+the same with a `Projection`, which computes only one chunk of the logits at a time. Run it with
+`python examples/whole_vocabulary.py`; it needs only `steelyard[torch]`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REVERSE = {"direction": "reverse"}
 
 
 def composite() -> CompositeLoss:
-    """Cross-entropy and three terms, over the same logits."""
+    """Cross-entropy and three terms that read the same logits."""
     read = {"logits": "logits", "mask": "kept"}
     return CompositeLoss(
         reads(cross_entropy, **read, targets="labels"),
@@ -32,7 +32,7 @@ def composite() -> CompositeLoss:
 
 
 def train(*, make_logits: bool) -> tuple[CompositeLoss, Tensor]:
-    """The loss and the student's head after some steps."""
+    """Composite loss and the student's output weight after training."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH)
     teacher = nn.Linear(WIDTH, VOCABULARY, bias=False).requires_grad_(requires_grad=False)

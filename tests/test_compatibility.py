@@ -1,4 +1,4 @@
-"""What 0.1.0 wrote, and the names it had; `tests/data/0.1.0` says how its files were made."""
+"""Files and names of 0.1.0 still work; `tests/data/0.1.0` says how its files were made."""
 
 from __future__ import annotations
 
@@ -232,13 +232,6 @@ def forget(module: str, name: str) -> None:
     vars(sys.modules[module]).pop(name, None)
 
 
-def warned_by(statement: str) -> list[warnings.WarningMessage]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        exec(statement, {})
-    return [each for each in caught if each.category is DeprecationWarning]
-
-
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_a_name_is_where_it_was(module: str, name: str) -> None:
     found = importlib.import_module(module)
@@ -270,25 +263,6 @@ def resolved(path: str) -> Any:
 
 def test_every_alias_is_of_a_name_that_there_was() -> None:
     assert RENAMED.keys() <= set(NAMES)
-
-
-def test_the_warning_shows_the_line_that_uses_the_name() -> None:
-    for statement in (
-        "from steelyard.gradients import Pull",
-        "import steelyard.gradients\nsteelyard.gradients.Pull",
-    ):
-        forget("steelyard.gradients", "Pull")
-        (warning,) = warned_by(statement)
-        assert warning.filename == "<string>"
-        assert warned_by(statement) == []
-
-
-def test_an_unknown_name_of_a_module_with_aliases_is_an_attribute_error() -> None:
-    message = "module 'steelyard.gradients' has no attribute 'Pul'"
-    with pytest.raises(AttributeError, match=message):
-        _ = steelyard.gradients.Pul  # type: ignore[attr-defined]
-    with pytest.raises(ImportError, match="cannot import name 'Pul'"):
-        exec("from steelyard.gradients import Pul", {})
 
 
 def test_a_question_is_evaluated_in_the_old_way() -> None:

@@ -1,4 +1,4 @@
-"""Every example runs to its end, and prints what the documentation shows of it."""
+"""Every example runs, and prints the text that the documentation shows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 def words(printed: str) -> str:
-    """What was printed without numbers, which differ between machines, and lines of tables."""
+    """Printed text without table borders and with # for numbers, which differ between machines."""
     plain = re.sub(r"[─-╿|]+", " ", printed)
     return " ".join(re.sub(r"[-+]?\d[\d.e+-]*", "#", plain).split())
 

@@ -97,7 +97,7 @@ def used(module: str, source: str) -> set[str]:
 
 
 def imported(node: ast.AST, package: str) -> list[tuple[str, str]]:
-    """What a node imports in a module of `package`: names as the module knows them, and in full."""
+    """Imports of a node in a module of `package`: pairs of the bound name and the full name."""
     match node:
         case ast.Import(names=aliases):
             return [(alias.asname or alias.name, alias.name) for alias in aliases]
@@ -122,7 +122,7 @@ def chain(node: ast.expr) -> list[str]:
 
 
 def breach(folder: str, name: str) -> str | None:
-    """Why a module of `folder` may not use a name of the library; None if it may."""
+    """Rule that a module of `folder` breaks by using a name of the library; None if it may."""
     target = f"{name}.".split(".")[1]
     if target == folder or target in FOR_ALL:
         return None
@@ -140,7 +140,7 @@ def breach(folder: str, name: str) -> str | None:
 
 
 def breaches(module: str, source: str) -> list[str]:
-    """What is wrong with the imports of a module, which need not exist."""
+    """Rules that the imports of a module break; the module need not exist."""
     folder = f"{module}.__init__".split(".")[1]
     return sorted(filter(None, (breach(folder, name) for name in used(module, source))))
 
@@ -227,7 +227,7 @@ def test_every_pair_of_folders_is_held_to_the_table(folder: str, form: str) -> N
     [
         ("engine", "from steelyard.cli.term_table import rows_of"),
         ("clients", "from steelyard.experiment.training_loop import train"),
-        ("regularizers", "from steelyard.engine.server.state import Desk"),
+        ("regularizers", "from steelyard.engine.server.state import ServerState"),
         ("engine", "from steelyard.integrations.torch import CompositeLoss"),
         ("cli", "from steelyard.spec.numbers import is_whole"),
     ],
@@ -264,7 +264,7 @@ def test_a_line_planted_in_any_file_of_a_folder_is_found(folder: str, line: str)
         ("engine.x", "from steelyard.penalties._arrays import Array"),
         ("engine.x", "from steelyard.penalties import _arrays"),
         ("cli.x", "from steelyard.engine.server import serve"),
-        ("cli.x", "from steelyard.engine.server.state import Desk"),
+        ("cli.x", "from steelyard.engine.server.state import ServerState"),
         ("cli.x", "from steelyard.experiment import loop"),
         ("cli.x", "from steelyard.experiment.report.page import page"),
     ],

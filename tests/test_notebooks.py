@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and what they show is what they showed when saved."""
+"""The notebooks run from top to bottom, and their output equals the saved one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
 def shown(cell: Any) -> str:
-    """What a cell prints and returns, without its numbers, which differ between machines."""
+    """Output of a cell, with # for numbers, which differ between machines."""
     outputs = [output for output in cell.get("outputs", ()) if output.get("name") != "stderr"]
     text = "".join(o.get("text") or o["data"]["text/plain"] for o in outputs)
     return re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.e+-]*", "#", text))
@@ -29,7 +29,7 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_shows_what_it_says(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_has_its_saved_output(path: Path, tmp_path: Path) -> None:
     saved, fresh = read(path), read(path)
     NotebookClient(fresh, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     codes = [c for c in saved.cells if c.cell_type == "code"]

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 import steelyard
-from steelyard._extras import EXTRAS
 
 SOURCE = Path(steelyard.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -40,7 +39,7 @@ SURFACES = [
 
 
 def python(code: str) -> str:
-    """What `code` prints in a fresh interpreter."""
+    """Text that `code` prints in a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
     )
@@ -123,7 +122,7 @@ def public_things() -> Iterator[tuple[str, Any]]:
 
 
 def documented(thing: Any) -> bool:
-    """Whether a thing that can hold a docstring has one of its own, not the generated one."""
+    """Whether a thing has a written docstring, not one that `dataclass` generated."""
     text = thing.__doc__ or ""
     generated = inspect.isclass(thing) and text.startswith(f"{thing.__name__}(")
     return bool(text.strip()) and not generated
@@ -297,11 +296,6 @@ def test_the_version_is_the_installed_one() -> None:
 
 def test_types_are_shipped() -> None:
     assert (SOURCE / "py.typed").is_file()
-
-
-def test_every_cure_names_an_extra_that_exists() -> None:
-    extras = importlib.metadata.metadata("steelyard").get_all("Provides-Extra") or []
-    assert set(EXTRAS.values()) <= set(extras)
 
 
 def stand_in(folder: Path, name: str, code: int = 0) -> None:

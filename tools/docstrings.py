@@ -1,4 +1,4 @@
-"""How the API reference reads docstrings: an example is code, also where it is the only one."""
+"""Extension of the API reference: the docstring section `Example:` is shown as code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import griffe
 
 
 class ExampleSections(griffe.Extension):
-    """Griffe knows the section `Examples:`, and takes `Example:` for a note in Markdown."""
+    """Rename `Example:` to `Examples:`, the name that Griffe parses as code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rename the section."""
+        """Rename the section in the docstring of an object."""
         if obj.docstring is not None:
             text = obj.docstring.value
             obj.docstring.value = re.sub(r"(?m)^(\s*)Example:$", r"\1Examples:", text)

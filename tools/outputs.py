@@ -1,4 +1,4 @@
-"""Run every example and keep what it prints in `examples/outputs/`, for the documentation."""
+"""Run every example, and save its output in `examples/outputs/` for the documentation."""
 
 from __future__ import annotations
 

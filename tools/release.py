@@ -1,7 +1,7 @@
-"""Build the sdist and the wheel, and try the wheel where nothing of this tree can be seen.
+"""Build the sdist and the wheel, and test the wheel outside the source tree.
 
-`make dist` calls it. The wheel goes into an environment of its own in a temporary folder, with
-no extra but `torch`; there the smoke test below runs. Nothing is uploaded.
+`make dist` calls it. It installs the wheel, with the extra `torch` only, in a new environment in a
+temporary folder, and runs the smoke test below there. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(*command: str | Path, **options: object) -> None:
 
 
 def check_metadata(wheel: Path) -> None:
-    """The wheel holds the package alone, with its licence and what an index shows of it."""
+    """Check that the wheel has only the package, the licence, and the metadata an index shows."""
     with ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))

@@ -1,8 +1,8 @@
-"""What the documentation site is generated from, beside the pages in `docs/`: a hook of MkDocs.
+"""MkDocs hook that generates the pages of the site that are not in `docs/`.
 
-The command's reference comes from its help, that of the config from the schema, that of the API
-from the docstrings, the diagram of the stages from the real imports, and each file in `examples/`
-becomes a page with its output.
+It generates the reference of the command from its help, that of the config from the schema, that
+of the API from the docstrings, the diagram of the folders from the imports, and a page for each
+file in `examples/` with its output.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ API = (
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the generated pages into the navigation."""
+    """Add the generated pages to the navigation."""
     examples = [f"examples/{path.stem}.md" for path in example_files()]
     api = [{name: f"reference/api/{name}.md"} for name in API]
     config.nav = [*(config.nav or []), {"Examples": examples}, {"API": api}]
@@ -85,32 +85,32 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Links to files of the repository lead to their pages here."""
+    """Replace links to example files by links to their pages."""
     up = "../" * page.file.src_uri.count("/")
     return re.sub(r"\]\((?:\.\./)+examples/(\w+)\.py\)", rf"]({up}examples/\1.md)", markdown)
 
 
 def example_files() -> Iterator[Path]:
-    """The examples, in order."""
+    """Paths of the examples, in alphabetical order."""
     yield from sorted(EXAMPLES.glob("*.py"))
 
 
 def example_page(path: Path) -> str:
-    """An example, and what it prints."""
+    """Page with the source of an example and its output."""
     source = path.read_text(encoding="utf-8")
     title = path.stem.replace("_", " ").capitalize()
-    said = path.parent / "outputs" / f"{path.stem}.txt"
-    shown = f"\n```text\n{said.read_text(encoding='utf-8')}```\n" if said.exists() else ""
-    return f"# {title}\n\n```{{.python}}\n{source}```\n{shown}"
+    saved = path.parent / "outputs" / f"{path.stem}.txt"
+    output = f"\n```text\n{saved.read_text(encoding='utf-8')}```\n" if saved.exists() else ""
+    return f"# {title}\n\n```{{.python}}\n{source}```\n{output}"
 
 
 def api_page(name: str) -> str:
-    """A module's docstrings."""
+    """Page with the docstrings of a module."""
     return f"# `{name}`\n\n::: {name}\n    options:\n      show_root_heading: false\n"
 
 
 def command_reference() -> str:
-    """What `--help` says, of every command."""
+    """Page with the `--help` text of every command."""
     from steelyard.cli.app import app  # noqa: PLC0415 - loads the experiment
 
     lines = ["# The `steelyard` command", "", "Generated from its own help.", ""]
@@ -127,7 +127,7 @@ def _commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def config_reference() -> str:
-    """Every key of a config file: its type, default and meaning."""
+    """Page with every key of a config file: its type, default and meaning."""
     from steelyard.experiment.config import Config  # noqa: PLC0415 - loads pydantic
 
     lines = [
@@ -180,7 +180,7 @@ def _type(kind: Any) -> str:
 
 
 def imports() -> dict[str, set[str]]:
-    """Which stage imports which, as the source has it today."""
+    """Imports between the folders, read from the source."""
     found: dict[str, set[str]] = {stage: set() for stage in STAGES}
     for stage in STAGES:
         for path in (SOURCE / stage).rglob("*.py"):
@@ -193,14 +193,14 @@ def imports() -> dict[str, set[str]]:
 
 
 def diagram() -> str:
-    """The stages from bottom to top, and an arc for each import."""
+    """SVG with the folders from bottom to top, and an arc for each import."""
     width, row, left, box = 520, 44, 10, 150
     x = left + box
     height = row * len(STAGES) + 20
     at = {stage: height - 30 - row * i for i, stage in enumerate(STAGES)}
     shape = f'width="{width}" viewBox="0 0 {width} {height}" font-family="sans-serif"'
-    said = 'role="img" aria-label="The stages and their imports"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-size="15" {said}>']
+    label = 'role="img" aria-label="The folders and their imports"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-size="15" {label}>']
     for stage, used in imports().items():
         for other in sorted(used):
             y, z = at[stage], at[other]

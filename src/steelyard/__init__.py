@@ -1,9 +1,9 @@
-"""Structured regularizer composition: one base loss, named weighted terms, one beam.
+"""Compose a base loss and named, weighted regularizers for fine-tuning language models.
 
     loss_total = base_loss + sum(weight_i * regularizer_i)
 
-Importing this package loads no torch, transformers, tinker, jax or ray; what needs one of
-them is loaded when it is first used.
+Importing this package does not import torch, transformers, tinker, jax or ray. Names that need
+one of them are imported at first use.
 """
 
 from __future__ import annotations

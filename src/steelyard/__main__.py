@@ -1,4 +1,4 @@
-"""`python -m steelyard`, and the `steelyard` command."""
+"""Entry point of the `steelyard` command and of `python -m steelyard`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from steelyard.errors import MissingExtraError
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; exit with the pip command if the extra `cli` is not installed."""
     try:
         from steelyard.cli import main as run  # noqa: PLC0415 - an extra
     except MissingExtraError as error:

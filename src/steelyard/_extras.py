@@ -1,4 +1,4 @@
-"""Which extra brings which dependency."""
+"""Optional dependencies: the extra that installs each, and the error when one is missing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 
 from steelyard.errors import MissingExtraError
 
+# Name of the importable module -> name of the extra in `pyproject.toml`.
 EXTRAS = {
     "torch": "torch",
     "tinker": "tinker",
@@ -44,12 +45,15 @@ EXTRAS = {
 def cure(
     what: str, error: ModuleNotFoundError, *, extra: str | None = None
 ) -> ModuleNotFoundError | MissingExtraError:
-    """What to raise when `what` cannot be imported: an error with the command that cures it.
+    """Error to raise when `what` cannot be imported because a module is missing.
 
     Args:
-        what: the name that was asked for.
-        error: what Python said.
-        extra: the extra that brings all that `what` needs; None is the module's own.
+        what: the name that the user asked for.
+        error: the error of the failed import.
+        extra: the extra that installs everything `what` needs; None looks it up in `EXTRAS`.
+
+    Returns:
+        A `MissingExtraError` with the pip command; `error` itself if no extra has the module.
     """
     module = (error.name or "").partition(".")[0]
     if module not in EXTRAS:
@@ -61,14 +65,14 @@ def cure(
 
 
 def require(module: str, what: str) -> None:
-    """Nothing, if `module`, which `what` needs, can be imported; it is not loaded.
+    """Check that `module`, which `what` needs, is installed, without importing it.
 
     Raises:
         MissingExtraError: it is not installed.
     """
     try:
         found = importlib.util.find_spec(module) is not None
-    except ValueError:  # it stands in sys.modules as None
+    except ValueError:  # a module in sys.modules without a spec
         found = False
     if not found:
         raise cure(what, ModuleNotFoundError(name=module))

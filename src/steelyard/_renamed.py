@@ -1,4 +1,4 @@
-"""Aliases for names that have moved, or that something else has replaced."""
+"""Deprecated aliases: old names that still import, with a warning."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def leave_aliases(module: str, table: Mapping[str, str]) -> None:
-    """Let old names of a module lead to their replacements, with one warning for each name.
+    """Make old names of a module importable; each warns once and gives its replacement.
 
     A replacement is imported when its old name is first used, so it may belong to a higher layer.
 
     Args:
-        module: the module that had the names.
+        module: the module that used to define the names.
         table: for each old name, its replacement as `"package.module:attribute"`.
 
     Example:
@@ -36,9 +36,10 @@ def leave_aliases(module: str, table: Mapping[str, str]) -> None:
             f"{module}.{name} is deprecated: use {origin}.{path}.", DeprecationWarning, stacklevel=2
         )
         found = attrgetter(path)(importlib.import_module(origin))
-        # Found there from now on, without a second warning.
+        # Stored in the module, so that the next access does not call this function or warn again.
         setattr(sys.modules[module], name, found)
         return found
 
-    # Set from here: type checkers would take a visible `__getattr__` to have every name.
+    # Assigned dynamically: with a `__getattr__` in its source, a module would have every name for
+    # type checkers, and they would no longer find misspelt ones.
     vars(sys.modules[module])["__getattr__"] = resolve

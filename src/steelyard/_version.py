@@ -1,3 +1,3 @@
-"""The one place that holds the version."""
+"""Version of the package; `pyproject.toml` reads it from here."""
 
 __version__ = "0.1.0"

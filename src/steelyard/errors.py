@@ -1,12 +1,12 @@
-"""Every error the library raises, on one screen.
+"""All errors that the library raises, as one tree.
 
     SteelyardError
     ├── SpecError           (ValueError)    a spec, a schedule or a pipeline setting is wrong
     ├── InputError          (ValueError)    an argument of a call is wrong
-    ├── RegistryError       (LookupError)   a name is not registered, or taken
-    ├── StateError          (ValueError)    a state_dict does not fit
-    ├── ModelError          (LookupError)   a base model is unknown, or cannot be had
-    ├── CheckpointError     (OSError)       a checkpoint cannot be written, found or used
+    ├── RegistryError       (LookupError)   a name is not registered, or registered twice
+    ├── StateError          (ValueError)    a saved state does not fit
+    ├── ModelError          (LookupError)   a base model is unknown, or cannot be fetched
+    ├── CheckpointError     (OSError)       a checkpoint cannot be written, found or loaded
     ├── TelemetryError      (ValueError)    a handler cannot be attached
     ├── ConfigError         (ValueError)    a config file or an override breaks a rule
     ├── DataError           (ValueError)    a line of a data file breaks a rule
@@ -14,16 +14,16 @@
     ├── ClosedError         (RuntimeError)  the pipeline or its workers are closed
     ├── MissingExtraError   (ImportError)   an optional dependency is not installed
     └── TermError           (RuntimeError)  a term failed; `.term` is its name
-        ├── TermResultError   (TypeError)     it returned something that is no loss
-        ├── NonFiniteError    (ValueError)    NaN or infinity; `.kind` says which
-        ├── GradientError                     its gradient cannot be had
-        ├── TermTimeoutError  (TimeoutError)  it ran longer than it may
-        ├── TermBusyError                     its last call is still running
-        ├── WorkerDiedError                   the process it ran in died
-        └── UnpicklableError  (TypeError)     it cannot travel to a process
+        ├── TermResultError   (TypeError)     its return value is not a loss
+        ├── NonFiniteError    (ValueError)    its value or gradient is NaN or infinite
+        ├── GradientError                     its gradient cannot be computed
+        ├── TermTimeoutError  (TimeoutError)  it ran longer than its timeout
+        ├── TermBusyError                     a call that timed out is still running
+        ├── WorkerDiedError                   its worker process died
+        └── UnpicklableError  (TypeError)     it cannot be sent to a process
 
-A message says what went wrong, the rule, the value that came, and the cure. Every error
-pickles with its attributes.
+Each message states what is wrong, the rule, the value received, and how to fix it. Every error
+can be pickled and keeps its attributes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class InputError(SteelyardError, ValueError):
 
 
 class RegistryError(SteelyardError, LookupError):
-    """A name is not registered, or stands for something else already."""
+    """A name is not registered, or is already registered for something else."""
 
 
 class StateError(SteelyardError, ValueError):
@@ -76,11 +76,11 @@ class StateError(SteelyardError, ValueError):
 
 
 class ModelError(SteelyardError, LookupError):
-    """A base model is unknown, cannot be fetched, or is not what it should be."""
+    """A base model is unknown, cannot be fetched, or cannot be loaded."""
 
 
 class CheckpointError(SteelyardError, OSError):
-    """A checkpoint cannot be written, is not there, or belongs to another model."""
+    """A checkpoint cannot be written, does not exist, or belongs to another model."""
 
 
 class TelemetryError(SteelyardError, ValueError):
@@ -96,19 +96,23 @@ class DataError(SteelyardError, ValueError):
 
 
 class RunError(SteelyardError, RuntimeError):
-    """A run folder cannot be used: it is busy, taken, or holds no run."""
+    """A run folder cannot be used: it is locked, holds another run, or holds none."""
 
 
 class ClosedError(SteelyardError, RuntimeError):
-    """The pipeline, or the workers it runs on, are closed."""
+    """The pipeline, or its workers, are closed."""
 
 
 class MissingExtraError(SteelyardError, ImportError):
-    """An optional dependency is needed; the message holds the command that installs it."""
+    """An optional dependency is not installed; the message has the command that installs it."""
 
 
 class TermError(SteelyardError, RuntimeError):
-    """A term failed. `term` is its name, `"base"` for the base loss; the cause is chained."""
+    """A term failed.
+
+    Attributes:
+        term: its name; `"base"` is the base loss. The exception it raised is the `__cause__`.
+    """
 
     def __init__(self, message: str, *, term: str | None = None) -> None:
         super().__init__(message)
@@ -120,7 +124,11 @@ class TermResultError(TermError, TypeError):
 
 
 class NonFiniteError(TermError, ValueError):
-    """A value or a gradient is NaN or infinite. `kind` is `"nan"` or `"inf"`."""
+    """The value or the gradient of a term is NaN or infinite.
+
+    Attributes:
+        kind: `"nan"` or `"inf"`.
+    """
 
     def __init__(
         self, message: str, *, term: str | None = None, kind: Literal["nan", "inf"] = "nan"
@@ -130,7 +138,7 @@ class NonFiniteError(TermError, ValueError):
 
 
 class GradientError(TermError):
-    """The gradient of a term cannot be had in the way its spec asks for."""
+    """The gradient of a term cannot be computed by the method in its spec."""
 
 
 class TermTimeoutError(TermError, TimeoutError):
@@ -138,12 +146,12 @@ class TermTimeoutError(TermError, TimeoutError):
 
 
 class TermBusyError(TermError):
-    """A term cannot start: a call of it that timed out is still running."""
+    """A term cannot start, because an earlier call of it timed out and is still running."""
 
 
 class WorkerDiedError(TermError):
-    """The process a term ran in died."""
+    """The worker process of a term died."""
 
 
 class UnpicklableError(TermError, TypeError):
-    """A term, its data or its result cannot travel to another process."""
+    """A term, its data or its result cannot be pickled and sent to another process."""

@@ -1,4 +1,4 @@
-"""Weight schedules, under the name users import: see `steelyard.spec.schedules`."""
+"""Weight schedules `step -> weight`, re-exported from `steelyard.spec.schedules`."""
 
 from steelyard.spec.schedules import (
     by_epoch,
