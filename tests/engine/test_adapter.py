@@ -66,7 +66,7 @@ def test_a_step_is_that_of_adamw_by_hand(params: types.AdamParams) -> None:
     start = list(mine.weights().values())
     gradients = [some(seed) for seed in range(5)]
     for step in gradients:
-        mine.gather(step)
+        mine.accumulate(step)
         mine.step(params)
     expected = by_hand(start, gradients, params)
     for found, wanted, first in zip(mine.weights().values(), expected, start, strict=True):
@@ -80,7 +80,7 @@ def test_the_defaults_are_tinkers() -> None:
     leaves = [weight.clone().requires_grad_() for weight in mine.weights().values()]
     theirs = torch.optim.AdamW(leaves, lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
     for seed in range(4):
-        mine.gather(some(seed, 1e-9))  # so small that eps counts
+        mine.accumulate(some(seed, 1e-9))  # so small that eps counts
         mine.step(types.AdamParams())
         for leaf, gradient in zip(leaves, some(seed, 1e-9), strict=True):
             leaf.grad = gradient
@@ -92,7 +92,7 @@ def test_the_defaults_are_tinkers() -> None:
 @pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
 def test_the_norm_is_that_before_clipping(clip: float) -> None:
     mine = adapter()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     norm = mine.step(types.AdamParams(grad_clip_norm=clip))
     expected = math.sqrt(sum(float(part.square().sum()) for part in some(1)))
     assert norm == pytest.approx(expected, rel=1e-6)
@@ -101,8 +101,8 @@ def test_the_norm_is_that_before_clipping(clip: float) -> None:
 def test_what_is_gathered_is_added_up_and_gone_after_a_step() -> None:
     mine = adapter()
     assert all(not bool(gradient.any()) for gradient in mine.gradients().values())
-    mine.gather(some(1))
-    mine.gather(some(2))
+    mine.accumulate(some(1))
+    mine.accumulate(some(2))
     for found, first, second in zip(mine.gradients().values(), some(1), some(2), strict=True):
         assert torch.equal(found, first + second)
     mine.step(SMALL)
@@ -111,14 +111,14 @@ def test_what_is_gathered_is_added_up_and_gone_after_a_step() -> None:
 
 def test_none_is_no_gradient() -> None:
     mine = adapter()
-    mine.gather([None, torch.ones(5)])
+    mine.accumulate([None, torch.ones(5)])
     assert torch.equal(mine.gradients()["a"], torch.zeros(3, 4))
     assert torch.equal(mine.gradients()["b"], torch.ones(5))
 
 
 def test_copies_are_copies() -> None:
     mine = adapter()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     for copy in (mine.weights(), mine.gradients()):
         copy["a"].zero_()
     assert bool(mine.weights()["a"].any())
@@ -128,17 +128,17 @@ def test_copies_are_copies() -> None:
 @pytest.mark.parametrize(("bad", "kind"), [(math.nan, "nan"), (math.inf, "inf")])
 def test_a_gradient_that_is_not_finite_adds_nothing(bad: float, kind: str) -> None:
     mine = adapter()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     before = mine.gradients()
     with pytest.raises(NonFiniteError, match="the gradient of the weights must be finite") as error:
-        mine.gather([torch.ones(3, 4), torch.tensor([0.0, 0.0, bad, 0.0, 0.0])])
+        mine.accumulate([torch.ones(3, 4), torch.tensor([0.0, 0.0, bad, 0.0, 0.0])])
     assert error.value.kind == kind
     assert same(mine.gradients(), before)
 
 
 def test_a_step_without_gradients_is_one_with_zeros() -> None:
     mine = adapter()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     mine.step(SMALL)
     start = mine.weights()
     assert mine.step(SMALL) == 0.0
@@ -161,7 +161,7 @@ def test_a_first_step_without_gradients_moves_nothing() -> None:
 def test_the_version_counts_changes_of_the_weights() -> None:
     mine = adapter()
     before = mine.version
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     assert mine.version == before
     mine.step(SMALL)
     assert mine.version == before + 1
@@ -172,39 +172,39 @@ def test_the_version_counts_changes_of_the_weights() -> None:
 def test_a_step_goes_on_from_loaded_moments_bit_for_bit() -> None:
     mine, other = adapter(), adapter(1)
     for seed in range(3):
-        mine.gather(some(seed))
+        mine.accumulate(some(seed))
         mine.step(SMALL)
-    other.load(mine.weights(), mine.moments())
+    other.load(mine.weights(), mine.optimizer_state())
     for one in (mine, other):
-        one.gather(some(7))
+        one.accumulate(some(7))
         one.step(SMALL)
     assert same(mine.weights(), other.weights())
-    assert same(mine.moments(), other.moments())
+    assert same(mine.optimizer_state(), other.optimizer_state())
 
 
 def test_what_was_loaded_is_the_callers_to_keep() -> None:
     mine, other = adapter(), adapter(1)
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     mine.step(SMALL)
-    weights, moments = mine.weights(), mine.moments()
+    weights, moments = mine.weights(), mine.optimizer_state()
     other.load(weights, moments)
-    other.gather(some(2))
+    other.accumulate(some(2))
     other.step(SMALL)
     assert same(weights, mine.weights())
-    assert same(moments, mine.moments())
+    assert same(moments, mine.optimizer_state())
 
 
 def test_without_moments_the_optimizer_starts_anew() -> None:
     mine, fresh = adapter(), adapter()
     start = mine.weights()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     mine.step(SMALL)
-    mine.gather(some(5))
+    mine.accumulate(some(5))
     mine.load(start, None)
-    assert mine.moments() == {}
+    assert mine.optimizer_state() == {}
     assert all(not bool(gradient.any()) for gradient in mine.gradients().values())
     for one in (mine, fresh):
-        one.gather(some(2))
+        one.accumulate(some(2))
         one.step(SMALL)
     assert same(mine.weights(), fresh.weights())
 

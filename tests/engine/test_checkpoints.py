@@ -16,7 +16,8 @@ import torch
 from tinker import types
 
 from steelyard.engine import LocalServiceClient, LocalTrainingClient, tiny
-from steelyard.engine.checkpoints import Checkpoint, Checkpoints
+from steelyard.engine.checkpoint_contents import CheckpointContents
+from steelyard.engine.checkpoints import Checkpoints
 from steelyard.errors import CheckpointError, InputError
 
 from .data import SMALL, base, datum, logprobs, ragged, same, train
@@ -102,7 +103,7 @@ def test_gradients_that_were_gathered_are_not_saved_and_go_with_a_load(trained: 
 
 def test_a_state_is_saved_as_it_is_when_its_turn_comes(trained: Any) -> None:
     gate = threading.Event()
-    trained._host.later(gate.wait)
+    trained._worker.submit(gate.wait)
     trained.forward_backward(DATA, "cross_entropy")
     trained.optim_step(SMALL)
     saving = trained.save_state("turn")
@@ -311,7 +312,7 @@ def test_a_companion_is_saved_as_it_is_when_the_call_is_made(trained: Any) -> No
     counter = Counter(3)
     trained.attach("counter", counter)
     gate = threading.Event()
-    trained._host.later(gate.wait)
+    trained._worker.submit(gate.wait)
     saving = trained.save_state("c")
     counter.count = 4
     gate.set()
@@ -497,10 +498,10 @@ def test_another_optimizer_is_an_error(service: LocalServiceClient, trained: Any
 # Whole or not at all.
 
 
-def small(number: int) -> Checkpoint:
+def small(number: int) -> CheckpointContents:
     """Everything in it says the number, and much of it."""
     tensor = torch.full((1000,), float(number))
-    return Checkpoint(
+    return CheckpointContents(
         {"n": number, "base_model": "m", "lora": {}}, {"w": tensor}, {"m": tensor}, {"n": number}
     )
 
@@ -525,9 +526,9 @@ def test_a_reader_never_sees_half(tmp_path: Path) -> None:
     seen: list[int] = []
     while not done.is_set():
         found = checkpoints.read(path)
-        assert found.moments is not None
+        assert found.optimizer_state is not None
         numbers = {found.info["n"], found.config["n"]}
-        for tensor in (found.weights["w"], found.moments["m"]):
+        for tensor in (found.weights["w"], found.optimizer_state["m"]):
             numbers |= set(tensor.tolist())
         assert len(numbers) == 1
         seen.extend(numbers)
@@ -556,8 +557,8 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_anew(
     monkeypatch.setattr(safetensors.torch, "load", meanwhile)
     found = checkpoints.read(path)
     assert found.info["n"] == found.config["n"] == 1
-    assert found.moments is not None
-    assert found.weights["w"][0] == found.moments["m"][0] == 1
+    assert found.optimizer_state is not None
+    assert found.weights["w"][0] == found.optimizer_state["m"][0] == 1
 
 
 def test_the_old_checkpoint_is_there_until_the_last_move(

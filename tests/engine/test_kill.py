@@ -21,7 +21,7 @@ from steelyard.engine import LocalServiceClient
 torch.set_num_threads(1)
 kills, root = int(sys.argv[1]), sys.argv[2]
 service = LocalServiceClient(checkpoint_dir=root, device="cpu", max_tokens=64)
-service._host("tiny-random")
+service._worker("tiny-random")
 datum = types.Datum(
     model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3]}
 )
@@ -42,7 +42,7 @@ def checked(run):
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         if not name.startswith("."):
             checkpoint = service.checkpoints.read(f"tinker://{run}/weights/{name}")
-            assert checkpoint.moments and checkpoint.weights.keys(), name
+            assert checkpoint.optimizer_state and checkpoint.weights.keys(), name
             found += 1
     left = len([name for name in os.listdir(folder) if name.startswith(".")]) - found
     return found, left

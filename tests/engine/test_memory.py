@@ -7,8 +7,7 @@ import psutil
 import pytest
 import torch
 
-from steelyard.engine import LocalServiceClient, LocalTrainingClient
-from steelyard.engine import memory as room_module
+from steelyard.engine import LocalServiceClient, LocalTrainingClient, memory
 from steelyard.engine.datum_tensors import DatumTensors
 from steelyard.engine.forward import ForwardResult, forward
 from steelyard.engine.memory import TokenBudget
@@ -27,7 +26,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     call = Model.__call__
 
     def counting(self: Model, *args: Any, **inputs: Any) -> Any:
-        if "packs" in vars(self):
+        if "supports_packing" in vars(self):
             seen.append(tuple(inputs["input_ids"].shape))
         return call(self, *args, **inputs)
 
@@ -124,7 +123,7 @@ def kept(client: LocalTrainingClient, length: int) -> int:
     example = DatumTensors(tokens, tokens, {})
     packing = Packing(1, length, (PackedSequence(0, 0, 0, length),))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        run = forward(client._host.model, client._trainer.adapter, [example], packing)
+        run = forward(client._worker.model, client._trainer.adapter, [example], packing)
     assert run.logprobs.requires_grad
     return sum(storages.values())
 
@@ -132,13 +131,13 @@ def kept(client: LocalTrainingClient, length: int) -> int:
 def test_a_found_limit_takes_half_of_the_free_memory(
     sizes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_module, "_free", lambda device: 10**9)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 10**9)
     with limited(None) as service:
         client = create(service)
-        room, adapter = client._host.room, client._trainer.adapter
-        tokens = client._host.later(room.tokens, adapter).result()
+        budget, adapter = client._worker.token_budget, client._trainer.adapter
+        tokens = client._worker.submit(budget.tokens, adapter).result()
         assert sizes == [(1, 32)]
-        assert client._host.later(room.tokens, adapter).result() == tokens
+        assert client._worker.submit(budget.tokens, adapter).result() == tokens
         assert len(sizes) == 1
         # What each further token adds, and the gradient of its logits.
         each = (kept(client, 96) - kept(client, 32)) / 64 + 512 * 4
@@ -146,43 +145,43 @@ def test_a_found_limit_takes_half_of_the_free_memory(
 
 
 def test_the_free_memory_is_this_machines() -> None:
-    free = room_module._free(torch.device("cpu"))
+    free = memory._free_bytes(torch.device("cpu"))
     assert free == pytest.approx(psutil.virtual_memory().available, rel=0.3)
 
 
 def test_a_memory_that_is_full_has_room_for_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_module, "_free", lambda device: 0)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 0)
     with limited(None) as service:
         client = create(service)
-        room, adapter = client._host.room, client._trainer.adapter
-        assert client._host.later(room.tokens, adapter).result() == 64
+        budget, adapter = client._worker.token_budget, client._trainer.adapter
+        assert client._worker.submit(budget.tokens, adapter).result() == 64
 
 
 def test_finding_a_limit_leaves_the_client_as_it_was() -> None:
     with limited(None) as service:
         client = create(service)
         weights = client.weights()
-        client._host.later(client._host.room.tokens, client._trainer.adapter).result()
+        client._worker.submit(client._worker.token_budget.tokens, client._trainer.adapter).result()
         assert same(client.weights(), weights)
         assert not any(bool(gradient.any()) for gradient in client.gradients().values())
 
 
 def test_a_larger_model_has_room_for_fewer_tokens() -> None:
     # Each kept number takes twice the memory in float64.
-    rooms = []
+    budgets = []
     for dtype in ("float32", "float64"):
         with LocalServiceClient(dtype=dtype) as service:
             client = create(service)
-            room, adapter = client._host.room, client._trainer.adapter
-            rooms.append(client._host.later(room.tokens, adapter).result())
-    assert 1.5 < rooms[0] / rooms[1] < 2.5
+            budget, adapter = client._worker.token_budget, client._trainer.adapter
+            budgets.append(client._worker.submit(budget.tokens, adapter).result())
+    assert 1.5 < budgets[0] / budgets[1] < 2.5
 
 
 # There is no GPU here, and torch.OutOfMemoryError comes from GPUs alone: it is raised by hand.
 
 
 class Full:
-    """A memory that has room for so many tokens at once."""
+    """A memory that has budget for so many tokens at once."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -216,7 +215,7 @@ def test_a_limit_that_was_too_much_is_halved(monkeypatch: pytest.MonkeyPatch, na
         found = call(tight).result().metrics
         assert found == {key: pytest.approx(value, rel=1e-10) for key, value in expected.items()}
         assert memory.refused == 2  # 300 and 150 are too many, 75 are not
-        assert tight._host.room.tokens(tight._trainer.adapter) == 75
+        assert tight._worker.token_budget.tokens(tight._trainer.adapter) == 75
         if name != "forward":
             close(tight.gradients(), free.gradients(), 1e-10)
         call(tight).result()
@@ -239,19 +238,19 @@ def test_a_memory_that_has_no_room_at_all_is_an_error(monkeypatch: pytest.Monkey
 
 
 def test_a_way_back_without_room_goes_forward_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    pull = ForwardResult.pull
+    backward = ForwardResult.backward
     refused: list[ForwardResult] = []
 
     def full(run: ForwardResult, *args: Any) -> Any:
         if not refused:
             refused.append(run)
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return pull(run, *args)
+        return backward(run, *args)
 
     with limited(300) as service, limited(None) as plenty:
         tight, free = create(service), create(plenty)
         expected = CALLS["custom"](free).result().metrics
-        monkeypatch.setattr(ForwardResult, "pull", full)
+        monkeypatch.setattr(ForwardResult, "backward", full)
         assert CALLS["custom"](tight).result().metrics == pytest.approx(expected)
         assert len(refused) == 1
         for key, gradient in free.gradients().items():
@@ -264,7 +263,7 @@ def test_another_error_is_not_answered_by_halving() -> None:
 
     with limited(300) as service:
         client = create(service)
-        room: TokenBudget = client._host.room
+        budget: TokenBudget = client._worker.token_budget
         with pytest.raises(KeyError, match="mine"):
-            room.within(client._trainer.adapter, broken)
-        assert room.tokens(client._trainer.adapter) == 300
+            budget.run(client._trainer.adapter, broken)
+        assert budget.tokens(client._trainer.adapter) == 300

@@ -33,7 +33,7 @@ def create(service: LocalServiceClient, base_model: str = "tiny-random", **more:
 
 
 def net(client: Any) -> Any:
-    return client._host.model._net
+    return client._worker.model._net
 
 
 def base_weights(client: Any) -> dict[str, int]:
@@ -222,7 +222,7 @@ def test_a_client_may_be_dropped_at_any_moment(alone: LocalServiceClient) -> Non
 
     def drop() -> None:
         # As the garbage collector may, in the midst of handing over a call.
-        with client._host._thread._shutdown_lock:
+        with client._worker._thread._shutdown_lock:
             held.clear()
             gc.collect()
 
@@ -398,7 +398,10 @@ def bloom(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_models_that_keep_neighbours_apart_are_told_from_others(gpt2: str, bloom: str) -> None:
     with LocalServiceClient(dtype="float64", device="cpu") as service:
-        packs = [create(service, base)._host.model.packs for base in ("tiny-random", gpt2, bloom)]
+        packs = [
+            create(service, base)._worker.model.supports_packing
+            for base in ("tiny-random", gpt2, bloom)
+        ]
     assert packs == [True, True, False]
 
 
@@ -425,4 +428,4 @@ def test_a_model_that_does_not_heed_positions_is_found_out(
 
     monkeypatch.setattr(Model, "__call__", heedless)
     with LocalServiceClient(dtype="float32", device="cpu") as service:
-        assert not create(service, "tiny-random")._host.model.packs
+        assert not create(service, "tiny-random")._worker.model.supports_packing

@@ -153,7 +153,7 @@ def test_a_bad_limit_is_an_error(limit: Any) -> None:
 def test_the_base_weights_have_the_chosen_dtype(dtype: str) -> None:
     with LocalServiceClient(dtype=dtype, device=torch.device("cpu")) as service:
         client = service.create_lora_training_client("tiny-random", rank=1, seed=0)
-        weights = dict(client._host.model._net.named_parameters())
+        weights = dict(client._worker.model._net.named_parameters())
         name = "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"
         assert weights[name].dtype == getattr(torch, dtype)
 

@@ -29,7 +29,7 @@ DATA = ragged(3, LENGTHS)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_ELSEWHERE", 7 * tiny.VOCABULARY)  # 76 tokens
+    monkeypatch.setattr(forward, "_CHUNK_CPU", 7 * tiny.VOCABULARY)  # 76 tokens
     monkeypatch.setattr(projected, "_ELSEWHERE", 5 * tiny.VOCABULARY)
 
 
@@ -129,13 +129,13 @@ def test_a_step_makes_the_logits_of_a_chunk_alone(need: str) -> None:
     client = create()
     trainer = client._trainer
     examples = read_examples(DATA, {}, trainer.model.limits)
-    trainer.open(examples, (need,))  # what is tried out once is
+    trainer.open_pass(examples, (need,))  # what is tried out once is
 
     def step() -> int:
         seen = Seen()
         with seen:
-            opened = trainer.open(examples, (need,))
-            given = [found[need] for found in opened.found]
+            opened = trainer.open_pass(examples, (need,))
+            given = [found[need] for found in opened.outputs]
             if need == "projection":
                 leaves = [each.hidden for each in given]
                 value = spread(given)
@@ -144,12 +144,12 @@ def test_a_step_makes_the_logits_of_a_chunk_alone(need: str) -> None:
             else:
                 leaves = [each.requires_grad_() for each in given]
                 pulls = list(torch.autograd.grad(spread(given), leaves))
-            by_logprobs = [torch.ones_like(found["logprobs"]) for found in opened.found]
+            by_logprobs = [torch.ones_like(found["logprobs"]) for found in opened.outputs]
             pulled: dict[str, Any] = {need: pulls}
-            trainer.close(opened, OutputGradients(by_logprobs, **pulled))
+            trainer.backward(opened, OutputGradients(by_logprobs, **pulled))
         return seen.rows.get(tiny.VOCABULARY, 0)
 
-    rows = client._host.later(step).result()
+    rows = client._worker.submit(step).result()
     features = 64  # of the output layer's weight, turned
     assert rows >= sum(LENGTHS) if need == "logits" else rows <= features
 

@@ -11,7 +11,7 @@ from tinker import types
 from torch import Tensor
 
 from steelyard.engine import LocalSamplingClient, LocalServiceClient, LocalTrainingClient
-from steelyard.engine.sampler import choose
+from steelyard.engine.sampler import choose_tokens
 from steelyard.errors import InputError
 
 from .data import by_hand, datum, logprobs, train
@@ -62,7 +62,7 @@ PROBS = [0.4, 0.05, 0.3, 0.05, 0.2]
 def swept(probs: list[float], **params: Any) -> list[float]:
     draws = (torch.arange(GRID) + 0.5) / GRID
     rows = torch.tensor(probs).log().expand(GRID, -1)
-    chosen = choose(rows, types.SamplingParams(**params), draws)
+    chosen = choose_tokens(rows, types.SamplingParams(**params), draws)
     return [int((chosen == token).sum()) / GRID for token in range(len(probs))]
 
 
@@ -102,14 +102,20 @@ def test_a_draw_at_either_end_gives_a_token_that_can_be() -> None:
     # The largest float32 below 1; the last two tokens are out.
     draws = torch.tensor([0.0, 1 - 2**-24])
     rows = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).log().expand(2, -1)
-    assert choose(rows, types.SamplingParams(), draws).tolist() == [0, 1]
-    assert choose(rows, types.SamplingParams(top_k=1), draws).tolist() == [0, 0]
+    assert choose_tokens(rows, types.SamplingParams(), draws).tolist() == [0, 1]
+    assert choose_tokens(rows, types.SamplingParams(top_k=1), draws).tolist() == [0, 0]
 
 
 def test_each_row_has_its_own_draw() -> None:
     rows = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
-    assert choose(rows, types.SamplingParams(), torch.tensor([0.05, 0.95])).tolist() == [0, 0]
-    assert choose(rows, types.SamplingParams(), torch.tensor([0.95, 0.05])).tolist() == [1, 1]
+    assert choose_tokens(rows, types.SamplingParams(), torch.tensor([0.05, 0.95])).tolist() == [
+        0,
+        0,
+    ]
+    assert choose_tokens(rows, types.SamplingParams(), torch.tensor([0.95, 0.05])).tolist() == [
+        1,
+        1,
+    ]
 
 
 # Through the client.

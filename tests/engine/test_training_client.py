@@ -61,7 +61,7 @@ def test_a_future_can_be_waited_for_in_every_way(client: LocalTrainingClient) ->
 
 def test_a_result_that_takes_too_long_can_be_had_later(client: LocalTrainingClient) -> None:
     gate = threading.Event()
-    client._host.later(gate.wait)
+    client._worker.submit(gate.wait)
     future = client.forward(ragged(0, [5]), "cross_entropy")
     with pytest.raises(concurrent.futures.TimeoutError):
         future.result(timeout=0.01)
@@ -76,7 +76,7 @@ def test_calls_run_in_the_order_they_were_made(service: LocalServiceClient) -> N
         waiting.optim_step(SMALL).result()
     expected = waiting.forward(ragged(9, [6]), "cross_entropy").result().metrics
     gate = threading.Event()
-    eager._host.later(gate.wait)
+    eager._worker.submit(gate.wait)
     for step in range(4):
         eager.forward_backward(ragged(step, [6, 3]), "cross_entropy")
         eager.optim_step(SMALL)
@@ -577,7 +577,7 @@ def test_a_closed_service_finishes_what_was_begun_and_refuses_the_rest(tmp_path:
         gate.wait()
         return "done"
 
-    first = client._host.later(work)
+    first = client._worker.submit(work)
     began.wait()
     second = client.optim_step(SMALL)
     closing = threading.Thread(target=lambda: service.close("success").result())
