@@ -283,9 +283,6 @@ def test_something_must_be_trained() -> None:
         LoraSettings(train_mlp=False, train_attn=False, train_unembed=False)
 
 
-# Through the client.
-
-
 def test_a_step_tells_the_norm_of_what_was_gathered(client: LocalTrainingClient) -> None:
     train(client)
     client.forward_backward(ragged(1, [5]), "cross_entropy")

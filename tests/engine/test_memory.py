@@ -267,3 +267,16 @@ def test_another_error_is_not_answered_by_halving() -> None:
         with pytest.raises(KeyError, match="mine"):
             budget.run(client._trainer.adapter, broken)
         assert budget.tokens(client._trainer.adapter) == 300
+
+
+def test_or_none_reports_that_memory_ran_out() -> None:
+    def full() -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def broken() -> int:
+        raise KeyError("mine")
+
+    assert memory.or_none(lambda: 3) == 3
+    assert memory.or_none(full) is None
+    with pytest.raises(KeyError, match="mine"):
+        memory.or_none(broken)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,38 +14,15 @@ from steelyard.engine.model import Model
 from steelyard.engine.packing import pack
 from steelyard.errors import InputError
 
-from .data import SMALL, by_hand, close, datum, logprobs, ragged, same, train
+from .data import SMALL, by_hand, close, create, datum, logprobs, net, ragged, same, train
 
 DATA = ragged(5, [6, 11])
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[LocalServiceClient]:
-    """A service whose adapters are this test's alone."""
-    with LocalServiceClient(checkpoint_dir=tmp_path) as service:
-        yield service
-
-
-def create(service: LocalServiceClient, base_model: str = "tiny-random", **more: Any) -> Any:
-    return service.create_lora_training_client(base_model, **{"rank": 4, "seed": 0, **more})
-
-
-def net(client: Any) -> Any:
-    return client._worker.model._net
 
 
 def base_weights(client: Any) -> dict[str, int]:
     """Where the weights lie that are not an adapter's."""
     named = net(client).named_parameters()
     return {name: p.data_ptr() for name, p in named if ".lora_" not in name}
-
-
-def adapters(client: Any) -> int:
-    """How many adapters hold memory in one of the layers."""
-    held = [
-        name for name, _ in net(client).named_parameters() if "layers.0.self_attn.q_proj" in name
-    ]
-    return sum("lora_A" in name for name in held)
 
 
 def test_clients_share_one_copy_of_the_base_weights(alone: LocalServiceClient) -> None:
@@ -77,41 +52,6 @@ def test_clients_do_not_disturb_each_other(alone: LocalServiceClient) -> None:
     alike = create(alone, rank=2)
     train(alike, 3)
     assert same(alike.weights(), one.weights())
-
-
-def test_passes_of_two_clients_may_be_open_at_once(alone: LocalServiceClient) -> None:
-    clients = [create(alone, rank=2), create(alone, rank=5, seed=1)]
-    expected = []
-    pulls = [torch.ones(6), torch.arange(11.0)]
-    for client in clients:
-        train(client)
-        client.open_pass(DATA).backward(pulls).result()
-        expected.append(client.gradients())
-        client.optim_step(types.AdamParams(learning_rate=0.0)).result()
-    passes = [client.open_pass(DATA) for client in clients]
-    sampling = alone.create_sampling_client(base_model="tiny-random")
-    sampling.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()
-    for opened in passes:
-        opened.backward(pulls).result()
-    for client, wanted in zip(clients, expected, strict=True):
-        assert same(client.gradients(), wanted)
-
-
-def test_an_open_pass_outlives_a_client_that_comes_and_one_that_goes(
-    alone: LocalServiceClient,
-) -> None:
-    client = create(alone)
-    train(client)
-    client.open_pass(DATA).backward([torch.ones(6), torch.ones(11)]).result()
-    expected = client.gradients()
-    client.optim_step(types.AdamParams(learning_rate=0.0)).result()
-    opened = client.open_pass(DATA)
-    sampling = client.save_weights_and_get_sampling_client()
-    sampling.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()
-    del sampling
-    gc.collect()
-    opened.backward([torch.ones(6), torch.ones(11)]).result()
-    assert same(client.gradients(), expected)
 
 
 def test_layers_are_chosen_by_group(alone: LocalServiceClient) -> None:
@@ -154,16 +94,6 @@ def test_a_fresh_adapter_is_the_base_model(alone: LocalServiceClient) -> None:
     assert base.compute_logprobs(prompt).result() == before
 
 
-def test_a_sampling_client_keeps_the_weights_it_was_made_with(alone: LocalServiceClient) -> None:
-    client = create(alone)
-    train(client)
-    sampling = client.save_weights_and_get_sampling_client()
-    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
-    before = sampling.compute_logprobs(prompt).result()
-    train(client)
-    assert sampling.compute_logprobs(prompt).result() == before
-
-
 def test_the_same_seed_gives_the_same_weights(alone: LocalServiceClient) -> None:
     first, again, other = (create(alone, seed=seed).weights() for seed in (3, 3, 4))
     assert same(first, again)
@@ -181,70 +111,6 @@ def test_a_seed_is_nobody_elses(alone: LocalServiceClient) -> None:
     torch.manual_seed(1)
     create(alone, seed=7)
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_adapters_of_dropped_sampling_clients_are_given_back(alone: LocalServiceClient) -> None:
-    client = create(alone)
-    train(client)
-    before = adapters(client)
-    clients = [client.save_weights_and_get_sampling_client() for _ in range(3)]
-    path = client.save_weights_for_sampler("s").result().path
-    clients.append(alone.create_sampling_client(model_path=path))
-    assert adapters(client) == before + 4
-    del clients
-    gc.collect()
-    expected = client.weights()  # after whatever was queued
-    assert adapters(client) == before
-    train(client)
-    assert not same(client.weights(), expected)
-
-
-def test_adapters_of_dropped_training_clients_are_given_back(alone: LocalServiceClient) -> None:
-    kept = create(alone)
-    dropped = create(alone, seed=1)
-    train(dropped)
-    opened = dropped.open_pass(DATA)
-    del dropped
-    gc.collect()
-    kept.weights()
-    assert adapters(kept) == 2  # a pass that is open holds on to its adapter
-    opened.backward([torch.ones(6), torch.ones(11)]).result()
-    del opened
-    gc.collect()
-    kept.weights()
-    assert adapters(kept) == 1
-    train(kept)
-
-
-def test_a_client_may_be_dropped_at_any_moment(alone: LocalServiceClient) -> None:
-    client = create(alone)
-    held = [client.save_weights_and_get_sampling_client()]
-
-    def drop() -> None:
-        # As the garbage collector may, in the midst of handing over a call.
-        with client._worker._thread._shutdown_lock:
-            held.clear()
-            gc.collect()
-
-    thread = threading.Thread(target=drop, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    client.weights()
-    assert adapters(client) == 1
-
-
-def test_a_sample_that_was_asked_for_outlives_its_client(alone: LocalServiceClient) -> None:
-    client = create(alone)
-    train(client)
-    sampling = client.save_weights_and_get_sampling_client()
-    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
-    expected = sampling.compute_logprobs(prompt).result()
-    client.forward(ragged(1, [400] * 4), "cross_entropy")
-    future = sampling.compute_logprobs(prompt)
-    del sampling
-    gc.collect()
-    assert future.result() == expected
 
 
 def test_a_folder_is_a_base_model(alone: LocalServiceClient, tmp_path: Path) -> None:

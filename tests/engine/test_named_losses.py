@@ -140,9 +140,6 @@ def test_settings_of_one_call_do_not_stay_for_the_next() -> None:
     assert LOSSES["dro"].settings == {"beta": 0.05}
 
 
-# Through the client.
-
-
 def sampled(client: LocalTrainingClient) -> Any:
     """A datum with the log-probs of a policy nearby, and advantages of both signs."""
     tokens = [3, 1, 4, 1, 5, 9]
