@@ -135,7 +135,7 @@ def logprobs(output: types.ForwardBackwardOutput) -> list[Tensor]:
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Whether two sets of weights are equal, bit for bit."""
+    """True if two sets of weights are equal, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 

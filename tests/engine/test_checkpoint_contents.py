@@ -29,7 +29,7 @@ class Counter:
         self.count = state["count"]
 
 
-def test_training_goes_on_bit_for_bit_with_the_optimizer(
+def test_training_resumed_with_the_optimizer_is_bitwise_equal(
     service: LocalServiceClient, trained: Any
 ) -> None:
     path = saved(trained)
@@ -43,7 +43,9 @@ def test_training_goes_on_bit_for_bit_with_the_optimizer(
     assert same(train_on(resumed), expected)
 
 
-def test_without_the_optimizer_it_starts_anew(service: LocalServiceClient, trained: Any) -> None:
+def test_loading_without_the_optimizer_starts_a_fresh_one(
+    service: LocalServiceClient, trained: Any
+) -> None:
     path = saved(trained)
     start = trained.weights()
     with_optimizer = train_on(trained)
@@ -56,7 +58,7 @@ def test_without_the_optimizer_it_starts_anew(service: LocalServiceClient, train
     assert same(train_on(resumed), without)
 
 
-def test_a_checkpoint_before_the_first_step_has_no_moments_and_loads(
+def test_a_checkpoint_before_the_first_step_has_an_empty_optimizer_state_and_loads(
     service: LocalServiceClient, client: Any
 ) -> None:
     path = saved(client)
@@ -65,7 +67,7 @@ def test_a_checkpoint_before_the_first_step_has_no_moments_and_loads(
     assert same(train_on(client), expected)
 
 
-def test_gradients_that_were_gathered_are_not_saved_and_go_with_a_load(trained: Any) -> None:
+def test_accumulated_gradients_are_not_saved_and_are_cleared_by_a_load(trained: Any) -> None:
     trained.forward_backward(BATCH, "cross_entropy").result()
     path = saved(trained)
     assert any(bool(gradient.any()) for gradient in trained.gradients().values())
@@ -73,7 +75,7 @@ def test_gradients_that_were_gathered_are_not_saved_and_go_with_a_load(trained: 
     assert not any(bool(gradient.any()) for gradient in trained.gradients().values())
 
 
-def test_a_state_is_saved_as_it_is_when_its_turn_comes(trained: Any) -> None:
+def test_save_state_saves_the_weights_after_all_earlier_calls(trained: Any) -> None:
     gate = threading.Event()
     trained._worker.submit(gate.wait)
     trained.forward_backward(BATCH, "cross_entropy")
@@ -88,7 +90,7 @@ def test_a_state_is_saved_as_it_is_when_its_turn_comes(trained: Any) -> None:
     assert same(train_on(trained, 1), last)
 
 
-def test_the_settings_of_an_adapter_come_back(service: LocalServiceClient) -> None:
+def test_the_lora_settings_are_restored(service: LocalServiceClient) -> None:
     client = create(service, rank=2, seed=5, train_mlp=False, train_unembed=False)
     resumed = service.create_training_client_from_state(saved(client))
     assert resumed.get_info().lora_rank == 2
@@ -135,7 +137,7 @@ def test_a_companion_is_saved_and_loaded_with_the_client(
     assert third.count == 7
 
 
-def test_a_companion_whose_state_is_not_ready_for_json_is_an_error(
+def test_a_companion_whose_state_is_no_json_is_an_error(
     service: LocalServiceClient, trained: Any
 ) -> None:
     path = saved(trained)
@@ -146,7 +148,7 @@ def test_a_companion_whose_state_is_not_ready_for_json_is_an_error(
     trained.load_state(path).result()
 
 
-def test_a_companion_is_saved_as_it_is_when_the_call_is_made(trained: Any) -> None:
+def test_the_state_of_a_companion_is_taken_when_save_state_is_called(trained: Any) -> None:
     counter = Counter(3)
     trained.attach("counter", counter)
     gate = threading.Event()
@@ -158,7 +160,7 @@ def test_a_companion_is_saved_as_it_is_when_the_call_is_made(trained: Any) -> No
     assert counter.count == 3
 
 
-def test_a_companion_stays_as_it_is_if_the_checkpoint_cannot_be_loaded(
+def test_a_companion_keeps_its_state_if_the_checkpoint_cannot_be_loaded(
     service: LocalServiceClient, trained: Any
 ) -> None:
     counter = Counter(3)
@@ -273,7 +275,9 @@ def test_the_contents_are_copies_of_weights_and_optimizer(model: Model, stepped:
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
-def test_restoring_undoes_what_came_after(model: Model, stepped: Adapter, optimizer: bool) -> None:
+def test_restoring_brings_back_the_captured_weights_and_optimizer(
+    model: Model, stepped: Adapter, optimizer: bool
+) -> None:
     state = state_of(model, stepped)
     contents = state.capture(state.describe(None, None), optimizer=True)
     stepped.accumulate([torch.ones_like(p) for p in stepped.parameters.values()])

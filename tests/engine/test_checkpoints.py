@@ -33,7 +33,9 @@ from .data import (
 )
 
 
-def test_the_path_of_a_folder_works_too(service: LocalServiceClient, trained: Any) -> None:
+def test_a_checkpoint_loads_by_the_path_of_its_folder(
+    service: LocalServiceClient, trained: Any
+) -> None:
     folder = folder_of(service, saved(trained))
     expected = trained.weights()
     other = create(service, seed=9)
@@ -64,7 +66,7 @@ def test_peft_loads_the_folder(service: LocalServiceClient, trained: Any) -> Non
     assert not torch.allclose(rows, plain, atol=1e-2)
 
 
-def test_a_name_is_taken_once(trained: Any) -> None:
+def test_a_name_that_is_taken_is_an_error(trained: Any) -> None:
     path = saved(trained)
     first = trained.weights()
     train(trained)
@@ -77,7 +79,7 @@ def test_a_name_is_taken_once(trained: Any) -> None:
         trained.save_weights_for_sampler("a").result()
 
 
-def test_an_overwritten_checkpoint_is_the_new_one_and_nothing_is_left_of_the_old(
+def test_overwriting_replaces_a_checkpoint_and_removes_the_old_files(
     service: LocalServiceClient, trained: Any
 ) -> None:
     path = saved(trained, user_metadata={"a": "1"})
@@ -132,7 +134,7 @@ def test_a_checkpoint_expires(trained: Any, monkeypatch: pytest.MonkeyPatch) -> 
         (3, "path must be that of a checkpoint, and 3 is none"),
     ],
 )
-def test_what_is_not_there_is_an_error(
+def test_a_path_without_a_checkpoint_is_an_error(
     service: LocalServiceClient, client: Any, path: Any, message: str
 ) -> None:
     check_load_fails(client, path, message)
@@ -213,7 +215,7 @@ def small(number: int) -> CheckpointContents:
     )
 
 
-def test_a_reader_never_sees_half(tmp_path: Path) -> None:
+def test_a_reader_sees_whole_checkpoints_while_they_are_overwritten(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
     done = threading.Event()
@@ -245,7 +247,7 @@ def test_a_reader_never_sees_half(tmp_path: Path) -> None:
     assert checkpoints.read(path).info["n"] == 59
 
 
-def test_a_checkpoint_replaced_while_it_is_read_is_read_anew(
+def test_a_checkpoint_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -268,7 +270,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_anew(
     assert found.weights["w"][0] == found.optimizer_state["m"][0] == 1
 
 
-def test_the_old_checkpoint_is_there_until_the_last_move(
+def test_the_old_checkpoint_is_readable_until_the_link_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -286,7 +288,7 @@ def test_the_old_checkpoint_is_there_until_the_last_move(
     assert seen == [0, 1]
 
 
-def test_a_write_that_fails_at_the_last_move_leaves_nothing(tmp_path: Path) -> None:
+def test_a_write_that_fails_at_the_link_leaves_no_files(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     blocked = tmp_path / "run" / "weights" / "a"
     blocked.mkdir(parents=True)
@@ -301,7 +303,7 @@ def test_a_write_that_fails_at_the_last_move_leaves_nothing(tmp_path: Path) -> N
     assert checkpoints.read(path).info["n"] == 2
 
 
-def test_what_a_killed_writer_left_does_not_stop_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_do_not_stop_the_next_write(tmp_path: Path) -> None:
     # Whatever it left, at whatever moment: each entry of a write that is stopped half-way.
     checkpoints = Checkpoints(tmp_path)
     parent = tmp_path / "run" / "weights"
@@ -323,7 +325,7 @@ def test_what_a_killed_writer_left_does_not_stop_the_next(tmp_path: Path) -> Non
     assert checkpoints.read(path).info["n"] == 1
 
 
-def test_old_leftovers_are_swept_and_fresh_ones_stay(tmp_path: Path) -> None:
+def test_old_leftovers_are_removed_and_recent_ones_are_not(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
     parent = tmp_path / "run" / "weights"
@@ -342,7 +344,7 @@ def test_old_leftovers_are_swept_and_fresh_ones_stay(tmp_path: Path) -> None:
     assert checkpoints.read(path).info["n"] == 0
 
 
-def test_a_disk_that_refuses_leaves_the_old_checkpoint_and_the_client(
+def test_a_failed_write_leaves_the_old_checkpoint_and_the_client(
     service: LocalServiceClient, trained: Any
 ) -> None:
     path = saved(trained)

@@ -16,8 +16,8 @@ DATA = ragged(5, [6, 11])
 NEEDS = ("logits", "hidden_states", "parameters")
 
 
-def beyond(given: dict[str, Any]) -> Tensor:
-    """A loss of everything that a pass gives, with slopes of many sizes."""
+def loss_of_extra_inputs(given: dict[str, Any]) -> Tensor:
+    """Loss of all extra inputs, with gradients of many sizes."""
     total = torch.zeros((), dtype=torch.float64)
     for datum_index, rows in enumerate(given["logits"]):
         total = total + (datum_index + 1) * rows[:, ::7].square().sum() / 100
@@ -30,7 +30,7 @@ def beyond(given: dict[str, Any]) -> Tensor:
 
 
 def by_autograd(weights: dict[str, Tensor], data: list[types.Datum]) -> dict[str, Tensor]:
-    """The gradient of `squares` + `beyond`, with plain transformers."""
+    """Gradient of `squares` + `loss_of_extra_inputs`, with plain transformers."""
     leaves = {key: weight.clone().requires_grad_() for key, weight in weights.items()}
     given: dict[str, Any] = {"logits": [], "hidden_states": [], "parameters": leaves}
     rows = []
@@ -40,12 +40,12 @@ def by_autograd(weights: dict[str, Tensor], data: list[types.Datum]) -> dict[str
         given["hidden_states"].append({i: h[0] for i, h in enumerate(output.hidden_states)})
         targets = one.loss_fn_inputs["target_tokens"].to_torch()[:, None]
         rows.append(output.logits[0].log_softmax(-1).gather(-1, targets)[:, 0])
-    total = squares(data, rows)[0] + beyond(given)
+    total = squares(data, rows)[0] + loss_of_extra_inputs(given)
     return dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
 
 
-def pulled(client: LocalTrainingClient, data: list[types.Datum]) -> None:
-    """The same through `open_pass`."""
+def backward_through_pass(client: LocalTrainingClient, data: list[types.Datum]) -> None:
+    """Accumulate the same gradient through `open_pass`."""
     opened = client.open_pass(data, NEEDS)
     rows = [row.clone().requires_grad_() for row in opened.logprobs]
     given: dict[str, Any] = {
@@ -59,8 +59,8 @@ def pulled(client: LocalTrainingClient, data: list[types.Datum]) -> None:
             for key, weight in opened.given["parameters"].items()
         },
     }
-    (squares(data, rows)[0] + beyond(given)).backward()  # type: ignore[no-untyped-call]
-    pulls = {
+    (squares(data, rows)[0] + loss_of_extra_inputs(given)).backward()  # type: ignore[no-untyped-call]
+    extra_gradients = {
         "logits": [row.grad for row in given["logits"]],
         "hidden_states": [
             {layer: row.grad for layer, row in states.items()} for states in given["hidden_states"]
@@ -69,10 +69,10 @@ def pulled(client: LocalTrainingClient, data: list[types.Datum]) -> None:
     }
     gradients = [row.grad for row in rows]
     assert all(gradient is not None for gradient in gradients)
-    opened.backward([g for g in gradients if g is not None], pulls).result()
+    opened.backward([g for g in gradients if g is not None], extra_gradients).result()
 
 
-def test_a_pass_gives_what_transformers_gives(precise: LocalTrainingClient) -> None:
+def test_the_outputs_of_a_pass_are_those_of_transformers(precise: LocalTrainingClient) -> None:
     data = ragged(4, LENGTHS)
     opened = precise.open_pass(data, NEEDS)
     assert same(opened.given["parameters"], precise.weights())
@@ -94,17 +94,17 @@ def test_a_pass_gives_what_transformers_gives(precise: LocalTrainingClient) -> N
 
 
 @pytest.mark.parametrize("parts", [False, True])
-def test_a_pass_pulls_as_autograd_does(
+def test_the_gradients_of_a_pass_are_those_of_autograd(
     exact: LocalServiceClient, in_parts: LocalServiceClient, parts: bool
 ) -> None:
     client = create(in_parts if parts else exact)
     train(client)
     data = ragged(4, LENGTHS)
-    pulled(client, data)
+    backward_through_pass(client, data)
     close(client.gradients(), by_autograd(client.weights(), data), 1e-10)
 
 
-def test_a_pass_in_parts_gives_what_the_whole_gives(
+def test_a_pass_split_into_packings_has_the_same_outputs(
     exact: LocalServiceClient, in_parts: LocalServiceClient
 ) -> None:
     data = ragged(4, LENGTHS)
@@ -121,39 +121,39 @@ def test_a_pass_in_parts_gives_what_the_whole_gives(
     torch.testing.assert_close(opened[1].logprobs, opened[0].logprobs, rtol=0, atol=1e-10)
 
 
-def test_a_pass_may_go_back_twice(precise: LocalTrainingClient) -> None:
+def test_two_backward_passes_accumulate_twice_the_gradient(precise: LocalTrainingClient) -> None:
     data = ragged(4, [5, 3])
     opened = precise.open_pass(data)
-    pulls = [torch.ones(5), torch.arange(3.0)]
-    opened.backward(pulls).result()
+    gradients = [torch.ones(5), torch.arange(3.0)]
+    opened.backward(gradients).result()
     once = precise.gradients()
-    opened.backward(pulls).result()
+    opened.backward(gradients).result()
     close(precise.gradients(), {key: 2 * value for key, value in once.items()}, 1e-12)
 
 
-def test_what_does_not_pull_may_be_none(precise: LocalTrainingClient) -> None:
+def test_none_in_place_of_a_gradient_counts_as_zeros(precise: LocalTrainingClient) -> None:
     data = ragged(4, [5, 3])
     still = [torch.zeros(5, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
-    pull = torch.randn(3, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gradient = torch.randn(3, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     opened = precise.open_pass(data, ("logits", "hidden_states"))
     none: Any = [{0: None, 1: None, 2: None}] * 2
-    opened.backward(still, {"logits": [None, pull], "hidden_states": none}).result()
+    opened.backward(still, {"logits": [None, gradient], "hidden_states": none}).result()
     found = precise.gradients()
     leaves = {key: weight.requires_grad_() for key, weight in precise.weights().items()}
     rows = by_hand(leaves, data[1].model_input.to_ints()).logits[0]
-    expected = torch.autograd.grad((rows * pull).sum(), list(leaves.values()))
+    expected = torch.autograd.grad((rows * gradient).sum(), list(leaves.values()))
     close(found, dict(zip(leaves, expected, strict=True)), 1e-10)
 
 
-def test_the_embeddings_lead_to_no_weights(precise: LocalTrainingClient) -> None:
+def test_a_gradient_of_the_embeddings_reaches_no_weight(precise: LocalTrainingClient) -> None:
     data = ragged(4, [5])
     opened = precise.open_pass(data, ("hidden_states",))
-    pulls: Any = [{0: torch.ones(5, 64), 1: None, 2: None}]
-    opened.backward([torch.zeros(5)], {"hidden_states": pulls}).result()
+    gradients: Any = [{0: torch.ones(5, 64), 1: None, 2: None}]
+    opened.backward([torch.zeros(5)], {"hidden_states": gradients}).result()
     assert not any(bool(gradient.any()) for gradient in precise.gradients().values())
 
 
-def test_what_a_pass_gives_is_without_a_graph(precise: LocalTrainingClient) -> None:
+def test_the_outputs_of_a_pass_have_no_graph(precise: LocalTrainingClient) -> None:
     opened = precise.open_pass(ragged(4, [5]), NEEDS)
     assert opened.given.keys() == set(NEEDS)
     assert not opened.logprobs[0].requires_grad
@@ -163,25 +163,25 @@ def test_what_a_pass_gives_is_without_a_graph(precise: LocalTrainingClient) -> N
     assert precise.open_pass(ragged(4, [5])).given == {}
 
 
-def test_passes_of_two_clients_may_be_open_at_once(alone: LocalServiceClient) -> None:
+def test_two_clients_may_have_open_passes_at_once(alone: LocalServiceClient) -> None:
     clients = [create(alone, rank=2), create(alone, rank=5, seed=1)]
     expected = []
-    pulls = [torch.ones(6), torch.arange(11.0)]
+    gradients = [torch.ones(6), torch.arange(11.0)]
     for client in clients:
         train(client)
-        client.open_pass(DATA).backward(pulls).result()
+        client.open_pass(DATA).backward(gradients).result()
         expected.append(client.gradients())
         client.optim_step(types.AdamParams(learning_rate=0.0)).result()
     passes = [client.open_pass(DATA) for client in clients]
     sampling = alone.create_sampling_client(base_model="tiny-random")
     sampling.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()
     for opened in passes:
-        opened.backward(pulls).result()
+        opened.backward(gradients).result()
     for client, wanted in zip(clients, expected, strict=True):
         assert same(client.gradients(), wanted)
 
 
-def test_an_open_pass_outlives_a_client_that_comes_and_one_that_goes(
+def test_an_open_pass_survives_the_creation_and_removal_of_other_clients(
     alone: LocalServiceClient,
 ) -> None:
     client = create(alone)

@@ -21,7 +21,7 @@ LENGTHS = [40, 7, 33, 25, 12, 40, 3]
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the tokens that the model is called with, once it is known to pack."""
+    """Shapes of the tokens of each call of the model, after the test for packing."""
     seen: list[tuple[int, ...]] = []
     call = Model.__call__
 
@@ -55,7 +55,7 @@ CALLS: dict[str, Callable[[LocalTrainingClient], Any]] = {
 
 @pytest.mark.parametrize("limit", [40, 64, 100])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_a_limit_that_was_set_is_kept(
+def test_no_forward_pass_exceeds_a_given_limit(
     sizes: list[tuple[int, ...]], call: Callable[[LocalTrainingClient], Any], limit: int
 ) -> None:
     with limited(limit) as service:
@@ -64,25 +64,25 @@ def test_a_limit_that_was_set_is_kept(
     assert all(rows * length <= limit for rows, length in sizes)
 
 
-def test_a_datum_longer_than_the_limit_goes_alone(sizes: list[tuple[int, ...]]) -> None:
+def test_a_datum_longer_than_the_limit_has_a_pass_of_its_own(sizes: list[tuple[int, ...]]) -> None:
     with limited(30) as service:
         CALLS["forward_backward"](create(service)).result()
     assert {size for size in sizes if size[0] * size[1] > 30} == {(1, 40), (1, 33)}
 
 
 @pytest.mark.parametrize(("limit", "passes"), [(1000, 1), (None, 1)])
-def test_a_custom_loss_that_fits_goes_forward_once(
+def test_a_custom_loss_within_the_limit_runs_one_forward_pass(
     sizes: list[tuple[int, ...]], limit: int | None, passes: int
 ) -> None:
     with limited(limit) as service:
         client = create(service)
-        client.forward(ragged(0, [3]), "cross_entropy").result()  # a found limit is found
+        client.forward(ragged(0, [3]), "cross_entropy").result()  # the limit is estimated
         sizes.clear()
         CALLS["custom"](client).result()
     assert len(sizes) == passes
 
 
-def test_a_graph_is_kept_only_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_made_only_for_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[bool] = []
     call = Model.__call__
 
@@ -102,7 +102,9 @@ def test_a_graph_is_kept_only_for_the_way_back(monkeypatch: pytest.MonkeyPatch) 
         assert graphs == [False] * half + [True] * half
 
 
-def test_a_custom_loss_that_does_not_fit_goes_forward_twice(sizes: list[tuple[int, ...]]) -> None:
+def test_a_custom_loss_beyond_the_limit_runs_two_forward_passes(
+    sizes: list[tuple[int, ...]],
+) -> None:
     with limited(64) as service:
         CALLS["custom"](create(service)).result()
     half = len(sizes) // 2
@@ -111,7 +113,7 @@ def test_a_custom_loss_that_does_not_fit_goes_forward_twice(sizes: list[tuple[in
 
 
 def kept(client: LocalTrainingClient, length: int) -> int:
-    """The bytes that a graph over so many tokens keeps, the weights included."""
+    """Bytes that a graph over so many tokens saves, the weights included."""
     storages: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +130,7 @@ def kept(client: LocalTrainingClient, length: int) -> int:
     return sum(storages.values())
 
 
-def test_a_found_limit_takes_half_of_the_free_memory(
+def test_the_estimated_limit_takes_half_of_the_free_memory(
     sizes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 10**9)
@@ -139,17 +141,17 @@ def test_a_found_limit_takes_half_of_the_free_memory(
         assert sizes == [(1, 32)]
         assert client._worker.submit(budget.tokens, adapter).result() == tokens
         assert len(sizes) == 1
-        # What each further token adds, and the gradient of its logits.
+        # Bytes that each further token adds, and the gradient of its logits.
         each = (kept(client, 96) - kept(client, 32)) / 64 + 512 * 4
         assert tokens == pytest.approx(0.5e9 / each, rel=0.1)
 
 
-def test_the_free_memory_is_this_machines() -> None:
+def test_free_memory_is_that_of_the_machine() -> None:
     free = memory._free_bytes(torch.device("cpu"))
     assert free == pytest.approx(psutil.virtual_memory().available, rel=0.3)
 
 
-def test_a_memory_that_is_full_has_room_for_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimated_limit_is_at_least_64_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 0)
     with limited(None) as service:
         client = create(service)
@@ -157,7 +159,7 @@ def test_a_memory_that_is_full_has_room_for_a_little(monkeypatch: pytest.MonkeyP
         assert client._worker.submit(budget.tokens, adapter).result() == 64
 
 
-def test_finding_a_limit_leaves_the_client_as_it_was() -> None:
+def test_estimating_the_limit_leaves_the_client_unchanged() -> None:
     with limited(None) as service:
         client = create(service)
         weights = client.weights()
@@ -166,7 +168,7 @@ def test_finding_a_limit_leaves_the_client_as_it_was() -> None:
         assert not any(bool(gradient.any()) for gradient in client.gradients().values())
 
 
-def test_a_larger_model_has_room_for_fewer_tokens() -> None:
+def test_the_estimated_limit_is_smaller_for_a_wider_dtype() -> None:
     # Each kept number takes twice the memory in float64.
     budgets = []
     for dtype in ("float32", "float64"):
@@ -177,11 +179,11 @@ def test_a_larger_model_has_room_for_fewer_tokens() -> None:
     assert 1.5 < budgets[0] / budgets[1] < 2.5
 
 
-# There is no GPU here, and torch.OutOfMemoryError comes from GPUs alone: it is raised by hand.
+# torch.OutOfMemoryError comes from GPUs alone, and tests run without one: it is raised by hand.
 
 
 class Full:
-    """A memory that has budget for so many tokens at once."""
+    """A GPU whose memory holds so many tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -202,7 +204,9 @@ class Full:
 
 
 @pytest.mark.parametrize("name", ["forward", "forward_backward", "custom"])
-def test_a_limit_that_was_too_much_is_halved(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_limit_is_halved_and_the_call_repeated_when_memory_runs_out(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     call = CALLS[name]
     with limited(300) as service, limited(None) as plenty:
         clients = create(service), create(plenty)
@@ -222,7 +226,7 @@ def test_a_limit_that_was_too_much_is_halved(monkeypatch: pytest.MonkeyPatch, na
         assert memory.refused == 2
 
 
-def test_a_memory_that_has_no_room_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_with_64_tokens_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with limited(300) as service:
         client = create(service)
         client.forward_backward(ragged(0, [5]), "cross_entropy").result()
@@ -237,7 +241,9 @@ def test_a_memory_that_has_no_room_at_all_is_an_error(monkeypatch: pytest.Monkey
         CALLS["forward_backward"](client).result()
 
 
-def test_a_way_back_without_room_goes_forward_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_pass_that_runs_out_of_memory_recomputes_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backward = ForwardResult.backward
     refused: list[ForwardResult] = []
 
@@ -257,7 +263,7 @@ def test_a_way_back_without_room_goes_forward_again(monkeypatch: pytest.MonkeyPa
             torch.testing.assert_close(tight.gradients()[key], gradient)
 
 
-def test_another_error_is_not_answered_by_halving() -> None:
+def test_other_errors_do_not_halve_the_limit() -> None:
     def broken(_: int) -> None:
         raise KeyError("mine")
 

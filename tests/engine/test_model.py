@@ -20,7 +20,7 @@ DATA = ragged(5, [6, 11])
 
 
 def base_weights(client: Any) -> dict[str, int]:
-    """Where the weights lie that are not an adapter's."""
+    """Addresses of the weights that are no adapter's."""
     named = net(client).named_parameters()
     return {name: p.data_ptr() for name, p in named if ".lora_" not in name}
 
@@ -37,7 +37,7 @@ def test_clients_share_one_copy_of_the_base_weights(alone: LocalServiceClient) -
     del sampling
 
 
-def test_clients_do_not_disturb_each_other(alone: LocalServiceClient) -> None:
+def test_clients_train_independently(alone: LocalServiceClient) -> None:
     one, other = create(alone, rank=2), create(alone, rank=5, seed=1)
     train(other)
     other.forward_backward(DATA, "cross_entropy").result()
@@ -48,7 +48,7 @@ def test_clients_do_not_disturb_each_other(alone: LocalServiceClient) -> None:
     assert same(other.gradients(), gradients)
     found = logprobs(other.forward(DATA, "cross_entropy").result())
     assert all(map(torch.equal, found, expected))
-    # Each goes its own way, as if it were alone.
+    # Each trains as if it were alone.
     alike = create(alone, rank=2)
     train(alike, 3)
     assert same(alike.weights(), one.weights())
@@ -105,7 +105,9 @@ def test_the_same_seed_gives_the_same_weights(alone: LocalServiceClient) -> None
     assert not same(drawn, drawn_again)
 
 
-def test_a_seed_is_nobody_elses(alone: LocalServiceClient) -> None:
+def test_the_seed_of_an_adapter_does_not_change_the_global_generator(
+    alone: LocalServiceClient,
+) -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -156,7 +158,7 @@ def other(gpt2: str, tmp_path: Path) -> Iterator[LocalTrainingClient]:
 LETTERS = [datum([1, 2, 3, 4]), datum([9, 8, 7]), datum([5])]
 
 
-def test_another_kind_of_model_trains(other: Any) -> None:
+def test_gpt2_trains(other: Any) -> None:
     keys = other.weights().keys()
     assert {"c_attn", "c_proj", "c_fc", "lm_head"} == {
         key.split(".lora_")[0].rsplit(".", 1)[1] for key in keys
@@ -169,7 +171,7 @@ def test_another_kind_of_model_trains(other: Any) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_the_gradient_of_another_kind_of_model_is_its_slope(other: Any) -> None:
+def test_the_gradients_of_gpt2_are_finite_differences(other: Any) -> None:
     for _ in range(2):
         other.forward_backward(LETTERS, "cross_entropy")
         other.optim_step(SMALL).result()
@@ -189,7 +191,7 @@ def test_the_gradient_of_another_kind_of_model_is_its_slope(other: Any) -> None:
         assert slope == pytest.approx(float(gradients[key].view(-1)[at]), rel=1e-5, abs=1e-7)
 
 
-def test_sequences_of_another_kind_of_model_do_not_see_each_other(other: Any) -> None:
+def test_packed_sequences_of_gpt2_do_not_attend_to_each_other(other: Any) -> None:
     assert pack([4, 3, 1], 1000)[0].rows == 1
     together = logprobs(other.forward(LETTERS, "cross_entropy").result())
     for one, found in zip(LETTERS, together, strict=True):
@@ -206,7 +208,7 @@ def test_the_output_layer_and_the_embeddings_stay_tied(other: Any) -> None:
     assert head.data_ptr() == inner.get_input_embeddings().weight.data_ptr()
 
 
-def test_layers_with_other_names_are_known(alone: LocalServiceClient, tmp_path: Path) -> None:
+def test_the_layers_of_opt_are_found(alone: LocalServiceClient, tmp_path: Path) -> None:
     config = transformers.OPTConfig(
         vocab_size=64,
         hidden_size=16,
@@ -224,7 +226,7 @@ def test_layers_with_other_names_are_known(alone: LocalServiceClient, tmp_path: 
     }
 
 
-def test_a_group_that_the_model_has_not_is_an_error(
+def test_a_group_without_layers_in_the_model_is_an_error(
     alone: LocalServiceClient, tmp_path: Path
 ) -> None:
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)
@@ -253,7 +255,7 @@ def test_the_gradients_of_a_client_are_its_own_after_others_ran(alone: LocalServ
 
 @pytest.fixture(scope="module")
 def bloom(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that takes no positions: its attention falls off with the distance instead."""
+    """A model that takes no positions: ALiBi lowers attention with the distance instead."""
     folder = tmp_path_factory.mktemp("bloom")
     config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)
     torch.manual_seed(0)
@@ -262,7 +264,7 @@ def bloom(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_models_that_keep_neighbours_apart_are_told_from_others(gpt2: str, bloom: str) -> None:
+def test_support_for_packing_is_detected(gpt2: str, bloom: str) -> None:
     with LocalServiceClient(dtype="float64", device="cpu") as service:
         packs = [
             create(service, base)._worker.model.supports_packing
@@ -271,7 +273,7 @@ def test_models_that_keep_neighbours_apart_are_told_from_others(gpt2: str, bloom
     assert packs == [True, True, False]
 
 
-def test_where_neighbours_would_see_each_other_each_has_its_own_row(bloom: str) -> None:
+def test_sequences_have_rows_of_their_own_without_support_for_packing(bloom: str) -> None:
     with LocalServiceClient(dtype="float64", device="cpu") as service:
         client = create(service, bloom)
         together = client.forward(LETTERS, "cross_entropy").result().loss_fn_outputs
@@ -283,7 +285,7 @@ def test_where_neighbours_would_see_each_other_each_has_its_own_row(bloom: str) 
         assert any(gradient.any() for gradient in client.gradients().values())
 
 
-def test_a_model_that_does_not_heed_positions_is_found_out(
+def test_a_model_that_ignores_positions_does_not_support_packing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = Model.__call__

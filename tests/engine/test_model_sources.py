@@ -26,7 +26,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_model_is_an_error_that_lists_the_known_and_the_three_ways(
+def test_an_unknown_model_is_an_error_that_lists_the_known_models(
     service: LocalServiceClient, name: Any
 ) -> None:
     for call in (find_model, service.create_lora_training_client):
@@ -38,7 +38,7 @@ def test_an_unknown_model_is_an_error_that_lists_the_known_and_the_three_ways(
         )
 
 
-def test_known_models_say_where_they_are_kept(
+def test_model_folder_is_in_the_cache_or_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
@@ -74,7 +74,7 @@ def test_a_hub_id_that_cannot_be_reached_is_an_error(
     service.create_lora_training_client("tiny-random", rank=1)
 
 
-def test_a_folder_without_a_tokenizer_is_an_error_when_it_is_asked_for(
+def test_a_folder_without_a_tokenizer_is_an_error_when_the_tokenizer_is_used(
     service: LocalServiceClient, tmp_path: Path
 ) -> None:
     tiny.build(torch.float32).save_pretrained(tmp_path)
@@ -83,7 +83,7 @@ def test_a_folder_without_a_tokenizer_is_an_error_when_it_is_asked_for(
         client.get_tokenizer()
 
 
-def test_the_home_folder_may_be_written_short(
+def test_a_path_may_begin_with_a_tilde(
     service: LocalServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.build(torch.float32).save_pretrained(tmp_path / "model")

@@ -58,7 +58,7 @@ def test_tokens_are_drawn_from_the_distribution(
     np.testing.assert_allclose(swept(PROBS, **params), expected, atol=1.5 / GRID)
 
 
-def test_a_draw_at_either_end_gives_a_token_that_can_be() -> None:
+def test_draws_of_0_and_nearly_1_give_tokens_of_positive_probability() -> None:
     # The largest float32 below 1; the last two tokens are out.
     draws = torch.tensor([0.0, 1 - 2**-24])
     rows = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).log().expand(2, -1)
@@ -78,7 +78,7 @@ def test_each_row_has_its_own_draw() -> None:
     ]
 
 
-def test_greedy_tokens_are_the_likeliest(
+def test_temperature_0_takes_the_likeliest_tokens(
     sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     (found,) = sample(sampling, temperature=0.0, stop=[]).sequences
@@ -91,7 +91,7 @@ def test_greedy_tokens_are_the_likeliest(
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.3}])
-def test_the_logprobs_are_the_models_own(
+def test_logprobs_of_samples_ignore_temperature_top_k_and_top_p(
     sampling: LocalSamplingClient, sampled_training: LocalTrainingClient, params: dict[str, Any]
 ) -> None:
     for found in sample(sampling, count=3, stop=[], **params).sequences:
@@ -100,7 +100,7 @@ def test_the_logprobs_are_the_models_own(
         np.testing.assert_allclose(found.logprobs or [], expected.numpy(), atol=1e-5)
 
 
-def test_the_logprobs_are_those_of_the_forward_pass(
+def test_logprobs_of_samples_are_those_of_the_training_forward_pass(
     sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     (found,) = sample(sampling, stop=[]).sequences
@@ -110,7 +110,7 @@ def test_the_logprobs_are_those_of_the_forward_pass(
     np.testing.assert_allclose(found.logprobs or [], row[-6:].numpy(), atol=1e-5)
 
 
-def test_samples_of_the_base_model_are_the_base_models(exact: LocalServiceClient) -> None:
+def test_a_base_model_samples_its_own_likeliest_tokens(exact: LocalServiceClient) -> None:
     sampling = exact.create_sampling_client(base_model="tiny-random")
     fresh = exact.create_lora_training_client("tiny-random", rank=1, seed=0)
     (found,) = sample(sampling, temperature=0.0, stop=[]).sequences
@@ -142,7 +142,7 @@ def test_sequences_have_ids_of_their_own(sampling: LocalSamplingClient) -> None:
     assert len(ids) == 4
 
 
-def test_samples_that_end_do_not_disturb_the_others(sampling: LocalSamplingClient) -> None:
+def test_samples_that_end_early_do_not_change_the_others(sampling: LocalSamplingClient) -> None:
     free = sample(sampling, count=6, max_tokens=12, stop=[]).sequences
     # A token that some sample has early, and another has not.
     stop = free[0].tokens[3]
@@ -208,7 +208,7 @@ def test_a_stop_string_ends_a_sample_with_it(
     assert write(writer, stop) == (text, "stop")
 
 
-def test_a_stop_string_that_does_not_come_ends_nothing(writer: LocalSamplingClient) -> None:
+def test_a_stop_string_that_does_not_occur_has_no_effect(writer: LocalSamplingClient) -> None:
     assert write(writer, "ac") == ("bcdéabc", "length")
 
 
@@ -222,7 +222,7 @@ def test_without_a_limit_a_sample_ends_with_the_context(sampling: LocalSamplingC
     assert len(found.tokens) == 1
 
 
-def test_the_prompt_has_logprobs_if_asked(
+def test_the_prompt_has_logprobs_on_request(
     sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     rows = distributions(sampled_training, PROMPT)
@@ -239,7 +239,7 @@ def test_the_prompt_has_logprobs_if_asked(
     assert sampling.compute_logprobs(prompt([5])).result() == [None]
 
 
-def test_the_samples_are_the_same_whatever_else_is_asked(sampling: LocalSamplingClient) -> None:
+def test_requested_logprobs_do_not_change_the_samples(sampling: LocalSamplingClient) -> None:
     plain = sample(sampling, count=2).sequences
     for options in (
         {"include_prompt_logprobs": True},
@@ -263,7 +263,9 @@ def test_the_likeliest_tokens_of_the_prompt(
         assert [lp for _, lp in row] == pytest.approx(value.tolist(), abs=1e-5)
 
 
-def test_the_last_n_counts_for_the_likeliest_tokens_too(sampling: LocalSamplingClient) -> None:
+def test_prompt_logprobs_last_n_limits_the_likeliest_tokens_too(
+    sampling: LocalSamplingClient,
+) -> None:
     # As the SDK documents prompt_logprobs_last_n.
     options = {
         "include_prompt_logprobs": True,
@@ -337,7 +339,7 @@ def test_alternatives_for_each_token_of_the_prompt(
     assert torch.equal(cold.tokens.to_torch(), rows[:-1].argmax(-1, keepdim=True).expand(-1, 4))
 
 
-def test_the_cold_alternatives_are_the_likeliest(
+def test_alternatives_at_temperature_0_are_the_likeliest(
     sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     # Temperature 0 takes the likeliest, in the prompt as in the samples.

@@ -14,7 +14,9 @@ from steelyard.errors import InputError
 from .data import create, datum, folder_of, logprobs, prompt, sample, saved, train
 
 
-def test_weights_for_sampling_are_sampled_from(service: LocalServiceClient, trained: Any) -> None:
+def test_a_client_of_saved_weights_has_the_logprobs_of_the_training_client(
+    service: LocalServiceClient, trained: Any
+) -> None:
     path = trained.save_weights_for_sampler("s").result().path
     assert path == f"tinker://{trained.model_id}/sampler_weights/s"
     assert not (folder_of(service, path) / "optimizer.safetensors").exists()
@@ -40,7 +42,7 @@ def test_a_sampling_client_keeps_the_weights_it_was_made_with(alone: LocalServic
     assert sampling.compute_logprobs(prompt).result() == before
 
 
-def test_the_twins_give_the_same(sampling: LocalSamplingClient) -> None:
+def test_async_methods_return_the_same_as_sync_methods(sampling: LocalSamplingClient) -> None:
     params = types.SamplingParams(max_tokens=5, seed=3)
 
     async def both() -> tuple[types.SampleResponse, list[float | None]]:

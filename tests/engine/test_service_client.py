@@ -15,7 +15,7 @@ from steelyard.errors import ClosedError, InputError
 from .data import SMALL, create, ragged, saved, squares
 
 
-def test_the_service_says_what_it_knows(service: LocalServiceClient) -> None:
+def test_the_capabilities_list_the_known_models(service: LocalServiceClient) -> None:
     known = service.get_server_capabilities().supported_models
     assert {model.model_name: model.max_context_length for model in known} == {
         "smollm2-135m": 8192,
@@ -75,9 +75,7 @@ def test_the_folder_of_checkpoints_may_come_from_the_environment(
     assert (tmp_path / client.model_id / "weights" / "a" / "checkpoint.json").is_file()
 
 
-def test_an_access_token_is_for_the_tinker_service(
-    service: LocalServiceClient, trained: Any
-) -> None:
+def test_an_access_token_is_an_error(service: LocalServiceClient, trained: Any) -> None:
     path = saved(trained)
     for load in (
         trained.load_state,
@@ -98,7 +96,7 @@ def test_another_optimizer_is_an_error(service: LocalServiceClient, trained: Any
     create(service, optimizer=types.AdamOptimizerConfig())
 
 
-def test_a_closed_service_finishes_what_was_begun_and_refuses_the_rest(tmp_path: Path) -> None:
+def test_a_closed_service_finishes_the_running_call_and_refuses_others(tmp_path: Path) -> None:
     service = LocalServiceClient(checkpoint_dir=tmp_path)
     client = create(service)
     began = threading.Event()

@@ -15,7 +15,7 @@ def test_the_tiny_model_is_the_same_every_time() -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
     expected = torch.rand(2)
     torch.manual_seed(5)
-    assert torch.equal(torch.rand(2), expected)  # and nobody else's chance is touched
+    assert torch.equal(torch.rand(2), expected)  # the global generator is not touched
 
 
 def test_the_tiny_tokenizer_has_a_token_for_each_byte() -> None:

@@ -1,4 +1,4 @@
-"""The engine's gradients against plain transformers and autograd, written by hand, in float64."""
+"""Losses and gradients of the trainer, against plain transformers and autograd in float64."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_several_targets_for_each_position(training: LocalTrainingClient) -> Non
 
 
 @SETTINGS
-def test_a_loss_of_ones_own(training: LocalTrainingClient) -> None:
+def test_custom_loss(training: LocalTrainingClient) -> None:
     data = batch()
 
     def loss(logprobs: Sequence[Tensor]) -> Tensor:
@@ -168,7 +168,7 @@ def test_the_output_is_that_of_transformers(precise: LocalTrainingClient) -> Non
 
 @pytest.mark.parametrize("width", [None, 3])
 @pytest.mark.parametrize("custom", [False, True])
-def test_parts_give_what_the_whole_gives(
+def test_a_batch_split_into_packings_has_the_same_gradients(
     exact: LocalServiceClient, in_parts: LocalServiceClient, width: int | None, custom: bool
 ) -> None:
     data = ragged(4, LENGTHS, width)
@@ -190,7 +190,7 @@ def test_parts_give_what_the_whole_gives(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_targets_of_several_widths_go_together(precise: LocalTrainingClient) -> None:
+def test_targets_of_several_widths_fit_into_one_packing(precise: LocalTrainingClient) -> None:
     data = [*ragged(1, [5, 3], 2), *ragged(2, [4]), *ragged(3, [6], 5)]
     together = precise.forward_backward(data, "cross_entropy").result()
     whole = precise.gradients()
@@ -204,7 +204,7 @@ def test_targets_of_several_widths_go_together(precise: LocalTrainingClient) -> 
 
 
 @pytest.mark.parametrize("parts", [False, True])
-def test_weights_that_changed_on_the_way_have_the_gradient_of_the_new(
+def test_backward_after_a_step_uses_the_new_weights(
     exact: LocalServiceClient, in_parts: LocalServiceClient, parts: bool
 ) -> None:
     client = create(in_parts if parts else exact)
@@ -220,7 +220,7 @@ def test_weights_that_changed_on_the_way_have_the_gradient_of_the_new(
     output = client.forward_backward_custom(data, loss).result()
     found = client.gradients()
     client.optim_step(types.AdamParams(learning_rate=0.0)).result()
-    # By the two passes of a remote client: the old slopes, at the new weights.
+    # As the two passes of a remote client: the old gradients of the log-probs, at the new weights.
     leaves = [row.requires_grad_() for row in seen[0]]
     slopes = torch.autograd.grad(squares(data, leaves)[0], leaves)
     sent = [

@@ -16,7 +16,7 @@ from steelyard.errors import InputError, NonFiniteError
 from .data import LENGTHS, SMALL, close, create, datum, logprobs, ragged, same, squares, train
 
 
-def test_a_step_made_right_after_a_custom_loss_comes_after_it(service: LocalServiceClient) -> None:
+def test_a_step_called_right_after_a_custom_loss_runs_after_it(service: LocalServiceClient) -> None:
     client = create(service)
     start = client.weights()
     client.forward_backward_custom(ragged(0, [6]), squares)
@@ -26,7 +26,7 @@ def test_a_step_made_right_after_a_custom_loss_comes_after_it(service: LocalServ
     assert not same(client.weights(), start)
 
 
-def test_every_twin_works_in_one_event_loop(service: LocalServiceClient) -> None:
+def test_every_async_method_works_in_one_event_loop(service: LocalServiceClient) -> None:
     data = ragged(0, [6, 3])
 
     async def run() -> tuple[Any, ...]:
@@ -70,7 +70,7 @@ def test_every_twin_works_in_one_event_loop(service: LocalServiceClient) -> None
     assert known[0] == known[1] == known[2]
 
 
-def test_five_steps_with_a_seed_are_the_same_bit_for_bit(tmp_path: Path) -> None:
+def test_five_steps_with_one_seed_are_bitwise_equal(tmp_path: Path) -> None:
     found = []
     for run in range(2):
         with LocalServiceClient(checkpoint_dir=tmp_path / str(run)) as service:
@@ -83,7 +83,7 @@ def test_five_steps_with_a_seed_are_the_same_bit_for_bit(tmp_path: Path) -> None
     assert same(*found)
 
 
-def test_forward_leaves_everything_as_it_was(client: LocalTrainingClient) -> None:
+def test_forward_changes_neither_weights_nor_gradients(client: LocalTrainingClient) -> None:
     train(client)
     client.forward_backward(ragged(0, [5]), "cross_entropy").result()
     weights, gradients = client.weights(), client.gradients()
@@ -116,7 +116,7 @@ def test_a_custom_loss_that_is_cross_entropy_has_its_gradient(precise: LocalTrai
     }
 
 
-def test_the_metrics_of_a_custom_loss_are_the_sdks(precise: LocalTrainingClient) -> None:
+def test_the_metrics_of_a_custom_loss_are_those_of_the_sdk(precise: LocalTrainingClient) -> None:
     output = precise.forward_backward_custom(ragged(1, [3, 2]), squares).result()
     flat = torch.cat(logprobs(output)).double()
     loss = flat.sum().square() / 1000 + flat.square().sum()
@@ -128,7 +128,7 @@ def test_the_metrics_of_a_custom_loss_are_the_sdks(precise: LocalTrainingClient)
     }
 
 
-def test_a_datum_that_the_loss_does_not_touch_has_no_gradient(precise: LocalTrainingClient) -> None:
+def test_a_datum_that_the_loss_does_not_use_has_no_gradient(precise: LocalTrainingClient) -> None:
     data = ragged(4, [5, 6])
     precise.forward_backward_custom(data, lambda _, rows: (-rows[0].sum(), {})).result()
     expected = precise.gradients()
@@ -155,7 +155,7 @@ def test_a_custom_loss_may_call_the_client(precise: LocalTrainingClient) -> None
     assert asyncio.run(run()).metrics["tokens"] == 5.0
 
 
-def test_a_custom_loss_of_the_twin_does_not_hold_the_event_loop(
+def test_an_async_custom_loss_does_not_block_the_event_loop(
     client: LocalTrainingClient,
 ) -> None:
     async def run() -> types.ForwardBackwardOutput:
@@ -175,7 +175,7 @@ def test_a_custom_loss_of_the_twin_does_not_hold_the_event_loop(
     assert asyncio.run(run()).metrics["tokens"] == 4.0
 
 
-def test_a_custom_loss_that_fails_leaves_nothing(client: LocalTrainingClient) -> None:
+def test_a_custom_loss_that_fails_accumulates_no_gradient(client: LocalTrainingClient) -> None:
     client.forward_backward(ragged(0, [5]), "cross_entropy").result()
     before = client.gradients()
 
@@ -195,7 +195,7 @@ def test_a_custom_loss_that_fails_leaves_nothing(client: LocalTrainingClient) ->
 
 
 @pytest.mark.parametrize("kind", ["logits", "", 3])
-def test_a_loss_reads_logprobs_alone(client: LocalTrainingClient, kind: Any) -> None:
+def test_another_loss_type_input_is_an_error(client: LocalTrainingClient, kind: Any) -> None:
     with pytest.raises(
         InputError, match=f"loss_type_input must be 'logprobs' or None, got {kind!r}"
     ):
@@ -242,6 +242,6 @@ def test_an_unknown_need_is_an_error_that_lists_the_known(client: LocalTrainingC
         client.open_pass(ragged(0, [4]), ("logits", "attentions"))
 
 
-def test_a_name_for_weights_that_are_not_kept_is_a_warning_as_in_the_sdk(trained: Any) -> None:
+def test_a_name_for_weights_that_are_not_saved_warns_as_in_the_sdk(trained: Any) -> None:
     with pytest.warns(DeprecationWarning, match="name has no effect"):
         trained.save_weights_and_get_sampling_client("name")

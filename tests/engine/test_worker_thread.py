@@ -21,7 +21,7 @@ from .data import SMALL, adapters, create, ragged, same, train
 DATA = ragged(5, [6, 11])
 
 
-def test_a_future_can_be_waited_for_in_every_way(client: LocalTrainingClient) -> None:
+def test_a_future_can_be_waited_for_and_awaited(client: LocalTrainingClient) -> None:
     data = ragged(0, [5])
     expected = client.forward(data, "cross_entropy").result(timeout=600).metrics
 
@@ -33,7 +33,7 @@ def test_a_future_can_be_waited_for_in_every_way(client: LocalTrainingClient) ->
     assert asyncio.run(ways()) == [expected, expected]
 
 
-def test_a_result_that_takes_too_long_can_be_had_later(client: LocalTrainingClient) -> None:
+def test_a_future_that_timed_out_can_be_waited_for_again(client: LocalTrainingClient) -> None:
     gate = threading.Event()
     client._worker.submit(gate.wait)
     future = client.forward(ragged(0, [5]), "cross_entropy")
@@ -60,7 +60,7 @@ def test_calls_run_in_the_order_they_were_made(service: LocalServiceClient) -> N
     assert same(eager.weights(), waiting.weights())
 
 
-def test_adapters_of_dropped_sampling_clients_are_given_back(alone: LocalServiceClient) -> None:
+def test_adapters_of_collected_sampling_clients_are_removed(alone: LocalServiceClient) -> None:
     client = create(alone)
     train(client)
     before = adapters(client)
@@ -76,7 +76,7 @@ def test_adapters_of_dropped_sampling_clients_are_given_back(alone: LocalService
     assert not same(client.weights(), expected)
 
 
-def test_adapters_of_dropped_training_clients_are_given_back(alone: LocalServiceClient) -> None:
+def test_adapters_of_collected_training_clients_are_removed(alone: LocalServiceClient) -> None:
     kept = create(alone)
     dropped = create(alone, seed=1)
     train(dropped)
@@ -93,7 +93,9 @@ def test_adapters_of_dropped_training_clients_are_given_back(alone: LocalService
     train(kept)
 
 
-def test_a_client_may_be_dropped_at_any_moment(alone: LocalServiceClient) -> None:
+def test_a_client_may_be_collected_while_the_executor_holds_its_lock(
+    alone: LocalServiceClient,
+) -> None:
     client = create(alone)
     held = [client.save_weights_and_get_sampling_client()]
 
@@ -111,7 +113,7 @@ def test_a_client_may_be_dropped_at_any_moment(alone: LocalServiceClient) -> Non
     assert adapters(client) == 1
 
 
-def test_a_sample_that_was_asked_for_outlives_its_client(alone: LocalServiceClient) -> None:
+def test_a_queued_sample_outlives_its_client(alone: LocalServiceClient) -> None:
     client = create(alone)
     train(client)
     sampling = client.save_weights_and_get_sampling_client()

@@ -62,9 +62,9 @@ class Model:
 
     @cached_property
     def supports_packing(self) -> bool:
-        """Whether sequences in one row with positions from 0 each do not attend to each other.
+        """True if sequences that share a row, each with positions from 0, do not attend to others.
 
-        Found by a trial, since some architectures take no positions or make no mask of them: two
+        Tested on the model, since some architectures take no positions or make no mask of them: two
         sequences of three tokens in one row must give the second the logits that it has alone.
         """
         if not self._accepts_positions:
@@ -80,10 +80,11 @@ class Model:
 
     @cached_property
     def supports_projection(self) -> bool:
-        """Whether its logits are the output of its output layer, unchanged.
+        """True if the logits are the output of the output layer, unchanged.
 
-        Found by a trial, since some architectures scale or cap their logits afterwards: the output
-        layer is made to return known values from -100 to 100, which must come out of the model.
+        Tested on the model, since some architectures scale or cap their logits afterwards: the
+        output layer is made to return known values from -100 to 100, which the model must return
+        unchanged.
         """
         if not isinstance(self.output_layer, nn.Module):
             return False

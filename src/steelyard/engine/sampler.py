@@ -53,7 +53,7 @@ class RequestedLogprobs:
 
     @property
     def whole_prompt(self) -> bool:
-        """Whether the logits at every position of the prompt are needed, or at the last alone."""
+        """True if the logits at every position of the prompt are needed, not at the last alone."""
         return bool(
             self.prompt_logprobs
             or self.topk_prompt

@@ -172,8 +172,8 @@ class Trainer:
         """Accumulate the gradients of the weights, given those of the outputs of an open pass.
 
         The model runs forward again if the weights have changed since, if the graphs were not kept
-        or were used already, or if memory runs out on the way back through them. A remote client
-        runs it twice in any case: once for the log-probs, once for their gradients.
+        or were used already, or if memory runs out in their backward pass. A remote client runs it
+        twice in any case: once for the log-probs, once for their gradients.
         """
         results, opened.results = opened.results, None
         total, outputs = None, opened.outputs
