@@ -41,7 +41,8 @@ def alone(tmp_path: Path) -> Iterator[LocalServiceClient]:
 
 @pytest.fixture
 def client(service: LocalServiceClient) -> LocalTrainingClient:
-    return create(service)
+    client: LocalTrainingClient = create(service)
+    return client
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def trained(client: LocalTrainingClient) -> LocalTrainingClient:
 @pytest.fixture
 def precise(exact: LocalServiceClient) -> LocalTrainingClient:
     """A client in float64 after one step."""
-    client = create(exact)
+    client: LocalTrainingClient = create(exact)
     train(client)
     return client
 
@@ -62,7 +63,7 @@ def precise(exact: LocalServiceClient) -> LocalTrainingClient:
 @pytest.fixture(scope="module")
 def sampled_training(exact: LocalServiceClient) -> LocalTrainingClient:
     """The training client whose weights `sampling` has."""
-    client = create(exact)
+    client: LocalTrainingClient = create(exact)
     train(client, 3)
     return client
 

@@ -202,7 +202,7 @@ def test_a_completed_future_has_its_value() -> None:
     assert future.future().done()
     assert future.result(timeout=0) == [1]
 
-    async def awaited() -> list[int]:
+    async def awaited() -> object:
         return await future
 
     assert asyncio.run(awaited()) == [1]

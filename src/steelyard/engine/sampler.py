@@ -36,8 +36,8 @@ class RequestedLogprobs:
     """Log-probs that a sampling call requests beside the samples and their own.
 
     Attributes:
-        prompt_logprobs: whether those of the prompt's tokens are.
-        last_n: of its last n tokens alone; None: of all.
+        prompt_logprobs: whether the log-probs of the prompt's own tokens are requested.
+        last_n: limits them to the last n tokens; None: all.
         topk_prompt: number of the likeliest tokens at each position of the prompt.
         topk_sample: number of the likeliest tokens at each position of a sample.
         targets: chosen tokens at each position of the prompt, `[T - 1, K]`, -1 for none.
@@ -71,7 +71,7 @@ class _Sample:
 
 
 class TokenSampler:
-    """Samples from a model with an adapter, or from the base model if that is None."""
+    """Samples from a model with an adapter, or from the base model if the adapter is None."""
 
     def __init__(self, model: Model, adapter: Adapter | None) -> None:
         self.model = model
@@ -158,10 +158,8 @@ class TokenSampler:
         if requested.prompt_logprobs:
             fields["prompt_logprobs_np"] = _prompt_logprobs(prompt, logprobs, requested.last_n)
         if requested.topk_prompt:
-            shape, first = (
-                (len(prompt), requested.topk_prompt),
-                _first_index(prompt, requested.last_n),
-            )
+            shape = (len(prompt), requested.topk_prompt)
+            first = _first_index(prompt, requested.last_n)
             values, ids = logprobs[first - 1 : -1].topk(requested.topk_prompt)
             top = TopkLogprobs(np.zeros(shape, np.int32), np.full(shape, MASK_LOGPROB, np.float32))
             top.token_ids[first:], top.logprobs[first:] = ids.numpy(), values.numpy()
