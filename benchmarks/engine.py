@@ -73,7 +73,7 @@ def ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
 
 def padded(client: LocalTrainingClient, data: Sequence[types.Datum]) -> Callable[[], object]:
     """The same model and loss with every row padded to the longest, without packing."""
-    model, adapter = client._host.model, client._trainer.adapter
+    model, adapter = client._worker.model, client._trainer.adapter
     rows = [torch.tensor(each.model_input.to_ints()) for each in data]
     targets = [each.loss_fn_inputs["target_tokens"].to_torch() for each in data]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -1,4 +1,4 @@
-"""Training by hand: plain transformers, LoRA as two matrices, torch's autograd and AdamW."""
+"""Reference training: plain transformers, LoRA as two matrices, torch's autograd and AdamW."""
 
 from __future__ import annotations
 

@@ -18,16 +18,16 @@ SHAPES = {"a": (3, 4), "b": (5,)}
 
 
 def adapter(seed: int = 0) -> Adapter:
-    dice = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     parameters = {
-        key: nn.Parameter(torch.randn(shape, generator=dice)) for key, shape in SHAPES.items()
+        key: nn.Parameter(torch.randn(shape, generator=generator)) for key, shape in SHAPES.items()
     }
     return Adapter("a0", LoraSettings(rank=2, seed=0), parameters)
 
 
 def some(seed: int, scale: float = 1.0) -> list[Tensor]:
-    dice = torch.Generator().manual_seed(seed)
-    return [scale * torch.randn(shape, generator=dice) for shape in SHAPES.values()]
+    generator = torch.Generator().manual_seed(seed)
+    return [scale * torch.randn(shape, generator=generator) for shape in SHAPES.values()]
 
 
 def by_hand(
@@ -66,7 +66,7 @@ def test_a_step_is_that_of_adamw_by_hand(params: types.AdamParams) -> None:
     start = list(mine.weights().values())
     gradients = [some(seed) for seed in range(5)]
     for step in gradients:
-        mine.gather(step)
+        mine.accumulate(step)
         mine.step(params)
     expected = by_hand(start, gradients, params)
     for found, wanted, first in zip(mine.weights().values(), expected, start, strict=True):
@@ -74,13 +74,13 @@ def test_a_step_is_that_of_adamw_by_hand(params: types.AdamParams) -> None:
         assert not torch.equal(found, first)
 
 
-def test_the_defaults_are_tinkers() -> None:
+def test_the_default_settings_are_those_of_tinker() -> None:
     # torch.optim.AdamW (torch 2.13) driven with what the SDK documents.
     mine = adapter()
     leaves = [weight.clone().requires_grad_() for weight in mine.weights().values()]
     theirs = torch.optim.AdamW(leaves, lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
     for seed in range(4):
-        mine.gather(some(seed, 1e-9))  # so small that eps counts
+        mine.accumulate(some(seed, 1e-9))  # so small that eps counts
         mine.step(types.AdamParams())
         for leaf, gradient in zip(leaves, some(seed, 1e-9), strict=True):
             leaf.grad = gradient
@@ -90,35 +90,35 @@ def test_the_defaults_are_tinkers() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
-def test_the_norm_is_that_before_clipping(clip: float) -> None:
+def test_a_step_returns_the_norm_before_clipping(clip: float) -> None:
     mine = adapter()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     norm = mine.step(types.AdamParams(grad_clip_norm=clip))
     expected = math.sqrt(sum(float(part.square().sum()) for part in some(1)))
     assert norm == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_is_gathered_is_added_up_and_gone_after_a_step() -> None:
+def test_gradients_accumulate_as_a_sum_until_a_step_clears_them() -> None:
     mine = adapter()
     assert all(not bool(gradient.any()) for gradient in mine.gradients().values())
-    mine.gather(some(1))
-    mine.gather(some(2))
+    mine.accumulate(some(1))
+    mine.accumulate(some(2))
     for found, first, second in zip(mine.gradients().values(), some(1), some(2), strict=True):
         assert torch.equal(found, first + second)
     mine.step(SMALL)
     assert all(not bool(gradient.any()) for gradient in mine.gradients().values())
 
 
-def test_none_is_no_gradient() -> None:
+def test_a_gradient_of_none_counts_as_zeros() -> None:
     mine = adapter()
-    mine.gather([None, torch.ones(5)])
+    mine.accumulate([None, torch.ones(5)])
     assert torch.equal(mine.gradients()["a"], torch.zeros(3, 4))
     assert torch.equal(mine.gradients()["b"], torch.ones(5))
 
 
-def test_copies_are_copies() -> None:
+def test_weights_and_gradients_are_returned_as_copies() -> None:
     mine = adapter()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     for copy in (mine.weights(), mine.gradients()):
         copy["a"].zero_()
     assert bool(mine.weights()["a"].any())
@@ -128,17 +128,17 @@ def test_copies_are_copies() -> None:
 @pytest.mark.parametrize(("bad", "kind"), [(math.nan, "nan"), (math.inf, "inf")])
 def test_a_gradient_that_is_not_finite_adds_nothing(bad: float, kind: str) -> None:
     mine = adapter()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     before = mine.gradients()
     with pytest.raises(NonFiniteError, match="the gradient of the weights must be finite") as error:
-        mine.gather([torch.ones(3, 4), torch.tensor([0.0, 0.0, bad, 0.0, 0.0])])
+        mine.accumulate([torch.ones(3, 4), torch.tensor([0.0, 0.0, bad, 0.0, 0.0])])
     assert error.value.kind == kind
     assert same(mine.gradients(), before)
 
 
-def test_a_step_without_gradients_is_one_with_zeros() -> None:
+def test_a_step_without_gradients_equals_a_step_with_zero_gradients() -> None:
     mine = adapter()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     mine.step(SMALL)
     start = mine.weights()
     assert mine.step(SMALL) == 0.0
@@ -151,7 +151,7 @@ def test_a_step_without_gradients_is_one_with_zeros() -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-6)
 
 
-def test_a_first_step_without_gradients_moves_nothing() -> None:
+def test_a_first_step_without_gradients_changes_no_weight() -> None:
     mine = adapter()
     start = mine.weights()
     assert mine.step(SMALL) == 0.0
@@ -161,7 +161,7 @@ def test_a_first_step_without_gradients_moves_nothing() -> None:
 def test_the_version_counts_changes_of_the_weights() -> None:
     mine = adapter()
     before = mine.version
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     assert mine.version == before
     mine.step(SMALL)
     assert mine.version == before + 1
@@ -169,42 +169,42 @@ def test_the_version_counts_changes_of_the_weights() -> None:
     assert mine.version == before + 2
 
 
-def test_a_step_goes_on_from_loaded_moments_bit_for_bit() -> None:
+def test_a_step_after_loading_the_optimizer_state_is_bitwise_equal() -> None:
     mine, other = adapter(), adapter(1)
     for seed in range(3):
-        mine.gather(some(seed))
+        mine.accumulate(some(seed))
         mine.step(SMALL)
-    other.load(mine.weights(), mine.moments())
+    other.load(mine.weights(), mine.optimizer_state())
     for one in (mine, other):
-        one.gather(some(7))
+        one.accumulate(some(7))
         one.step(SMALL)
     assert same(mine.weights(), other.weights())
-    assert same(mine.moments(), other.moments())
+    assert same(mine.optimizer_state(), other.optimizer_state())
 
 
-def test_what_was_loaded_is_the_callers_to_keep() -> None:
+def test_loaded_tensors_are_copied() -> None:
     mine, other = adapter(), adapter(1)
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     mine.step(SMALL)
-    weights, moments = mine.weights(), mine.moments()
+    weights, moments = mine.weights(), mine.optimizer_state()
     other.load(weights, moments)
-    other.gather(some(2))
+    other.accumulate(some(2))
     other.step(SMALL)
     assert same(weights, mine.weights())
-    assert same(moments, mine.moments())
+    assert same(moments, mine.optimizer_state())
 
 
-def test_without_moments_the_optimizer_starts_anew() -> None:
+def test_loading_without_optimizer_state_starts_a_fresh_optimizer() -> None:
     mine, fresh = adapter(), adapter()
     start = mine.weights()
-    mine.gather(some(1))
+    mine.accumulate(some(1))
     mine.step(SMALL)
-    mine.gather(some(5))
+    mine.accumulate(some(5))
     mine.load(start, None)
-    assert mine.moments() == {}
+    assert mine.optimizer_state() == {}
     assert all(not bool(gradient.any()) for gradient in mine.gradients().values())
     for one in (mine, fresh):
-        one.gather(some(2))
+        one.accumulate(some(2))
         one.step(SMALL)
     assert same(mine.weights(), fresh.weights())
 
@@ -219,7 +219,7 @@ def test_without_moments_the_optimizer_starts_anew() -> None:
         ),
     ],
 )
-def test_weights_of_another_kind_are_an_error(weights: Any, message: str) -> None:
+def test_loading_weights_of_other_names_or_shapes_is_an_error(weights: Any, message: str) -> None:
     mine = adapter()
     start = mine.weights()
     with pytest.raises(StateError, match=message):
@@ -227,7 +227,7 @@ def test_weights_of_another_kind_are_an_error(weights: Any, message: str) -> Non
     assert same(mine.weights(), start)
 
 
-def test_moments_of_another_kind_are_an_error_and_change_nothing() -> None:
+def test_loading_another_optimizer_state_is_an_error_and_changes_nothing() -> None:
     mine = adapter()
     start = mine.weights()
     with pytest.raises(StateError, match="optimizer must be those of"):
@@ -261,7 +261,7 @@ def test_bad_settings_are_an_error(field: str, value: float, rule: str) -> None:
 
 
 @pytest.mark.parametrize("params", [types.DimuonParams(learning_rate=0.1), None, 0.1])
-def test_adamw_is_the_one_optimizer(params: Any) -> None:
+def test_settings_of_another_optimizer_are_an_error(params: Any) -> None:
     with pytest.raises(InputError, match=r"optim_params must be tinker\.types\.AdamParams"):
         check_adam(params)
 
@@ -278,15 +278,14 @@ def test_a_seed_that_torch_cannot_take_is_an_error(seed: Any) -> None:
         LoraSettings(seed=seed)
 
 
-def test_something_must_be_trained() -> None:
+def test_settings_that_train_no_layers_are_an_error() -> None:
     with pytest.raises(InputError, match="at least one of train_mlp, train_attn and train_unembed"):
         LoraSettings(train_mlp=False, train_attn=False, train_unembed=False)
 
 
-# Through the client.
-
-
-def test_a_step_tells_the_norm_of_what_was_gathered(client: LocalTrainingClient) -> None:
+def test_optim_step_reports_the_norm_of_the_accumulated_gradients(
+    client: LocalTrainingClient,
+) -> None:
     train(client)
     client.forward_backward(ragged(1, [5]), "cross_entropy")
     client.forward_backward(ragged(2, [3]), "cross_entropy")
@@ -313,7 +312,7 @@ def test_gradients_add_up_over_calls(exact: LocalServiceClient) -> None:
         assert bool(found.any())
 
 
-def test_bad_settings_leave_what_was_gathered(client: LocalTrainingClient) -> None:
+def test_bad_settings_leave_the_accumulated_gradients(client: LocalTrainingClient) -> None:
     client.forward_backward(ragged(1, [5]), "cross_entropy").result()
     weights, gradients = client.weights(), client.gradients()
     dimuon: Any = types.DimuonParams(learning_rate=0.1)

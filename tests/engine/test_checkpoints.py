@@ -13,116 +13,29 @@ import peft
 import pytest
 import safetensors.torch
 import torch
-from tinker import types
 
-from steelyard.engine import LocalServiceClient, LocalTrainingClient, tiny
-from steelyard.engine.checkpoints import Checkpoint, Checkpoints
-from steelyard.errors import CheckpointError, InputError
+from steelyard.engine import LocalServiceClient, tiny
+from steelyard.engine.checkpoint_contents import CheckpointContents
+from steelyard.engine.checkpoints import Checkpoints
+from steelyard.errors import CheckpointError
 
-from .data import SMALL, base, datum, logprobs, ragged, same, train
-
-DATA = ragged(2, [8, 5])
-
-
-def create(service: LocalServiceClient, base_model: str = "tiny-random", **more: Any) -> Any:
-    return service.create_lora_training_client(base_model, **{"rank": 4, "seed": 0, **more})
-
-
-def go_on(client: Any, steps: int = 2) -> dict[str, torch.Tensor]:
-    for _ in range(steps):
-        client.forward_backward(DATA, "cross_entropy")
-        client.optim_step(SMALL).result()
-    weights: dict[str, torch.Tensor] = client.weights()
-    return weights
+from .data import (
+    base,
+    check_load_fails,
+    create,
+    datum,
+    folder_of,
+    logprobs,
+    same,
+    saved,
+    train,
+    train_on,
+)
 
 
-@pytest.fixture
-def trained(client: LocalTrainingClient) -> LocalTrainingClient:
-    train(client, 2)
-    return client
-
-
-def folder_of(service: LocalServiceClient, path: str) -> Path:
-    found = service.checkpoints._find(path)
-    assert found.is_dir()
-    return found
-
-
-def saved(client: Any, name: str = "a", **more: Any) -> str:
-    path: str = client.save_state(name, **more).result().path
-    return path
-
-
-# Saving and loading.
-
-
-def test_training_goes_on_bit_for_bit_with_the_optimizer(
+def test_a_checkpoint_loads_by_the_path_of_its_folder(
     service: LocalServiceClient, trained: Any
 ) -> None:
-    path = saved(trained)
-    assert path == f"tinker://{trained.model_id}/weights/a"
-    expected = go_on(trained)
-    response = trained.load_state_with_optimizer(path).result()
-    assert (response.path, response.model_id) == (path, trained.model_id)
-    assert same(go_on(trained), expected)
-    resumed = service.create_training_client_from_state_with_optimizer(path)
-    assert resumed.model_id != trained.model_id
-    assert same(go_on(resumed), expected)
-
-
-def test_without_the_optimizer_it_starts_anew(service: LocalServiceClient, trained: Any) -> None:
-    path = saved(trained)
-    start = trained.weights()
-    with_optimizer = go_on(trained)
-    trained.load_state(path).result()
-    assert same(trained.weights(), start)
-    without = go_on(trained)
-    assert not same(without, with_optimizer)
-    resumed = service.create_training_client_from_state(path)
-    assert same(resumed.weights(), start)
-    assert same(go_on(resumed), without)
-
-
-def test_a_checkpoint_before_the_first_step_has_no_moments_and_loads(
-    service: LocalServiceClient, client: Any
-) -> None:
-    path = saved(client)
-    expected = go_on(client)
-    client.load_state_with_optimizer(path).result()
-    assert same(go_on(client), expected)
-
-
-def test_gradients_that_were_gathered_are_not_saved_and_go_with_a_load(trained: Any) -> None:
-    trained.forward_backward(DATA, "cross_entropy").result()
-    path = saved(trained)
-    assert any(bool(gradient.any()) for gradient in trained.gradients().values())
-    trained.load_state(path).result()
-    assert not any(bool(gradient.any()) for gradient in trained.gradients().values())
-
-
-def test_a_state_is_saved_as_it_is_when_its_turn_comes(trained: Any) -> None:
-    gate = threading.Event()
-    trained._host.later(gate.wait)
-    trained.forward_backward(DATA, "cross_entropy")
-    trained.optim_step(SMALL)
-    saving = trained.save_state("turn")
-    trained.forward_backward(DATA, "cross_entropy")
-    trained.optim_step(SMALL)
-    gate.set()
-    last = trained.weights()
-    trained.load_state_with_optimizer(saving.result().path).result()
-    assert not same(trained.weights(), last)
-    assert same(go_on(trained, 1), last)
-
-
-def test_the_settings_of_an_adapter_come_back(service: LocalServiceClient) -> None:
-    client = create(service, rank=2, seed=5, train_mlp=False, train_unembed=False)
-    resumed = service.create_training_client_from_state(saved(client))
-    assert resumed.get_info().lora_rank == 2
-    assert same(resumed.weights(), client.weights())
-
-
-def test_the_path_of_a_folder_works_too(service: LocalServiceClient, trained: Any) -> None:
     folder = folder_of(service, saved(trained))
     expected = trained.weights()
     other = create(service, seed=9)
@@ -142,37 +55,6 @@ def test_a_checkpoint_of_one_service_loads_in_another(
         )
 
 
-def test_the_folder_of_checkpoints_may_come_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STEELYARD_CHECKPOINTS", str(tmp_path))
-    with LocalServiceClient() as service:
-        client = create(service)
-        saved(client)
-    assert (tmp_path / client.model_id / "weights" / "a" / "checkpoint.json").is_file()
-
-
-def test_weights_for_sampling_are_sampled_from(service: LocalServiceClient, trained: Any) -> None:
-    path = trained.save_weights_for_sampler("s").result().path
-    assert path == f"tinker://{trained.model_id}/sampler_weights/s"
-    assert not (folder_of(service, path) / "optimizer.safetensors").exists()
-    prompt = types.ModelInput.from_ints([1, 2, 3, 4])
-    output = trained.forward([datum([1, 2, 3], [2, 3, 4])], "cross_entropy").result()
-    expected = [None, *logprobs(output)[0].tolist()]
-    for sampling in (
-        service.create_sampling_client(model_path=path),
-        service.create_sampling_client(model_path=path, base_model="tiny-random"),
-        trained.create_sampling_client(path),
-        service.create_sampling_client(model_path=saved(trained)),
-    ):
-        assert sampling.compute_logprobs(prompt).result() == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_name_for_weights_that_are_not_kept_is_a_warning_as_in_the_sdk(trained: Any) -> None:
-    with pytest.warns(DeprecationWarning, match="name has no effect"):
-        trained.save_weights_and_get_sampling_client("name")
-
-
 def test_peft_loads_the_folder(service: LocalServiceClient, trained: Any) -> None:
     folder = folder_of(service, saved(trained))
     model = peft.PeftModel.from_pretrained(tiny.build(torch.float32), folder).eval()
@@ -184,10 +66,7 @@ def test_peft_loads_the_folder(service: LocalServiceClient, trained: Any) -> Non
     assert not torch.allclose(rows, plain, atol=1e-2)
 
 
-# Names.
-
-
-def test_a_name_is_taken_once(trained: Any) -> None:
+def test_a_name_that_is_taken_is_an_error(trained: Any) -> None:
     path = saved(trained)
     first = trained.weights()
     train(trained)
@@ -200,7 +79,7 @@ def test_a_name_is_taken_once(trained: Any) -> None:
         trained.save_weights_for_sampler("a").result()
 
 
-def test_an_overwritten_checkpoint_is_the_new_one_and_nothing_is_left_of_the_old(
+def test_overwriting_replaces_a_checkpoint_and_removes_the_old_files(
     service: LocalServiceClient, trained: Any
 ) -> None:
     path = saved(trained, user_metadata={"a": "1"})
@@ -230,16 +109,6 @@ def test_a_good_name_is_taken(trained: Any, name: str) -> None:
     trained.load_state(path).result()
 
 
-# Time to live, metadata, companions.
-
-
-@pytest.mark.parametrize("ttl", [0, -1, 1.5, "60", True])
-def test_a_bad_time_to_live_is_an_error(trained: Any, ttl: Any) -> None:
-    for save in (trained.save_state, trained.save_weights_for_sampler):
-        with pytest.raises(InputError, match="ttl_seconds must be a whole number >= 1 or None"):
-            save("a", ttl)
-
-
 def test_a_checkpoint_expires(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(trained, ttl_seconds=60)
     trained.load_state(path).result()
@@ -250,103 +119,6 @@ def test_a_checkpoint_expires(trained: Any, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(CheckpointError, match="has expired"):
         trained.load_state(path).result()
     trained.load_state(saved(trained, "kept")).result()
-
-
-def test_metadata_are_saved(tmp_path: Path) -> None:
-    with LocalServiceClient({"user": "u", "x": "0"}, checkpoint_dir=tmp_path) as service:
-        client = create(service, user_metadata={"x": "1", "run": "r"})
-        folder = folder_of(service, saved(client, user_metadata={"run": "s"}))
-        info = json.loads((folder / "checkpoint.json").read_text())
-        assert info["user_metadata"] == {"user": "u", "x": "1", "run": "s"}
-        assert info["base_model"] == "tiny-random"
-        assert info["model_id"] == client.model_id
-        assert info["lora"]["rank"] == 4
-
-
-class Counter:
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.count = state["count"]
-
-
-def test_a_companion_is_saved_and_loaded_with_the_client(
-    service: LocalServiceClient, trained: Any
-) -> None:
-    counter, other = Counter(3), Counter(10)
-    trained.attach("counter", counter)
-    trained.attach("other", other)
-    path = saved(trained)
-    counter.count, other.count = 4, 11
-    trained.load_state(path).result()
-    assert (counter.count, other.count) == (3, 10)
-    # A client made from the checkpoint gives each companion its state when it comes.
-    resumed = service.create_training_client_from_state(path)
-    late = Counter()
-    resumed.attach("counter", late)
-    assert late.count == 3
-    # A companion that the checkpoint does not know keeps its own.
-    third = Counter(7)
-    resumed.attach("third", third)
-    resumed.load_state_with_optimizer(path).result()
-    assert third.count == 7
-
-
-def test_a_companion_whose_state_is_not_ready_for_json_is_an_error(
-    service: LocalServiceClient, trained: Any
-) -> None:
-    path = saved(trained)
-    trained.attach("odd", Counter(torch.ones(2)))  # type: ignore[arg-type]  # that is the point
-    with pytest.raises(CheckpointError, match=r"the checkpoint 'b' must be ready for JSON, and"):
-        saved(trained, "b")
-    assert len(list(folder_of(service, path).parent.iterdir())) == 2  # nothing of b
-    trained.load_state(path).result()
-
-
-def test_a_companion_is_saved_as_it_is_when_the_call_is_made(trained: Any) -> None:
-    counter = Counter(3)
-    trained.attach("counter", counter)
-    gate = threading.Event()
-    trained._host.later(gate.wait)
-    saving = trained.save_state("c")
-    counter.count = 4
-    gate.set()
-    trained.load_state(saving.result().path).result()
-    assert counter.count == 3
-
-
-def test_a_companion_stays_as_it_is_if_the_checkpoint_cannot_be_loaded(
-    service: LocalServiceClient, trained: Any
-) -> None:
-    counter = Counter(3)
-    trained.attach("counter", counter)
-    path = saved(trained)
-    counter.count = 4
-    narrow = create(service, rank=2)
-    narrow.attach("counter", counter)
-    with pytest.raises(CheckpointError):
-        narrow.load_state(path).result()
-    assert counter.count == 4
-
-
-# What cannot be loaded.
-
-
-def refused(client: Any, path: Any, message: str, *, optimizer: bool = False) -> None:
-    """The load fails with a clear error, and the client is as it was and still trains."""
-    client.forward_backward(DATA, "cross_entropy").result()
-    weights, gradients = client.weights(), client.gradients()
-    load = client.load_state_with_optimizer if optimizer else client.load_state
-    with pytest.raises(CheckpointError, match=message):
-        load(path).result()
-    assert same(client.weights(), weights)
-    assert same(client.gradients(), gradients)
-    client.optim_step(SMALL).result()
-    assert not same(client.weights(), weights)
 
 
 @pytest.mark.parametrize(
@@ -362,10 +134,10 @@ def refused(client: Any, path: Any, message: str, *, optimizer: bool = False) ->
         (3, "path must be that of a checkpoint, and 3 is none"),
     ],
 )
-def test_what_is_not_there_is_an_error(
+def test_a_path_without_a_checkpoint_is_an_error(
     service: LocalServiceClient, client: Any, path: Any, message: str
 ) -> None:
-    refused(client, path, message)
+    check_load_fails(client, path, message)
     for load in (
         service.create_training_client_from_state,
         service.create_training_client_from_state_with_optimizer,
@@ -422,7 +194,9 @@ def test_a_damaged_checkpoint_is_an_error(
 ) -> None:
     path = saved(trained)
     damage(folder_of(service, path) / name)
-    refused(trained, path, "the checkpoint .* must be whole, and it is damaged", optimizer=True)
+    check_load_fails(
+        trained, path, "the checkpoint .* must be whole, and it is damaged", optimizer=True
+    )
     with pytest.raises(CheckpointError, match="damaged"):
         service.create_training_client_from_state(path)
     with pytest.raises(CheckpointError, match="damaged"):
@@ -430,82 +204,18 @@ def test_a_damaged_checkpoint_is_an_error(
 
 
 def test_a_folder_that_is_no_checkpoint_is_an_error(client: Any, tmp_path: Path) -> None:
-    refused(client, str(tmp_path), "path must be that of a checkpoint, and .* is none")
+    check_load_fails(client, str(tmp_path), "path must be that of a checkpoint, and .* is none")
 
 
-def test_a_checkpoint_of_another_model_is_an_error(
-    service: LocalServiceClient, client: Any, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    tiny.build(torch.float32).save_pretrained(folder)
-    other = create(service, str(folder))
-    path = saved(other)
-    refused(client, path, f"must be that of a checkpoint of 'tiny-random', and .*'{folder}'")
-    for load in (
-        service.create_training_client_from_state,
-        service.create_training_client_from_state_with_optimizer,
-        service.create_sampling_client,
-    ):
-        with pytest.raises(CheckpointError, match="base_model must be that of the checkpoint"):
-            load(path, "tiny-random")
-    assert same(service.create_training_client_from_state(path).weights(), other.weights())
-
-
-def test_a_checkpoint_of_another_rank_is_an_error(service: LocalServiceClient, client: Any) -> None:
-    wide = create(service, rank=8)
-    refused(client, saved(wide), r"does not fit: weights\[.*\] must have the shape \[4, ")
-
-
-def test_a_checkpoint_of_other_layers_is_an_error(service: LocalServiceClient, client: Any) -> None:
-    narrow = create(service, train_mlp=False)
-    refused(client, saved(narrow), "does not fit: weights must be those of a model and rank like")
-
-
-def test_weights_for_sampling_have_no_optimizer(service: LocalServiceClient, trained: Any) -> None:
-    path = trained.save_weights_for_sampler("s").result().path
-    refused(trained, path, "a checkpoint with an optimizer, as save_state writes", optimizer=True)
-    with pytest.raises(CheckpointError, match="holds weights alone"):
-        service.create_training_client_from_state_with_optimizer(path)
-    saved_weights = service.create_training_client_from_state(path)
-    trained.load_state(path).result()
-    assert same(saved_weights.weights(), trained.weights())
-
-
-def test_an_access_token_is_for_the_tinker_service(
-    service: LocalServiceClient, trained: Any
-) -> None:
-    path = saved(trained)
-    for load in (
-        trained.load_state,
-        trained.load_state_with_optimizer,
-        service.create_training_client_from_state,
-        service.create_training_client_from_state_with_optimizer,
-    ):
-        with pytest.raises(InputError, match="weights_access_token is for the Tinker service"):
-            load(path, weights_access_token="token")
-
-
-def test_another_optimizer_is_an_error(service: LocalServiceClient, trained: Any) -> None:
-    dimuon = types.DimuonOptimizerConfig()
-    with pytest.raises(InputError, match="optimizer must be AdamOptimizerConfig"):
-        create(service, optimizer=dimuon)
-    with pytest.raises(InputError, match="optimizer must be AdamOptimizerConfig"):
-        service.create_training_client_from_state(saved(trained), optimizer=dimuon)
-    create(service, optimizer=types.AdamOptimizerConfig())
-
-
-# Whole or not at all.
-
-
-def small(number: int) -> Checkpoint:
+def small(number: int) -> CheckpointContents:
     """Everything in it says the number, and much of it."""
     tensor = torch.full((1000,), float(number))
-    return Checkpoint(
+    return CheckpointContents(
         {"n": number, "base_model": "m", "lora": {}}, {"w": tensor}, {"m": tensor}, {"n": number}
     )
 
 
-def test_a_reader_never_sees_half(tmp_path: Path) -> None:
+def test_a_reader_sees_whole_checkpoints_while_they_are_overwritten(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
     done = threading.Event()
@@ -525,9 +235,9 @@ def test_a_reader_never_sees_half(tmp_path: Path) -> None:
     seen: list[int] = []
     while not done.is_set():
         found = checkpoints.read(path)
-        assert found.moments is not None
+        assert found.optimizer_state is not None
         numbers = {found.info["n"], found.config["n"]}
-        for tensor in (found.weights["w"], found.moments["m"]):
+        for tensor in (found.weights["w"], found.optimizer_state["m"]):
             numbers |= set(tensor.tolist())
         assert len(numbers) == 1
         seen.extend(numbers)
@@ -537,7 +247,7 @@ def test_a_reader_never_sees_half(tmp_path: Path) -> None:
     assert checkpoints.read(path).info["n"] == 59
 
 
-def test_a_checkpoint_replaced_while_it_is_read_is_read_anew(
+def test_a_checkpoint_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -556,11 +266,11 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_anew(
     monkeypatch.setattr(safetensors.torch, "load", meanwhile)
     found = checkpoints.read(path)
     assert found.info["n"] == found.config["n"] == 1
-    assert found.moments is not None
-    assert found.weights["w"][0] == found.moments["m"][0] == 1
+    assert found.optimizer_state is not None
+    assert found.weights["w"][0] == found.optimizer_state["m"][0] == 1
 
 
-def test_the_old_checkpoint_is_there_until_the_last_move(
+def test_the_old_checkpoint_is_readable_until_the_link_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -578,7 +288,7 @@ def test_the_old_checkpoint_is_there_until_the_last_move(
     assert seen == [0, 1]
 
 
-def test_a_write_that_fails_at_the_last_move_leaves_nothing(tmp_path: Path) -> None:
+def test_a_write_that_fails_at_the_link_leaves_no_files(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     blocked = tmp_path / "run" / "weights" / "a"
     blocked.mkdir(parents=True)
@@ -593,7 +303,7 @@ def test_a_write_that_fails_at_the_last_move_leaves_nothing(tmp_path: Path) -> N
     assert checkpoints.read(path).info["n"] == 2
 
 
-def test_what_a_killed_writer_left_does_not_stop_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_do_not_stop_the_next_write(tmp_path: Path) -> None:
     # Whatever it left, at whatever moment: each entry of a write that is stopped half-way.
     checkpoints = Checkpoints(tmp_path)
     parent = tmp_path / "run" / "weights"
@@ -615,7 +325,7 @@ def test_what_a_killed_writer_left_does_not_stop_the_next(tmp_path: Path) -> Non
     assert checkpoints.read(path).info["n"] == 1
 
 
-def test_old_leftovers_are_swept_and_fresh_ones_stay(tmp_path: Path) -> None:
+def test_old_leftovers_are_removed_and_recent_ones_are_not(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
     parent = tmp_path / "run" / "weights"
@@ -634,12 +344,12 @@ def test_old_leftovers_are_swept_and_fresh_ones_stay(tmp_path: Path) -> None:
     assert checkpoints.read(path).info["n"] == 0
 
 
-def test_a_disk_that_refuses_leaves_the_old_checkpoint_and_the_client(
+def test_a_failed_write_leaves_the_old_checkpoint_and_the_client(
     service: LocalServiceClient, trained: Any
 ) -> None:
     path = saved(trained)
     before = trained.weights()
-    after = go_on(trained)
+    after = train_on(trained)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
@@ -652,6 +362,6 @@ def test_a_disk_that_refuses_leaves_the_old_checkpoint_and_the_client(
     assert same(trained.weights(), after)
     trained.load_state_with_optimizer(path).result()
     assert same(trained.weights(), before)
-    assert same(go_on(trained), after)
+    assert same(train_on(trained), after)
     trained.load_state(saved(trained, "b")).result()
     assert same(trained.weights(), after)

@@ -33,7 +33,7 @@ def without_targets() -> types.Datum:
     )
 
 
-# What is given to the client, and what the error says.
+# Bad data, and the pattern of the error.
 BAD: dict[str, tuple[Any, str]] = {
     "no data": ([], r"data must be a list of at least one Datum, got \[\]"),
     "no list": (None, r"data must be a list of at least one Datum, got None"),
@@ -55,7 +55,7 @@ BAD: dict[str, tuple[Any, str]] = {
         [datum([1, -1], [1, 2])],
         r"data\[0\]\.model_input must hold tokens from 0 to 511.*got -1",
     ),
-    "a token beyond all numbers": (
+    "a token above 64 bits": (
         [datum([1, 2**70], [1, 2])],
         r"data\[0\]\.model_input must hold tokens from 0 to 511.*got 1180591620717411303424",
     ),
@@ -144,7 +144,7 @@ def test_a_field_that_a_loss_must_have_is_named(field: str) -> None:
         read_examples([datum([1, 2], **fields)], {"logprobs": None, "advantages": None}, LIMITS)
 
 
-def test_an_example_has_what_its_datum_has() -> None:
+def test_an_example_has_the_tensors_of_its_datum() -> None:
     (example,) = read_examples([datum([4, 5], [5, 6], weights=[0.5, 2.0])], WEIGHTS, LIMITS)
     assert example.tokens.tolist() == [4, 5]
     assert example.targets.tolist() == [5, 6]
@@ -194,7 +194,7 @@ def used(service: LocalServiceClient) -> LocalTrainingClient:
 
 
 @pytest.mark.parametrize(("data", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_data_leave_the_client_as_it_was(
+def test_bad_data_leave_the_client_unchanged(
     used: LocalTrainingClient, data: Any, message: str
 ) -> None:
     used.forward_backward(ragged(1, [5]), "cross_entropy").result()
@@ -232,7 +232,7 @@ def test_bad_data_stop_a_custom_loss_before_it_is_called(
     assert same(used.gradients(), gradients)
 
 
-def test_a_custom_loss_reads_no_weights_and_does_not_mind_bad_ones(
+def test_a_custom_loss_ignores_the_field_weights(
     used: LocalTrainingClient,
 ) -> None:
     output = used.forward_backward_custom([datum([1, 2], weights=[math.nan, 1.0])], loss_of_one)

@@ -1,4 +1,4 @@
-"""Five steps of one training, three ways: the same weights."""
+"""Five training steps in one pass, in two passes and by plain torch end with equal weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start() -> LocalTrainingClient:
 
 
 class Remote:
-    """The engine as a client that has only what the SDK's has: no way back through one pass."""
+    """The engine with the methods of the SDK's client alone: no `open_pass`, so two passes."""
 
     def __init__(self, client: LocalTrainingClient) -> None:
         self._client = client
@@ -91,7 +91,7 @@ def by_hand(weights: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]
     return losses, {key: value.detach() for key, value in hand.weights.items()}
 
 
-def test_one_pass_two_passes_and_by_hand() -> None:
+def test_one_pass_two_passes_and_plain_torch_train_the_same_weights() -> None:
     one, two = start(), start()
     before = one.weights()
     losses, expected = by_hand(before)

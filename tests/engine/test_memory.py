@@ -7,8 +7,7 @@ import psutil
 import pytest
 import torch
 
-from steelyard.engine import LocalServiceClient, LocalTrainingClient
-from steelyard.engine import memory as room_module
+from steelyard.engine import LocalServiceClient, LocalTrainingClient, memory
 from steelyard.engine.datum_tensors import DatumTensors
 from steelyard.engine.forward import ForwardResult, forward
 from steelyard.engine.memory import TokenBudget
@@ -22,12 +21,12 @@ LENGTHS = [40, 7, 33, 25, 12, 40, 3]
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the tokens that the model is called with, once it is known to pack."""
+    """Shapes of the tokens of each call of the model, after the test for packing."""
     seen: list[tuple[int, ...]] = []
     call = Model.__call__
 
     def counting(self: Model, *args: Any, **inputs: Any) -> Any:
-        if "packs" in vars(self):
+        if "supports_packing" in vars(self):
             seen.append(tuple(inputs["input_ids"].shape))
         return call(self, *args, **inputs)
 
@@ -56,7 +55,7 @@ CALLS: dict[str, Callable[[LocalTrainingClient], Any]] = {
 
 @pytest.mark.parametrize("limit", [40, 64, 100])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_a_limit_that_was_set_is_kept(
+def test_no_forward_pass_exceeds_a_given_limit(
     sizes: list[tuple[int, ...]], call: Callable[[LocalTrainingClient], Any], limit: int
 ) -> None:
     with limited(limit) as service:
@@ -65,25 +64,25 @@ def test_a_limit_that_was_set_is_kept(
     assert all(rows * length <= limit for rows, length in sizes)
 
 
-def test_a_datum_longer_than_the_limit_goes_alone(sizes: list[tuple[int, ...]]) -> None:
+def test_a_datum_longer_than_the_limit_has_a_pass_of_its_own(sizes: list[tuple[int, ...]]) -> None:
     with limited(30) as service:
         CALLS["forward_backward"](create(service)).result()
     assert {size for size in sizes if size[0] * size[1] > 30} == {(1, 40), (1, 33)}
 
 
 @pytest.mark.parametrize(("limit", "passes"), [(1000, 1), (None, 1)])
-def test_a_custom_loss_that_fits_goes_forward_once(
+def test_a_custom_loss_within_the_limit_runs_one_forward_pass(
     sizes: list[tuple[int, ...]], limit: int | None, passes: int
 ) -> None:
     with limited(limit) as service:
         client = create(service)
-        client.forward(ragged(0, [3]), "cross_entropy").result()  # a found limit is found
+        client.forward(ragged(0, [3]), "cross_entropy").result()  # the limit is estimated
         sizes.clear()
         CALLS["custom"](client).result()
     assert len(sizes) == passes
 
 
-def test_a_graph_is_kept_only_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_made_only_for_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[bool] = []
     call = Model.__call__
 
@@ -103,7 +102,9 @@ def test_a_graph_is_kept_only_for_the_way_back(monkeypatch: pytest.MonkeyPatch) 
         assert graphs == [False] * half + [True] * half
 
 
-def test_a_custom_loss_that_does_not_fit_goes_forward_twice(sizes: list[tuple[int, ...]]) -> None:
+def test_a_custom_loss_beyond_the_limit_runs_two_forward_passes(
+    sizes: list[tuple[int, ...]],
+) -> None:
     with limited(64) as service:
         CALLS["custom"](create(service)).result()
     half = len(sizes) // 2
@@ -112,7 +113,7 @@ def test_a_custom_loss_that_does_not_fit_goes_forward_twice(sizes: list[tuple[in
 
 
 def kept(client: LocalTrainingClient, length: int) -> int:
-    """The bytes that a graph over so many tokens keeps, the weights included."""
+    """Bytes that a graph over so many tokens saves, the weights included."""
     storages: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,65 +125,65 @@ def kept(client: LocalTrainingClient, length: int) -> int:
     example = DatumTensors(tokens, tokens, {})
     packing = Packing(1, length, (PackedSequence(0, 0, 0, length),))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        run = forward(client._host.model, client._trainer.adapter, [example], packing)
+        run = forward(client._worker.model, client._trainer.adapter, [example], packing)
     assert run.logprobs.requires_grad
     return sum(storages.values())
 
 
-def test_a_found_limit_takes_half_of_the_free_memory(
+def test_the_estimated_limit_takes_half_of_the_free_memory(
     sizes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_module, "_free", lambda device: 10**9)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 10**9)
     with limited(None) as service:
         client = create(service)
-        room, adapter = client._host.room, client._trainer.adapter
-        tokens = client._host.later(room.tokens, adapter).result()
+        budget, adapter = client._worker.token_budget, client._trainer.adapter
+        tokens = client._worker.submit(budget.tokens, adapter).result()
         assert sizes == [(1, 32)]
-        assert client._host.later(room.tokens, adapter).result() == tokens
+        assert client._worker.submit(budget.tokens, adapter).result() == tokens
         assert len(sizes) == 1
-        # What each further token adds, and the gradient of its logits.
+        # Bytes that each further token adds, and the gradient of its logits.
         each = (kept(client, 96) - kept(client, 32)) / 64 + 512 * 4
         assert tokens == pytest.approx(0.5e9 / each, rel=0.1)
 
 
-def test_the_free_memory_is_this_machines() -> None:
-    free = room_module._free(torch.device("cpu"))
+def test_free_memory_is_that_of_the_machine() -> None:
+    free = memory._free_bytes(torch.device("cpu"))
     assert free == pytest.approx(psutil.virtual_memory().available, rel=0.3)
 
 
-def test_a_memory_that_is_full_has_room_for_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_module, "_free", lambda device: 0)
+def test_the_estimated_limit_is_at_least_64_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 0)
     with limited(None) as service:
         client = create(service)
-        room, adapter = client._host.room, client._trainer.adapter
-        assert client._host.later(room.tokens, adapter).result() == 64
+        budget, adapter = client._worker.token_budget, client._trainer.adapter
+        assert client._worker.submit(budget.tokens, adapter).result() == 64
 
 
-def test_finding_a_limit_leaves_the_client_as_it_was() -> None:
+def test_estimating_the_limit_leaves_the_client_unchanged() -> None:
     with limited(None) as service:
         client = create(service)
         weights = client.weights()
-        client._host.later(client._host.room.tokens, client._trainer.adapter).result()
+        client._worker.submit(client._worker.token_budget.tokens, client._trainer.adapter).result()
         assert same(client.weights(), weights)
         assert not any(bool(gradient.any()) for gradient in client.gradients().values())
 
 
-def test_a_larger_model_has_room_for_fewer_tokens() -> None:
+def test_the_estimated_limit_is_smaller_for_a_wider_dtype() -> None:
     # Each kept number takes twice the memory in float64.
-    rooms = []
+    budgets = []
     for dtype in ("float32", "float64"):
         with LocalServiceClient(dtype=dtype) as service:
             client = create(service)
-            room, adapter = client._host.room, client._trainer.adapter
-            rooms.append(client._host.later(room.tokens, adapter).result())
-    assert 1.5 < rooms[0] / rooms[1] < 2.5
+            budget, adapter = client._worker.token_budget, client._trainer.adapter
+            budgets.append(client._worker.submit(budget.tokens, adapter).result())
+    assert 1.5 < budgets[0] / budgets[1] < 2.5
 
 
-# There is no GPU here, and torch.OutOfMemoryError comes from GPUs alone: it is raised by hand.
+# torch.OutOfMemoryError comes from GPUs alone, and tests run without one: it is raised by hand.
 
 
 class Full:
-    """A memory that has room for so many tokens at once."""
+    """A GPU whose memory holds so many tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -203,7 +204,9 @@ class Full:
 
 
 @pytest.mark.parametrize("name", ["forward", "forward_backward", "custom"])
-def test_a_limit_that_was_too_much_is_halved(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_limit_is_halved_and_the_call_repeated_when_memory_runs_out(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     call = CALLS[name]
     with limited(300) as service, limited(None) as plenty:
         clients = create(service), create(plenty)
@@ -216,14 +219,14 @@ def test_a_limit_that_was_too_much_is_halved(monkeypatch: pytest.MonkeyPatch, na
         found = call(tight).result().metrics
         assert found == {key: pytest.approx(value, rel=1e-10) for key, value in expected.items()}
         assert memory.refused == 2  # 300 and 150 are too many, 75 are not
-        assert tight._host.room.tokens(tight._trainer.adapter) == 75
+        assert tight._worker.token_budget.tokens(tight._trainer.adapter) == 75
         if name != "forward":
             close(tight.gradients(), free.gradients(), 1e-10)
         call(tight).result()
         assert memory.refused == 2
 
 
-def test_a_memory_that_has_no_room_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_with_64_tokens_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with limited(300) as service:
         client = create(service)
         client.forward_backward(ragged(0, [5]), "cross_entropy").result()
@@ -238,33 +241,48 @@ def test_a_memory_that_has_no_room_at_all_is_an_error(monkeypatch: pytest.Monkey
         CALLS["forward_backward"](client).result()
 
 
-def test_a_way_back_without_room_goes_forward_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    pull = ForwardResult.pull
+def test_a_backward_pass_that_runs_out_of_memory_recomputes_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backward = ForwardResult.backward
     refused: list[ForwardResult] = []
 
     def full(run: ForwardResult, *args: Any) -> Any:
         if not refused:
             refused.append(run)
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return pull(run, *args)
+        return backward(run, *args)
 
     with limited(300) as service, limited(None) as plenty:
         tight, free = create(service), create(plenty)
         expected = CALLS["custom"](free).result().metrics
-        monkeypatch.setattr(ForwardResult, "pull", full)
+        monkeypatch.setattr(ForwardResult, "backward", full)
         assert CALLS["custom"](tight).result().metrics == pytest.approx(expected)
         assert len(refused) == 1
         for key, gradient in free.gradients().items():
             torch.testing.assert_close(tight.gradients()[key], gradient)
 
 
-def test_another_error_is_not_answered_by_halving() -> None:
+def test_other_errors_do_not_halve_the_limit() -> None:
     def broken(_: int) -> None:
         raise KeyError("mine")
 
     with limited(300) as service:
         client = create(service)
-        room: TokenBudget = client._host.room
+        budget: TokenBudget = client._worker.token_budget
         with pytest.raises(KeyError, match="mine"):
-            room.within(client._trainer.adapter, broken)
-        assert room.tokens(client._trainer.adapter) == 300
+            budget.run(client._trainer.adapter, broken)
+        assert budget.tokens(client._trainer.adapter) == 300
+
+
+def test_or_none_reports_that_memory_ran_out() -> None:
+    def full() -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def broken() -> int:
+        raise KeyError("mine")
+
+    assert memory.or_none(lambda: 3) == 3
+    assert memory.or_none(full) is None
+    with pytest.raises(KeyError, match="mine"):
+        memory.or_none(broken)

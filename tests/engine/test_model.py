@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,38 +14,15 @@ from steelyard.engine.model import Model
 from steelyard.engine.packing import pack
 from steelyard.errors import InputError
 
-from .data import SMALL, by_hand, close, datum, logprobs, ragged, same, train
+from .data import SMALL, by_hand, close, create, datum, logprobs, net, ragged, same, train
 
 DATA = ragged(5, [6, 11])
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[LocalServiceClient]:
-    """A service whose adapters are this test's alone."""
-    with LocalServiceClient(checkpoint_dir=tmp_path) as service:
-        yield service
-
-
-def create(service: LocalServiceClient, base_model: str = "tiny-random", **more: Any) -> Any:
-    return service.create_lora_training_client(base_model, **{"rank": 4, "seed": 0, **more})
-
-
-def net(client: Any) -> Any:
-    return client._host.model._net
-
-
 def base_weights(client: Any) -> dict[str, int]:
-    """Where the weights lie that are not an adapter's."""
+    """Addresses of the weights that are no adapter's."""
     named = net(client).named_parameters()
     return {name: p.data_ptr() for name, p in named if ".lora_" not in name}
-
-
-def adapters(client: Any) -> int:
-    """How many adapters hold memory in one of the layers."""
-    held = [
-        name for name, _ in net(client).named_parameters() if "layers.0.self_attn.q_proj" in name
-    ]
-    return sum("lora_A" in name for name in held)
 
 
 def test_clients_share_one_copy_of_the_base_weights(alone: LocalServiceClient) -> None:
@@ -62,7 +37,7 @@ def test_clients_share_one_copy_of_the_base_weights(alone: LocalServiceClient) -
     del sampling
 
 
-def test_clients_do_not_disturb_each_other(alone: LocalServiceClient) -> None:
+def test_clients_train_independently(alone: LocalServiceClient) -> None:
     one, other = create(alone, rank=2), create(alone, rank=5, seed=1)
     train(other)
     other.forward_backward(DATA, "cross_entropy").result()
@@ -73,45 +48,10 @@ def test_clients_do_not_disturb_each_other(alone: LocalServiceClient) -> None:
     assert same(other.gradients(), gradients)
     found = logprobs(other.forward(DATA, "cross_entropy").result())
     assert all(map(torch.equal, found, expected))
-    # Each goes its own way, as if it were alone.
+    # Each trains as if it were alone.
     alike = create(alone, rank=2)
     train(alike, 3)
     assert same(alike.weights(), one.weights())
-
-
-def test_passes_of_two_clients_may_be_open_at_once(alone: LocalServiceClient) -> None:
-    clients = [create(alone, rank=2), create(alone, rank=5, seed=1)]
-    expected = []
-    pulls = [torch.ones(6), torch.arange(11.0)]
-    for client in clients:
-        train(client)
-        client.open_pass(DATA).backward(pulls).result()
-        expected.append(client.gradients())
-        client.optim_step(types.AdamParams(learning_rate=0.0)).result()
-    passes = [client.open_pass(DATA) for client in clients]
-    sampling = alone.create_sampling_client(base_model="tiny-random")
-    sampling.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()
-    for opened in passes:
-        opened.backward(pulls).result()
-    for client, wanted in zip(clients, expected, strict=True):
-        assert same(client.gradients(), wanted)
-
-
-def test_an_open_pass_outlives_a_client_that_comes_and_one_that_goes(
-    alone: LocalServiceClient,
-) -> None:
-    client = create(alone)
-    train(client)
-    client.open_pass(DATA).backward([torch.ones(6), torch.ones(11)]).result()
-    expected = client.gradients()
-    client.optim_step(types.AdamParams(learning_rate=0.0)).result()
-    opened = client.open_pass(DATA)
-    sampling = client.save_weights_and_get_sampling_client()
-    sampling.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()
-    del sampling
-    gc.collect()
-    opened.backward([torch.ones(6), torch.ones(11)]).result()
-    assert same(client.gradients(), expected)
 
 
 def test_layers_are_chosen_by_group(alone: LocalServiceClient) -> None:
@@ -154,16 +94,6 @@ def test_a_fresh_adapter_is_the_base_model(alone: LocalServiceClient) -> None:
     assert base.compute_logprobs(prompt).result() == before
 
 
-def test_a_sampling_client_keeps_the_weights_it_was_made_with(alone: LocalServiceClient) -> None:
-    client = create(alone)
-    train(client)
-    sampling = client.save_weights_and_get_sampling_client()
-    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
-    before = sampling.compute_logprobs(prompt).result()
-    train(client)
-    assert sampling.compute_logprobs(prompt).result() == before
-
-
 def test_the_same_seed_gives_the_same_weights(alone: LocalServiceClient) -> None:
     first, again, other = (create(alone, seed=seed).weights() for seed in (3, 3, 4))
     assert same(first, again)
@@ -175,76 +105,14 @@ def test_the_same_seed_gives_the_same_weights(alone: LocalServiceClient) -> None
     assert not same(drawn, drawn_again)
 
 
-def test_a_seed_is_nobody_elses(alone: LocalServiceClient) -> None:
+def test_the_seed_of_an_adapter_does_not_change_the_global_generator(
+    alone: LocalServiceClient,
+) -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
     create(alone, seed=7)
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_adapters_of_dropped_sampling_clients_are_given_back(alone: LocalServiceClient) -> None:
-    client = create(alone)
-    train(client)
-    before = adapters(client)
-    clients = [client.save_weights_and_get_sampling_client() for _ in range(3)]
-    path = client.save_weights_for_sampler("s").result().path
-    clients.append(alone.create_sampling_client(model_path=path))
-    assert adapters(client) == before + 4
-    del clients
-    gc.collect()
-    expected = client.weights()  # after whatever was queued
-    assert adapters(client) == before
-    train(client)
-    assert not same(client.weights(), expected)
-
-
-def test_adapters_of_dropped_training_clients_are_given_back(alone: LocalServiceClient) -> None:
-    kept = create(alone)
-    dropped = create(alone, seed=1)
-    train(dropped)
-    opened = dropped.open_pass(DATA)
-    del dropped
-    gc.collect()
-    kept.weights()
-    assert adapters(kept) == 2  # a pass that is open holds on to its adapter
-    opened.backward([torch.ones(6), torch.ones(11)]).result()
-    del opened
-    gc.collect()
-    kept.weights()
-    assert adapters(kept) == 1
-    train(kept)
-
-
-def test_a_client_may_be_dropped_at_any_moment(alone: LocalServiceClient) -> None:
-    client = create(alone)
-    held = [client.save_weights_and_get_sampling_client()]
-
-    def drop() -> None:
-        # As the garbage collector may, in the midst of handing over a call.
-        with client._host._thread._shutdown_lock:
-            held.clear()
-            gc.collect()
-
-    thread = threading.Thread(target=drop, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    client.weights()
-    assert adapters(client) == 1
-
-
-def test_a_sample_that_was_asked_for_outlives_its_client(alone: LocalServiceClient) -> None:
-    client = create(alone)
-    train(client)
-    sampling = client.save_weights_and_get_sampling_client()
-    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
-    expected = sampling.compute_logprobs(prompt).result()
-    client.forward(ragged(1, [400] * 4), "cross_entropy")
-    future = sampling.compute_logprobs(prompt)
-    del sampling
-    gc.collect()
-    assert future.result() == expected
 
 
 def test_a_folder_is_a_base_model(alone: LocalServiceClient, tmp_path: Path) -> None:
@@ -290,7 +158,7 @@ def other(gpt2: str, tmp_path: Path) -> Iterator[LocalTrainingClient]:
 LETTERS = [datum([1, 2, 3, 4]), datum([9, 8, 7]), datum([5])]
 
 
-def test_another_kind_of_model_trains(other: Any) -> None:
+def test_gpt2_trains(other: Any) -> None:
     keys = other.weights().keys()
     assert {"c_attn", "c_proj", "c_fc", "lm_head"} == {
         key.split(".lora_")[0].rsplit(".", 1)[1] for key in keys
@@ -303,7 +171,7 @@ def test_another_kind_of_model_trains(other: Any) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_the_gradient_of_another_kind_of_model_is_its_slope(other: Any) -> None:
+def test_the_gradients_of_gpt2_are_finite_differences(other: Any) -> None:
     for _ in range(2):
         other.forward_backward(LETTERS, "cross_entropy")
         other.optim_step(SMALL).result()
@@ -323,7 +191,7 @@ def test_the_gradient_of_another_kind_of_model_is_its_slope(other: Any) -> None:
         assert slope == pytest.approx(float(gradients[key].view(-1)[at]), rel=1e-5, abs=1e-7)
 
 
-def test_sequences_of_another_kind_of_model_do_not_see_each_other(other: Any) -> None:
+def test_packed_sequences_of_gpt2_do_not_attend_to_each_other(other: Any) -> None:
     assert pack([4, 3, 1], 1000)[0].rows == 1
     together = logprobs(other.forward(LETTERS, "cross_entropy").result())
     for one, found in zip(LETTERS, together, strict=True):
@@ -340,7 +208,7 @@ def test_the_output_layer_and_the_embeddings_stay_tied(other: Any) -> None:
     assert head.data_ptr() == inner.get_input_embeddings().weight.data_ptr()
 
 
-def test_layers_with_other_names_are_known(alone: LocalServiceClient, tmp_path: Path) -> None:
+def test_the_layers_of_opt_are_found(alone: LocalServiceClient, tmp_path: Path) -> None:
     config = transformers.OPTConfig(
         vocab_size=64,
         hidden_size=16,
@@ -358,7 +226,7 @@ def test_layers_with_other_names_are_known(alone: LocalServiceClient, tmp_path: 
     }
 
 
-def test_a_group_that_the_model_has_not_is_an_error(
+def test_a_group_without_layers_in_the_model_is_an_error(
     alone: LocalServiceClient, tmp_path: Path
 ) -> None:
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)
@@ -387,7 +255,7 @@ def test_the_gradients_of_a_client_are_its_own_after_others_ran(alone: LocalServ
 
 @pytest.fixture(scope="module")
 def bloom(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that takes no positions: its attention falls off with the distance instead."""
+    """A model that takes no positions: ALiBi lowers attention with the distance instead."""
     folder = tmp_path_factory.mktemp("bloom")
     config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)
     torch.manual_seed(0)
@@ -396,13 +264,16 @@ def bloom(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_models_that_keep_neighbours_apart_are_told_from_others(gpt2: str, bloom: str) -> None:
+def test_support_for_packing_is_detected(gpt2: str, bloom: str) -> None:
     with LocalServiceClient(dtype="float64", device="cpu") as service:
-        packs = [create(service, base)._host.model.packs for base in ("tiny-random", gpt2, bloom)]
+        packs = [
+            create(service, base)._worker.model.supports_packing
+            for base in ("tiny-random", gpt2, bloom)
+        ]
     assert packs == [True, True, False]
 
 
-def test_where_neighbours_would_see_each_other_each_has_its_own_row(bloom: str) -> None:
+def test_sequences_have_rows_of_their_own_without_support_for_packing(bloom: str) -> None:
     with LocalServiceClient(dtype="float64", device="cpu") as service:
         client = create(service, bloom)
         together = client.forward(LETTERS, "cross_entropy").result().loss_fn_outputs
@@ -414,7 +285,7 @@ def test_where_neighbours_would_see_each_other_each_has_its_own_row(bloom: str) 
         assert any(gradient.any() for gradient in client.gradients().values())
 
 
-def test_a_model_that_does_not_heed_positions_is_found_out(
+def test_a_model_that_ignores_positions_does_not_support_packing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = Model.__call__
@@ -425,4 +296,4 @@ def test_a_model_that_does_not_heed_positions_is_found_out(
 
     monkeypatch.setattr(Model, "__call__", heedless)
     with LocalServiceClient(dtype="float32", device="cpu") as service:
-        assert not create(service, "tiny-random")._host.model.packs
+        assert not create(service, "tiny-random")._worker.model.supports_packing

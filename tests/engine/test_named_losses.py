@@ -89,7 +89,7 @@ def test_a_loss_has_the_value_of_its_formula(
 @pytest.mark.parametrize(
     ("name", "config", "fn", "settings"), [case for case in CASES if case[0] != "cispo"]
 )
-def test_a_loss_has_the_slope_of_its_formula(
+def test_a_loss_has_the_gradient_of_its_formula(
     name: str, config: Any, fn: Callable[..., float], settings: dict[str, float]
 ) -> None:
     loss, found = find_loss(name, config)
@@ -134,13 +134,10 @@ def test_a_setting_that_is_no_finite_number_is_an_error(value: Any) -> None:
         find_loss("dro", {"beta": value})
 
 
-def test_settings_of_one_call_do_not_stay_for_the_next() -> None:
+def test_settings_of_one_call_do_not_change_the_defaults() -> None:
     find_loss("dro", {"beta": 7.0})
     assert find_loss("dro", None)[1] == {"beta": 0.05}
     assert LOSSES["dro"].settings == {"beta": 0.05}
-
-
-# Through the client.
 
 
 def sampled(client: LocalTrainingClient) -> Any:
@@ -174,8 +171,8 @@ def test_the_loss_of_a_call_is_the_sum_over_its_tokens(
         assert output.metrics["loss:sum"] == pytest.approx(sum(expected), rel=1e-5)
 
 
-def gathered(client: LocalTrainingClient, data: Any, *call: Any) -> tuple[float, Any]:
-    """The loss and the gradient of one call, whatever was gathered before it."""
+def gradient_of_call(client: LocalTrainingClient, data: Any, *call: Any) -> tuple[float, Any]:
+    """Loss and gradient of one call, without those accumulated before it."""
     before = client.gradients()
     loss = client.forward_backward(data, *call).result().metrics["loss:sum"]
     after = client.gradients()
@@ -189,51 +186,51 @@ def fresh(exact: LocalServiceClient, request: pytest.FixtureRequest) -> LocalTra
     return client
 
 
-def test_clips_that_do_not_bind_make_ppo_importance_sampling(fresh: LocalTrainingClient) -> None:
+def test_ppo_with_wide_clips_equals_importance_sampling(fresh: LocalTrainingClient) -> None:
     one = [sampled(fresh)]
     wide = {"clip_low_threshold": 0.01, "clip_high_threshold": 100.0}
-    loss, gradient = gathered(fresh, one, "ppo", wide)
-    expected_loss, expected = gathered(fresh, one, "importance_sampling")
+    loss, gradient = gradient_of_call(fresh, one, "ppo", wide)
+    expected_loss, expected = gradient_of_call(fresh, one, "importance_sampling")
     assert loss == pytest.approx(expected_loss, rel=1e-7)
     close(gradient, expected, 1e-7)
-    _, clipped = gathered(fresh, one, "ppo", TIGHT)
+    _, clipped = gradient_of_call(fresh, one, "ppo", TIGHT)
     with pytest.raises(AssertionError):
         close(clipped, expected, 1e-3)
 
 
-def test_the_clips_reach_the_gradient_of_cispo(fresh: LocalTrainingClient) -> None:
+def test_the_gradient_of_cispo_is_scaled_by_the_clipped_ratio(fresh: LocalTrainingClient) -> None:
     one = [sampled(fresh)]
     # One ratio for all: the gradient is that of cross_entropy with the advantages as weights.
     fixed = {"clip_low_threshold": 0.5, "clip_high_threshold": 0.5}
-    _, gradient = gathered(fresh, one, "cispo", fixed)
+    _, gradient = gradient_of_call(fresh, one, "cispo", fixed)
     plain = datum([3, 1, 4, 1, 5, 9], weights=torch.tensor(0.5 * ADVANTAGES).float())
-    close(gradient, gathered(fresh, [plain], "cross_entropy")[1], 1e-7)
+    close(gradient, gradient_of_call(fresh, [plain], "cross_entropy")[1], 1e-7)
 
 
-def test_two_copies_of_a_datum_count_twice(fresh: LocalTrainingClient) -> None:
+def test_a_datum_given_twice_counts_twice(fresh: LocalTrainingClient) -> None:
     data = ragged(3, [6, 3])
-    loss, gradient = gathered(fresh, data, "cross_entropy")
-    twice, doubled = gathered(fresh, [*data, *data], "cross_entropy")
+    loss, gradient = gradient_of_call(fresh, data, "cross_entropy")
+    twice, doubled = gradient_of_call(fresh, [*data, *data], "cross_entropy")
     assert twice == pytest.approx(2 * loss, rel=1e-9)
     close(doubled, {key: 2 * value for key, value in gradient.items()}, 1e-9)
 
 
 def test_weights_of_two_count_twice(fresh: LocalTrainingClient) -> None:
     ones = [datum([1, 2, 3], weights=[1.0, 1.0, 1.0])]
-    loss, gradient = gathered(fresh, ones, "cross_entropy")
-    twice, doubled = gathered(fresh, [datum([1, 2, 3], weights=[2.0] * 3)], "cross_entropy")
+    loss, gradient = gradient_of_call(fresh, ones, "cross_entropy")
+    twice, doubled = gradient_of_call(fresh, [datum([1, 2, 3], weights=[2.0] * 3)], "cross_entropy")
     assert twice == pytest.approx(2 * loss, rel=1e-9)
     close(doubled, {key: 2 * value for key, value in gradient.items()}, 1e-9)
-    plain, same_gradient = gathered(fresh, [datum([1, 2, 3])], "cross_entropy")
+    plain, same_gradient = gradient_of_call(fresh, [datum([1, 2, 3])], "cross_entropy")
     assert plain == pytest.approx(loss, rel=1e-12)
     close(same_gradient, gradient, 1e-9)
 
 
-def test_a_token_of_weight_zero_has_no_part_in_loss_and_gradient(
+def test_a_token_of_weight_zero_changes_neither_loss_nor_gradient(
     fresh: LocalTrainingClient,
 ) -> None:
     first, second = (
-        gathered(
+        gradient_of_call(
             fresh, [datum([1, 2, 3], [5, target, 6], weights=[1.0, 0.0, 1.0])], "cross_entropy"
         )
         for target in (9, 300)
@@ -243,7 +240,7 @@ def test_a_token_of_weight_zero_has_no_part_in_loss_and_gradient(
 
 
 @pytest.mark.parametrize(("name", "config"), [("mse", None), ("ppo", {"clip": 1.0})])
-def test_a_bad_loss_leaves_the_client_as_it_was(
+def test_a_bad_loss_leaves_the_client_unchanged(
     trained: LocalTrainingClient, name: Any, config: Any
 ) -> None:
     before = trained.gradients()

@@ -18,8 +18,8 @@ WIDE = st.lists(st.integers(100, 500), min_size=1, max_size=8)
 
 @given(LENGTHS, LIMITS)
 @UNHURRIED
-def test_every_sequence_lies_in_one_place_and_is_whole(lengths: list[int], limit: int) -> None:
-    slots = [slot for packing in pack(lengths, limit) for slot in packing.slots]
+def test_every_sequence_is_packed_once_and_whole(lengths: list[int], limit: int) -> None:
+    slots = [slot for packing in pack(lengths, limit) for slot in packing.sequences]
     assert sorted(slot.index for slot in slots) == list(range(len(lengths)))
     assert all(slot.stop - slot.start == lengths[slot.index] for slot in slots)
 
@@ -29,7 +29,7 @@ def test_every_sequence_lies_in_one_place_and_is_whole(lengths: list[int], limit
 def test_sequences_do_not_overlap_and_stay_in_their_packing(lengths: list[int], limit: int) -> None:
     for packing in pack(lengths, limit):
         taken = torch.zeros(packing.rows, packing.length, dtype=torch.int64)
-        for slot in packing.slots:
+        for slot in packing.sequences:
             assert 0 <= slot.start < slot.stop <= packing.length
             assert 0 <= slot.row < packing.rows
             taken[slot.row, slot.start : slot.stop] += 1
@@ -43,7 +43,7 @@ def test_a_packing_is_within_the_limit_unless_one_sequence_is_longer(
 ) -> None:
     for packing in pack(lengths, limit):
         if packing.rows * packing.length > limit:
-            (alone,) = packing.slots
+            (alone,) = packing.sequences
             assert lengths[alone.index] == packing.length > limit
 
 
@@ -52,7 +52,7 @@ def test_a_packing_is_within_the_limit_unless_one_sequence_is_longer(
 def test_rows_are_no_longer_than_they_need_be(lengths: list[int], limit: int) -> None:
     for packing in pack(lengths, limit):
         assert packing.length <= max(ROW, *lengths)
-        assert packing.length == max(slot.stop for slot in packing.slots)
+        assert packing.length == max(slot.stop for slot in packing.sequences)
 
 
 @given(LENGTHS, LIMITS)
@@ -70,43 +70,45 @@ def test_short_sequences_share_rows() -> None:
     ]
 
 
-def test_rows_that_come_out_even_have_no_padding() -> None:
+def test_sequences_that_fill_rows_evenly_need_no_padding() -> None:
     packings = pack([400, 390, 120, 110], 2000)
     assert [(packing.rows, packing.length) for packing in packings] == [(2, 510)]
 
 
 @given(WIDE, st.integers(600, 3000))
 @UNHURRIED
-def test_fill_puts_each_sequence_in_its_slot_and_the_value_elsewhere(
+def test_fill_puts_each_sequence_in_its_place_and_the_value_elsewhere(
     lengths: list[int], limit: int
 ) -> None:
     tensors = [torch.full((length, 2), float(i)) for i, length in enumerate(lengths)]
     for packing in pack(lengths, limit):
         filled = packing.fill(tensors, value=-1)
         assert filled.shape == (packing.rows, packing.length, 2)
-        for slot in packing.slots:
+        for slot in packing.sequences:
             place = filled[slot.row, slot.start : slot.stop]
             assert torch.equal(place, tensors[slot.index])
-        padding = filled.numel() - sum(2 * lengths[slot.index] for slot in packing.slots)
+        padding = filled.numel() - sum(2 * lengths[slot.index] for slot in packing.sequences)
         assert int((filled == -1).sum()) == padding
 
 
 @given(WIDE, st.integers(600, 3000))
 @UNHURRIED
-def test_positions_start_anew_with_each_sequence_and_with_the_padding(
+def test_positions_start_at_0_with_each_sequence_and_with_the_padding(
     lengths: list[int], limit: int
 ) -> None:
     for packing in pack(lengths, limit):
         positions = packing.positions()
         assert positions.shape == (packing.rows, packing.length)
         for row in range(packing.rows):
-            inside = sorted((slot.start, slot.stop) for slot in packing.slots if slot.row == row)
+            inside = sorted(
+                (slot.start, slot.stop) for slot in packing.sequences if slot.row == row
+            )
             expected = [p for start, stop in inside for p in range(stop - start)]
             expected += range(packing.length - len(expected))
             assert positions[row].tolist() == expected
 
 
-def test_a_datum_has_the_same_logprobs_alone_and_among_others(
+def test_a_datum_has_the_same_logprobs_alone_and_packed(
     exact: LocalServiceClient,
 ) -> None:
     client = exact.create_lora_training_client("tiny-random", rank=4, seed=0)
@@ -118,7 +120,7 @@ def test_a_datum_has_the_same_logprobs_alone_and_among_others(
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-6)
 
 
-def test_a_datum_does_not_see_its_neighbours(client: LocalTrainingClient) -> None:
+def test_a_packed_datum_does_not_attend_to_its_neighbours(client: LocalTrainingClient) -> None:
     train(client)
     middle = datum([3, 1, 4, 1, 5])
     found = []
@@ -130,7 +132,7 @@ def test_a_datum_does_not_see_its_neighbours(client: LocalTrainingClient) -> Non
     assert torch.equal(*found)
 
 
-def test_a_sequence_of_one_token_between_others_keeps_to_itself(
+def test_a_packed_sequence_of_one_token_does_not_attend_to_its_neighbours(
     client: LocalTrainingClient,
 ) -> None:
     train(client)

@@ -1,4 +1,4 @@
-"""Terms that need a projection: as with logits, which are not made then."""
+"""Terms over a projection: the gradients of terms over logits, which are never computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DATA = ragged(3, LENGTHS)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_ELSEWHERE", 7 * tiny.VOCABULARY)  # 76 tokens
+    monkeypatch.setattr(forward, "_CHUNK_CPU", 7 * tiny.VOCABULARY)  # 76 tokens
     monkeypatch.setattr(projected, "_ELSEWHERE", 5 * tiny.VOCABULARY)
 
 
@@ -81,7 +81,9 @@ def composed(client: Any, need: str) -> tuple[Any, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("max_tokens", [None, 30], ids=["whole", "in parts"])
 @pytest.mark.parametrize("unembed", [True, False])
-def test_the_same_gradients_as_with_logits(unembed: bool, max_tokens: int | None) -> None:
+def test_terms_over_a_projection_have_the_gradients_of_terms_over_logits(
+    unembed: bool, max_tokens: int | None
+) -> None:
     client = create(max_tokens, train_unembed=unembed)
     wanted, by_logits = composed(client, "logits")
     found, by_projection = composed(client, "projection")
@@ -95,10 +97,10 @@ def test_the_same_gradients_as_with_logits(unembed: bool, max_tokens: int | None
 
 
 @pytest.mark.parametrize("unembed", [True, False])
-def test_norms_are_by_hidden_states_and_by_a_weight_that_is_trained(unembed: bool) -> None:
+def test_gradient_norms_include_hidden_states_and_a_trained_output_weight(unembed: bool) -> None:
     client = create(train_unembed=unembed)
     output, _ = composed(client, "projection")
-    weights, pulls = client.weights(), {}
+    weights, gradients = client.weights(), {}
     for name, fn in (("spread", spread), ("anchored", lambda rows: anchored(DATA, rows))):
         hidden = []
         for one in DATA:
@@ -112,49 +114,49 @@ def test_norms_are_by_hidden_states_and_by_a_weight_that_is_trained(unembed: boo
         value = fn([each @ layer.T for each in hidden])
         leaves = [*hidden, layer] if unembed else hidden
         found = torch.autograd.grad(value, leaves, allow_unused=True)
-        pulls[name] = torch.cat(
+        gradients[name] = torch.cat(
             [
                 (torch.zeros_like(x) if g is None else g).flatten()
                 for x, g in zip(leaves, found, strict=True)
             ]
         )
         norm = output.regularizers[name].grad_norm
-        assert norm == pytest.approx(pulls[name].norm().item(), rel=1e-8)
-    cosine = torch.cosine_similarity(pulls["spread"], pulls["anchored"], 0).item()
+        assert norm == pytest.approx(gradients[name].norm().item(), rel=1e-8)
+    cosine = torch.cosine_similarity(gradients["spread"], gradients["anchored"], 0).item()
     assert output.cosines["spread", "anchored"] == pytest.approx(cosine, rel=1e-8)
 
 
 @pytest.mark.parametrize("need", ["logits", "projection"])
-def test_a_step_makes_the_logits_of_a_chunk_alone(need: str) -> None:
+def test_a_step_with_a_projection_computes_logits_chunk_by_chunk(need: str) -> None:
     client = create()
     trainer = client._trainer
     examples = read_examples(DATA, {}, trainer.model.limits)
-    trainer.open(examples, (need,))  # what is tried out once is
+    trainer.open_pass(examples, (need,))  # the test for projections runs once, before this
 
     def step() -> int:
         seen = Seen()
         with seen:
-            opened = trainer.open(examples, (need,))
-            given = [found[need] for found in opened.found]
+            opened = trainer.open_pass(examples, (need,))
+            given = [found[need] for found in opened.outputs]
             if need == "projection":
                 leaves = [each.hidden for each in given]
                 value = spread(given)
                 *by_hidden, by_weight = torch.autograd.grad(value, [*leaves, given[0].weight])
-                pulls: list[Any] = [Projection(each, by_weight) for each in by_hidden]
+                gradients: list[Any] = [Projection(each, by_weight) for each in by_hidden]
             else:
                 leaves = [each.requires_grad_() for each in given]
-                pulls = list(torch.autograd.grad(spread(given), leaves))
-            by_logprobs = [torch.ones_like(found["logprobs"]) for found in opened.found]
-            pulled: dict[str, Any] = {need: pulls}
-            trainer.close(opened, OutputGradients(by_logprobs, **pulled))
+                gradients = list(torch.autograd.grad(spread(given), leaves))
+            by_logprobs = [torch.ones_like(found["logprobs"]) for found in opened.outputs]
+            extra_gradients: dict[str, Any] = {need: gradients}
+            trainer.backward(opened, OutputGradients(by_logprobs, **extra_gradients))
         return seen.rows.get(tiny.VOCABULARY, 0)
 
-    rows = client._host.later(step).result()
+    rows = client._worker.submit(step).result()
     features = 64  # of the output layer's weight, turned
     assert rows >= sum(LENGTHS) if need == "logits" else rows <= features
 
 
-def test_both_together_and_several_targets() -> None:
+def test_logits_and_projection_of_one_pass_agree() -> None:
     client = create()
     data = ragged(8, [5, 12, 3], width=3)
     opened = client.open_pass(data, ("logits", "projection"))
@@ -168,17 +170,17 @@ def test_both_together_and_several_targets() -> None:
     for ours, theirs in zip(lean.logprobs, opened.logprobs, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    pulls = [torch.randn_like(row) for row in lean.logprobs]
-    lean.backward(pulls, {}).result()
+    gradients = [torch.randn_like(row) for row in lean.logprobs]
+    lean.backward(gradients, {}).result()
     ours = client.gradients()
     client.optim_step(types.AdamParams(learning_rate=0.0)).result()
     opened = client.open_pass(data, ("logits",))
-    opened.backward(pulls, {}).result()
+    opened.backward(gradients, {}).result()
     close(ours, client.gradients(), 1e-10)
 
 
-def test_weights_that_changed_before_the_way_back() -> None:
-    """The graph is made anew, and the output layer's weight with it."""
+def test_weights_that_changed_before_the_backward_pass_are_used_by_it() -> None:
+    """The graph and the output layer's weight are computed again."""
     client, other = create(), create()
     opened, kept = (c.open_pass(DATA, ("projection",)) for c in (client, other))
     train(client, seed=20)
@@ -186,18 +188,20 @@ def test_weights_that_changed_before_the_way_back() -> None:
     kept = other.open_pass(DATA, ("projection",))
     zero = [torch.zeros_like(row) for row in opened.logprobs]
     by_weight = torch.randn_like(opened.given["projection"][0].weight)
-    pulls = [Projection(torch.randn_like(p.hidden), by_weight) for p in opened.given["projection"]]
-    opened.backward(zero, {"projection": pulls}).result()
-    kept.backward(zero, {"projection": pulls}).result()
+    gradients = [
+        Projection(torch.randn_like(p.hidden), by_weight) for p in opened.given["projection"]
+    ]
+    opened.backward(zero, {"projection": gradients}).result()
+    kept.backward(zero, {"projection": gradients}).result()
     close(client.gradients(), other.gradients(), 1e-10)
 
 
 def far(data: object, logprobs: object, projection: Sequence[Projection]) -> Tensor:
-    """A term at the top of a module, for another process."""
+    """Term at the top level of a module, so that another process can import it."""
     return spread(projection)
 
 
-def test_a_term_in_another_process_pulls_the_same() -> None:
+def test_a_term_in_another_process_has_the_same_gradient() -> None:
     found = []
     client = create(train_unembed=False)
     for place in ("inline", "process"):
@@ -217,7 +221,7 @@ def saved(folder: Path, model: Any) -> str:
     return str(folder)
 
 
-def test_a_tied_output_layer_of_another_kind_of_model(tmp_path: Path) -> None:
+def test_the_projection_of_a_tied_output_layer_has_the_gradients_of_logits(tmp_path: Path) -> None:
     config = transformers.GPT2Config(
         vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0
     )
@@ -268,7 +272,7 @@ def test_a_model_without_an_output_layer_is_refused(monkeypatch: pytest.MonkeyPa
         client.open_pass(DATA, ("projection",))
 
 
-def test_a_term_that_fails_leaves_nothing_behind(client: LocalTrainingClient) -> None:
+def test_a_term_that_fails_accumulates_no_gradient(client: LocalTrainingClient) -> None:
     def broken(data: object, logprobs: object, projection: Sequence[Projection]) -> Tensor:
         return entropy(projection[0], temperature=-1.0)  # type: ignore[no-any-return]
 

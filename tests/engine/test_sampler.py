@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -8,50 +7,11 @@ import numpy as np
 import pytest
 import torch
 from tinker import types
-from torch import Tensor
 
 from steelyard.engine import LocalSamplingClient, LocalServiceClient, LocalTrainingClient
-from steelyard.engine.sampler import choose
-from steelyard.errors import InputError
+from steelyard.engine.sampler import choose_tokens
 
-from .data import by_hand, datum, logprobs, train
-
-PROMPT = [10, 20, 30, 40]
-
-
-@pytest.fixture(scope="module")
-def training(exact: LocalServiceClient) -> LocalTrainingClient:
-    client = exact.create_lora_training_client("tiny-random", rank=4, seed=0)
-    train(client, 3)
-    return client
-
-
-@pytest.fixture(scope="module")
-def sampling(training: LocalTrainingClient) -> LocalSamplingClient:
-    return training.save_weights_and_get_sampling_client()
-
-
-def prompt(tokens: list[int] | None = None) -> types.ModelInput:
-    return types.ModelInput.from_ints(PROMPT if tokens is None else tokens)
-
-
-def sample(
-    sampling: LocalSamplingClient,
-    tokens: list[int] | None = None,
-    count: int = 1,
-    options: dict[str, Any] | None = None,
-    **params: Any,
-) -> types.SampleResponse:
-    chosen = types.SamplingParams(**{"max_tokens": 6, "seed": 0, **params})
-    return sampling.sample(prompt(tokens), count, chosen, **(options or {})).result()
-
-
-def distributions(training: LocalTrainingClient, tokens: list[int]) -> Tensor:
-    """Log-probs `[T, V]` by plain transformers."""
-    with torch.no_grad():
-        found: Tensor = by_hand(training.weights(), tokens).logits[0].log_softmax(-1)
-    return found
-
+from .data import PROMPT, datum, distributions, logprobs, prompt, sample
 
 # Which token a draw gives. Sweeping the draws over a grid gives the whole distribution.
 
@@ -62,7 +22,7 @@ PROBS = [0.4, 0.05, 0.3, 0.05, 0.2]
 def swept(probs: list[float], **params: Any) -> list[float]:
     draws = (torch.arange(GRID) + 0.5) / GRID
     rows = torch.tensor(probs).log().expand(GRID, -1)
-    chosen = choose(rows, types.SamplingParams(**params), draws)
+    chosen = choose_tokens(rows, types.SamplingParams(**params), draws)
     return [int((chosen == token).sum()) / GRID for token in range(len(probs))]
 
 
@@ -98,56 +58,59 @@ def test_tokens_are_drawn_from_the_distribution(
     np.testing.assert_allclose(swept(PROBS, **params), expected, atol=1.5 / GRID)
 
 
-def test_a_draw_at_either_end_gives_a_token_that_can_be() -> None:
+def test_draws_of_0_and_nearly_1_give_tokens_of_positive_probability() -> None:
     # The largest float32 below 1; the last two tokens are out.
     draws = torch.tensor([0.0, 1 - 2**-24])
     rows = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).log().expand(2, -1)
-    assert choose(rows, types.SamplingParams(), draws).tolist() == [0, 1]
-    assert choose(rows, types.SamplingParams(top_k=1), draws).tolist() == [0, 0]
+    assert choose_tokens(rows, types.SamplingParams(), draws).tolist() == [0, 1]
+    assert choose_tokens(rows, types.SamplingParams(top_k=1), draws).tolist() == [0, 0]
 
 
 def test_each_row_has_its_own_draw() -> None:
     rows = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
-    assert choose(rows, types.SamplingParams(), torch.tensor([0.05, 0.95])).tolist() == [0, 0]
-    assert choose(rows, types.SamplingParams(), torch.tensor([0.95, 0.05])).tolist() == [1, 1]
+    assert choose_tokens(rows, types.SamplingParams(), torch.tensor([0.05, 0.95])).tolist() == [
+        0,
+        0,
+    ]
+    assert choose_tokens(rows, types.SamplingParams(), torch.tensor([0.95, 0.05])).tolist() == [
+        1,
+        1,
+    ]
 
 
-# Through the client.
-
-
-def test_greedy_tokens_are_the_likeliest(
-    sampling: LocalSamplingClient, training: LocalTrainingClient
+def test_temperature_0_takes_the_likeliest_tokens(
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     (found,) = sample(sampling, temperature=0.0, stop=[]).sequences
     tokens = list(PROMPT)
     for token in found.tokens:
-        assert token == int(distributions(training, tokens)[-1].argmax())
+        assert token == int(distributions(sampled_training, tokens)[-1].argmax())
         tokens.append(token)
     assert found.stop_reason == "length"
     assert len(found.tokens) == 6
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.3}])
-def test_the_logprobs_are_the_models_own(
-    sampling: LocalSamplingClient, training: LocalTrainingClient, params: dict[str, Any]
+def test_logprobs_of_samples_ignore_temperature_top_k_and_top_p(
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient, params: dict[str, Any]
 ) -> None:
     for found in sample(sampling, count=3, stop=[], **params).sequences:
-        rows = distributions(training, PROMPT + found.tokens)[len(PROMPT) - 1 : -1]
+        rows = distributions(sampled_training, PROMPT + found.tokens)[len(PROMPT) - 1 : -1]
         expected = rows.gather(-1, torch.tensor(found.tokens)[:, None])[:, 0]
         np.testing.assert_allclose(found.logprobs or [], expected.numpy(), atol=1e-5)
 
 
-def test_the_logprobs_are_those_of_the_forward_pass(
-    sampling: LocalSamplingClient, training: LocalTrainingClient
+def test_logprobs_of_samples_are_those_of_the_training_forward_pass(
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     (found,) = sample(sampling, stop=[]).sequences
     whole = PROMPT + found.tokens
-    output = training.forward([datum(whole[:-1], whole[1:])], "cross_entropy").result()
+    output = sampled_training.forward([datum(whole[:-1], whole[1:])], "cross_entropy").result()
     (row,) = logprobs(output)
     np.testing.assert_allclose(found.logprobs or [], row[-6:].numpy(), atol=1e-5)
 
 
-def test_samples_of_the_base_model_are_the_base_models(exact: LocalServiceClient) -> None:
+def test_a_base_model_samples_its_own_likeliest_tokens(exact: LocalServiceClient) -> None:
     sampling = exact.create_sampling_client(base_model="tiny-random")
     fresh = exact.create_lora_training_client("tiny-random", rank=1, seed=0)
     (found,) = sample(sampling, temperature=0.0, stop=[]).sequences
@@ -179,7 +142,7 @@ def test_sequences_have_ids_of_their_own(sampling: LocalSamplingClient) -> None:
     assert len(ids) == 4
 
 
-def test_samples_that_end_do_not_disturb_the_others(sampling: LocalSamplingClient) -> None:
+def test_samples_that_end_early_do_not_change_the_others(sampling: LocalSamplingClient) -> None:
     free = sample(sampling, count=6, max_tokens=12, stop=[]).sequences
     # A token that some sample has early, and another has not.
     stop = free[0].tokens[3]
@@ -245,7 +208,7 @@ def test_a_stop_string_ends_a_sample_with_it(
     assert write(writer, stop) == (text, "stop")
 
 
-def test_a_stop_string_that_does_not_come_ends_nothing(writer: LocalSamplingClient) -> None:
+def test_a_stop_string_that_does_not_occur_has_no_effect(writer: LocalSamplingClient) -> None:
     assert write(writer, "ac") == ("bcdéabc", "length")
 
 
@@ -259,10 +222,10 @@ def test_without_a_limit_a_sample_ends_with_the_context(sampling: LocalSamplingC
     assert len(found.tokens) == 1
 
 
-def test_the_prompt_has_logprobs_if_asked(
-    sampling: LocalSamplingClient, training: LocalTrainingClient
+def test_the_prompt_has_logprobs_on_request(
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
-    rows = distributions(training, PROMPT)
+    rows = distributions(sampled_training, PROMPT)
     expected = [float(rows[i, token]) for i, token in enumerate(PROMPT[1:])]
     assert sample(sampling).prompt_logprobs is None
     found = sample(sampling, options={"include_prompt_logprobs": True}).prompt_logprobs
@@ -276,7 +239,7 @@ def test_the_prompt_has_logprobs_if_asked(
     assert sampling.compute_logprobs(prompt([5])).result() == [None]
 
 
-def test_the_samples_are_the_same_whatever_else_is_asked(sampling: LocalSamplingClient) -> None:
+def test_requested_logprobs_do_not_change_the_samples(sampling: LocalSamplingClient) -> None:
     plain = sample(sampling, count=2).sequences
     for options in (
         {"include_prompt_logprobs": True},
@@ -287,10 +250,10 @@ def test_the_samples_are_the_same_whatever_else_is_asked(sampling: LocalSampling
 
 
 def test_the_likeliest_tokens_of_the_prompt(
-    sampling: LocalSamplingClient, training: LocalTrainingClient
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     found = sample(sampling, options={"topk_prompt_logprobs": 3}).topk_prompt_logprobs
-    values, ids = distributions(training, PROMPT)[:-1].topk(3)
+    values, ids = distributions(sampled_training, PROMPT)[:-1].topk(3)
     assert found is not None
     assert found[0] is None
     assert len(found) == len(PROMPT)
@@ -300,7 +263,9 @@ def test_the_likeliest_tokens_of_the_prompt(
         assert [lp for _, lp in row] == pytest.approx(value.tolist(), abs=1e-5)
 
 
-def test_the_last_n_counts_for_the_likeliest_tokens_too(sampling: LocalSamplingClient) -> None:
+def test_prompt_logprobs_last_n_limits_the_likeliest_tokens_too(
+    sampling: LocalSamplingClient,
+) -> None:
     # As the SDK documents prompt_logprobs_last_n.
     options = {
         "include_prompt_logprobs": True,
@@ -315,11 +280,11 @@ def test_the_last_n_counts_for_the_likeliest_tokens_too(sampling: LocalSamplingC
 
 
 def test_the_likeliest_tokens_of_each_sample(
-    sampling: LocalSamplingClient, training: LocalTrainingClient
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     assert sample(sampling).sequences[0].topk_logprobs is None
     for found in sample(sampling, count=2, options={"topk_sample_logprobs": 3}).sequences:
-        rows = distributions(training, PROMPT + found.tokens)[len(PROMPT) - 1 : -1]
+        rows = distributions(sampled_training, PROMPT + found.tokens)[len(PROMPT) - 1 : -1]
         assert found.topk_logprobs is not None
         assert len(found.topk_logprobs) == len(found.tokens)
         for top, row in zip(found.topk_logprobs, rows, strict=True):
@@ -330,10 +295,10 @@ def test_the_likeliest_tokens_of_each_sample(
 
 
 def test_the_logprobs_of_chosen_tokens(
-    sampling: LocalSamplingClient, training: LocalTrainingClient
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     asked = torch.tensor([[5, 6], [-1, 7], [0, -1]])
-    rows = distributions(training, PROMPT)
+    rows = distributions(sampled_training, PROMPT)
     expected = torch.tensor(
         [[float(rows[0, 5]), float(rows[0, 6])], [0.0, float(rows[1, 7])], [float(rows[2, 0]), 0.0]]
     )
@@ -354,9 +319,9 @@ def test_the_logprobs_of_chosen_tokens(
 
 
 def test_alternatives_for_each_token_of_the_prompt(
-    sampling: LocalSamplingClient, training: LocalTrainingClient
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
-    rows = distributions(training, PROMPT)
+    rows = distributions(sampled_training, PROMPT)
     found = sample(sampling, options={"prompt_alt_tokens_k": 40}).prompt_alt_tokens
     assert found is not None
     tokens = found.tokens.to_torch()
@@ -374,112 +339,11 @@ def test_alternatives_for_each_token_of_the_prompt(
     assert torch.equal(cold.tokens.to_torch(), rows[:-1].argmax(-1, keepdim=True).expand(-1, 4))
 
 
-def test_the_cold_alternatives_are_the_likeliest(
-    sampling: LocalSamplingClient, training: LocalTrainingClient
+def test_alternatives_at_temperature_0_are_the_likeliest(
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
 ) -> None:
     # Temperature 0 takes the likeliest, in the prompt as in the samples.
-    rows = distributions(training, PROMPT)
+    rows = distributions(sampled_training, PROMPT)
     found = sample(sampling, options={"prompt_alt_tokens_k": 4}, temperature=0.0).prompt_alt_tokens
     assert found is not None
     assert torch.equal(found.tokens.to_torch(), rows[:-1].argmax(-1, keepdim=True).expand(-1, 4))
-
-
-def test_the_twins_give_the_same(sampling: LocalSamplingClient) -> None:
-    params = types.SamplingParams(max_tokens=5, seed=3)
-
-    async def both() -> tuple[types.SampleResponse, list[float | None]]:
-        sampled, known = await asyncio.gather(
-            sampling.sample_async(prompt(), 2, params, include_prompt_logprobs=True),
-            sampling.compute_logprobs_async(prompt(), prompt_logprobs_last_n=2),
-        )
-        return sampled, known
-
-    sampled, known = asyncio.run(both())
-    expected = sampling.sample(prompt(), 2, params, include_prompt_logprobs=True).result()
-    assert [s.tokens for s in sampled.sequences] == [s.tokens for s in expected.sequences]
-    assert sampled.prompt_logprobs == expected.prompt_logprobs
-    assert known == sampling.compute_logprobs(prompt(), 2).result()
-    assert asyncio.run(sampling.get_base_model_async()) == "tiny-random"
-
-
-TARGETS = types.TensorData.from_torch(torch.zeros(2, 1, dtype=torch.int64))
-ABOVE = types.TensorData.from_torch(torch.full((3, 1), 512))
-BELOW = types.TensorData.from_torch(torch.full((3, 1), -2))
-REAL = types.TensorData.from_torch(torch.zeros(3, 1))
-
-
-@pytest.mark.parametrize(
-    ("params", "options", "message"),
-    [
-        ({"max_tokens": 0}, {}, "max_tokens must be"),
-        ({"max_tokens": -3}, {}, "max_tokens must be"),
-        ({"temperature": -0.1}, {}, "temperature must be a finite number >= 0, got -0.1"),
-        ({"temperature": math.nan}, {}, "temperature must be a finite number >= 0, got nan"),
-        ({"top_p": 0.0}, {}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": 1.1}, {}, "top_p must be above 0 and at most 1, got 1.1"),
-        ({"top_p": math.nan}, {}, "top_p must be above 0 and at most 1, got nan"),
-        ({"top_k": 0}, {}, "top_k must be a whole number >= 1, or -1 for all, got 0"),
-        ({"top_k": -2}, {}, "top_k must be a whole number >= 1, or -1 for all, got -2"),
-        ({"seed": 2**64}, {}, "seed must be a whole number from"),
-        ({}, {"topk_prompt_logprobs": -1}, "topk_prompt_logprobs must be a whole number from 0"),
-        ({}, {"topk_sample_logprobs": 513}, "topk_sample_logprobs must be a whole number from 0"),
-        ({}, {"prompt_alt_tokens_k": 1.5}, "prompt_alt_tokens_k must be a whole number from 0"),
-        ({}, {"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n needs include_prompt_logprobs"),
-        (
-            {},
-            {"prompt_logprobs_last_n": 4, "include_prompt_logprobs": True},
-            "prompt_logprobs_last_n must be a whole number from 1 to 3.*got 4",
-        ),
-        (
-            {},
-            {"prompt_logprobs_last_n": 0, "include_prompt_logprobs": True},
-            "prompt_logprobs_last_n must be a whole number from 1 to 3.*got 0",
-        ),
-        (
-            {},
-            {"target_prompt_logprobs": TARGETS},
-            r"target_prompt_logprobs must have the shape .* = \[3, K\], got \[2, 1\]",
-        ),
-        ({}, {"target_prompt_logprobs": ABOVE}, "target_prompt_logprobs must hold .* got 512"),
-        ({}, {"target_prompt_logprobs": BELOW}, "target_prompt_logprobs must hold .* got -2"),
-        ({}, {"target_prompt_logprobs": REAL}, "target_prompt_logprobs must be whole numbers"),
-    ],
-)
-def test_bad_settings_are_an_error(
-    sampling: LocalSamplingClient, params: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        sample(sampling, options=options, **params)
-    assert sample(sampling).sequences
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.5, True])
-def test_a_bad_number_of_samples_is_an_error(sampling: LocalSamplingClient, count: Any) -> None:
-    with pytest.raises(InputError, match=f"num_samples must be .*got {count!r}"):
-        sample(sampling, count=count)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([], "prompt must hold 1 to 512 tokens"),
-        ([1] * 513, "prompt must hold 1 to 512 tokens"),
-        ([1] * 512, "prompt must leave room for at least one token"),
-        ([1, 512], "prompt must hold tokens from 0 to 511"),
-        ([1, -1], "prompt must hold tokens from 0 to 511"),
-    ],
-)
-def test_a_bad_prompt_is_an_error(
-    sampling: LocalSamplingClient, tokens: list[int], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        sample(sampling, tokens)
-
-
-def test_a_prompt_that_fills_the_context_has_logprobs(sampling: LocalSamplingClient) -> None:
-    found = sampling.compute_logprobs(prompt([1] * 512)).result()
-    assert len(found) == 512
-    with pytest.raises(InputError, match="prompt_logprobs_last_n must be"):
-        sampling.compute_logprobs(prompt([1]), 1)
-    with pytest.raises(InputError, match="prompt must hold 1 to 512 tokens"):
-        sampling.compute_logprobs(prompt([1] * 513))

@@ -1,4 +1,4 @@
-"""The engine's clients beside the installed SDK's, so that a new SDK release shows here."""
+"""Signatures of the engine's clients against the installed SDK's, so that changes show here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAIRS = {
     LocalSamplingClient: tinker.SamplingClient,
 }
 
-# What needs the Tinker service: its console, its account, its connections.
+# Methods that need the Tinker service: its console, accounts and connections.
 ABSENT = {
     LocalServiceClient: {
         "copy_weights",
@@ -62,23 +62,23 @@ VERBS = [
 
 
 @pytest.mark.parametrize(("ours", "theirs", "name"), VERBS)
-def test_a_verb_takes_what_the_sdks_takes(ours: type, theirs: type, name: str) -> None:
+def test_a_method_has_the_parameters_of_the_sdks(ours: type, theirs: type, name: str) -> None:
     assert hasattr(ours, name)
     assert parameters(getattr(ours, name)) == parameters(getattr(theirs, name))
 
 
 @pytest.mark.parametrize(("ours", "theirs", "name"), VERBS)
-def test_a_verb_is_awaited_if_the_sdks_is(ours: type, theirs: type, name: str) -> None:
+def test_a_method_is_async_if_the_sdks_is(ours: type, theirs: type, name: str) -> None:
     assert is_async(getattr(ours, name)) == is_async(getattr(theirs, name))
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS.items())
-def test_what_is_absent_on_purpose_is_the_sdks_and_absent(ours: type, theirs: type) -> None:
+def test_methods_left_out_on_purpose_exist_in_the_sdk_alone(ours: type, theirs: type) -> None:
     assert ABSENT[ours] <= public(theirs)
     assert not ABSENT[ours] & public(ours)
 
 
-def test_the_service_is_made_with_what_the_sdks_is_but_for_its_connection() -> None:
+def test_the_service_has_the_parameters_of_the_sdks_without_the_connection() -> None:
     theirs = {name: rest for name, *rest in parameters(tinker.ServiceClient)}
     ours = {name: rest for name, *rest in parameters(LocalServiceClient)}
     connection = {"api_key", "base_url", "default_headers_overrides", "display_name", "kwargs"}

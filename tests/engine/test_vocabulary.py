@@ -1,4 +1,4 @@
-"""Terms over whole distributions on the engine, computed together, by logits and without them."""
+"""Terms over whole distributions on the engine: fused, over logits and over a projection."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gradients(client: Any, of: Any, **settings: Any) -> tuple[Any, dict[str, Ten
     return output, found
 
 
-def test_the_same_together_one_by_one_and_without_logits(
+def test_terms_fused_separate_and_over_a_projection_have_the_same_gradients(
     together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = LocalServiceClient(dtype="float64")

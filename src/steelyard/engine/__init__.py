@@ -1,9 +1,11 @@
-"""The embedded engine: a real model, trained and sampled in this process, with the SDK's verbs.
+"""The embedded engine: a real model, trained and sampled in this process, with the SDK's methods.
 
-A call goes this way: `service` finds a base model (`sources`) and loads it once (`model`, on a
-`host` with one thread); `training` and `sampling` check what they are given (`examples`) and
-queue the work; `trainer` packs sequences into rows (`packing`), runs them forward and back
-(`run`), and gathers gradients in an `adapter`; `sampler` draws tokens; `checkpoints` are on disk.
+`service_client` finds a base model (`model_sources`, `smollm2`, `tiny`), loads it once (`model`),
+and starts a `worker_thread` for it. `training_client` and `sampling_client` check their arguments
+(`datum_tensors`) and queue calls on that thread. There, `trainer` packs sequences into rows
+(`packing`) within the token budget (`memory`), runs them forward and backward (`forward`), applies
+`named_losses`, and accumulates gradients in an `adapter`; `forward_pass` lets a custom loss supply
+the gradients; `sampler` draws tokens. `checkpoint_contents` is what `checkpoints` stores on disk.
 `server` puts all of it behind the wire protocol of the Tinker SDK.
 """
 

@@ -1,4 +1,9 @@
-"""A LoRA adapter: its weights, the gradients gathered for them, and their optimizer."""
+"""A LoRA adapter: its weights, their accumulated gradients, and their optimizer.
+
+LoRA (Hu et al., 2021, arXiv:2106.09685) adds to each chosen layer `y = W x` a trained product of
+two thin matrices, `y = W x + (alpha / rank) B A x`, with `A: [rank, in]` and `B: [out, rank]`. `B`
+starts at zero, so that a fresh adapter does not change the model.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,14 @@ from torch import Tensor, nn
 from steelyard.errors import InputError, NonFiniteError, StateError
 from steelyard.spec import is_finite, is_whole
 
-# Tinker's: independent of the rank, so that a learning rate found for one rank suits another.
+# As Tinker has it: alpha does not grow with the rank, so the scale alpha / rank makes up for the
+# number of added components, and a learning rate found for one rank suits another.
 ALPHA = 32
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What to train, and how finely.
+    """Layers that an adapter trains, its rank and its seed.
 
     Raises:
         InputError: a setting breaks a rule.
@@ -44,21 +50,23 @@ class LoraSettings:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The parts of the model that are trained."""
-        chosen = {"attn": self.train_attn, "mlp": self.train_mlp, "unembed": self.train_unembed}
-        return tuple(group for group, trained in chosen.items() if trained)
+        """Groups of layers that are trained: `"attn"`, `"mlp"`, `"unembed"`."""
+        trained = {"attn": self.train_attn, "mlp": self.train_mlp, "unembed": self.train_unembed}
+        return tuple(group for group, is_trained in trained.items() if is_trained)
 
 
 class Adapter:
-    """The trainable weights of one client.
+    """Trainable weights of one client, with their gradients and their AdamW optimizer.
+
+    Gradients of several calls accumulate as a sum until `step` uses and clears them.
 
     Args:
-        name: the adapter's in the shared model.
-        settings: what is trained.
-        parameters: by the key they have in a checkpoint.
+        name: the adapter's name in the shared model.
+        settings: its layers, rank and seed.
+        parameters: the LoRA matrices by the key that they have in a checkpoint.
 
     Attributes:
-        version: counts the changes of the weights.
+        version: number of changes of the weights, by which an old autograd graph is recognised.
     """
 
     def __init__(
@@ -72,27 +80,29 @@ class Adapter:
         self._optimizer = self._fresh_optimizer()
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the weights, by key, on the CPU."""
+        """Copy of the weights on the CPU, by key."""
         return {key: p.detach().cpu().clone() for key, p in self.parameters.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """A copy of the gradients gathered since the last step, by key; zeros if there are none."""
+        """Copy of the gradients accumulated since the last step, by key; zeros if none are."""
         return {
             key: gradient.detach().cpu().clone()
-            for key, gradient in zip(self.parameters, self._gathered(), strict=True)
+            for key, gradient in zip(self.parameters, self._accumulated(), strict=True)
         }
 
-    def gather(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add to the gradients gathered so far, all of them or, if one is not finite, none.
+    def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add to the accumulated gradients; None counts as zeros.
 
         Raises:
-            NonFiniteError: one is not.
+            NonFiniteError: a gradient is not finite. Nothing has been added then.
         """
-        found = [
+        added = [
             torch.zeros_like(p) if gradient is None else gradient.to(p.dtype)
             for p, gradient in zip(self.parameters.values(), gradients, strict=True)
         ]
-        norm = nn.utils.get_total_norm(found)
+        # One L2 norm over all of them is finite only if every entry is: one check on the device
+        # instead of one for each matrix.
+        norm = nn.utils.get_total_norm(added)
         if not bool(torch.isfinite(norm)):
             raise NonFiniteError(
                 f"the gradient of the weights must be finite, got the norm {norm.item()}: "
@@ -100,18 +110,28 @@ class Adapter:
                 kind="nan" if bool(norm.isnan()) else "inf",
             )
         if self._gradients is None:
-            self._gradients = found
+            self._gradients = added
         else:
-            torch._foreach_add_(self._gradients, found)
+            # Losses are sums over tokens, never means, so the gradient of several calls is the
+            # plain sum of theirs. One multi-tensor kernel adds all matrices.
+            torch._foreach_add_(self._gradients, added)
 
     def step(self, params: types.AdamParams) -> float:
-        """One AdamW step with the gathered gradients; their norm before clipping."""
+        """Make one AdamW step with the accumulated gradients and clear them.
+
+        If `grad_clip_norm` is above 0, the gradients are scaled by
+        `min(1, grad_clip_norm / norm)`, where `norm` is the L2 norm over all weights. Without
+        accumulated gradients it is a step with zeros: moments decay, and weights may still move.
+
+        Returns:
+            The norm before clipping.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = params.learning_rate
             group["betas"] = (params.beta1, params.beta2)
             group["eps"] = params.eps
             group["weight_decay"] = params.weight_decay
-        gradients = self._gathered()
+        gradients = self._accumulated()
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
             parameter.grad = gradient
         try:
@@ -127,36 +147,42 @@ class Adapter:
         self.version += 1
         return norm.item()
 
-    def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor] | None) -> None:
-        """Take weights, and the optimizer's moments or fresh ones; gathered gradients go.
+    def load(
+        self, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor] | None
+    ) -> None:
+        """Copy weights and an optimizer's state into the adapter, and clear its gradients.
+
+        Args:
+            weights: as `weights` returns them.
+            optimizer_state: as `optimizer_state` returns it; None starts a fresh optimizer.
 
         Raises:
-            StateError: they are not those of an adapter like this one.
+            StateError: names or shapes differ from this adapter's. Nothing has changed then.
         """
-        _check_alike("weights", weights, self.parameters)
-        if moments is not None:
-            _check_alike("optimizer", moments, self._moments_like())
+        _check_same_shapes("weights", weights, self.parameters)
+        if optimizer_state is not None:
+            _check_same_shapes("optimizer", optimizer_state, self._optimizer_state_like())
         with torch.no_grad():
             for key, parameter in self.parameters.items():
                 parameter.copy_(weights[key])
         self._gradients = None
         self._optimizer = self._fresh_optimizer()
-        for key, parameter in self.parameters.items() if moments else ():
+        for key, parameter in self.parameters.items() if optimizer_state else ():
             self._optimizer.state[parameter] = {
-                name: moments[f"{name}/{key}"].to(like, copy=True)  # type: ignore[index]  # not None
+                name: optimizer_state[f"{name}/{key}"].to(like, copy=True)  # type: ignore[index]  # not None
                 for name, like in self._state_like(parameter).items()
             }
         self.version += 1
 
-    def moments(self) -> dict[str, Tensor]:
-        """The optimizer's state, by name and key; empty before the first step."""
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Copy of AdamW's state on the CPU, by `name/key`; empty before the first step."""
         return {
             f"{name}/{key}": value.detach().cpu().clone()
             for key, parameter in self.parameters.items()
             for name, value in self._optimizer.state.get(parameter, {}).items()
         }
 
-    def _gathered(self) -> list[Tensor]:
+    def _accumulated(self) -> list[Tensor]:
         if self._gradients is not None:
             return self._gradients
         return [torch.zeros_like(p) for p in self.parameters.values()]
@@ -164,7 +190,7 @@ class Adapter:
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.parameters.values(), weight_decay=0.0)
 
-    def _moments_like(self) -> dict[str, Tensor]:
+    def _optimizer_state_like(self) -> dict[str, Tensor]:
         return {
             f"{name}/{key}": like
             for key, parameter in self.parameters.items()
@@ -177,10 +203,10 @@ class Adapter:
 
 
 def check_adam(params: object) -> types.AdamParams:
-    """`params`, if they are AdamW settings that can be used.
+    """Check settings of AdamW, and return them.
 
     Raises:
-        InputError: they are not.
+        InputError: they are no `AdamParams`, or one of them breaks a rule.
     """
     if not isinstance(params, types.AdamParams):
         raise InputError(
@@ -189,21 +215,23 @@ def check_adam(params: object) -> types.AdamParams:
         )
     for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
         value = getattr(params, name)
-        kept = is_finite(value) and value >= 0 and (not name.startswith("beta") or value < 1)
-        if not kept:
+        valid = is_finite(value) and value >= 0 and (not name.startswith("beta") or value < 1)
+        if not valid:
             rule = "in [0, 1)" if name.startswith("beta") else ">= 0 and finite"
             raise InputError(f"{name} must be {rule}, got {value!r}.")
     return params
 
 
-def _check_alike(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    if found.keys() != wanted.keys():
-        odd = sorted(found.keys() ^ wanted.keys())
+def _check_same_shapes(
+    what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    if found.keys() != expected.keys():
+        differing = sorted(found.keys() ^ expected.keys())
         raise StateError(
-            f"{what} must be those of a model and rank like this one, and {len(odd)} names differ, "
-            f"{odd[0]!r} among them."
+            f"{what} must be those of a model and rank like this one, and {len(differing)} names "
+            f"differ, {differing[0]!r} among them."
         )
-    for key, tensor in wanted.items():
+    for key, tensor in expected.items():
         if found[key].shape != tensor.shape:
             raise StateError(
                 f"{what}[{key!r}] must have the shape {list(tensor.shape)}, "

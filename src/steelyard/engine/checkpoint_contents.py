@@ -1,64 +1,85 @@
-"""What a training run saves and takes back: its weights, its optimizer, and what is attached."""
+"""Contents of a checkpoint, and the training state that they are captured from and restored to.
+
+A checkpoint holds the LoRA weights, peft's description of the adapter, a description of the
+training run, and, unless it is for sampling alone, the optimizer's state and the states of
+companions: objects that were attached to the training client, such as the multipliers and moving
+averages of its regularizers. It does not hold the base model, nor gradients that were accumulated
+and not yet used by a step. `checkpoints` writes the contents to disk and reads them.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from steelyard.engine.adapter import Adapter
-from steelyard.engine.checkpoints import Checkpoint, Checkpoints, Kind
 from steelyard.engine.model import Model
 from steelyard.errors import CheckpointError, InputError, StateError
 from steelyard.spec import Stateful, is_whole
 
 
+@dataclass(frozen=True)
 class CheckpointContents:
-    """Writes and reads the checkpoints of one adapter.
+    """Everything that a checkpoint holds.
+
+    Attributes:
+        info: the training run, its LoRA settings, times, metadata, and the companions' states;
+            JSON values.
+        weights: the LoRA matrices by key, as peft names them.
+        optimizer_state: AdamW's step counts and moments by `name/key`, empty before the first
+            step; None in a checkpoint for sampling.
+        config: the adapter's settings as peft writes them.
+    """
+
+    info: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    optimizer_state: Mapping[str, Tensor] | None
+    config: Mapping[str, Any]
+
+
+class TrainingState:
+    """State of one training run: captured into the contents of a checkpoint, restored from them.
 
     Args:
         model: the base model.
-        adapter: what is trained.
-        checkpoints: where they lie.
+        adapter: the weights and the optimizer.
         model_id: the name of the training run.
-        user_metadata: kept with each.
+        user_metadata: copied into each checkpoint.
     """
 
     def __init__(
-        self,
-        model: Model,
-        adapter: Adapter,
-        checkpoints: Checkpoints,
-        model_id: str,
-        user_metadata: Mapping[str, str],
+        self, model: Model, adapter: Adapter, model_id: str, user_metadata: Mapping[str, str]
     ) -> None:
         self._model = model
         self._adapter = adapter
-        self._checkpoints = checkpoints
         self._model_id = model_id
         self._user_metadata = user_metadata
         self._companions: dict[str, Stateful] = {}
         self._loaded: dict[str, Any] = {}
 
     def attach(self, name: str, companion: Stateful) -> None:
-        """Save and load the state of `companion` too; it takes at once what was loaded for it."""
+        """Include the state of `companion` from now on; restore it if one was loaded before."""
         self._companions[name] = companion
         if name in self._loaded:
             companion.load_state_dict(self._loaded[name])
 
-    def companions(self) -> dict[str, Any]:
-        """The state of what is attached, now."""
+    def companion_states(self) -> dict[str, Any]:
+        """Current state of each companion, by name."""
         return {name: companion.state_dict() for name, companion in self._companions.items()}
 
     def restore_companions(self) -> None:
-        """Give what is attached the state that was loaded for it."""
+        """Load into each companion the state that the last restored checkpoint has for it."""
         for name in self._companions.keys() & self._loaded.keys():
             self._companions[name].load_state_dict(self._loaded[name])
 
-    def info(
+    def describe(
         self, ttl_seconds: int | None, user_metadata: Mapping[str, str] | None
     ) -> dict[str, Any]:
-        """What a checkpoint made now says of itself.
+        """`info` of a checkpoint that is made now, without the companions.
 
         Raises:
             InputError: `ttl_seconds` breaks a rule.
@@ -85,45 +106,47 @@ class CheckpointContents:
             },
         }
 
-    def write(
-        self, kind: Kind, name: str, info: Mapping[str, Any], *, overwrite: bool = False
-    ) -> str:
-        """Save the adapter as it is, with its optimizer if `kind` has one; gives the path.
-
-        Raises:
-            CheckpointError: it is there already, or cannot be written.
-        """
-        described: Any = self._model.lora_config(self._adapter.settings)
-        config = {k: sorted(v) if isinstance(v, set) else v for k, v in described.to_dict().items()}
+    def capture(self, info: Mapping[str, Any], *, optimizer: bool) -> CheckpointContents:
+        """Copy the adapter's weights, and the optimizer's state if `optimizer`."""
+        lora: Any = self._model.lora_config(self._adapter.settings)
+        # peft keeps module names in a set; JSON has none, and sorting makes files comparable.
+        config = {k: sorted(v) if isinstance(v, set) else v for k, v in lora.to_dict().items()}
         config["base_model_name_or_path"] = self._model.source.name
-        checkpoint = Checkpoint(
+        return CheckpointContents(
             info=info,
             weights=self._adapter.weights(),
-            moments=self._adapter.moments() if kind == "weights" else None,
+            optimizer_state=self._adapter.optimizer_state() if optimizer else None,
             config=config,
         )
-        return self._checkpoints.write(self._model_id, kind, name, checkpoint, overwrite=overwrite)
 
-    def read(self, path: str, *, optimizer: bool) -> None:
-        """Take back saved weights, and the optimizer if it is asked for.
+    def restore(self, contents: CheckpointContents, path: str, *, optimizer: bool) -> None:
+        """Load the weights, and the optimizer's state if `optimizer`; otherwise it starts anew.
+
+        The companions' states are kept for `restore_companions`.
+
+        Args:
+            contents: of the checkpoint.
+            path: its path, for error messages.
+            optimizer: whether the optimizer's state is loaded too.
 
         Raises:
-            CheckpointError: it is not there, is damaged, or does not fit; all is as it was then.
+            CheckpointError: the checkpoint is of another model, has no optimizer, or does not fit
+                the adapter. Nothing has changed then.
         """
-        checkpoint = self._checkpoints.read(path)
-        mine, theirs = self._model.source.name, checkpoint.info.get("base_model")
-        if theirs != mine:
+        expected, found = self._model.source.name, contents.info.get("base_model")
+        if found != expected:
             raise CheckpointError(
-                f"path must be that of a checkpoint of {mine!r}, and {path!r} is of {theirs!r}."
+                f"path must be that of a checkpoint of {expected!r}, and {path!r} is of {found!r}."
             )
-        if optimizer and checkpoint.moments is None:
+        if optimizer and contents.optimizer_state is None:
             raise CheckpointError(
                 f"path must be that of a checkpoint with an optimizer, as save_state writes it, "
                 f"and {path!r} holds weights alone."
             )
         try:
-            moments = checkpoint.moments if optimizer else None
-            self._adapter.load(checkpoint.weights, moments or None)
+            optimizer_state = contents.optimizer_state if optimizer else None
+            # An empty state is that of an optimizer that has made no step: a fresh one.
+            self._adapter.load(contents.weights, optimizer_state or None)
         except StateError as error:
             raise CheckpointError(f"the checkpoint {path!r} does not fit: {error}") from error
-        self._loaded = dict(checkpoint.info.get("companions", {}))
+        self._loaded = dict(contents.info.get("companions", {}))

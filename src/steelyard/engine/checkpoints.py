@@ -1,9 +1,9 @@
 """Checkpoints on disk: safetensors and JSON, in folders that appear whole or not at all.
 
-`<root>/<run>/weights/<name>` is a link to a hidden folder beside it. A checkpoint is written
-into a new hidden folder and then the link is put in place in one move, over the old one if
-there is one: whoever follows the link finds a whole checkpoint, whenever the writer was killed.
-The folder is also one that peft can load.
+`<root>/<run>/weights/<name>` is a symbolic link to a hidden folder beside it. A checkpoint is
+written into a new hidden folder, its files are flushed to the disk, and then `rename(2)`, which is
+atomic, puts a new link in the place of the old one. Whoever follows the link finds a whole
+checkpoint, at whatever moment the writer was killed. peft can load the folder too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from steelyard.engine.checkpoint_contents import CheckpointContents
 from steelyard.errors import CheckpointError
 
 Kind = Literal["weights", "sampler_weights"]
@@ -30,35 +31,18 @@ KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 
 SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,199}")
-_ABANDONED = 3600  # seconds after which nobody is still writing into a folder
+_ABANDONED = 3600  # seconds after which the writer of an unlinked folder counts as killed
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """What a checkpoint holds.
-
-    Attributes:
-        info: what was trained, how, and whatever is saved with it; ready for JSON.
-        weights: the adapter's, by key.
-        moments: the optimizer's; None in a checkpoint for sampling.
-        config: the adapter's settings as peft writes them.
-    """
-
-    info: Mapping[str, Any]
-    weights: Mapping[str, Tensor]
-    moments: Mapping[str, Tensor] | None
-    config: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A checkpoint that was found, without its weights.
+class CheckpointEntry:
+    """A checkpoint in a listing, without its weights.
 
     Attributes:
         run: the training run.
-        kind: what it is for.
+        kind: `"weights"` with an optimizer, `"sampler_weights"` without.
         name: the name it was saved with.
-        info: what is saved with it.
+        info: its `CheckpointContents.info`.
         size: the bytes of its files.
     """
 
@@ -70,24 +54,24 @@ class Listed:
 
     @property
     def path(self) -> str:
-        """As the SDK writes paths."""
+        """Path in the SDK's form, `tinker://run/kind/name`."""
         return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
 
 
 class Checkpoints:
-    """The checkpoints under one root folder."""
+    """Checkpoints under one root folder."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def write(
-        self, run: str, kind: Kind, name: str, checkpoint: Checkpoint, *, overwrite: bool
+        self, run: str, kind: Kind, name: str, contents: CheckpointContents, *, overwrite: bool
     ) -> str:
-        """Write a checkpoint; its path as the SDK writes paths.
+        """Write a checkpoint and return its path in the SDK's form.
 
         Raises:
-            CheckpointError: the name is taken, something in it cannot be saved, or the disk
-                refuses.
+            CheckpointError: the name is taken, `contents.info` is no JSON, or the disk is full
+                or cannot be written.
         """
         link = self._link(run, kind, name)
         if not overwrite and os.path.lexists(link):
@@ -95,7 +79,7 @@ class Checkpoints:
                 f"name must be free, and {run} has a checkpoint {name!r} already: choose another, "
                 f"or pass overwrite=True."
             )
-        files = _files(name, checkpoint)
+        files = _files(name, contents)
         folder = link.with_name(f".{name}.{uuid.uuid4().hex}")
         fresh = link.with_name(f"{folder.name}.link")
         try:
@@ -103,7 +87,7 @@ class Checkpoints:
             _write_files(folder, files)
             fresh.symlink_to(folder.name)
             old = _target(link)
-            fresh.replace(link)
+            fresh.replace(link)  # the atomic step: readers see the old checkpoint or the new one
         except OSError as error:
             fresh.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -116,8 +100,8 @@ class Checkpoints:
         _sweep(link.parent)
         return f"{SCHEME}{run}/{kind}/{name}"
 
-    def read(self, path: str) -> Checkpoint:
-        """The checkpoint at `path`: what `write` gave, or the path of its folder.
+    def read(self, path: str) -> CheckpointContents:
+        """Read the checkpoint at `path`, which `write` returned or which is that of its folder.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it has expired.
@@ -133,26 +117,27 @@ class Checkpoints:
             else:
                 if folder == _target(link):
                     break
-            # Replaced while it was read, perhaps half of it: read the new one.
+            # A writer replaced the link and may have removed files of the old folder while they
+            # were read. Whether that failed or not, read the new folder.
         expires = found.info.get("expires_at")
         if expires is not None and expires < time.time():
             raise CheckpointError(f"path must be that of a checkpoint, and {path!r} has expired.")
         return found
 
-    def listed(self, run: str | None = None) -> list[Listed]:
-        """The whole checkpoints of a run, or of all, that have not expired; the newest first."""
+    def entries(self, run: str | None = None) -> list[CheckpointEntry]:
+        """List the checkpoints of a run, or of all, newest first; no damaged or expired ones."""
         runs = [self._root / check_name("run", run)] if run is not None else _folders(self._root)
         found = [
-            listed
+            entry
             for folder in runs
             for kind in KINDS
-            for entry in _folders(folder / kind)
-            if (listed := _listed(folder.name, kind, entry)) is not None
+            for link in _folders(folder / kind)
+            if (entry := _entry(folder.name, kind, link)) is not None
         ]
-        return sorted(found, key=lambda listed: listed.info.get("created_at", 0), reverse=True)
+        return sorted(found, key=lambda entry: entry.info.get("created_at", 0), reverse=True)
 
     def delete(self, path: str) -> None:
-        """Remove a checkpoint, at once and for good.
+        """Delete a checkpoint.
 
         Raises:
             CheckpointError: there is none.
@@ -160,30 +145,30 @@ class Checkpoints:
         link = self._find(path)
         folder = _target(link)
         if folder is None or not link.is_symlink():
-            raise _none(path)
+            raise _not_found(path)
         link.unlink()
         shutil.rmtree(folder, ignore_errors=True)
 
     def set_expiry(self, path: str, expires_at: float | None) -> None:
-        """Let a checkpoint expire at a time, or never.
+        """Set the time at which a checkpoint expires; None: never.
 
         Raises:
             CheckpointError: there is none.
         """
         folder = _target(self._find(path))
         if folder is None:
-            raise _none(path)
+            raise _not_found(path)
         info = {**self.read(path).info, "expires_at": expires_at}
         fresh = folder / f".checkpoint.{uuid.uuid4().hex}"
         _write_files(folder, {fresh.name: _json(info)})
-        fresh.replace(folder / "checkpoint.json")
+        fresh.replace(folder / "checkpoint.json")  # atomic, as in `write`
 
     def _link(self, run: str, kind: str, name: str) -> Path:
         return self._root / check_name("run", run) / kind / check_name("name", name)
 
     def _find(self, path: str) -> Path:
         if not isinstance(path, str | Path):
-            raise _none(path)
+            raise _not_found(path)
         if not isinstance(path, str) or not path.startswith(SCHEME):
             return Path(path).expanduser()
         parts = path.removeprefix(SCHEME).split("/")
@@ -196,10 +181,10 @@ class Checkpoints:
 
 
 def check_name(what: str, value: object) -> str:
-    """`value`, if a run or a checkpoint may be called so: it is a folder's name.
+    """Check that a run or a checkpoint may have the name `value`, and return it.
 
     Raises:
-        CheckpointError: it may not.
+        CheckpointError: it is not a safe name for a folder.
     """
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise CheckpointError(
@@ -216,43 +201,45 @@ def _target(link: Path) -> Path | None:
         return None
 
 
-def _files(name: str, checkpoint: Checkpoint) -> dict[str, bytes]:
+def _files(name: str, contents: CheckpointContents) -> dict[str, bytes]:
     try:
-        described = {
-            "adapter_config.json": _json(checkpoint.config),
-            "checkpoint.json": _json(checkpoint.info),
+        json_files = {
+            "adapter_config.json": _json(contents.config),
+            "checkpoint.json": _json(contents.info),
         }
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"what is saved with the checkpoint {name!r} must be ready for JSON, and it is not: "
             f"{error}"
         ) from error
-    tensors = {"adapter_model.safetensors": checkpoint.weights}
-    if checkpoint.moments is not None:
-        tensors["optimizer.safetensors"] = checkpoint.moments
-    return {file: safetensors.torch.save(dict(held)) for file, held in tensors.items()} | described
+    tensors = {"adapter_model.safetensors": contents.weights}
+    if contents.optimizer_state is not None:
+        tensors["optimizer.safetensors"] = contents.optimizer_state
+    return {name: safetensors.torch.save(dict(t)) for name, t in tensors.items()} | json_files
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         with (folder / name).open("wb") as file:
             file.write(content)
+            # The data must be on the disk before the link is, or a power cut could leave a link to
+            # empty files.
             file.flush()
             os.fsync(file.fileno())
 
 
-def _read_files(folder: Path | None, path: str) -> Checkpoint:
+def _read_files(folder: Path | None, path: str) -> CheckpointContents:
     if folder is None or not (folder / "checkpoint.json").is_file():
-        raise _none(path)
-    moments = folder / "optimizer.safetensors"
+        raise _not_found(path)
+    optimizer = folder / "optimizer.safetensors"
     try:
         info = json.loads((folder / "checkpoint.json").read_text("utf-8"))
         if not isinstance(info, dict) or not {"base_model", "lora"} <= info.keys():
             raise ValueError("checkpoint.json does not say what was trained")  # noqa: TRY301
-        return Checkpoint(
+        return CheckpointContents(
             info=info,
-            weights=safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes()),
-            moments=safetensors.torch.load(moments.read_bytes()) if moments.is_file() else None,
+            weights=_read_tensors(folder / "adapter_model.safetensors"),
+            optimizer_state=_read_tensors(optimizer) if optimizer.is_file() else None,
             config=json.loads((folder / "adapter_config.json").read_text("utf-8")),
         )
     except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -262,14 +249,18 @@ def _read_files(folder: Path | None, path: str) -> Checkpoint:
         ) from error
 
 
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    return safetensors.torch.load(file.read_bytes())
+
+
 def _folders(parent: Path) -> list[Path]:
     if not parent.is_dir():
         return []
     return sorted(entry for entry in parent.iterdir() if not entry.name.startswith("."))
 
 
-def _listed(run: str, kind: Kind, link: Path) -> Listed | None:
-    """A checkpoint by its link; None if it is damaged, has expired, or was just removed."""
+def _entry(run: str, kind: Kind, link: Path) -> CheckpointEntry | None:
+    """Entry of the checkpoint at `link`; None if it is damaged, expired or was just deleted."""
     try:
         info = json.loads((link / "checkpoint.json").read_text("utf-8"))
         size = sum(file.stat().st_size for file in link.iterdir())
@@ -279,19 +270,19 @@ def _listed(run: str, kind: Kind, link: Path) -> Listed | None:
         return None
     if not whole or (expires is not None and expires < time.time()):
         return None
-    return Listed(run, kind, link.name, info, size)
+    return CheckpointEntry(run, kind, link.name, info, size)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, indent=2, sort_keys=True).encode()
 
 
-def _none(path: object) -> CheckpointError:
+def _not_found(path: object) -> CheckpointError:
     return CheckpointError(f"path must be that of a checkpoint, and {path!r} is none.")
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what writers that were killed have left, once it is old."""
+    """Remove hidden folders and links that killed writers left more than an hour ago."""
     linked = {_target(entry) for entry in folder.iterdir() if not entry.name.startswith(".")}
     for entry in folder.iterdir():
         abandoned = entry.name.startswith(".") and entry.resolve() not in linked

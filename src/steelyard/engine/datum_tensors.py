@@ -1,4 +1,4 @@
-"""From the SDK's data to tensors, checked before anything is touched."""
+"""The SDK's data as tensors, checked against the model before any work is queued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from steelyard.errors import InputError
 
 @dataclass(frozen=True)
 class DatumLimits:
-    """What a model can take."""
+    """Sizes of a model that data must fit.
+
+    Attributes:
+        vocabulary: number of tokens; ids run from 0 to one less.
+        context: most tokens of one sequence.
+    """
 
     vocabulary: int
     context: int
@@ -26,9 +31,9 @@ class DatumTensors:
     """One datum as tensors.
 
     Attributes:
-        tokens: what the model reads, `[T]`.
-        targets: what it is asked for at each position, `[T]` or `[T, K]`.
-        inputs: the other fields a loss reads, each shaped like the targets.
+        tokens: input of the model, `[T]`.
+        targets: tokens whose log-probs are computed at each position, `[T]` or `[T, K]`.
+        inputs: the other fields that a loss reads, each in the shape of the targets.
     """
 
     tokens: Tensor
@@ -39,13 +44,13 @@ class DatumTensors:
 def read_examples(
     data: Sequence[types.Datum], fields: Mapping[str, float | None], limits: DatumLimits
 ) -> list[DatumTensors]:
-    """The data as tensors.
+    """Convert the SDK's data to tensors.
 
     Args:
-        data: the SDK's.
-        fields: what the loss reads from each datum beside its targets, and what stands for a
-            field that is missing; None: it may not be.
-        limits: the model's.
+        data: the data.
+        fields: names of the fields that the loss reads beside the targets, each with the default
+            for a datum without it; None: the field is required.
+        limits: of the model.
 
     Raises:
         InputError: a datum breaks a rule; the message names its index and the field.
@@ -56,11 +61,11 @@ def read_examples(
 
 
 def read_prompt(prompt: types.ModelInput, limits: DatumLimits, what: str = "prompt") -> Tensor:
-    """The tokens of a model input, `[T]`.
+    """Tokens of a model input, `[T]`.
 
     Raises:
-        InputError: it holds something else than text, is empty or too long, or a token is not
-            in the vocabulary.
+        InputError: it holds anything but text, is empty or too long, or a token is not in the
+            vocabulary.
     """
     if not isinstance(prompt, types.ModelInput):
         raise InputError(f"{what} must be a tinker ModelInput, got {prompt!r}.")
@@ -113,9 +118,9 @@ def _input(
             f"{where} must have the shape of target_tokens, {list(shape)}, "
             f"got {list(values.shape)}."
         )
-    bad = (~torch.isfinite(values)).nonzero()
-    if len(bad):
-        at = tuple(bad[0].tolist())
+    not_finite = (~torch.isfinite(values)).nonzero()
+    if len(not_finite):
+        at = tuple(not_finite[0].tolist())
         raise InputError(f"{where} must be finite, got {values[at].item()} at {list(at)}.")
     return values
 
@@ -128,7 +133,10 @@ def _tensor(index: int, datum: types.Datum, name: str) -> Tensor:
         )
     try:
         tensor: Tensor = value.to_torch()
-    except (AssertionError, RuntimeError) as error:  # sparse, and its indices do not add up
+    except (
+        AssertionError,
+        RuntimeError,
+    ) as error:  # sparse, with indices that contradict its shape
         raise InputError(
             f"data[{index}].loss_fn_inputs[{name!r}] must be a whole tensor, and it is not: {error}"
         ) from error

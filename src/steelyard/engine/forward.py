@@ -1,4 +1,14 @@
-"""One forward pass of one packing, and the way back through it."""
+"""Forward and backward pass of the model over one packing.
+
+`forward` runs the model over a `Packing` of sequences, `[rows, length]`, and computes the log-probs
+of the target tokens; on request also logits, hidden states and the input of the output layer.
+`ForwardResult.split` hands each sequence its part, detached from the graph. Losses are evaluated on
+those parts, and `ForwardResult.backward` takes their gradients (`OutputGradients`) back through the
+graph to the LoRA weights. So the graph of the model and the graph of the loss are separate, and the
+chain rule joins them:
+
+    d loss / d weights = sum over outputs of  d loss / d output * d output / d weights
+"""
 
 from __future__ import annotations
 
@@ -18,22 +28,23 @@ from steelyard.engine.packing import Packing
 from steelyard.penalties.from_logits import Projection
 from steelyard.penalties.from_logits.lm_head import overheard, stand_in
 
-# What a term may ask for beyond log-probs that a forward pass makes.
-MADE = ("logits", "projection", "hidden_states")
-# Logits of a chunk, where they are not made as a whole: 256 MB on a GPU, 16 MB on a CPU.
-_ON_GPU, _ELSEWHERE = 2**26, 2**22
+# Extra inputs of terms, beside log-probs, that a forward pass computes.
+COMPUTED_INPUTS = ("logits", "projection", "hidden_states")
+# Logits of one chunk, where they are computed chunk by chunk: 256 MB on a GPU, 16 MB on a CPU.
+_CHUNK_GPU, _CHUNK_CPU = 2**26, 2**22
 
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """d loss / d what forward passes gave, for each datum; None where nothing pulls.
+    """Gradients d loss / d output of a forward pass, one for each datum; None stands for zeros.
 
     Attributes:
         logprobs: `[T]` or `[T, K]`.
         logits: `[T, V]`.
-        projection: by the hidden states, `[T, H]`; the weight's is that of all data together.
+        projection: with respect to the hidden states, `[T, H]`; `weight` is that of the shared
+            output layer, summed over all data.
         hidden_states: `{layer: [T, H]}`.
-        parameters: by key; not for each datum.
+        parameters: by key; one for all data.
     """
 
     logprobs: Sequence[Tensor]
@@ -45,60 +56,73 @@ class OutputGradients:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What the model gave for the sequences of a packing, still attached to its graph.
+    """Outputs of the model for a packing, attached to their graph if there is one.
 
-    `read` is what its output layer read.
+    Attributes:
+        packing: places of the sequences.
+        logprobs: of the targets, `[rows, length, K]`.
+        logits: `[rows, length, V]`; None if they were not requested.
+        head_input: input of the output layer, `[rows, length, H]`; None if no projection was
+            requested.
+        hidden_states: `[rows, length, H]` by layer; empty if they were not requested.
     """
 
     packing: Packing
     logprobs: Tensor
     logits: Tensor | None
-    read: Tensor | None
+    head_input: Tensor | None
     hidden_states: Mapping[int, Tensor]
 
     def split(self, examples: Sequence[DatumTensors], into: Sequence[dict[str, Any]]) -> None:
-        """Put what there is for each sequence into its mapping, without the graph."""
-        for slot in self.packing.slots:
-            place = (slot.row, slice(slot.start, slot.stop))
-            shape = examples[slot.index].targets.shape
-            found = into[slot.index]
-            found["logprobs"] = self.logprobs.detach()[place][:, : _width(shape)].reshape(shape)
+        """Put the outputs of each sequence, detached, into `into[index]`, by name."""
+        for sequence in self.packing.sequences:
+            place = (sequence.row, slice(sequence.start, sequence.stop))
+            shape = examples[sequence.index].targets.shape
+            outputs = into[sequence.index]
+            # Targets of K columns are padded to the widest of the packing: cut them again.
+            logprobs = self.logprobs.detach()[place][:, : _columns(shape)]
+            outputs["logprobs"] = logprobs.reshape(shape)
             if self.logits is not None:
-                found["logits"] = self.logits.detach()[place]
-            if self.read is not None:
-                found["read"] = self.read.detach()[place]
+                outputs["logits"] = self.logits.detach()[place]
+            if self.head_input is not None:
+                outputs["head_input"] = self.head_input.detach()[place]
             if self.hidden_states:
-                found["hidden_states"] = {
+                outputs["hidden_states"] = {
                     layer: states.detach()[place] for layer, states in self.hidden_states.items()
                 }
 
-    def pull(self, pulls: OutputGradients, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """The gradients of the weights; the graph is used up.
+    def backward(
+        self, gradients: OutputGradients, weights: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Gradients of the weights, None where there is none; frees the graph.
 
-        Whole packings go back, not the view of each sequence: each view would cost a gradient
-        of the size of all.
+        The gradients of all sequences are packed first, and one backward pass starts from the
+        packed outputs. Were it to start from the views of single sequences, autograd would make a
+        gradient of the size of the whole packing for each of them.
         """
-        pairs = [(self.logprobs, self._gathered(self.logprobs, pulls.logprobs))]
-        if self.logits is not None and pulls.logits is not None:
-            pairs.append((self.logits, self._gathered(self.logits, pulls.logits)))
-        if self.read is not None and pulls.projection is not None:
-            rows = [by.hidden for by in pulls.projection]
-            pairs.append((self.read, self._gathered(self.read, rows)))
-        for layer, states in self.hidden_states.items() if pulls.hidden_states else ():
-            rows = [by_layer[layer] for by_layer in pulls.hidden_states or ()]
-            # The embeddings come before every adapter, so that nothing leads back from them.
-            if states.requires_grad and any(row is not None for row in rows):
-                pairs.append((states, self._gathered(states, rows)))
-        outputs, gradients = zip(*pairs, strict=True)
-        return torch.autograd.grad(outputs, weights, gradients, allow_unused=True)
+        pairs = [(self.logprobs, self._packed(self.logprobs, gradients.logprobs))]
+        if self.logits is not None and gradients.logits is not None:
+            pairs.append((self.logits, self._packed(self.logits, gradients.logits)))
+        if self.head_input is not None and gradients.projection is not None:
+            rows = [gradient.hidden for gradient in gradients.projection]
+            pairs.append((self.head_input, self._packed(self.head_input, rows)))
+        for layer, states in self.hidden_states.items() if gradients.hidden_states else ():
+            by_datum = [by_layer[layer] for by_layer in gradients.hidden_states or ()]
+            # Layer 0 is the embeddings, which no adapter precedes: they require no gradient.
+            if states.requires_grad and any(row is not None for row in by_datum):
+                pairs.append((states, self._packed(states, by_datum)))
+        outputs, output_gradients = zip(*pairs, strict=True)
+        return torch.autograd.grad(outputs, weights, output_gradients, allow_unused=True)
 
-    def _gathered(self, like: Tensor, rows: Sequence[Tensor | None]) -> Tensor:
+    def _packed(self, like: Tensor, by_datum: Sequence[Tensor | None]) -> Tensor:
+        """Gradients of single sequences as one gradient of a packed output; zeros elsewhere."""
         packed = torch.zeros_like(like, requires_grad=False)
-        for slot in self.packing.slots:
-            row = rows[slot.index]
-            if row is not None:
-                row = row.reshape(slot.stop - slot.start, -1).to(packed)
-                packed[slot.row, slot.start : slot.stop, : row.shape[1]] = row
+        for sequence in self.packing.sequences:
+            gradient = by_datum[sequence.index]
+            if gradient is not None:
+                gradient = gradient.reshape(sequence.stop - sequence.start, -1).to(packed)
+                columns = gradient.shape[1]
+                packed[sequence.row, sequence.start : sequence.stop, :columns] = gradient
         return packed
 
 
@@ -109,61 +133,78 @@ def forward(
     packing: Packing,
     needs: Sequence[str] = (),
 ) -> ForwardResult:
-    """Run the model over a packing; with a graph, if gradients are enabled."""
+    """Run the model over a packing; with an autograd graph, if gradients are enabled.
+
+    Args:
+        model: the model.
+        adapter: added to it; None is the base model.
+        examples: all data; the packing refers to them by index.
+        packing: the sequences of this pass.
+        needs: outputs beside the log-probs, of `COMPUTED_INPUTS`. With `"projection"` and without
+            `"logits"` the output layer is left out of the pass, and no tensor `[rows, length, V]`
+            exists at any time.
+    """
     device = model.device
-    width = max(_width(examples[slot.index].targets.shape) for slot in packing.slots)
+    columns = max(_columns(examples[s.index].targets.shape) for s in packing.sequences)
     tokens = packing.fill([example.tokens for example in examples])
-    targets = packing.fill([_widened(example.targets, width) for example in examples])
+    targets = packing.fill([_padded(example.targets, columns) for example in examples])
     options: dict[str, Any] = {"output_hidden_states": "hidden_states" in needs}
-    if model.packs:
+    if model.supports_packing:
         options["position_ids"] = packing.positions().to(device)
-    whole = "logits" in needs or "projection" not in needs
-    listening: Any = nullcontext()
+    compute_logits = "logits" in needs or "projection" not in needs
+    watch_head: Any = nullcontext()
     if "projection" in needs:
-        listening = overheard(model.output_layer, None if whole else stand_in)
-    with listening as heard:
-        given = model(adapter, input_ids=tokens.to(device), use_cache=False, **options)
-    read: Any = heard.hidden if heard else None
-    if whole:
-        logits = _wide(given.logits)
+        watch_head = overheard(model.output_layer, None if compute_logits else stand_in)
+    with watch_head as head:
+        output = model(adapter, input_ids=tokens.to(device), use_cache=False, **options)
+    head_input: Any = head.hidden if head else None
+    if compute_logits:
+        logits = _at_least_float32(output.logits)
         logprobs = _logprobs(logits, targets.to(device))
     else:
-        logprobs = _in_chunks(model, read, targets.to(device))
-    hidden = enumerate(given.hidden_states) if "hidden_states" in needs else ()
+        logprobs = _chunked_logprobs(model, head_input, targets.to(device))
+    hidden_states = enumerate(output.hidden_states) if "hidden_states" in needs else ()
     return ForwardResult(
-        packing, logprobs, logits if "logits" in needs else None, read, dict(hidden)
+        packing, logprobs, logits if "logits" in needs else None, head_input, dict(hidden_states)
     )
 
 
-def _in_chunks(model: Model, read: Tensor, targets: Tensor) -> Tensor:
-    """The log-probs from what the output layer read; a chunk's logits are made, and made again."""
-    size = max((_ON_GPU if read.is_cuda else _ELSEWHERE) // model.limits.vocabulary, 1)
+def _chunked_logprobs(model: Model, head_input: Tensor, targets: Tensor) -> Tensor:
+    """Log-probs `[rows, length, K]` from the input of the output layer `[rows, length, H]`.
+
+    Gradient checkpointing: only the logits of one chunk exist at a time. They are dropped after the
+    forward pass, and the backward pass computes them again.
+    """
+    size = max((_CHUNK_GPU if head_input.is_cuda else _CHUNK_CPU) // model.limits.vocabulary, 1)
     layer = model.output_layer
 
-    def of(rows: Tensor, asked: Tensor) -> Tensor:
-        return _logprobs(_wide(layer(rows)), asked)
+    def chunk_logprobs(hidden: Tensor, wanted: Tensor) -> Tensor:
+        return _logprobs(_at_least_float32(layer(hidden)), wanted)
 
-    rows, asked = (torch.split(each.flatten(0, 1), size) for each in (read, targets))
+    hidden, wanted = (torch.split(each.flatten(0, 1), size) for each in (head_input, targets))
     found = [
-        checkpoint(of, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(rows, asked, strict=True)
+        checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(hidden, wanted, strict=True)
     ]
     return torch.cat(found).reshape(targets.shape)
 
 
 def _logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    # Not log_softmax: that would keep a second tensor as large as the logits.
+    # log p(y) = z_y - logsumexp(z). Autograd saves the logits for it, which exist anyway;
+    # log_softmax would save a second tensor [..., V].
     return logits.gather(-1, targets) - logits.logsumexp(-1, keepdim=True)
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _at_least_float32(logits: Tensor) -> Tensor:
+    # A sum of V exponentials needs more than the 8 bits of precision of bfloat16.
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
-def _width(shape: torch.Size) -> int:
+def _columns(shape: torch.Size) -> int:
     return shape[1] if len(shape) > 1 else 1
 
 
-def _widened(targets: Tensor, width: int) -> Tensor:
+def _padded(targets: Tensor, columns: int) -> Tensor:
+    """Targets `[T]` or `[T, K]` as `[T, columns]`, padded with token 0, which nobody reads."""
     targets = targets.reshape(len(targets), -1)
-    return torch.nn.functional.pad(targets, (0, width - targets.shape[1]))
+    return torch.nn.functional.pad(targets, (0, columns - targets.shape[1]))

@@ -1,4 +1,4 @@
-"""`ForwardPass`: one forward pass of a custom loss, and the way back through it."""
+"""`ForwardPass`: a forward pass whose gradients the caller supplies later, for custom losses."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from tinker import types
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from torch import Tensor
 
-from steelyard.engine.forward import MADE, OutputGradients
-from steelyard.engine.trainer import Opened, Trainer
+from steelyard.engine.forward import COMPUTED_INPUTS, OutputGradients
+from steelyard.engine.trainer import OpenPass, Trainer
 from steelyard.engine.worker_thread import WorkerThread
 
 T = TypeVar("T")
 
 
 class ForwardPass:
-    """What a forward pass gave, and the way back.
+    """Outputs of a forward pass, and the backward pass through it.
 
     Attributes:
         logprobs: of the target tokens of each datum, `[T]` or `[T, K]`, without a graph.
-        given: what else was asked for: `"logits"`, `[T, V]` for each datum; `"projection"`, a
-            `Projection` of that shape for each datum, with one weight; `"hidden_states"`,
-            `{layer: [T, H]}` for each datum, 0 for the embeddings; `"parameters"`, the LoRA
-            weights by key.
+        given: the extra inputs that were requested, without a graph: `"logits"`, `[T, V]` for each
+            datum; `"projection"`, a `Projection` of that shape for each datum, with one shared
+            weight; `"hidden_states"`, `{layer: [T, H]}` for each datum, 0 for the embeddings;
+            `"parameters"`, the LoRA weights by key.
     """
 
     def __init__(
-        self, host: WorkerThread, trainer: Trainer, opened: Opened, needs: Sequence[str]
+        self, worker: WorkerThread, trainer: Trainer, opened: OpenPass, needs: Sequence[str]
     ) -> None:
-        self._host, self._trainer, self._opened = host, trainer, opened
-        self.logprobs: list[Tensor] = [found["logprobs"] for found in opened.found]
+        self._worker, self._trainer, self._opened = worker, trainer, opened
+        self.logprobs: list[Tensor] = [outputs["logprobs"] for outputs in opened.outputs]
         self.given: dict[str, Any] = {
-            need: [found[need] for found in opened.found] for need in needs if need in MADE
+            need: [outputs[need] for outputs in opened.outputs]
+            for need in needs
+            if need in COMPUTED_INPUTS
         }
         if "parameters" in needs:
             parameters = trainer.adapter.parameters
@@ -42,15 +44,18 @@ class ForwardPass:
     def backward(
         self,
         gradients: Sequence[Tensor],
-        beyond: Mapping[str, Any] | None = None,
+        extra_gradients: Mapping[str, Any] | None = None,
         then: Callable[[types.ForwardBackwardOutput], T] = lambda output: output,  # type: ignore[assignment,return-value]  # T is the output then
     ) -> AwaitableConcurrentFuture[T]:
-        """Gather the gradient of the weights that these gradients make, when its turn comes.
+        """Queue the backward pass, which accumulates the gradients of the LoRA weights.
 
         Args:
-            gradients: d loss / d logprobs.
-            beyond: d loss / d what was given, by need, structured alike; None for no pull.
-            then: what to make of the output.
+            gradients: d loss / d logprobs, for each datum.
+            extra_gradients: d loss / d `given`, by name and in the same structure; None in place
+                of a tensor stands for zeros.
+            then: applied to the output before the future has it.
         """
-        pulls = OutputGradients(gradients, **(beyond or {}))
-        return self._host.submit(lambda: then(self._trainer.close(self._opened, pulls)))
+        output_gradients = OutputGradients(gradients, **(extra_gradients or {}))
+        return self._worker.submit(
+            lambda: then(self._trainer.backward(self._opened, output_gradients))
+        )

@@ -1,4 +1,16 @@
-"""How many tokens the memory has room for in one graph."""
+"""Memory: how many tokens one autograd graph may hold, and what happens when memory runs out.
+
+1. Before the first call, `TokenBudget` estimates how many tokens fit, from a short forward pass
+   and the free memory. Larger batches are split into packings of at most that many tokens.
+2. If a GPU runs out of memory nevertheless, `TokenBudget.run` halves the budget and repeats the
+   call, down to 64 tokens. Gradients count only when the whole call has succeeded, so nothing is
+   added twice. The smaller budget stays for later calls.
+3. If a backward pass through graphs that were kept runs out of memory, `or_none` reports it, and
+   the trainer drops the graphs and repeats the forward pass packing by packing.
+
+`torch.OutOfMemoryError` is raised for GPU memory alone. A CPU that runs out of memory is not
+handled: the operating system ends the process, or torch raises a plain `RuntimeError`.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +27,21 @@ from steelyard.engine.forward import forward
 from steelyard.engine.model import Model
 from steelyard.engine.packing import PackedSequence, Packing
 
+# Tokens of the forward pass that measures a graph.
 _PROBE = 32
-# Of what is free; the rest is for gradients on their way, for terms and for everybody else.
-_SHARE = 0.5
-_LEAST = 64
+# Part of the free memory for graphs. The rest is for weight gradients, terms and other processes.
+_FRACTION = 0.5
+_MINIMUM = 64
 
 T = TypeVar("T")
 
 
 class TokenBudget:
-    """The most tokens that one graph may hold: set by the user, or found.
+    """Most tokens that one autograd graph may hold, set by the user or estimated.
 
-    Found means: a short forward pass shows how much the graph keeps for each token, and half of
-    the free memory is taken for it. Where that was too much, on a GPU, it is halved and tried
-    again.
+    Args:
+        model: the model whose graphs are limited.
+        max_tokens: the limit; None estimates it when it is first needed.
     """
 
     def __init__(self, model: Model, max_tokens: int | None) -> None:
@@ -36,48 +49,71 @@ class TokenBudget:
         self._tokens = max_tokens
 
     def tokens(self, adapter: Adapter) -> int:
-        """The most tokens, padding counted."""
+        """Most tokens of one graph, padding included.
+
+        The estimate is `0.5 * free bytes / bytes per token`, at least 64.
+        """
         if self._tokens is None:
-            room = int(_SHARE * _free(self._model.device) / _bytes_per_token(self._model, adapter))
-            self._tokens = max(_LEAST, room)
+            free, each = _free_bytes(self._model.device), _bytes_per_token(self._model, adapter)
+            self._tokens = max(_MINIMUM, int(_FRACTION * free / each))
         return self._tokens
 
-    def within(self, adapter: Adapter, work: Callable[[int], T]) -> T:
-        """`work(tokens)`, with fewer tokens if that did not fit after all."""
+    def run(self, adapter: Adapter, work: Callable[[int], T]) -> T:
+        """Result of `work(tokens)`, repeated with half the tokens while memory runs out.
+
+        Args:
+            adapter: the adapter that the graphs include.
+            work: makes graphs of at most so many tokens; it must be safe to repeat.
+
+        Raises:
+            torch.OutOfMemoryError: 64 tokens are too many.
+        """
         while True:
             tokens = self.tokens(adapter)
             try:
                 return work(tokens)
             except torch.OutOfMemoryError:
-                if tokens <= _LEAST:
+                if tokens <= _MINIMUM:
                     raise
-            # Outside the handler: its traceback would keep the graph alive.
+            # Outside the handler, whose traceback would keep the graph's tensors alive.
             torch.cuda.empty_cache()
-            self._tokens = max(_LEAST, tokens // 2)
+            self._tokens = max(_MINIMUM, tokens // 2)
+
+
+def or_none(work: Callable[[], T]) -> T | None:
+    """Result of `work`, or None if memory ran out."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _bytes_per_token(model: Model, adapter: Adapter) -> int:
-    kept: dict[int, int] = {}
+    """Bytes that a forward and backward pass hold for each token, measured on a short sequence."""
+    storages: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    # Autograd calls this hook for each tensor that it saves for the backward pass. Several of
+    # them may be views of one storage, which counts once.
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    size = min(_PROBE, model.limits.context)
-    tokens = torch.zeros(size, dtype=torch.int64)
-    packing = Packing(1, size, (PackedSequence(0, 0, 0, size),))
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        run = forward(model, adapter, [DatumTensors(tokens, tokens, {})], packing)
-    for address in model.own_memory():
-        kept.pop(address, None)
-    del run
-    # On the way back the logits have a gradient of their size.
-    back = model.limits.vocabulary * torch.float32.itemsize
-    return sum(kept.values()) // size + back
+    length = min(_PROBE, model.limits.context)
+    tokens = torch.zeros(length, dtype=torch.int64)
+    packing = Packing(1, length, (PackedSequence(0, 0, 0, length),))
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
+        # The result keeps the graph alive, so that no address is used twice while it is measured.
+        result = forward(model, adapter, [DatumTensors(tokens, tokens, {})], packing)
+    for address in model.weight_addresses():
+        storages.pop(address, None)
+    del result
+    # The backward pass makes d loss / d logits, one float32 for each word of the vocabulary.
+    logits_gradient = model.limits.vocabulary * torch.float32.itemsize
+    return sum(storages.values()) // length + logits_gradient
 
 
-def _free(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free: int = psutil.virtual_memory().available

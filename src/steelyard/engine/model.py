@@ -19,35 +19,36 @@ from transformers.pytorch_utils import Conv1D
 
 from steelyard.engine.adapter import ALPHA, Adapter, LoraSettings
 from steelyard.engine.datum_tensors import DatumLimits
-from steelyard.engine.model_sources import Source
+from steelyard.engine.model_sources import ModelSource
 from steelyard.errors import InputError
 from steelyard.penalties.from_logits.lm_head import overheard
 
-# How far rounding may move logits, as a part of the largest.
-_ROUNDING, _HALF_ROUNDING = 1e-4, 5e-2
-_GROUPS = {
+# Largest difference by rounding, relative to the largest logit: of 32 or 64 bits, and of 16.
+_TOLERANCE, _TOLERANCE_16_BIT = 1e-4, 5e-2
+# Parts of module names by which layers are assigned to a group.
+_NAMES_BY_GROUP = {
     "attn": ("attn", "attention"),
     "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "fc1", "fc2"),
 }
 
 
 class Model:
-    """One copy of the base weights with any number of adapters. Not for several threads at once.
+    """One copy of the base weights with any number of LoRA adapters; not thread-safe.
 
     Args:
-        source: where the base model comes from.
-        device: where it runs.
+        source: the base model.
+        device: the device of its weights.
         dtype: of the base weights.
     """
 
-    def __init__(self, source: Source, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, source: ModelSource, device: torch.device, dtype: torch.dtype) -> None:
         self.source = source
         self.device = device
         base = source.model(dtype).eval().requires_grad_(requires_grad=False).to(device)
         self.config = base.config
         self.end_tokens = _end_tokens(base)
-        self._groups = _groups(base)
-        self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
+        self._layers = _layers_by_group(base)
+        self._accepts_positions = "position_ids" in inspect.signature(base.forward).parameters
         self._net: Any = base
         self._names = (f"a{number}" for number in itertools.count())
         self._adapters: set[str] = set()
@@ -55,63 +56,67 @@ class Model:
 
     @property
     def limits(self) -> DatumLimits:
-        """The sizes of its vocabulary and of its context."""
+        """Sizes of its vocabulary and of its context."""
         context = getattr(self.config, "max_position_embeddings", None) or 2**31
         return DatumLimits(self.config.vocab_size, context)
 
     @cached_property
-    def packs(self) -> bool:
-        """Whether sequences that share a row stay apart, as positions that start again tell.
+    def supports_packing(self) -> bool:
+        """True if sequences that share a row, each with positions from 0, do not attend to others.
 
-        Tried out: some kinds of model take no positions, or do not heed them.
+        Tested on the model, since some architectures take no positions or make no mask of them: two
+        sequences of three tokens in one row must give the second the logits that it has alone.
         """
-        if not self._takes_positions:
+        if not self._accepts_positions:
             return False
         tokens = torch.arange(6, device=self.device)[None] % self.config.vocab_size
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
         with torch.inference_mode():
-            together = self(None, input_ids=tokens, position_ids=positions, use_cache=False).logits
+            packed = self(None, input_ids=tokens, position_ids=positions, use_cache=False).logits
             alone = self(None, input_ids=tokens[:, 3:], use_cache=False).logits
-        apart = (together[:, 3:] - alone).abs().max() / alone.abs().max()
-        return bool(apart < (_HALF_ROUNDING if alone.dtype.itemsize == 2 else _ROUNDING))  # noqa: PLR2004 - bytes
+        difference = (packed[:, 3:] - alone).abs().max() / alone.abs().max()
+        tolerance = _TOLERANCE_16_BIT if alone.dtype.itemsize == 2 else _TOLERANCE  # noqa: PLR2004 - bytes
+        return bool(difference < tolerance)
 
     @cached_property
-    def projects(self) -> bool:
-        """Whether its logits are what its output layer gives, and nothing is done to them after.
+    def supports_projection(self) -> bool:
+        """True if the logits are the output of the output layer, unchanged.
 
-        Tried out: some kinds of model scale or cap them.
+        Tested on the model, since some architectures scale or cap their logits afterwards: the
+        output layer is made to return known values from -100 to 100, which the model must return
+        unchanged.
         """
         if not isinstance(self.output_layer, nn.Module):
             return False
-        row = torch.linspace(-100, 100, self.limits.vocabulary, device=self.device)
+        known = torch.linspace(-100, 100, self.limits.vocabulary, device=self.device)
         tokens = torch.arange(2, device=self.device)[None] % self.config.vocab_size
-        told: list[Tensor] = []
+        returned: list[Tensor] = []
 
-        def tell(hidden: Tensor) -> Tensor:
-            told.append(row.to(hidden.dtype).expand(*hidden.shape[:-1], -1))
-            return told[0]
+        def known_logits(hidden: Tensor) -> Tensor:
+            returned.append(known.to(hidden.dtype).expand(*hidden.shape[:-1], -1))
+            return returned[0]
 
-        with torch.inference_mode(), overheard(self.output_layer, tell):
-            given = self(None, input_ids=tokens, use_cache=False).logits
-        return len(told) == 1 and torch.equal(given, told[0].to(given.dtype))
+        with torch.inference_mode(), overheard(self.output_layer, known_logits):
+            logits = self(None, input_ids=tokens, use_cache=False).logits
+        return len(returned) == 1 and torch.equal(logits, returned[0].to(logits.dtype))
 
     @property
     def output_layer(self) -> Any:
-        """The layer that makes logits, with the adapters in it; None if there is none."""
-        peeled = isinstance(self._net, peft.PeftModel)
-        net = self._net.get_base_model() if peeled else self._net
+        """Layer that computes the logits, adapters included; None if there is none."""
+        is_peft = isinstance(self._net, peft.PeftModel)
+        net = self._net.get_base_model() if is_peft else self._net
         return net.get_output_embeddings()
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its tokenizer."""
+        """Tokenizer of the base model, loaded when it is first used."""
         return self.source.tokenizer()
 
-    def add(self, settings: LoraSettings) -> Adapter:
-        """A fresh adapter: the model with it is the base model, until it is trained.
+    def add_adapter(self, settings: LoraSettings) -> Adapter:
+        """Add a fresh adapter, which does not change the outputs until it is trained.
 
         Raises:
-            InputError: the model has no layers of a group that is to be trained.
+            InputError: the model has no layers of a group in `settings`.
         """
         if settings.seed is None:
             settings = replace(settings, seed=secrets.randbits(63))
@@ -119,9 +124,9 @@ class Model:
         config = self.lora_config(settings)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), warnings.catch_warnings():
-            # Its weights are added to the output of a tied layer, so nothing comes untied.
+            # LoRA is added to the output of a tied layer; the tied weight itself does not change.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-            # peft finds out for each layer which way round its weights are.
+            # peft finds for each layer whether its weight is [in, out] or [out, in].
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             torch.manual_seed(settings.seed or 0)
             if isinstance(self._net, peft.PeftModel):
@@ -131,16 +136,17 @@ class Model:
                 self._net.eval()
                 self._active = name
         self._adapters.add(name)
-        marker = f".{name}."
+        # Checkpoints name the matrices without the adapter, as peft's own do.
+        infix = f".{name}."
         parameters = {
-            key.replace(marker, "."): parameter
+            key.replace(infix, "."): parameter
             for key, parameter in self._net.named_parameters()
-            if marker in key
+            if infix in key
         }
         return Adapter(name, settings, parameters)
 
-    def remove(self, adapter: Adapter) -> None:
-        """Give the memory of an adapter back, unless it is the only one: peft keeps one."""
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Free the memory of an adapter, unless it is the only one: peft keeps at least one."""
         others = self._adapters - {adapter.name}
         if adapter.name in self._adapters and others:
             self._activate(min(others))
@@ -148,13 +154,13 @@ class Model:
             self._adapters = others
 
     def lora_config(self, settings: LoraSettings) -> peft.LoraConfig:
-        """What peft calls an adapter with these settings.
+        """Configuration for peft of an adapter with these settings.
 
         Raises:
-            InputError: the model has no layers of a group that is to be trained.
+            InputError: the model has no layers of a group in `settings`.
         """
         for group in settings.groups:
-            if not self._groups[group]:
+            if not self._layers[group]:
                 raise InputError(
                     f"train_{group} needs layers of that kind, and {self.source.name!r} has none "
                     f"that Steelyard knows: pass train_{group}=False."
@@ -165,11 +171,11 @@ class Model:
             lora_alpha=ALPHA,
             lora_dropout=0.0,
             bias="none",
-            target_modules=[n for group in settings.groups for n in self._groups[group]],
+            target_modules=[n for group in settings.groups for n in self._layers[group]],
         )
 
     def __call__(self, adapter: Adapter | None, **inputs: Any) -> Any:
-        """What transformers gives for `inputs`, with an adapter or as the base model."""
+        """Run the model on `inputs`, with an adapter or, for None, as the base model."""
         if adapter is not None:
             self.activate(adapter)
             return self._net(**inputs)
@@ -177,11 +183,11 @@ class Model:
             return self._net(**inputs)
 
     def activate(self, adapter: Adapter) -> None:
-        """Put an adapter to use; peft switches off the gradients of the others."""
+        """Make an adapter the one in use; peft then switches off the gradients of the others."""
         self._activate(adapter.name)
 
-    def own_memory(self) -> set[int]:
-        """The addresses of all weights: what is not made anew in a forward pass."""
+    def weight_addresses(self) -> set[int]:
+        """Addresses of the storages of all weights and buffers, which no forward pass allocates."""
         tensors: Iterator[Tensor] = itertools.chain(self._net.parameters(), self._net.buffers())
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
@@ -199,16 +205,16 @@ class Model:
             yield
 
 
-def _groups(base: Any) -> Mapping[str, Sequence[str]]:
-    """The names of the layers that LoRA can train, by the part of the model they belong to."""
+def _layers_by_group(base: Any) -> Mapping[str, Sequence[str]]:
+    """Names of the layers that LoRA can train, by group."""
     output = base.get_output_embeddings()
     found: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
     for name, module in base.named_modules():
         if module is output:
             found["unembed"].append(name)
         elif isinstance(module, nn.Linear | Conv1D):
-            for group, words in _GROUPS.items():
-                if any(word in name.lower() for word in words):
+            for group, parts in _NAMES_BY_GROUP.items():
+                if any(part in name.lower() for part in parts):
                     found[group].append(name)
                     break
     return found

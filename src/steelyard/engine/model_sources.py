@@ -1,4 +1,4 @@
-"""Where base models come from: the two that Steelyard knows, a folder, or the Hub."""
+"""Sources of base models: the two that Steelyard knows by name, a folder, or the Hub."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from steelyard.engine import smollm2, tiny
 from steelyard.errors import ModelError
 
-# The names, and the longest text each model can take.
+# Names of the known models, with the context of each in tokens.
 KNOWN_MODELS = {smollm2.NAME: smollm2.CONTEXT, tiny.NAME: tiny.CONTEXT}
 
 
 @dataclass(frozen=True)
-class Source:
-    """A base model by its name, not loaded yet.
+class ModelSource:
+    """A base model that is not loaded yet.
 
     Attributes:
         name: as the user wrote it.
-        model: loads it, in a dtype, on the CPU.
+        model: loads the model on the CPU, in a given dtype.
         tokenizer: loads its tokenizer.
     """
 
@@ -29,14 +29,14 @@ class Source:
     tokenizer: Callable[[], Any]
 
 
-def find_model(base_model: str) -> Source:
-    """The source of `base_model`: a known name, a folder, or a Hub id.
+def find_model(base_model: str) -> ModelSource:
+    """Find the source of `base_model`: a known name, a folder, or a Hub id.
 
     Raises:
         ModelError: it is none of the three.
     """
     if base_model == tiny.NAME:
-        return Source(base_model, tiny.build, tiny.tokenizer)
+        return ModelSource(base_model, tiny.build, tiny.tokenizer)
     if base_model == smollm2.NAME:
         return _pretrained(base_model, smollm2.fetch)
     if not isinstance(base_model, str) or not base_model:
@@ -55,24 +55,24 @@ def find_model(base_model: str) -> Source:
 
 
 def model_folder(name: str) -> Path | None:
-    """Folder that a known model is kept in once it is fetched; None if it is built in code."""
+    """Folder of a known model in the cache; None if the model is built in code."""
     return smollm2.model_path() if name == smollm2.NAME else None
 
 
-def _pretrained(name: str, place: Callable[[], str | Path]) -> Source:
+def _pretrained(name: str, locate: Callable[[], str | Path]) -> ModelSource:
     def load(loader: str, **options: Any) -> Any:
         import transformers  # noqa: PLC0415 - takes seconds
 
-        where = place()
+        location = locate()
         try:
-            return getattr(transformers, loader).from_pretrained(where, **options)
+            return getattr(transformers, loader).from_pretrained(location, **options)
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"base_model {name!r} must be one that transformers can load as a causal "
                 f"language model, and it cannot: {error}"
             ) from error
 
-    return Source(
+    return ModelSource(
         name,
         lambda dtype: load("AutoModelForCausalLM", dtype=dtype),
         lambda: load("AutoTokenizer"),

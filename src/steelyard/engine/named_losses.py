@@ -1,10 +1,16 @@
-"""The losses a training client knows by name, with Tinker's definitions: sums, never means.
+"""Losses that a training client knows by name, with Tinker's definitions: sums, never means.
+
+With `logprobs` of the target tokens under the trained policy, `q` their log-probs when they were
+sampled (the field `logprobs` of the datum), `A` the advantages and `ratio = exp(logprobs - q)`:
 
 cross_entropy         -sum(logprobs * weights)
-importance_sampling   -sum(ratio * advantages),  ratio = exp(logprobs - sampling logprobs)
-ppo                   -sum(min(ratio * advantages, clip(ratio, low, high) * advantages))
-cispo                 -sum(clip(ratio, low, high), held fixed * logprobs * advantages)
-dro                   -sum(logprobs * advantages - beta/2 * (log ratio)^2)
+importance_sampling   -sum(ratio * A)
+ppo                   -sum(min(ratio * A, clip(ratio, low, high) * A))
+cispo                 -sum(stop_gradient(clip(ratio, low, high)) * logprobs * A)
+dro                   -sum(logprobs * A - beta / 2 * (logprobs - q)^2)
+
+PPO: Schulman et al., 2017, arXiv:1707.06347. CISPO: MiniMax-M1, 2025, arXiv:2506.13585. DRO:
+Richemond et al., 2024, arXiv:2405.19107.
 """
 
 from __future__ import annotations
@@ -18,19 +24,20 @@ from torch import Tensor
 from steelyard.errors import InputError
 from steelyard.spec import is_finite
 
-# (log-probs, the fields of the datum, the settings) -> the loss of each token, shaped alike
+# (log-probs [T] or [T, K], fields of the datum, settings) -> loss of each token, in that shape
 Elementwise = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A loss by name.
+class NamedLoss:
+    """A loss that callers choose by name.
 
     Attributes:
-        name: what callers say.
-        elementwise: the loss of each token.
-        fields: what it reads from a datum, and what stands for a field that is missing.
-        settings: what `loss_fn_config` may hold, and the defaults.
+        name: its name in `loss_fn`.
+        elementwise: computes the loss of each token.
+        fields: names of the fields that it reads from a datum, each with the default for a datum
+            without it; None: required.
+        settings: keys that `loss_fn_config` may hold, with their defaults.
     """
 
     name: str
@@ -41,11 +48,11 @@ class Loss:
 
 def find_loss(
     name: str, config: Mapping[str, float | str] | None
-) -> tuple[Loss, Mapping[str, float]]:
-    """The loss of that name, and its settings.
+) -> tuple[NamedLoss, Mapping[str, float]]:
+    """Find a loss and complete its settings with the defaults.
 
     Raises:
-        InputError: there is none, or a setting is unknown or not a number.
+        InputError: the name is unknown, or a setting is unknown or no finite number.
     """
     loss = LOSSES.get(name) if isinstance(name, str) else None
     if loss is None:
@@ -76,17 +83,21 @@ def _importance_sampling(
 
 def _ppo(logprobs: Tensor, fields: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     ratio, advantages = _ratio(logprobs, fields), fields["advantages"]
+    # The minimum is the pessimistic bound: for A > 0 no gain from a ratio above `high`, for A < 0
+    # none from a ratio below `low`. There the clipped branch is constant and the gradient is 0.
     return -torch.minimum(ratio * advantages, _clipped(ratio, settings) * advantages)
 
 
 def _cispo(logprobs: Tensor, fields: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    # The ratio is a fixed weight: every token keeps the gradient -ratio * A, where PPO's clipping
+    # would take the token out of the update.
     ratio = _clipped(_ratio(logprobs, fields), settings).detach()
     return -ratio * logprobs * fields["advantages"]
 
 
 def _dro(logprobs: Tensor, fields: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    distance = (logprobs - fields["logprobs"]).square()
-    return -(logprobs * fields["advantages"] - 0.5 * settings["beta"] * distance)
+    squared_log_ratio = (logprobs - fields["logprobs"]).square()
+    return -(logprobs * fields["advantages"] - 0.5 * settings["beta"] * squared_log_ratio)
 
 
 def _ratio(logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
@@ -97,15 +108,15 @@ def _clipped(ratio: Tensor, settings: Mapping[str, float]) -> Tensor:
     return ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
 
 
-_SAMPLED = {"logprobs": None, "advantages": None}
+_POLICY_FIELDS = {"logprobs": None, "advantages": None}
 _CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES = {
     loss.name: loss
     for loss in (
-        Loss("cross_entropy", _cross_entropy, {"weights": 1.0}, {}),
-        Loss("importance_sampling", _importance_sampling, _SAMPLED, {}),
-        Loss("ppo", _ppo, _SAMPLED, _CLIPS),
-        Loss("cispo", _cispo, _SAMPLED, _CLIPS),
-        Loss("dro", _dro, _SAMPLED, {"beta": 0.05}),
+        NamedLoss("cross_entropy", _cross_entropy, {"weights": 1.0}, {}),
+        NamedLoss("importance_sampling", _importance_sampling, _POLICY_FIELDS, {}),
+        NamedLoss("ppo", _ppo, _POLICY_FIELDS, _CLIPS),
+        NamedLoss("cispo", _cispo, _POLICY_FIELDS, _CLIPS),
+        NamedLoss("dro", _dro, _POLICY_FIELDS, {"beta": 0.05}),
     )
 }

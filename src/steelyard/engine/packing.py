@@ -1,4 +1,9 @@
-"""Packing sequences of many lengths into rows, so that little of the machine goes to padding."""
+"""Packing of sequences of different lengths into rows, which wastes little on padding.
+
+Instead of one padded row for each sequence, several sequences lie one after another in a row. They
+do not attend to each other: position ids start again at 0 with each of them, and transformers makes
+a block-diagonal causal mask of that. A `Packing` is one batch `[rows, length]` for the model.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Attention costs the square of a row, so rows are not made longer than they need be.
+# Attention costs the square of the length of a row, so short sequences fill rows up to here only.
 ROW = 512
 
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Where a sequence lies: which one, in which row, from where to where."""
+    """Place of a sequence in a packing: `packed[row, start:stop]` is sequence `index`."""
 
     index: int
     row: int
@@ -24,42 +29,54 @@ class PackedSequence:
 
 @dataclass(frozen=True)
 class Packing:
-    """Some sequences in rows of one length."""
+    """Places of some sequences in `rows` rows of one `length`."""
 
     rows: int
     length: int
-    slots: tuple[PackedSequence, ...]
+    sequences: tuple[PackedSequence, ...]
 
     def fill(self, tensors: Sequence[Tensor], value: float = 0) -> Tensor:
-        """`[rows, length, ...]` with each sequence's tensor in its place, `value` elsewhere."""
-        first = tensors[self.slots[0].index]
+        """Pack tensors `[T, ...]`, one for each sequence, into `[rows, length, ...]`.
+
+        Args:
+            tensors: of all sequences, by their index.
+            value: put where there is no sequence.
+        """
+        first = tensors[self.sequences[0].index]
         shape = (self.rows, self.length, *first.shape[1:])
         packed = first.new_full(shape, value)
-        for slot in self.slots:
-            packed[slot.row, slot.start : slot.stop] = tensors[slot.index]
+        for place in self.sequences:
+            packed[place.row, place.start : place.stop] = tensors[place.index]
         return packed
 
     def positions(self) -> Tensor:
-        """`[rows, length]`: positions that start again at 0 with each sequence.
+        """Position ids `[rows, length]`, which start again at 0 with each sequence.
 
-        That is how transformers knows which tokens may see each other.
+        From the places where they fall, transformers finds which tokens may attend to each other.
         """
         positions = torch.zeros(self.rows, self.length, dtype=torch.int64)
         ends = [0] * self.rows
-        for slot in self.slots:
-            positions[slot.row, slot.start : slot.stop] = torch.arange(slot.stop - slot.start)
-            ends[slot.row] = max(ends[slot.row], slot.stop)
+        for place in self.sequences:
+            positions[place.row, place.start : place.stop] = torch.arange(place.stop - place.start)
+            ends[place.row] = max(ends[place.row], place.stop)
+        # The padding at the end of a row counts as one more sequence: left at position 0 each of
+        # its tokens would be a sequence of its own.
         for row, end in enumerate(ends):
             positions[row, end:] = torch.arange(self.length - end)
         return positions
 
 
 def pack(lengths: Sequence[int], max_tokens: int, *, shared: bool = True) -> list[Packing]:
-    """The sequences in packings of at most `max_tokens` tokens, padding counted.
+    """Distribute sequences over packings of at most `max_tokens` tokens, padding included.
 
-    Longest first, each into the first row with room (first-fit decreasing). A sequence that
-    is longer than `max_tokens` has a packing of its own. Where rows may not be `shared`, each
-    sequence has a row of its own.
+    First-fit decreasing: the longest sequence first, each into the first row where it fits. Rows
+    are then sorted by their length and cut into packings, so that the rows of a packing have
+    similar lengths.
+
+    Args:
+        lengths: of the sequences.
+        max_tokens: most tokens of a packing. A longer sequence has a packing of its own.
+        shared: whether several sequences may share a row.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     packings = [_packing([[i]], lengths[i], lengths) for i in order if lengths[i] > max_tokens]
@@ -68,17 +85,18 @@ def pack(lengths: Sequence[int], max_tokens: int, *, shared: bool = True) -> lis
         return packings
     capacity = max(lengths[order[0]], min(ROW, max_tokens))
     rows: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     for index in order:
-        need = lengths[index]
-        row = next((r for r, left in enumerate(room) if shared and left >= need), None)
+        length = lengths[index]
+        row = next((r for r, left in enumerate(free) if shared and left >= length), None)
         if row is None:
             rows.append([])
-            room.append(capacity)
+            free.append(capacity)
             row = len(rows) - 1
         rows[row].append(index)
-        room[row] -= need
-    used = [capacity - left for left in room]
+        free[row] -= length
+    used = [capacity - left for left in free]
+    # Longest row first: the first row of a batch sets the length of its packing.
     batch: list[int] = []
     for row in sorted(range(len(rows)), key=lambda r: -used[r]):
         if batch and used[batch[0]] * (len(batch) + 1) > max_tokens:
@@ -90,10 +108,10 @@ def pack(lengths: Sequence[int], max_tokens: int, *, shared: bool = True) -> lis
 
 
 def _packing(rows: Sequence[Sequence[int]], length: int, lengths: Sequence[int]) -> Packing:
-    slots = []
+    places = []
     for row, indices in enumerate(rows):
         start = 0
         for index in indices:
-            slots.append(PackedSequence(index, row, start, start + lengths[index]))
+            places.append(PackedSequence(index, row, start, start + lengths[index]))
             start += lengths[index]
-    return Packing(len(rows), length, tuple(slots))
+    return Packing(len(rows), length, tuple(places))

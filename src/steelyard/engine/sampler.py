@@ -1,4 +1,14 @@
-"""Sampling tokens from a model, and the log-probs of a prompt. Runs on the engine's thread."""
+"""Sampling of tokens from a model, and log-probs of a prompt; runs on the worker thread.
+
+With logits `z`, a temperature `t`, `k = top_k` and `p = top_p`, a token is drawn from
+
+    q = softmax(z / t)                      t = 0: the token with the largest logit
+    the k largest of q, the others set to 0
+    the smallest set of the largest of those whose sum is at least p of their total (nucleus)
+
+renormalised. Nucleus sampling: Holtzman et al., 2020, arXiv:1904.09751. The log-probs that are
+reported are those of `softmax(z)`, before all three.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +32,17 @@ from steelyard.spec import is_finite, is_whole
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a sampling call asks for beside the samples."""
+class RequestedLogprobs:
+    """Log-probs that a sampling call requests beside the samples and their own.
+
+    Attributes:
+        prompt_logprobs: whether the log-probs of the prompt's own tokens are requested.
+        last_n: limits them to the last n tokens; None: all.
+        topk_prompt: number of the likeliest tokens at each position of the prompt.
+        topk_sample: number of the likeliest tokens at each position of a sample.
+        targets: chosen tokens at each position of the prompt, `[T - 1, K]`, -1 for none.
+        alternatives: number of tokens drawn at each position of the prompt.
+    """
 
     prompt_logprobs: bool = False
     last_n: int | None = None
@@ -34,7 +53,7 @@ class Wanted:
 
     @property
     def whole_prompt(self) -> bool:
-        """Whether the distributions at every position of the prompt are needed."""
+        """True if the logits at every position of the prompt are needed, not at the last alone."""
         return bool(
             self.prompt_logprobs
             or self.topk_prompt
@@ -52,7 +71,7 @@ class _Sample:
 
 
 class TokenSampler:
-    """Draws from a model with an adapter, or from the base model."""
+    """Samples from a model with an adapter, or from the base model if the adapter is None."""
 
     def __init__(self, model: Model, adapter: Adapter | None) -> None:
         self.model = model
@@ -60,101 +79,103 @@ class TokenSampler:
 
     @torch.inference_mode()
     def sample(
-        self, prompt: Tensor, count: int, params: types.SamplingParams, wanted: Wanted
+        self, prompt: Tensor, count: int, params: types.SamplingParams, requested: RequestedLogprobs
     ) -> types.SampleResponse:
-        """`count` continuations of `prompt`.
-
-        The log-probs are the model's own, before temperature, top-k and top-p.
-        """
+        """Sample `count` continuations of `prompt`, as one batch with a key-value cache."""
         model, length = self.model, len(prompt)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        dice = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         cache = DynamicCache(config=model.config)
-        keep = 0 if wanted.whole_prompt else 1
+        keep = 0 if requested.whole_prompt else 1
         logits = self._logits(prompt[None], cache, keep=keep)
-        prompted = self._prompt(prompt, logits[0], params, wanted, dice)
-        room = model.limits.context - length
-        limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        stop = _Stop(model, params.stop)
+        prompt_fields = self._prompt_fields(prompt, logits[0], params, requested, generator)
+        left = model.limits.context - length
+        limit = left if params.max_tokens is None else min(params.max_tokens, left)
+        is_end = _StopCondition(model, params.stop)
         samples = [_Sample() for _ in range(count)]
-        alive = list(range(count))
+        # Samples that have not ended; row i of the batch is sample active[i].
+        active = list(range(count))
         if count > 1:
             cache.batch_repeat_interleave(count)
         rows = logits[:, -1].expand(count, -1)
         for position in range(limit):
             logprobs = rows.log_softmax(-1)
-            # A draw for every sample, ended or not: each has its own stream of chance.
-            draws = torch.rand(count, generator=dice)[alive]
-            tokens = choose(logprobs, params, draws)
-            for row, index in enumerate(alive):
+            # One number for every sample, ended or not, so that what a sample draws does not depend
+            # on where the others end.
+            draws = torch.rand(count, generator=generator)[active]
+            tokens = choose_tokens(logprobs, params, draws)
+            for row, index in enumerate(active):
                 sample, token = samples[index], int(tokens[row])
                 sample.tokens.append(token)
                 sample.logprobs.append(logprobs[row, token].item())
-                if wanted.topk_sample:
-                    values, ids = logprobs[row].topk(wanted.topk_sample)
+                if requested.topk_sample:
+                    values, ids = logprobs[row].topk(requested.topk_sample)
                     sample.top.append((ids, values))
-                sample.reason = "stop" if stop(sample.tokens) else None
-            going = [row for row, index in enumerate(alive) if samples[index].reason is None]
-            if not going or position + 1 == limit:
+                sample.reason = "stop" if is_end(sample.tokens) else None
+            unfinished = [row for row, index in enumerate(active) if samples[index].reason is None]
+            if not unfinished or position + 1 == limit:
                 break
-            if len(going) < len(alive):
-                cache.batch_select_indices(torch.tensor(going, device=model.device))
-            alive = [alive[row] for row in going]
-            rows = self._logits(tokens[going][:, None], cache, keep=1)[:, -1]
-        return types.SampleResponse(sequences=[_sequence(s, wanted) for s in samples], **prompted)
+            if len(unfinished) < len(active):
+                cache.batch_select_indices(torch.tensor(unfinished, device=model.device))
+            active = [active[row] for row in unfinished]
+            rows = self._logits(tokens[unfinished][:, None], cache, keep=1)[:, -1]
+        return types.SampleResponse(
+            sequences=[_sequence(sample, requested) for sample in samples], **prompt_fields
+        )
 
     @torch.inference_mode()
     def logprobs(self, prompt: Tensor, last_n: int | None) -> list[float | None]:
-        """The log-prob of each token of the prompt; None for the first, and before the last n."""
+        """Log-prob of each token of a prompt; None for the first, and for all before the last n."""
         logits = self._logits(prompt[None], None, keep=0)[0]
         found = _prompt_logprobs(prompt, logits.log_softmax(-1), last_n)
         return [None if np.isnan(value) else float(value) for value in found]
 
     def _logits(self, tokens: Tensor, cache: DynamicCache | None, *, keep: int) -> Tensor:
-        """The last `keep` positions' logits, all for 0."""
-        given = self.model(
+        """Logits `[N, keep, V]` on the CPU, at the last `keep` positions, or at all for 0."""
+        output = self.model(
             self._adapter,
             input_ids=tokens.to(self.model.device),
             past_key_values=cache,
             use_cache=cache is not None,
             logits_to_keep=keep,
         )
-        logits: Tensor = given.logits.cpu()
+        logits: Tensor = output.logits.cpu()
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _prompt(
+    def _prompt_fields(
         self,
         prompt: Tensor,
         logits: Tensor,
         params: types.SamplingParams,
-        wanted: Wanted,
-        dice: torch.Generator,
+        requested: RequestedLogprobs,
+        generator: torch.Generator,
     ) -> dict[str, Any]:
-        """The fields of a response that are about the prompt."""
-        if not wanted.whole_prompt:
+        """Fields of the response that are about the prompt; `logits` are its, `[T, V]`."""
+        if not requested.whole_prompt:
             return {}
         logprobs = logits.log_softmax(-1)
         fields: dict[str, Any] = {}
-        if wanted.prompt_logprobs:
-            fields["prompt_logprobs_np"] = _prompt_logprobs(prompt, logprobs, wanted.last_n)
-        if wanted.topk_prompt:
-            shape, first = (len(prompt), wanted.topk_prompt), _first(prompt, wanted.last_n)
-            values, ids = logprobs[first - 1 : -1].topk(wanted.topk_prompt)
+        if requested.prompt_logprobs:
+            fields["prompt_logprobs_np"] = _prompt_logprobs(prompt, logprobs, requested.last_n)
+        if requested.topk_prompt:
+            shape = (len(prompt), requested.topk_prompt)
+            first = _first_index(prompt, requested.last_n)
+            values, ids = logprobs[first - 1 : -1].topk(requested.topk_prompt)
             top = TopkLogprobs(np.zeros(shape, np.int32), np.full(shape, MASK_LOGPROB, np.float32))
             top.token_ids[first:], top.logprobs[first:] = ids.numpy(), values.numpy()
             fields["topk_prompt_logprobs_np"] = top
-        if wanted.targets is not None:
-            known = wanted.targets >= 0
-            found = logprobs[:-1].gather(-1, wanted.targets.clamp_min(0))
-            values = torch.where(known, found, torch.zeros_like(found))
+        if requested.targets is not None:
+            is_token = requested.targets >= 0
+            found = logprobs[:-1].gather(-1, requested.targets.clamp_min(0))
+            values = torch.where(is_token, found, torch.zeros_like(found))
             fields["target_prompt_logprobs"] = types.TensorData.from_torch(values.float())
-        if wanted.alternatives:
-            many = wanted.alternatives
+        if requested.alternatives:
+            number = requested.alternatives
             if params.temperature == 0:
-                ids = logits[:-1].argmax(-1, keepdim=True).expand(-1, many)
+                ids = logits[:-1].argmax(-1, keepdim=True).expand(-1, number)
             else:
-                spread = (logits[:-1] / params.temperature).softmax(-1)
-                ids = torch.multinomial(spread, many, replacement=True, generator=dice)
+                probs = (logits[:-1] / params.temperature).softmax(-1)
+                ids = torch.multinomial(probs, number, replacement=True, generator=generator)
             fields["prompt_alt_tokens"] = types.PromptAltTokens(
                 tokens=types.TensorData.from_torch(ids),
                 logprobs=types.TensorData.from_torch(logprobs[:-1].gather(-1, ids).float()),
@@ -162,29 +183,40 @@ class TokenSampler:
         return fields
 
 
-def choose(logprobs: Tensor, params: types.SamplingParams, draws: Tensor) -> Tensor:
-    """A token for each row, `[N]`, from log-probs `[N, V]` and a number in [0, 1) for each.
+def choose_tokens(logprobs: Tensor, params: types.SamplingParams, draws: Tensor) -> Tensor:
+    """Tokens `[N]`, drawn by temperature, top-k and top-p, in this order.
 
-    Temperature first, then the k likeliest, then the likeliest that make up `top_p` together.
-    Temperature 0 takes the likeliest.
+    Args:
+        logprobs: log-probs, or logits, `[N, V]`.
+        params: the temperature, `top_k` and `top_p`.
+        draws: uniform numbers in [0, 1), `[N]`.
     """
     if params.temperature == 0:
         return logprobs.argmax(-1)
+    # Sorted once, largest first: top-k and top-p each keep a prefix. The sort is stable, so that
+    # ties fall alike on every machine.
     ordered, ids = torch.sort(logprobs / params.temperature, dim=-1, descending=True, stable=True)
     probs = ordered.softmax(-1, dtype=torch.float64)
     if params.top_k > 0:
         probs[:, params.top_k :] = 0
+    # Keep token i while the mass before it is below p of the total: the token that crosses p stays,
+    # and the first always does. The total is below 1 after top-k.
     before = probs.cumsum(-1) - probs
     probs[before >= params.top_p * probs.sum(-1, keepdim=True)] = 0
-    reached = probs.cumsum(-1)
-    place = torch.searchsorted(reached, draws.double()[:, None] * reached[:, -1:], right=True)
+    # Inverse of the cumulative distribution, scaled by the draw instead of renormalised. Float64,
+    # since a float32 sum over a vocabulary would misplace its tail. A product that is rounded up to
+    # the total would land behind the last token that was kept, hence the minimum.
+    cumulative = probs.cumsum(-1)
+    position = torch.searchsorted(
+        cumulative, draws.double()[:, None] * cumulative[:, -1:], right=True
+    )
     last = (probs > 0).sum(-1, keepdim=True) - 1
-    chosen: Tensor = ids.gather(-1, torch.minimum(place, last))[:, 0]
+    chosen: Tensor = ids.gather(-1, torch.minimum(position, last))[:, 0]
     return chosen
 
 
 def check_sampling(params: types.SamplingParams, count: int) -> None:
-    """Nothing, if one can sample so.
+    """Check the settings of a sampling call.
 
     Raises:
         InputError: a setting breaks a rule.
@@ -210,19 +242,19 @@ def check_sampling(params: types.SamplingParams, count: int) -> None:
             params.seed,
         ),
     }
-    for rule, (kept, value) in rules.items():
-        if not kept:
+    for rule, (is_kept, value) in rules.items():
+        if not is_kept:
             raise InputError(f"{rule}, got {value!r}.")
 
 
-class _Stop:
-    """Whether the tokens so far end a sample: at an end token, or with a stop sequence."""
+class _StopCondition:
+    """Tells whether the tokens so far end a sample: with an end token, or with a stop string."""
 
     def __init__(self, model: Model, stop: str | Sequence[str] | Sequence[int] | None) -> None:
         listed = [stop] if isinstance(stop, str) else list(stop or ())
         self._tokens = {item for item in listed if isinstance(item, int)}
         self._texts = [item for item in listed if isinstance(item, str) and item]
-        if stop is None or listed:  # an empty list switches the model's own ends off too
+        if stop is None or listed:  # an empty list switches the model's own end tokens off too
             self._tokens |= model.end_tokens
         self._tokenizer = model.tokenizer if self._texts else None
 
@@ -231,15 +263,16 @@ class _Stop:
             return True
         if self._tokenizer is None:
             return False
-        # A token may hold a part of a letter, but hardly fewer than one letter in four.
+        # Decode the last tokens only. A character has at most four bytes of UTF-8, so with one byte
+        # a token four tokens a character are enough.
         window = 4 * max(map(len, self._texts)) + 4
         text = self._tokenizer.decode(tokens[-window:])
         return any(stop in text for stop in self._texts)
 
 
-def _sequence(sample: _Sample, wanted: Wanted) -> types.SampledSequence:
+def _sequence(sample: _Sample, requested: RequestedLogprobs) -> types.SampledSequence:
     top = None
-    if wanted.topk_sample:
+    if requested.topk_sample:
         ids, values = zip(*sample.top, strict=True)
         top = _topk(torch.stack(ids), torch.stack(values))
     return types.SampledSequence(
@@ -259,11 +292,11 @@ def _prompt_logprobs(
     prompt: Tensor, logprobs: Tensor, last_n: int | None
 ) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     found = np.full(len(prompt), np.nan, dtype=np.float32)
-    first = _first(prompt, last_n)
+    first = _first_index(prompt, last_n)
     found[first:] = logprobs[:-1].gather(-1, prompt[1:, None])[first - 1 :, 0].numpy()
     return found
 
 
-def _first(prompt: Tensor, last_n: int | None) -> int:
-    """The first token of the prompt that has a log-prob; nothing comes before token 0."""
+def _first_index(prompt: Tensor, last_n: int | None) -> int:
+    """Index of the first token with a log-prob: never 0, which has no context to predict it."""
     return 1 if last_n is None else max(1, len(prompt) - last_n)

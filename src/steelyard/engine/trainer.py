@@ -1,4 +1,17 @@
-"""What a training client's calls do to its adapter. Runs on the engine's thread, call by call."""
+"""Forward and backward passes of one adapter, packing by packing; runs on the worker thread.
+
+A batch is split into packings that fit the token budget. For a named loss each packing goes forward
+and backward before the next one, so that one graph exists at a time:
+
+    for each packing:  logprobs = forward(packing)
+                       loss, d loss / d logprobs       (elementwise, for each sequence)
+                       sum += backward(d loss / d logprobs)
+    adapter.accumulate(sum)
+
+A custom loss may couple all tokens of the batch, so its gradient is known only after every packing
+went forward. If all packings fit the budget together, their graphs are kept for the backward pass;
+else the pass runs without graphs, and the backward pass runs each packing forward again.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +25,10 @@ from torch import Tensor
 
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.datum_tensors import DatumTensors
-from steelyard.engine.forward import MADE, ForwardResult, OutputGradients, forward
-from steelyard.engine.memory import TokenBudget
+from steelyard.engine.forward import COMPUTED_INPUTS, ForwardResult, OutputGradients, forward
+from steelyard.engine.memory import TokenBudget, or_none
 from steelyard.engine.model import Model
-from steelyard.engine.named_losses import Loss
+from steelyard.engine.named_losses import NamedLoss
 from steelyard.engine.packing import Packing, pack
 from steelyard.errors import InputError
 from steelyard.penalties.from_logits import Projection
@@ -26,195 +39,233 @@ LossOfLogprobs = Callable[[list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 
 
 @dataclass
-class Opened:
-    """A forward pass whose way back is still to come.
+class OpenPass:
+    """A forward pass that waits for its backward pass.
 
     Attributes:
-        examples: what the model read.
-        found: what it gave for each of them, without the graph.
-        runs: the graphs; None if they are not kept, and the way back goes forward again.
-        version: of the weights it was made with.
+        examples: the data.
+        outputs: of the model for each of them, by name, without a graph.
+        results: the packings with their graphs; None if they are not kept, and the backward pass
+            must run the model forward again.
+        version: of the weights that it was made with.
     """
 
     examples: Sequence[DatumTensors]
-    found: Sequence[dict[str, Any]]
-    runs: list[ForwardResult] | None
+    outputs: Sequence[dict[str, Any]]
+    results: list[ForwardResult] | None
     version: int
 
 
 class Trainer:
-    """An adapter in its model: forward passes, the way back, and steps."""
+    """Runs an adapter in its model: losses, forward passes and backward passes.
 
-    def __init__(self, model: Model, adapter: Adapter, room: TokenBudget) -> None:
+    Args:
+        model: the base model.
+        adapter: the weights that are trained.
+        token_budget: limits the tokens of one autograd graph.
+    """
+
+    def __init__(self, model: Model, adapter: Adapter, token_budget: TokenBudget) -> None:
         self.model = model
         self.adapter = adapter
-        self._room = room
+        self._token_budget = token_budget
 
     def forward(
-        self, examples: Sequence[DatumTensors], loss: Loss, settings: Settings
+        self, examples: Sequence[DatumTensors], loss: NamedLoss, settings: Settings
     ) -> types.ForwardBackwardOutput:
-        """The loss and the log-probs; no gradient."""
-        found = self._room.within(self.adapter, lambda tokens: self._look(examples, tokens))
-        each, _ = _losses([f["logprobs"] for f in found], examples, loss, settings)
-        return _output([f["logprobs"] for f in found], each)
+        """Compute the loss and the log-probs, without gradients."""
+        outputs = self._token_budget.run(
+            self.adapter, lambda tokens: self._without_graph(examples, tokens)
+        )
+        logprobs = [each["logprobs"] for each in outputs]
+        losses, _ = _loss_and_gradients(logprobs, examples, loss, settings)
+        return _sdk_output(logprobs, losses)
 
     def forward_backward(
-        self, examples: Sequence[DatumTensors], loss: Loss, settings: Settings
+        self, examples: Sequence[DatumTensors], loss: NamedLoss, settings: Settings
     ) -> types.ForwardBackwardOutput:
-        """The loss, and its gradient gathered; packing by packing."""
+        """Compute the loss, and accumulate its gradient in the adapter."""
 
         def work(tokens: int) -> types.ForwardBackwardOutput:
-            total = _Sum(self.adapter)
-            found = _nothing(examples)
-            each: list[Tensor] = [torch.empty(0)] * len(examples)
-            for packing in self._packed(examples, tokens):
-                run = self._run(examples, packing)
-                run.split(examples, found)
-                inside = [slot.index for slot in packing.slots]
-                logprobs = [found[i]["logprobs"] for i in inside]
-                losses, slopes = _losses(logprobs, [examples[i] for i in inside], loss, settings)
-                pulls: list[Tensor] = [torch.empty(0)] * len(examples)
-                for i, value, slope in zip(inside, losses, slopes, strict=True):
-                    each[i], pulls[i] = value, slope
-                total.add(run.pull(OutputGradients(pulls), self._weights()))
-            self.adapter.gather(total.gradients)
-            return _output([f["logprobs"] for f in found], each)
+            total = _GradientSum(self.adapter)
+            outputs = _empty_outputs(examples)
+            losses: list[Tensor] = [torch.empty(0)] * len(examples)
+            for packing in self._packings(examples, tokens):
+                result = self._with_graph(examples, packing)
+                result.split(examples, outputs)
+                indices = [sequence.index for sequence in packing.sequences]
+                logprobs = [outputs[i]["logprobs"] for i in indices]
+                packed_losses, packed_gradients = _loss_and_gradients(
+                    logprobs, [examples[i] for i in indices], loss, settings
+                )
+                gradients: list[Tensor] = [torch.empty(0)] * len(examples)
+                for i, value, gradient in zip(
+                    indices, packed_losses, packed_gradients, strict=True
+                ):
+                    losses[i], gradients[i] = value, gradient
+                total.add(result.backward(OutputGradients(gradients), self._weights()))
+            # Only here, after the last packing: if memory runs out before, the call is repeated,
+            # and no packing may count twice.
+            self.adapter.accumulate(total.gradients)
+            return _sdk_output([each["logprobs"] for each in outputs], losses)
 
-        return self._room.within(self.adapter, work)
+        return self._token_budget.run(self.adapter, work)
 
-    def custom(
+    def forward_backward_custom(
         self, examples: Sequence[DatumTensors], loss: LossOfLogprobs
     ) -> types.ForwardBackwardOutput:
-        """A loss of one's own, `logprobs -> (loss, metrics)`, and its gradient gathered.
+        """Compute a custom loss `logprobs -> (loss, metrics)`, and accumulate its gradient.
 
-        The loss has the log-probs in float32 on the CPU, as the SDK's custom losses do.
+        The loss gets the log-probs in float32 on the CPU, as the SDK's custom losses do.
         """
-        opened = self.open(examples, ())
+        opened = self.open_pass(examples, ())
         leaves = [
-            found["logprobs"].detach().cpu().float().requires_grad_() for found in opened.found
+            outputs["logprobs"].detach().cpu().float().requires_grad_()
+            for outputs in opened.outputs
         ]
         with torch.enable_grad():
             value, metrics = loss(leaves)
-            slopes = torch.autograd.grad(value, leaves, allow_unused=True)
-        pulls = [
-            torch.zeros_like(leaf) if slope is None else slope
-            for leaf, slope in zip(leaves, slopes, strict=True)
+            found = torch.autograd.grad(value, leaves, allow_unused=True)
+        gradients = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, found, strict=True)
         ]
-        return with_metrics(self.close(opened, OutputGradients(pulls)), value.item(), metrics)
+        output = self.backward(opened, OutputGradients(gradients))
+        return with_metrics(output, value.item(), metrics)
 
-    def open(self, examples: Sequence[DatumTensors], needs: Sequence[str]) -> Opened:
-        """A forward pass; its graph is kept for the way back, if there is room for it.
+    def open_pass(self, examples: Sequence[DatumTensors], needs: Sequence[str]) -> OpenPass:
+        """Run the model forward, and keep its graph for `backward` if the token budget allows it.
+
+        Args:
+            examples: the data.
+            needs: outputs beside the log-probs; those of `COMPUTED_INPUTS` are computed.
 
         Raises:
-            InputError: the model's logits are not what its output layer gives, and that is needed.
+            InputError: `needs` has a projection, and the model's logits are not the output of its
+                output layer.
         """
-        made = [need for need in needs if need in MADE]
-        if "projection" in made and not self.model.projects:
+        computed = [need for need in needs if need in COMPUTED_INPUTS]
+        if "projection" in computed and not self.model.supports_projection:
             raise InputError(
                 f"needs=('projection',) takes a model whose logits are what its output layer "
                 f"gives, and {self.model.source.name!r} has none or changes them after it: use "
                 f"needs=('logits',)."
             )
 
-        def work(tokens: int) -> Opened:
-            packings = self._packed(examples, tokens)
-            found = _nothing(examples)
-            runs = None
+        def work(tokens: int) -> OpenPass:
+            packings = self._packings(examples, tokens)
+            outputs = _empty_outputs(examples)
+            results = None
             if sum(packing.rows * packing.length for packing in packings) <= tokens:
-                runs = [self._run(examples, packing, made) for packing in packings]
-                for run in runs:
-                    run.split(examples, found)
+                results = [self._with_graph(examples, packing, computed) for packing in packings]
+                for result in results:
+                    result.split(examples, outputs)
             else:
-                found = self._look(examples, tokens, made)
-            if "projection" in made:
-                self._project(found)
-            return Opened(examples, found, runs, self.adapter.version)
+                outputs = self._without_graph(examples, tokens, computed)
+            if "projection" in computed:
+                self._add_projections(outputs)
+            return OpenPass(examples, outputs, results, self.adapter.version)
 
-        return self._room.within(self.adapter, work)
+        return self._token_budget.run(self.adapter, work)
 
-    def close(self, opened: Opened, pulls: OutputGradients) -> types.ForwardBackwardOutput:
-        """The way back: gather the gradient that `pulls` make.
+    def backward(self, opened: OpenPass, gradients: OutputGradients) -> types.ForwardBackwardOutput:
+        """Accumulate the gradients of the weights, given those of the outputs of an open pass.
 
-        If the weights have changed since, or the graphs were not kept or leave no room for the
-        way back, it goes forward again, as the two passes of a remote client would.
+        The model runs forward again if the weights have changed since, if the graphs were not kept
+        or were used already, or if memory runs out in their backward pass. A remote client runs it
+        twice in any case: once for the log-probs, once for their gradients.
         """
-        runs, opened.runs = opened.runs, None
-        total, found = None, opened.found
-        if runs is not None and opened.version == self.adapter.version:
-            total = self._back(runs, pulls)
+        results, opened.results = opened.results, None
+        total, outputs = None, opened.outputs
+        if results is not None and opened.version == self.adapter.version:
+            total = self._backward_kept(results, gradients)
         if total is None:
-            runs = None
-            total, found = self._room.within(
-                self.adapter, lambda tokens: self._again(opened.examples, pulls, tokens)
+            results = None  # frees graphs that were not used
+            total, outputs = self._token_budget.run(
+                self.adapter,
+                lambda tokens: self._backward_recomputed(opened.examples, gradients, tokens),
             )
-        total.add([pulls.parameters.get(key) for key in self.adapter.parameters])
-        total.add(self._through_output_layer(pulls))
-        self.adapter.gather(total.gradients)
-        logprobs = [f["logprobs"] for f in found]
-        each = [lp * pull.to(lp) for lp, pull in zip(logprobs, pulls.logprobs, strict=True)]
-        return _output(logprobs, each)
+        total.add([gradients.parameters.get(key) for key in self.adapter.parameters])
+        total.add(self._through_output_weight(gradients))
+        self.adapter.accumulate(total.gradients)
+        logprobs = [each["logprobs"] for each in outputs]
+        # The surrogate loss sum(logprobs * gradient), linear in the log-probs, has that gradient.
+        surrogate = [
+            row * gradient.to(row)
+            for row, gradient in zip(logprobs, gradients.logprobs, strict=True)
+        ]
+        return _sdk_output(logprobs, surrogate)
 
-    def _project(self, found: Sequence[dict[str, Any]]) -> None:
-        """Put projections in the place of what the output layer read, all with one weight."""
+    def _add_projections(self, outputs: Sequence[dict[str, Any]]) -> None:
+        """Turn the inputs of the output layer into projections, all with one weight tensor."""
         with torch.enable_grad():
             weight, bias = affine(self.model.output_layer)
+        # A leaf of its own: terms differentiate up to here, `_through_output_weight` goes on to A
+        # and B of the layer's LoRA.
         weight = weight.detach().requires_grad_(weight.requires_grad)
-        for each in found:
-            hidden = each.pop("read").to(weight.dtype).requires_grad_()
+        for each in outputs:
+            hidden = each.pop("head_input").to(weight.dtype).requires_grad_()
             bias = None if bias is None else bias.to(weight.dtype)
             each["projection"] = Projection(hidden, weight, bias)
 
-    def _through_output_layer(self, pulls: OutputGradients) -> Sequence[Tensor | None]:
-        """The gradients by way of the output layer's weight, which all data share."""
-        pull = pulls.projection[0].weight if pulls.projection else None
-        if pull is None:
+    def _through_output_weight(self, gradients: OutputGradients) -> Sequence[Tensor | None]:
+        """Gradients of the weights through the output layer's `W + scale * B A`, for projections.
+
+        All data share that weight, and its gradient is already summed over them.
+        """
+        gradient = gradients.projection[0].weight if gradients.projection else None
+        if gradient is None:
             return [None] * len(self.adapter.parameters)
         self.model.activate(self.adapter)
         with torch.enable_grad():
             weight, _ = affine(self.model.output_layer)
-        return torch.autograd.grad(weight, self._weights(), pull.to(weight), allow_unused=True)
+        return torch.autograd.grad(weight, self._weights(), gradient.to(weight), allow_unused=True)
 
-    def _back(self, runs: list[ForwardResult], pulls: OutputGradients) -> _Sum | None:
-        """The gradients through kept graphs; None if there is no room for them."""
-        total = _Sum(self.adapter)
+    def _backward_kept(
+        self, results: list[ForwardResult], gradients: OutputGradients
+    ) -> _GradientSum | None:
+        """Sum of the gradients through kept graphs; None if memory runs out."""
+        total = _GradientSum(self.adapter)
         self.model.activate(self.adapter)
-        try:
-            while runs:
-                total.add(runs.pop().pull(pulls, self._weights()))
-        except torch.OutOfMemoryError:
-            return None
-        return total
 
-    def _again(
-        self, examples: Sequence[DatumTensors], pulls: OutputGradients, tokens: int
-    ) -> tuple[_Sum, Sequence[dict[str, Any]]]:
-        """The gradients through graphs made anew, and what the model gave this time."""
-        made = [need for need in MADE if getattr(pulls, need) is not None]
-        total, found = _Sum(self.adapter), _nothing(examples)
-        for packing in self._packed(examples, tokens):
-            run = self._run(examples, packing, made)
-            run.split(examples, found)
-            total.add(run.pull(pulls, self._weights()))
-        return total, found
+        def work() -> _GradientSum:
+            while results:
+                # Popped, so that each graph is freed as soon as it is used.
+                total.add(results.pop().backward(gradients, self._weights()))
+            return total
 
-    def _packed(self, examples: Sequence[DatumTensors], tokens: int) -> list[Packing]:
+        return or_none(work)
+
+    def _backward_recomputed(
+        self, examples: Sequence[DatumTensors], gradients: OutputGradients, tokens: int
+    ) -> tuple[_GradientSum, Sequence[dict[str, Any]]]:
+        """Sum of the gradients through new graphs, and the outputs of that forward pass."""
+        computed = [need for need in COMPUTED_INPUTS if getattr(gradients, need) is not None]
+        total, outputs = _GradientSum(self.adapter), _empty_outputs(examples)
+        for packing in self._packings(examples, tokens):
+            result = self._with_graph(examples, packing, computed)
+            result.split(examples, outputs)
+            total.add(result.backward(gradients, self._weights()))
+        return total, outputs
+
+    def _packings(self, examples: Sequence[DatumTensors], tokens: int) -> list[Packing]:
         lengths = [len(example.tokens) for example in examples]
-        return pack(lengths, tokens, shared=self.model.packs)
+        return pack(lengths, tokens, shared=self.model.supports_packing)
 
-    def _run(
+    def _with_graph(
         self, examples: Sequence[DatumTensors], packing: Packing, needs: Sequence[str] = ()
     ) -> ForwardResult:
         with torch.enable_grad():
             return forward(self.model, self.adapter, examples, packing, needs)
 
-    def _look(
+    def _without_graph(
         self, examples: Sequence[DatumTensors], tokens: int, needs: Sequence[str] = ()
     ) -> list[dict[str, Any]]:
-        found = _nothing(examples)
+        outputs = _empty_outputs(examples)
         with torch.no_grad():
-            for packing in self._packed(examples, tokens):
-                forward(self.model, self.adapter, examples, packing, needs).split(examples, found)
-        return found
+            for packing in self._packings(examples, tokens):
+                forward(self.model, self.adapter, examples, packing, needs).split(examples, outputs)
+        return outputs
 
     def _weights(self) -> list[Tensor]:
         return list(self.adapter.parameters.values())
@@ -223,57 +274,66 @@ class Trainer:
 def with_metrics(
     output: types.ForwardBackwardOutput, total: float, metrics: Mapping[str, float]
 ) -> types.ForwardBackwardOutput:
-    """The output of a custom loss: its own value and metrics beside the surrogate's."""
+    """Put the value and the metrics of a custom loss into the output of its backward pass.
+
+    `loss:sum` is the value; the linear surrogate's becomes `surrogate_loss:sum`, as in the SDK.
+    """
     surrogate = output.metrics.pop("loss:sum")
     output.metrics.update(metrics)
     output.metrics.update({"loss:sum": total, "surrogate_loss:sum": surrogate})
     return output
 
 
-class _Sum:
-    """The gradients of several runs, added up before any of them counts."""
+class _GradientSum:
+    """Sum of the gradients of several packings, which reaches the adapter only as a whole."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.gradients: list[Tensor | None] = [None] * len(adapter.parameters)
 
-    def add(self, more: Sequence[Tensor | None]) -> None:
-        for i, gradient in enumerate(more):
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        for i, gradient in enumerate(gradients):
             if gradient is not None:
                 so_far = self.gradients[i]
                 self.gradients[i] = gradient if so_far is None else so_far + gradient
 
 
-def _nothing(examples: Sequence[DatumTensors]) -> list[dict[str, Any]]:
+def _empty_outputs(examples: Sequence[DatumTensors]) -> list[dict[str, Any]]:
     return [{} for _ in examples]
 
 
-def _losses(
-    logprobs: Sequence[Tensor], examples: Sequence[DatumTensors], loss: Loss, settings: Settings
+def _loss_and_gradients(
+    logprobs: Sequence[Tensor],
+    examples: Sequence[DatumTensors],
+    loss: NamedLoss,
+    settings: Settings,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The loss of each token of each example, and its slope."""
-    each, slopes = [], []
+    """Loss of each token of each example, and d loss / d logprobs, in the same shapes."""
+    losses, gradients = [], []
     for row, example in zip(logprobs, examples, strict=True):
         with torch.enable_grad():
             leaf = row.detach().requires_grad_()
             fields = {name: value.to(leaf) for name, value in example.inputs.items()}
             values = loss.elementwise(leaf, fields, settings)
-            (slope,) = torch.autograd.grad(values.sum(), leaf)
-        each.append(values.detach())
-        slopes.append(slope)
-    return each, slopes
+            (gradient,) = torch.autograd.grad(values.sum(), leaf)
+        losses.append(values.detach())
+        gradients.append(gradient)
+    return losses, gradients
 
 
-def _output(logprobs: Sequence[Tensor], each: Sequence[Tensor]) -> types.ForwardBackwardOutput:
-    total = sum(values.double().sum().item() for values in each)
+def _sdk_output(
+    logprobs: Sequence[Tensor], losses: Sequence[Tensor]
+) -> types.ForwardBackwardOutput:
+    # In float64: a batch may have very many tokens.
+    total = sum(values.double().sum().item() for values in losses)
     return types.ForwardBackwardOutput(
         loss_fn_output_type="TorchLossReturn",
         loss_fn_outputs=[
-            {"logprobs": _data(row), "elementwise_loss": _data(values)}
-            for row, values in zip(logprobs, each, strict=True)
+            {"logprobs": _tensor_data(row), "elementwise_loss": _tensor_data(values)}
+            for row, values in zip(logprobs, losses, strict=True)
         ],
         metrics={"loss:sum": total},
     )
 
 
-def _data(tensor: Tensor) -> types.TensorData:
+def _tensor_data(tensor: Tensor) -> types.TensorData:
     return types.TensorData.from_torch(tensor.cpu())

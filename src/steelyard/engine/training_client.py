@@ -1,4 +1,4 @@
-"""`LocalTrainingClient`: the SDK's training verbs on a model in this process."""
+"""`LocalTrainingClient`: the methods of the SDK's training client, on a model in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinker.lib.public_interfaces.custom_loss import (
 from torch import Tensor
 
 from steelyard.engine.adapter import Adapter, check_adam
-from steelyard.engine.checkpoint_contents import CheckpointContents
+from steelyard.engine.checkpoint_contents import TrainingState
 from steelyard.engine.datum_tensors import read_examples
 from steelyard.engine.forward_pass import ForwardPass
 from steelyard.engine.named_losses import find_loss
@@ -37,16 +37,16 @@ CustomLoss = Callable[[list[types.Datum], list[Tensor]], tuple[Tensor, dict[str,
 
 
 class LocalTrainingClient:
-    """Trains a LoRA adapter on this machine. Made by `LocalServiceClient`.
+    """Trains a LoRA adapter on this machine; made by `LocalServiceClient`.
 
-    The verbs are those of `tinker.TrainingClient`: calls give futures and run in the order they
-    were made, gradients gather until `optim_step`, and losses are sums. A custom loss runs the
-    model forward once, not twice. Data are checked when a call is made, before anything is
-    touched.
+    The methods are those of `tinker.TrainingClient`: they return futures and run in the order in
+    which they were called, gradients accumulate until `optim_step`, and losses are sums. A custom
+    loss runs the model forward once, where the SDK's client needs two passes. Data are checked when
+    a method is called, before any work is queued.
 
     Attributes:
         model_id: the name of this training run.
-        user_metadata: kept with its checkpoints.
+        user_metadata: saved with its checkpoints.
 
     Example:
         >>> from tinker import types
@@ -66,13 +66,13 @@ class LocalTrainingClient:
         True
     """
 
-    # What a forward pass here can give to terms that ask for more than log-probs.
+    # Extra inputs, beside log-probs, that a forward pass here can supply to terms.
     gives = ("hidden_states", "logits", "parameters", "projection")
 
     def __init__(
         self,
         service: LocalServiceClient,
-        host: WorkerThread,
+        worker: WorkerThread,
         adapter: Adapter,
         model_id: str,
         user_metadata: Mapping[str, str],
@@ -80,12 +80,12 @@ class LocalTrainingClient:
         self.model_id = model_id
         self.user_metadata = user_metadata
         self._service = service
-        self._host = host
-        self._trainer = Trainer(host.model, adapter, host.room)
-        self._keeper = CheckpointContents(
-            host.model, adapter, service.checkpoints, model_id, user_metadata
-        )
-        host.give_back(adapter, after=self._trainer)
+        self._worker = worker
+        self._trainer = Trainer(worker.model, adapter, worker.token_budget)
+        self._state = TrainingState(worker.model, adapter, model_id, user_metadata)
+        # Owned by the trainer, not by this client: queued calls and open passes refer to the
+        # trainer, and may outlive the client.
+        worker.remove_with(self._trainer, adapter)
 
     def forward(
         self,
@@ -93,12 +93,12 @@ class LocalTrainingClient:
         loss_fn: types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """The loss and the log-probs, without gradients.
+        """Compute the loss and the log-probs, without gradients.
 
         Raises:
             InputError: the data or the loss break a rule.
         """
-        return self.checked(data, loss_fn, loss_fn_config, backward=False)()
+        return self.prepare(data, loss_fn, loss_fn_config, backward=False)()
 
     async def forward_async(
         self,
@@ -106,7 +106,7 @@ class LocalTrainingClient:
         loss_fn: types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """As `forward`."""
+        """Queue `forward` from an event loop."""
         return self.forward(data, loss_fn, loss_fn_config)
 
     def forward_backward(
@@ -115,12 +115,12 @@ class LocalTrainingClient:
         loss_fn: types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """The loss and the log-probs; the gradient is added to those gathered so far.
+        """Compute the loss and the log-probs, and accumulate the gradient.
 
         Raises:
             InputError: the data or the loss break a rule.
         """
-        return self.checked(data, loss_fn, loss_fn_config, backward=True)()
+        return self.prepare(data, loss_fn, loss_fn_config, backward=True)()
 
     async def forward_backward_async(
         self,
@@ -128,10 +128,10 @@ class LocalTrainingClient:
         loss_fn: types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """As `forward_backward`."""
+        """Queue `forward_backward` from an event loop."""
         return self.forward_backward(data, loss_fn, loss_fn_config)
 
-    def checked(
+    def prepare(
         self,
         data: list[types.Datum],
         loss_fn: str,
@@ -139,49 +139,48 @@ class LocalTrainingClient:
         *,
         backward: bool,
     ) -> Call[types.ForwardBackwardOutput]:
-        """A call of `forward` or `forward_backward`, its data checked, not made yet.
+        """Check the data of `forward` or `forward_backward`, and return a function that queues it.
 
         Raises:
             InputError: the data or the loss break a rule.
         """
         loss, settings = find_loss(loss_fn, loss_fn_config)
-        examples = read_examples(data, loss.fields, self._host.model.limits)
+        examples = read_examples(data, loss.fields, self._worker.model.limits)
         work = self._trainer.forward_backward if backward else self._trainer.forward
-        return lambda: self._host.submit(work, examples, loss, settings)
+        return lambda: self._worker.submit(work, examples, loss, settings)
 
-    def checked_custom(
+    def prepare_custom(
         self, data: list[types.Datum], loss: LossOfLogprobs
     ) -> Call[types.ForwardBackwardOutput]:
-        """A call with a loss of one's own that runs on the engine's thread, not made yet.
+        """Check the data of a custom loss, and return a function that queues the call.
 
-        Forward and back are one call: nothing comes between them.
+        The loss runs on the worker thread, between its forward and its backward pass, as one call.
 
         Raises:
             InputError: the data break a rule.
         """
-        examples = read_examples(data, {}, self._host.model.limits)
-        return lambda: self._host.submit(self._trainer.custom, examples, loss)
+        examples = read_examples(data, {}, self._worker.model.limits)
+        return lambda: self._worker.submit(self._trainer.forward_backward_custom, examples, loss)
 
     def open_pass(self, data: list[types.Datum], needs: Sequence[str] = ()) -> ForwardPass:
-        """One forward pass: its log-probs, and the way back with d loss / d log-probs.
+        """Run a forward pass and wait for it; its `backward` takes d loss / d log-probs later.
 
-        This is what custom losses are made of. It waits for the forward pass; `backward` of
-        what it gives does not.
+        Custom losses are built on this.
 
         Args:
             data: with `target_tokens`; other fields are not read.
-            needs: `"logits"`, `"projection"`, `"hidden_states"` and `"parameters"`, as wanted.
+            needs: extra inputs: `"logits"`, `"projection"`, `"hidden_states"`, `"parameters"`.
 
         Raises:
-            InputError: the data or the needs break a rule; the model's logits are not what its
-                output layer gives, and a projection is needed.
+            InputError: the data or the needs break a rule; or a projection is needed, and the
+                model's logits are not the output of its output layer.
         """
         unknown = [need for need in needs if need not in self.gives]
         if unknown:
             raise InputError(f"needs must be among {list(self.gives)}, got {unknown}.")
-        examples = read_examples(data, {}, self._host.model.limits)
-        opened = self._host.later(self._trainer.open, examples, needs).result()
-        return ForwardPass(self._host, self._trainer, opened, needs)
+        examples = read_examples(data, {}, self._worker.model.limits)
+        opened = self._worker.submit(self._trainer.open_pass, examples, needs).result()
+        return ForwardPass(self._worker, self._trainer, opened, needs)
 
     def forward_backward_custom(
         self,
@@ -190,10 +189,10 @@ class LocalTrainingClient:
         *,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """The gradient of a loss of one's own, `(data, logprobs) -> (loss, metrics)`.
+        """Accumulate the gradient of a custom loss, `(data, logprobs) -> (loss, metrics)`.
 
-        The loss runs here, in the caller's thread. It returns when the backward pass is under
-        way. A datum that the loss does not touch has no gradient.
+        The loss runs in the caller's thread, after the forward pass and before the backward pass,
+        which is queued when this returns. A datum that the loss does not use has no gradient.
 
         Raises:
             InputError: the data break a rule.
@@ -224,7 +223,7 @@ class LocalTrainingClient:
         *,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """As `forward_backward_custom`, without blocking the event loop."""
+        """Run `forward_backward_custom` without blocking the event loop."""
         return await asyncio.to_thread(
             self.forward_backward_custom, data, loss_fn, loss_type_input=loss_type_input
         )
@@ -235,9 +234,9 @@ class LocalTrainingClient:
         *,
         adam_params: types.AdamParams | None = None,
     ) -> APIFuture[types.OptimStepResponse]:
-        """One AdamW step with the gradients gathered so far, zeros if there are none.
+        """Make one AdamW step with the accumulated gradients, zeros if there are none.
 
-        The metric `unclipped_grad_l2:mean` is their norm, whether it was clipped or not.
+        The metric `unclipped_grad_l2:mean` is their norm before clipping.
 
         Raises:
             InputError: the settings break a rule.
@@ -250,7 +249,7 @@ class LocalTrainingClient:
             norm = self._trainer.adapter.step(params)
             return types.OptimStepResponse(metrics={"unclipped_grad_l2:mean": norm})
 
-        return self._host.submit(step)
+        return self._worker.submit(step)
 
     async def optim_step_async(
         self,
@@ -258,7 +257,7 @@ class LocalTrainingClient:
         *,
         adam_params: types.AdamParams | None = None,
     ) -> APIFuture[types.OptimStepResponse]:
-        """As `optim_step`."""
+        """Queue `optim_step` from an event loop."""
         return self.optim_step(optim_params, adam_params=adam_params)
 
     def save_state(
@@ -268,22 +267,26 @@ class LocalTrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsResponse]:
-        """Save the weights, the optimizer, and the state of what was attached.
+        """Save the weights, the optimizer, and the states of the attached objects.
 
-        Gradients that were gathered and not stepped with are not saved.
+        Accumulated gradients that no step has used are not saved.
 
         Raises:
             InputError: `ttl_seconds` breaks a rule.
         """
-        # Now, not when its turn comes: by then the terms of a later call may have run.
-        info = self._keeper.info(ttl_seconds, user_metadata)
-        info["companions"] = self._keeper.companions()
+        # The companions' states are taken now, not when the queued call runs: by then the terms of
+        # a later call may have changed them.
+        info = self._state.describe(ttl_seconds, user_metadata)
+        info["companions"] = self._state.companion_states()
 
         def save() -> types.SaveWeightsResponse:
-            path = self._keeper.write("weights", name, info, overwrite=overwrite)
+            contents = self._state.capture(info, optimizer=True)
+            path = self._service.checkpoints.write(
+                self.model_id, "weights", name, contents, overwrite=overwrite
+            )
             return types.SaveWeightsResponse(path=path, type="save_weights")
 
-        return self._host.submit(save)
+        return self._worker.submit(save)
 
     async def save_state_async(
         self,
@@ -292,35 +295,35 @@ class LocalTrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsResponse]:
-        """As `save_state`."""
+        """Queue `save_state` from an event loop."""
         return self.save_state(name, ttl_seconds, overwrite, user_metadata)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[types.LoadWeightsResponse]:
-        """Take back saved weights, and the state of what is attached; the optimizer starts anew.
+        """Load saved weights and the states of the attached objects; the optimizer starts anew.
 
-        It waits until that is done. The future has a `CheckpointError` if the checkpoint is not
-        there, is damaged, or is of another model or rank; the client is as it was then.
+        Waits until that is done. The future has a `CheckpointError` if there is no checkpoint, or
+        it is damaged or of another model or rank; nothing has changed then.
         """
         return self._load(path, weights_access_token, optimizer=False)
 
     async def load_state_async(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[types.LoadWeightsResponse]:
-        """As `load_state`."""
+        """Run `load_state` without blocking the event loop."""
         return await asyncio.to_thread(self.load_state, path, weights_access_token)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[types.LoadWeightsResponse]:
-        """As `load_state`, with the optimizer."""
+        """Load saved weights and the optimizer's state, as `load_state` does otherwise."""
         return self._load(path, weights_access_token, optimizer=True)
 
     async def load_state_with_optimizer_async(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[types.LoadWeightsResponse]:
-        """As `load_state_with_optimizer`."""
+        """Run `load_state_with_optimizer` without blocking the event loop."""
         return await asyncio.to_thread(self.load_state_with_optimizer, path, weights_access_token)
 
     def save_weights_for_sampler(
@@ -329,18 +332,21 @@ class LocalTrainingClient:
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """Save the weights alone, for `create_sampling_client`.
+        """Save the weights without the optimizer, for `create_sampling_client`.
 
         Raises:
             InputError: `ttl_seconds` breaks a rule.
         """
-        info = self._keeper.info(ttl_seconds, user_metadata)
+        info = self._state.describe(ttl_seconds, user_metadata)
 
         def save() -> types.SaveWeightsForSamplerResponse:
-            path = self._keeper.write("sampler_weights", name, info)
+            contents = self._state.capture(info, optimizer=False)
+            path = self._service.checkpoints.write(
+                self.model_id, "sampler_weights", name, contents, overwrite=False
+            )
             return types.SaveWeightsForSamplerResponse(path=path, type="save_weights_for_sampler")
 
-        return self._host.submit(save)
+        return self._worker.submit(save)
 
     async def save_weights_for_sampler_async(
         self,
@@ -348,7 +354,7 @@ class LocalTrainingClient:
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """As `save_weights_for_sampler`."""
+        """Queue `save_weights_for_sampler` from an event loop."""
         return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
 
     def save_weights_and_get_sampling_client(
@@ -357,7 +363,7 @@ class LocalTrainingClient:
         retry_config: Any = None,  # the SDK's; there is nothing to retry here
         record_stability_info: bool = False,
     ) -> LocalSamplingClient:
-        """A client that samples from the weights as they are when this call's turn comes."""
+        """Create a client that samples from a copy of the weights, made after all earlier calls."""
         if name is not None:
             warnings.warn(
                 "name has no effect in save_weights_and_get_sampling_client, as in the SDK: "
@@ -374,21 +380,21 @@ class LocalTrainingClient:
         retry_config: Any = None,  # the SDK's; there is nothing to retry here
         record_stability_info: bool = False,
     ) -> LocalSamplingClient:
-        """As `save_weights_and_get_sampling_client`, without blocking the event loop."""
+        """Run `save_weights_and_get_sampling_client` without blocking the event loop."""
         return await asyncio.to_thread(
             self.save_weights_and_get_sampling_client, name, retry_config, record_stability_info
         )
 
     def snapshot(self) -> AwaitableConcurrentFuture[LocalSamplingClient]:
-        """As `save_weights_and_get_sampling_client`, without waiting."""
+        """Queue `save_weights_and_get_sampling_client`."""
 
-        def copied() -> LocalSamplingClient:
-            mine = self._trainer.adapter
-            copy = self._host.model.add(mine.settings)
-            copy.load(mine.weights(), None)
-            return LocalSamplingClient(self._host, copy)
+        def create() -> LocalSamplingClient:
+            adapter = self._trainer.adapter
+            copy = self._worker.model.add_adapter(adapter.settings)
+            copy.load(adapter.weights(), None)
+            return LocalSamplingClient(self._worker, copy)
 
-        return self._host.submit(copied)
+        return self._worker.submit(create)
 
     def create_sampling_client(
         self,
@@ -396,10 +402,10 @@ class LocalTrainingClient:
         retry_config: Any = None,  # the SDK's; there is nothing to retry here
         record_stability_info: bool = False,
     ) -> LocalSamplingClient:
-        """A client that samples from saved weights.
+        """Create a client that samples from saved weights.
 
         Raises:
-            CheckpointError: there are none at `model_path`.
+            CheckpointError: there are no weights at `model_path`.
         """
         return self._service.create_sampling_client(model_path=model_path)
 
@@ -409,16 +415,16 @@ class LocalTrainingClient:
         retry_config: Any = None,  # the SDK's; there is nothing to retry here
         record_stability_info: bool = False,
     ) -> LocalSamplingClient:
-        """As `create_sampling_client`, without blocking the event loop."""
+        """Run `create_sampling_client` without blocking the event loop."""
         return await self._service.create_sampling_client_async(model_path=model_path)
 
     def get_info(self) -> types.GetInfoResponse:
-        """What is trained here."""
-        name = self._host.model.source.name
+        """Describe the base model and the adapter."""
+        name = self._worker.model.source.name
         return types.GetInfoResponse(
             type="get_info",
             model_data=types.ModelData(
-                arch=self._host.model.config.model_type, model_name=name, tokenizer_id=name
+                arch=self._worker.model.config.model_type, model_name=name, tokenizer_id=name
             ),
             model_id=self.model_id,
             is_lora=True,
@@ -427,50 +433,52 @@ class LocalTrainingClient:
         )
 
     async def get_info_async(self) -> types.GetInfoResponse:
-        """As `get_info`."""
+        """Describe the base model and the adapter."""
         return self.get_info()
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model."""
-        return self._host.model.tokenizer
+        """Tokenizer of the base model."""
+        return self._worker.model.tokenizer
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the adapter's weights, by the key they have in a checkpoint."""
-        return self._host.later(self._trainer.adapter.weights).result()
+        """Copy of the adapter's weights, by the key that they have in a checkpoint."""
+        return self._worker.submit(self._trainer.adapter.weights).result()
 
     def gradients(self) -> dict[str, Tensor]:
-        """A copy of the gradients gathered since the last step, by the same keys."""
-        return self._host.later(self._trainer.adapter.gradients).result()
+        """Copy of the gradients accumulated since the last step, by the same keys."""
+        return self._worker.submit(self._trainer.adapter.gradients).result()
 
     def attach(self, name: str, companion: Stateful) -> None:
-        """Save and load the state of `companion` with this client's, from now on.
+        """Save and load the state of `companion` together with this client's from now on.
 
-        If the client was made from a checkpoint, or has loaded one, that holds a state of this
-        name, the companion has it at once. The state must be ready for JSON.
+        If a checkpoint that the client has loaded holds a state under this name, the companion
+        loads it at once. The state must consist of JSON values.
         """
-        self._keeper.attach(name, companion)
+        self._state.attach(name, companion)
 
     def _load(
         self, path: str, token: str | None, *, optimizer: bool
     ) -> AwaitableConcurrentFuture[types.LoadWeightsResponse]:
         if token is not None:
             raise InputError("weights_access_token is for the Tinker service, and there is none.")
-        loading = self.begin_loading(path, optimizer=optimizer)
-        if loading.future().exception() is None:
-            self._keeper.restore_companions()
-        return loading
+        future = self.begin_loading(path, optimizer=optimizer)
+        # In the caller's thread, where the companions are used.
+        if future.future().exception() is None:
+            self._state.restore_companions()
+        return future
 
     def begin_loading(
         self, path: str, *, optimizer: bool
     ) -> AwaitableConcurrentFuture[types.LoadWeightsResponse]:
-        """As `load_state`, for the model alone, without waiting."""
-        return self._host.submit(self.load_now, path, optimizer=optimizer)
+        """Queue the loading of the weights, and of the optimizer; companions keep their states."""
+        return self._worker.submit(self.load_now, path, optimizer=optimizer)
 
     def load_now(self, path: str, *, optimizer: bool) -> types.LoadWeightsResponse:
-        """Take back saved weights at once. For the engine's thread alone.
+        """Load saved weights at once; for calls on the worker thread.
 
         Raises:
-            CheckpointError: it is not there, is damaged, or does not fit; the client is as it was.
+            CheckpointError: there is no checkpoint, or it is damaged or does not fit. Nothing has
+                changed then.
         """
-        self._keeper.read(path, optimizer=optimizer)
+        self._state.restore(self._service.checkpoints.read(path), path, optimizer=optimizer)
         return types.LoadWeightsResponse(path=path, model_id=self.model_id)

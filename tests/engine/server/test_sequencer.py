@@ -230,7 +230,7 @@ def test_an_answer_that_is_not_there_is_waited_for(impatient: RunningServer) -> 
     with Wire(impatient.base_url) as wire:
         model = wire.model()
         gate = threading.Event()
-        impatient._desk.runs[model].client._host.later(gate.wait)
+        impatient._desk.runs[model].client._worker.submit(gate.wait)
         promised = send(wire, model, 1)
         response = wire.post("retrieve_future", {"request_id": promised["request_id"]})
         assert response.status_code == 408

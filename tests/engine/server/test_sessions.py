@@ -30,8 +30,8 @@ def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServe
 
 def adapters(running: RunningServer, base: str = "tiny-random") -> int:
     """The adapters in memory, when those that are to go have gone."""
-    host = running._desk.service._host(base)
-    host.later(lambda: None).result()
+    host = running._desk.service._worker(base)
+    host.submit(lambda: None).result()
     return len(host.model._adapters)
 
 
@@ -56,7 +56,7 @@ def test_whoever_waits_for_an_answer_is_there(forgetful: RunningServer) -> None:
     with Wire(forgetful.base_url) as wire, Wire(forgetful.base_url) as other:
         model = wire.model()
         gate = threading.Event()
-        forgetful._desk.runs[model].client._host.later(gate.wait)
+        forgetful._desk.runs[model].client._worker.submit(gate.wait)
         promised = wire.step(model, 1).json()
         answers: list[Any] = []
         waiting = threading.Thread(target=lambda: answers.append(wire.answer(promised)))
@@ -119,7 +119,7 @@ def test_a_client_that_closes_takes_its_models_along(running: RunningServer) -> 
 def test_a_model_can_be_unloaded(wire: Wire, running: RunningServer) -> None:
     model = wire.model()
     gate = threading.Event()
-    running._desk.runs[model].client._host.later(gate.wait)
+    running._desk.runs[model].client._worker.submit(gate.wait)
     waiting = [wire.step(model, 1).json(), wire.step(model, 3).json()]
     unloaded = wire.answer(wire.ok("unload_model", {"model_id": model}))
     assert unloaded == {"model_id": model, "type": None}
@@ -132,7 +132,7 @@ def test_a_model_can_be_unloaded(wire: Wire, running: RunningServer) -> None:
 def test_heartbeats_are_answered_while_a_model_works(wire: Wire, running: RunningServer) -> None:
     model = wire.model()
     gate = threading.Event()
-    running._desk.runs[model].client._host.later(gate.wait)
+    running._desk.runs[model].client._worker.submit(gate.wait)
     promised = wire.step(model, 1).json()
     for _ in range(20):
         wire.ok("session_heartbeat", {"session_id": wire.session_id})
@@ -149,7 +149,7 @@ def test_samples_that_nobody_wants_are_not_drawn(
     sampling = sdk.create_sampling_client(base_model="tiny-random")
     prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=2)
     gate = threading.Event()
-    held = running._desk.service._host("tiny-random").later(gate.wait)
+    held = running._desk.service._worker("tiny-random").submit(gate.wait)
 
     name = f"{sampling._sampling_session_id}:0"
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tinker import types
 
-from steelyard.engine.checkpoints import Checkpoints, Listed
+from steelyard.engine.checkpoints import CheckpointEntry, Checkpoints
 from steelyard.engine.server.http_errors import not_found
 from steelyard.engine.server.state import TrainingRun
 
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 def training_runs(checkpoints: Checkpoints, live: Sequence[TrainingRun]) -> list[types.TrainingRun]:
     """All training runs that are live or have left a checkpoint; the last used first."""
-    saved: dict[str, list[Listed]] = {}
-    for listed in checkpoints.listed():
+    saved: dict[str, list[CheckpointEntry]] = {}
+    for listed in checkpoints.entries():
         saved.setdefault(listed.run, []).append(listed)
     names = {run.model_id: run for run in live}
     runs = [
@@ -29,7 +29,9 @@ def training_runs(checkpoints: Checkpoints, live: Sequence[TrainingRun]) -> list
     return sorted(runs, key=lambda run: run.last_request_time, reverse=True)
 
 
-def training_run(name: str, saved: Sequence[Listed], live: TrainingRun | None) -> types.TrainingRun:
+def training_run(
+    name: str, saved: Sequence[CheckpointEntry], live: TrainingRun | None
+) -> types.TrainingRun:
     """A training run.
 
     Raises:
@@ -61,7 +63,7 @@ def training_run(name: str, saved: Sequence[Listed], live: TrainingRun | None) -
     )
 
 
-def checkpoint(listed: Listed) -> types.Checkpoint:
+def checkpoint(listed: CheckpointEntry) -> types.Checkpoint:
     """A checkpoint in the SDK's words."""
     expires = listed.info.get("expires_at")
     return types.Checkpoint(
@@ -75,7 +77,7 @@ def checkpoint(listed: Listed) -> types.Checkpoint:
     )
 
 
-def weights_info(listed: Listed) -> types.WeightsInfoResponse:
+def weights_info(listed: CheckpointEntry) -> types.WeightsInfoResponse:
     """What is needed to go on from a checkpoint."""
     lora = listed.info["lora"]
     return types.WeightsInfoResponse(

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tinker import types
 
-from steelyard.engine.checkpoints import SCHEME, Listed
+from steelyard.engine.checkpoints import SCHEME, CheckpointEntry
 from steelyard.engine.server import http_bodies, listing
 from steelyard.engine.server.http_errors import not_found
 from steelyard.engine.server.model_routes import check_path
@@ -61,7 +61,7 @@ async def list_checkpoints(desk: ServerState, request: Request) -> Response:
 async def list_user_checkpoints(desk: ServerState, request: Request) -> Response:
     """All checkpoints."""
     offset, limit = _page(request)
-    saved = await asyncio.to_thread(desk.service.checkpoints.listed)
+    saved = await asyncio.to_thread(desk.service.checkpoints.entries)
     part, cursor = listing.page(saved, offset, limit)
     return http_bodies.reply(
         types.CheckpointsListResponse(
@@ -125,16 +125,16 @@ async def get_session(desk: ServerState, request: Request) -> Response:
     )
 
 
-async def _saved(desk: ServerState, run: str) -> list[Listed]:
+async def _saved(desk: ServerState, run: str) -> list[CheckpointEntry]:
     try:
-        return await asyncio.to_thread(desk.service.checkpoints.listed, run)
+        return await asyncio.to_thread(desk.service.checkpoints.entries, run)
     except CheckpointError as error:  # nothing can have such a name
         raise not_found(
             "training_run_id", run, "list_training_runs lists those there are"
         ) from error
 
 
-async def _listed(desk: ServerState, path: str) -> Listed:
+async def _listed(desk: ServerState, path: str) -> CheckpointEntry:
     check_path(path)
     run = path.removeprefix(SCHEME).partition("/")[0]
     for listed in await _saved(desk, run):

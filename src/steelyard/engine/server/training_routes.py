@@ -181,7 +181,7 @@ def _batch_call(
     client: LocalTrainingClient, batch: codec.RequestBatch, losses: dict[str, TracedLoss]
 ) -> Callable[[], Future[Output]]:
     if batch.loss_fn != "custom":
-        call = client.checked(batch.data, batch.loss_fn, batch.config, backward=batch.backward)
+        call = client.prepare(batch.data, batch.loss_fn, batch.config, backward=batch.backward)
     elif not batch.backward:
         raise InputError("a custom loss is for forward_backward, got forward.")
     else:
@@ -191,7 +191,7 @@ def _batch_call(
                 f"loss_fn_config['loss_id'] must be that of a loss this client has uploaded, "
                 f"got {batch.config.get('loss_id')!r}."
             )
-        call = client.checked_custom(batch.data, loss.of(batch.data))
+        call = client.prepare_custom(batch.data, loss.of(batch.data))
     return lambda: call().future()
 
 

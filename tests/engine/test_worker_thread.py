@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tinker import types
+
+from steelyard.engine import LocalServiceClient, LocalTrainingClient, find_model
+from steelyard.engine.adapter import LoraSettings
+from steelyard.engine.model import Model
+from steelyard.engine.worker_thread import WorkerThread, completed
+from steelyard.errors import ClosedError
+
+from .data import SMALL, adapters, create, ragged, same, train
+
+DATA = ragged(5, [6, 11])
+
+
+def test_a_future_can_be_waited_for_and_awaited(client: LocalTrainingClient) -> None:
+    data = ragged(0, [5])
+    expected = client.forward(data, "cross_entropy").result(timeout=600).metrics
+
+    async def ways() -> list[dict[str, float]]:
+        future = client.forward(data, "cross_entropy")
+        awaited = await client.forward(data, "cross_entropy")
+        return [(await future.result_async(timeout=600)).metrics, awaited.metrics]
+
+    assert asyncio.run(ways()) == [expected, expected]
+
+
+def test_a_future_that_timed_out_can_be_waited_for_again(client: LocalTrainingClient) -> None:
+    gate = threading.Event()
+    client._worker.submit(gate.wait)
+    future = client.forward(ragged(0, [5]), "cross_entropy")
+    with pytest.raises(concurrent.futures.TimeoutError):
+        future.result(timeout=0.01)
+    gate.set()
+    assert future.result(timeout=600).metrics["loss:sum"]
+
+
+def test_calls_run_in_the_order_they_were_made(service: LocalServiceClient) -> None:
+    waiting, eager = create(service), create(service)
+    for step in range(4):
+        waiting.forward_backward(ragged(step, [6, 3]), "cross_entropy").result()
+        waiting.optim_step(SMALL).result()
+    expected = waiting.forward(ragged(9, [6]), "cross_entropy").result().metrics
+    gate = threading.Event()
+    eager._worker.submit(gate.wait)
+    for step in range(4):
+        eager.forward_backward(ragged(step, [6, 3]), "cross_entropy")
+        eager.optim_step(SMALL)
+    last = eager.forward(ragged(9, [6]), "cross_entropy")
+    gate.set()
+    assert last.result().metrics == expected
+    assert same(eager.weights(), waiting.weights())
+
+
+def test_adapters_of_collected_sampling_clients_are_removed(alone: LocalServiceClient) -> None:
+    client = create(alone)
+    train(client)
+    before = adapters(client)
+    clients = [client.save_weights_and_get_sampling_client() for _ in range(3)]
+    path = client.save_weights_for_sampler("s").result().path
+    clients.append(alone.create_sampling_client(model_path=path))
+    assert adapters(client) == before + 4
+    del clients
+    gc.collect()
+    expected = client.weights()  # after whatever was queued
+    assert adapters(client) == before
+    train(client)
+    assert not same(client.weights(), expected)
+
+
+def test_adapters_of_collected_training_clients_are_removed(alone: LocalServiceClient) -> None:
+    kept = create(alone)
+    dropped = create(alone, seed=1)
+    train(dropped)
+    opened = dropped.open_pass(DATA)
+    del dropped
+    gc.collect()
+    kept.weights()
+    assert adapters(kept) == 2  # a pass that is open holds on to its adapter
+    opened.backward([torch.ones(6), torch.ones(11)]).result()
+    del opened
+    gc.collect()
+    kept.weights()
+    assert adapters(kept) == 1
+    train(kept)
+
+
+def test_a_client_may_be_collected_while_the_executor_holds_its_lock(
+    alone: LocalServiceClient,
+) -> None:
+    client = create(alone)
+    held = [client.save_weights_and_get_sampling_client()]
+
+    def drop() -> None:
+        # As the garbage collector may, in the midst of handing over a call.
+        with client._worker._thread._shutdown_lock:
+            held.clear()
+            gc.collect()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    client.weights()
+    assert adapters(client) == 1
+
+
+def test_a_queued_sample_outlives_its_client(alone: LocalServiceClient) -> None:
+    client = create(alone)
+    train(client)
+    sampling = client.save_weights_and_get_sampling_client()
+    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+    expected = sampling.compute_logprobs(prompt).result()
+    client.forward(ragged(1, [400] * 4), "cross_entropy")
+    future = sampling.compute_logprobs(prompt)
+    del sampling
+    gc.collect()
+    assert future.result() == expected
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerThread]:
+    model = Model(find_model("tiny-random"), torch.device("cpu"), torch.float32)
+    worker = WorkerThread(model, max_tokens=100)
+    yield worker
+    worker.close()
+
+
+def test_submitted_calls_run_on_one_thread_in_order(worker: WorkerThread) -> None:
+    calls: list[tuple[int, str]] = []
+
+    def call(number: int) -> int:
+        calls.append((number, threading.current_thread().name))
+        return number**2
+
+    futures = [worker.submit(call, number) for number in range(20)]
+    assert [future.result() for future in futures] == [number**2 for number in range(20)]
+    assert [number for number, _ in calls] == list(range(20))
+    (name,) = {name for _, name in calls}
+    assert name.startswith("steelyard-engine")
+
+
+def test_a_call_that_raises_does_not_stop_the_next(worker: WorkerThread) -> None:
+    def fail() -> None:
+        raise KeyError("mine")
+
+    failed, fine = worker.submit(fail), worker.submit(len, [1, 2])
+    with pytest.raises(KeyError, match="mine"):
+        failed.result()
+    assert fine.result() == 2
+
+
+def test_closing_finishes_the_running_call_and_cancels_the_queued(worker: WorkerThread) -> None:
+    began, gate = threading.Event(), threading.Event()
+
+    def wait() -> str:
+        began.set()
+        gate.wait()
+        return "finished"
+
+    running, queued = worker.submit(wait), worker.submit(len, [])
+    began.wait()
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    with pytest.raises(concurrent.futures.CancelledError):
+        queued.result()
+    gate.set()
+    closing.join()
+    assert running.result() == "finished"
+    with pytest.raises(ClosedError, match="the service must be open, got a closed one"):
+        worker.submit(len, [])
+
+
+def test_an_adapter_is_removed_before_the_call_after_its_owner(worker: WorkerThread) -> None:
+    class Owner:
+        pass
+
+    model = worker.model
+    kept, removed = (
+        worker.submit(model.add_adapter, LoraSettings(rank=1, seed=seed)).result()
+        for seed in (0, 1)
+    )
+    owner = Owner()
+    worker.remove_with(owner, removed)
+    assert worker.submit(lambda: set(model._adapters)).result() == {kept.name, removed.name}
+    del owner
+    gc.collect()
+    assert model._adapters == {kept.name, removed.name}  # nothing happens outside of a call
+    assert worker.submit(lambda: set(model._adapters)).result() == {kept.name}
+
+
+def test_a_completed_future_has_its_value() -> None:
+    future = completed([1])
+    assert future.future().done()
+    assert future.result(timeout=0) == [1]
+
+    async def awaited() -> object:
+        return await future
+
+    assert asyncio.run(awaited()) == [1]
