@@ -44,7 +44,7 @@ class Target:
         self.sampler: str = wire.ok(
             "create_sampling_session", {**made, "base_model": "tiny-random"}
         )["sampling_session_id"]
-        self._client = running._desk.runs[self.model].client
+        self._client = running._state.runs[self.model].client
         self._before = self._client.weights()
         self.right = self._right()
 

@@ -78,7 +78,7 @@ def _loss(logprobs: Any, weights: Any) -> Any:
 def steps_of(running: RunningServer, model_id: str) -> int:
     """The steps a model's optimizer has counted."""
     path = f"tinker://{model_id}/weights/end"
-    moments = running._desk.service.checkpoints.read(path).moments or {}
+    moments = running._state.service.checkpoints.read(path).moments or {}
     counts = {int(value) for key, value in moments.items() if key.startswith("step/")}
     assert len(counts) <= 1
     return counts.pop() if counts else 0

@@ -324,7 +324,7 @@ def test_a_web_page_may_not_use_the_server(running: RunningServer) -> None:
         f"{running.base_url}/api/v1/create_session", headers={"Origin": "https://example.com"}
     )
     assert response.status_code == 403
-    assert said(response) == "a web page may not use this server."
+    assert said(response) == "web pages are not allowed to use this server."
 
 
 def test_everything_has_a_limit(strict: RunningServer) -> None:
@@ -370,11 +370,11 @@ def test_a_body_that_was_packed_has_the_same_limit(wire: Wire, running: RunningS
     packed = zstandard.ZstdCompressor().compress(body)
     zipped = {"Content-Encoding": "zstd"}
     assert wire.http.post("forward_backward", content=packed, headers=zipped).status_code == 200
-    bomb = zstandard.ZstdCompressor().compress(bytes(running._desk.settings.max_body + 1))
+    bomb = zstandard.ZstdCompressor().compress(bytes(running._state.settings.max_body + 1))
     assert len(bomb) < 100_000
     response = wire.http.post("forward_backward", content=bomb, headers=zipped)
     assert response.status_code == 413
-    large = encoded(model, 2, ragged(0, [3])) + bytes(running._desk.settings.max_body)
+    large = encoded(model, 2, ragged(0, [3])) + bytes(running._state.settings.max_body)
     packed = zstandard.ZstdCompressor().compress(large)
     assert wire.http.post("forward_backward", content=packed, headers=zipped).status_code == 413
     assert "metrics" in wire.answer(wire.step(model, 3).json()), "what stands behind goes on"
@@ -408,7 +408,7 @@ def test_the_sdk_raises_at_once_and_goes_on(
 def test_an_engine_that_fails_fails_for_one_request(
     running: RunningServer, training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = running._desk.runs[training.model_id].client._trainer
+    trainer = running._state.runs[training.model_id].client._trainer
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("the engine is on fire")
@@ -434,7 +434,7 @@ def test_a_server_that_fails_says_so_and_lives(
         raise RuntimeError("a secret path")
 
     with monkeypatch.context() as patched:
-        patched.setattr(running._desk.models, "capabilities", broken)
+        patched.setattr(running._state.models, "capabilities", broken)
         response = wire.http.get("get_server_capabilities")
     assert response.status_code == 500
     assert response.json() == {"detail": "the server failed: RuntimeError"}

@@ -28,7 +28,7 @@ def test_many_clients_at_once_lose_nothing_and_double_nothing(tmp_path: Path) ->
         assert len(models) == len(made) == 8
         assert sorted(steps_of(running, model.name) for model in models) == sorted(made.values())
         # Who has gone leaves nothing behind.
-        until(lambda: len(running._desk.tickets) == 0 and running._desk.runs == {})
+        until(lambda: len(running._state.futures) == 0 and running._state.runs == {})
 
 
 def test_replies_that_are_lost_on_the_way_change_nothing(

@@ -88,7 +88,7 @@ def beat(training: tinker.TrainingClient) -> Any:
 def test_a_slow_term_does_not_delay_a_heartbeat(
     training: tinker.TrainingClient, running: RunningServer
 ) -> None:
-    session = running._desk.sessions.get(training.holder.get_session_id())
+    session = running._state.sessions.get(training.holder.get_session_id())
 
     def slow(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
         before = session.heartbeats
@@ -107,7 +107,7 @@ def test_the_sdk_alone_would_delay_it(
     training: tinker.TrainingClient, running: RunningServer
 ) -> None:
     """Why terms do not run on the SDK's event loop: this is what its own custom loss does."""
-    session = running._desk.sessions.get(training.holder.get_session_id())
+    session = running._state.sessions.get(training.holder.get_session_id())
     seen = []
 
     def slow(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -108,9 +108,9 @@ def test_a_model_made_twice_is_one(wire: Wire, running: RunningServer) -> None:
         "base_model": "tiny-random",
         "lora_config": {"rank": 4, "seed": 0},
     }
-    before = running._desk.runs[model]
+    before = running._state.runs[model]
     assert wire.answer(wire.ok("create_model", asked))["model_id"] == model
-    assert running._desk.runs[model] is before
+    assert running._state.runs[model] is before
 
 
 def test_a_request_that_is_turned_away_keeps_nobody_waiting(
@@ -207,7 +207,7 @@ def test_an_answer_is_kept_for_a_while_once_it_was_fetched(impatient: RunningSer
         model = wire.model()
         promised = send(wire, model, 1)
         wire.answer(promised)
-        until(lambda: impatient._desk.tickets.get(promised["request_id"]) is None)
+        until(lambda: impatient._state.futures.get(promised["request_id"]) is None)
         gone = wire.post("retrieve_future", {"request_id": promised["request_id"]})
         assert gone.status_code == 404
         repeated = wire.batch(model, 1, ragged(0, [4, 3]))
@@ -220,9 +220,12 @@ def test_what_was_turned_away_is_not_kept(impatient: RunningServer) -> None:
         model = wire.model()
         assert wire.batch(model, 1, BAD).status_code == 400
         name = f"{model}:1"
-        ticket = impatient._desk.tickets.get(name)
-        assert ticket is None or ticket.refused == (400, wire.batch(model, 1, BAD).json()["detail"])
-        until(lambda: impatient._desk.tickets.get(name) is None)
+        future = impatient._state.futures.get(name)
+        assert future is None or future.rejection == (
+            400,
+            wire.batch(model, 1, BAD).json()["detail"],
+        )
+        until(lambda: impatient._state.futures.get(name) is None)
         assert wire.batch(model, 1, BAD).status_code == 400
 
 
@@ -230,7 +233,7 @@ def test_an_answer_that_is_not_there_is_waited_for(impatient: RunningServer) -> 
     with Wire(impatient.base_url) as wire:
         model = wire.model()
         gate = threading.Event()
-        impatient._desk.runs[model].client._host.later(gate.wait)
+        impatient._state.runs[model].client._host.later(gate.wait)
         promised = send(wire, model, 1)
         response = wire.post("retrieve_future", {"request_id": promised["request_id"]})
         assert response.status_code == 408

@@ -30,7 +30,7 @@ def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServe
 
 def adapters(running: RunningServer, base: str = "tiny-random") -> int:
     """The adapters in memory, when those that are to go have gone."""
-    host = running._desk.service._host(base)
+    host = running._state.service._host(base)
     host.later(lambda: None).result()
     return len(host.model._adapters)
 
@@ -42,8 +42,8 @@ def test_a_client_that_is_not_heard_of_any_more_is_sent_away(forgetful: RunningS
         steady.beating(),
     ):
         kept, lost = steady.model(), silent.model()
-        until(lambda: lost not in forgetful._desk.runs)
-        assert kept in forgetful._desk.runs
+        until(lambda: lost not in forgetful._state.runs)
+        assert kept in forgetful._state.runs
         assert silent.step(lost, 1).status_code == 404
         ended = silent.post("session_heartbeat", {"session_id": silent.session_id})
         assert ended.status_code == 410, "the SDK stops its heartbeat then"
@@ -56,13 +56,13 @@ def test_whoever_waits_for_an_answer_is_there(forgetful: RunningServer) -> None:
     with Wire(forgetful.base_url) as wire, Wire(forgetful.base_url) as other:
         model = wire.model()
         gate = threading.Event()
-        forgetful._desk.runs[model].client._host.later(gate.wait)
+        forgetful._state.runs[model].client._host.later(gate.wait)
         promised = wire.step(model, 1).json()
         answers: list[Any] = []
         waiting = threading.Thread(target=lambda: answers.append(wire.answer(promised)))
         waiting.start()
         # Until a client that came later, and says nothing, has been sent away.
-        until(lambda: other.session_id not in {s.session_id for s in forgetful._desk.sessions})
+        until(lambda: other.session_id not in {s.session_id for s in forgetful._state.sessions})
         gate.set()
         waiting.join()
         assert "metrics" in answers[0]
@@ -94,7 +94,12 @@ def test_a_client_that_is_killed_leaves_the_others_in_peace(forgetful: RunningSe
     try:
         with process.stdout as out:
             killed = out.readline().strip()
-        until(lambda: any(t.name.startswith(killed) and t.work for t in forgetful._desk.tickets))
+        until(
+            lambda: any(
+                t.request_id.startswith(killed) and t.engine_future
+                for t in forgetful._state.futures
+            )
+        )
     finally:
         process.kill()
         process.wait()
@@ -102,8 +107,8 @@ def test_a_client_that_is_killed_leaves_the_others_in_peace(forgetful: RunningSe
         model = steady.model()
         output = steady.answer(steady.batch(model, 1, ragged(0, [4])).json())
         assert output.metrics
-        until(lambda: killed not in forgetful._desk.runs)
-        assert not [t for t in forgetful._desk.tickets if t.name.startswith(killed)]
+        until(lambda: killed not in forgetful._state.runs)
+        assert not [t for t in forgetful._state.futures if t.request_id.startswith(killed)]
         assert steady.step(model, 2).status_code == 200
 
 
@@ -111,15 +116,15 @@ def test_a_client_that_closes_takes_its_models_along(running: RunningServer) -> 
     with tinker.ServiceClient(base_url=running.base_url, api_key="tml-local") as service:
         training = service.create_lora_training_client("tiny-random", rank=4, seed=0)
         sampling = training.save_weights_and_get_sampling_client()
-        assert training.model_id in running._desk.runs
-    assert training.model_id not in running._desk.runs
-    assert sampling._sampling_session_id not in running._desk.samplers
+        assert training.model_id in running._state.runs
+    assert training.model_id not in running._state.runs
+    assert sampling._sampling_session_id not in running._state.samplers
 
 
 def test_a_model_can_be_unloaded(wire: Wire, running: RunningServer) -> None:
     model = wire.model()
     gate = threading.Event()
-    running._desk.runs[model].client._host.later(gate.wait)
+    running._state.runs[model].client._host.later(gate.wait)
     waiting = [wire.step(model, 1).json(), wire.step(model, 3).json()]
     unloaded = wire.answer(wire.ok("unload_model", {"model_id": model}))
     assert unloaded == {"model_id": model, "type": None}
@@ -132,13 +137,13 @@ def test_a_model_can_be_unloaded(wire: Wire, running: RunningServer) -> None:
 def test_heartbeats_are_answered_while_a_model_works(wire: Wire, running: RunningServer) -> None:
     model = wire.model()
     gate = threading.Event()
-    running._desk.runs[model].client._host.later(gate.wait)
+    running._state.runs[model].client._host.later(gate.wait)
     promised = wire.step(model, 1).json()
     for _ in range(20):
         wire.ok("session_heartbeat", {"session_id": wire.session_id})
-    ticket = running._desk.tickets.get(promised["request_id"])
-    assert ticket is not None
-    assert ticket.answer is None
+    future = running._state.futures.get(promised["request_id"])
+    assert future is not None
+    assert future.result is None
     gate.set()
     wire.answer(promised)
 
@@ -149,21 +154,23 @@ def test_samples_that_nobody_wants_are_not_drawn(
     sampling = sdk.create_sampling_client(base_model="tiny-random")
     prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=2)
     gate = threading.Event()
-    held = running._desk.service._host("tiny-random").later(gate.wait)
+    held = running._state.service._host("tiny-random").later(gate.wait)
 
     name = f"{sampling._sampling_session_id}:0"
 
-    def ticket() -> Any:
-        return running._desk.tickets.get(name)
+    def future() -> Any:
+        return running._state.futures.get(name)
 
     async def give_up() -> None:
         asked = asyncio.ensure_future(sampling.sample_async(prompt, 1, params))
-        await asyncio.to_thread(until, lambda: ticket() is not None and ticket().work is not None)
-        news = running._desk.samplers.get(sampling._sampling_session_id).news_of(0)
-        await asyncio.to_thread(until, lambda: bool(news._more._waiters))  # the SDK waits for it
-        work = ticket().work
+        await asyncio.to_thread(
+            until, lambda: future() is not None and future().engine_future is not None
+        )
+        log = running._state.samplers.get(sampling._sampling_session_id).completions_of(0)
+        await asyncio.to_thread(until, lambda: bool(log._added._waiters))  # the SDK waits for it
+        work = future().engine_future
         asked.cancel()
-        await asyncio.to_thread(until, lambda: ticket().answer is not None)
+        await asyncio.to_thread(until, lambda: future().result is not None)
         assert work.cancelled()
 
     asyncio.run(give_up())
@@ -179,7 +186,7 @@ def test_a_server_that_stops_finishes_its_step_and_gives_up_the_rest(
     with start(tmp_path) as running:
         service = tinker.ServiceClient(base_url=running.base_url, api_key="tml-local")
         training = service.create_lora_training_client("tiny-random", rank=4, seed=0)
-        client = running._desk.runs[training.model_id].client
+        client = running._state.runs[training.model_id].client
         begun, gate = threading.Event(), threading.Event()
         step = client._trainer.adapter.step
 
@@ -193,10 +200,10 @@ def test_a_server_that_stops_finishes_its_step_and_gives_up_the_rest(
         begun.wait()
         second = training.optim_step(SMALL)
         saved = training.save_state("half")
-        until(lambda: sum(t.work is not None for t in running._desk.tickets) == 3)
+        until(lambda: sum(t.engine_future is not None for t in running._state.futures) == 3)
         stopping = threading.Thread(target=running.stop)
         stopping.start()
-        until(lambda: running._desk.stopping)
+        until(lambda: running._state.stopping)
         gate.set()
         assert first.result().metrics == {"unclipped_grad_l2:mean": 0.0}, "it was finished"
         for given_up in (second, saved):

@@ -282,7 +282,7 @@ def test_a_custom_loss_runs_forward_and_back_once(
     training = sdk.create_lora_training_client("tiny-random", rank=4, seed=0)
     handle = sdk.create_custom_loss(traced, {"logprobs": 1, "weights": 1}).result()
     assert handle.loss_id is not None
-    model = running._desk.runs[training.model_id].client._host.model
+    model = running._state.runs[training.model_id].client._host.model
     calls: list[str] = []
     original = type(model).__call__
 

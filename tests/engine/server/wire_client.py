@@ -113,7 +113,7 @@ class Wire:
         )
 
     def answer(self, promised: Any) -> Any:
-        """What a promise comes to; the failure, if it is one."""
+        """What a promise comes to; the failed_result, if it is one."""
         response = self.post("retrieve_future", {"request_id": promised["request_id"]})
         while response.status_code == 408:
             response = self.post("retrieve_future", {"request_id": promised["request_id"]})

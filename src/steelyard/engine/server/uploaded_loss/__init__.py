@@ -1,1 +1,1 @@
-"""Losses that clients upload as graphs: checked against a list of operations, then interpreted."""
+"""Losses that clients upload as graphs: validated against an allowlist, then interpreted."""
