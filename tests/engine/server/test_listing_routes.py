@@ -1,5 +1,3 @@
-"""The SDK's `RestClient`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -45,8 +43,8 @@ def test_training_runs_are_listed(rest: tinker.RestClient, saved: tinker.Trainin
     assert run.last_checkpoint.checkpoint_id == "weights/second"
     assert run.last_sampler_checkpoint is not None
     assert run.last_sampler_checkpoint.checkpoint_id == "sampler_weights/sampler"
-    beyond = rest.list_training_runs(limit=5, offset=listed.cursor.total_count).result()
-    assert beyond.training_runs == []
+    past_the_end = rest.list_training_runs(limit=5, offset=listed.cursor.total_count).result()
+    assert past_the_end.training_runs == []
     with pytest.raises(tinker.NotFoundError, match="list_training_runs lists those there are"):
         rest.get_training_run("nobody").result()
 
@@ -113,35 +111,33 @@ def test_checkpoints_expire_and_are_deleted(
         ).result()
 
 
-def test_what_a_client_says_of_itself_is_kept(
-    running: RunningServer, rest: tinker.RestClient
-) -> None:
-    told = {"user_metadata": {"who": "us", "what": "test"}, "display_name": "A test"}
+def test_user_metadata_is_stored(running: RunningServer, rest: tinker.RestClient) -> None:
+    given = {"user_metadata": {"who": "us", "what": "test"}, "display_name": "A test"}
     with tinker.ServiceClient(
         base_url=running.base_url,
         api_key="tml-local",
-        **told,  # type: ignore[arg-type]
+        **given,  # type: ignore[arg-type]
     ) as service:
         training = service.create_lora_training_client(
             "tiny-random", rank=2, user_metadata={"who": "me"}
         )
-        path = training.save_state("told").result().path
+        path = training.save_state("state").result().path
         resumed = service.create_training_client_from_state(path)
         session = rest.get_session(service.holder.get_session_id()).result()
         runs = [rest.get_training_run(t.model_id).result() for t in (training, resumed)]
-    assert (session.display_name, session.user_metadata) == ("A test", told["user_metadata"])
+    assert (session.display_name, session.user_metadata) == ("A test", given["user_metadata"])
     assert runs[0].user_metadata == {"who": "me", "what": "test"}
-    assert runs[1].user_metadata == told["user_metadata"]
+    assert runs[1].user_metadata == given["user_metadata"]
 
 
-def test_everything_can_be_awaited(rest: tinker.RestClient, saved: tinker.TrainingClient) -> None:
-    async def told() -> tuple[int, int, str]:
+def test_the_async_methods_work(rest: tinker.RestClient, saved: tinker.TrainingClient) -> None:
+    async def fetch() -> tuple[int, int, str]:
         runs = await rest.list_training_runs_async(limit=1)
         checkpoints = await rest.list_checkpoints_async(saved.model_id)
         run = await rest.get_training_run_async(saved.model_id)
         return len(runs.training_runs), len(checkpoints.checkpoints), run.base_model
 
-    assert asyncio.run(told()) == (1, 3, "tiny-random")
+    assert asyncio.run(fetch()) == (1, 3, "tiny-random")
 
 
 def test_sessions_and_samplers_are_listed(
@@ -164,11 +160,11 @@ def test_sessions_and_samplers_are_listed(
     assert "tiny-random" in {m.model_name for m in sdk.get_server_capabilities().supported_models}
 
 
-def test_what_an_earlier_server_saved_is_listed_and_loaded(tmp_path: Path) -> None:
+def test_checkpoints_of_an_earlier_server_are_listed_and_loaded(tmp_path: Path) -> None:
     with start(tmp_path) as first, Wire(first.base_url) as wire:
         model = wire.model(rank=2)
-        asked = {"model_id": model, "seq_id": 1, "path": "kept"}
-        path = wire.answer(wire.ok("save_weights", asked))["path"]
+        body = {"model_id": model, "seq_id": 1, "path": "kept"}
+        path = wire.result(wire.ok("save_weights", body))["path"]
     with start(tmp_path) as second:
         rest = tinker.RestClient(base_url=second.base_url, api_key="tml-local")
         (run,) = rest.list_training_runs().result().training_runs
@@ -181,8 +177,8 @@ def test_what_an_earlier_server_saved_is_listed_and_loaded(tmp_path: Path) -> No
 
 def test_a_damaged_checkpoint_is_not_listed(wire: Wire, folder: Path) -> None:
     model = wire.model()
-    asked = {"model_id": model, "seq_id": 1, "path": "damaged"}
-    wire.answer(wire.ok("save_weights", asked))
+    body = {"model_id": model, "seq_id": 1, "path": "damaged"}
+    wire.result(wire.ok("save_weights", body))
     for content in ("{", "[]", "{}", '{"base_model": "x", "lora": 3}'):
         (folder / model / "weights" / "damaged" / "checkpoint.json").write_text(content)
         listed = wire.http.get(f"training_runs/{model}/checkpoints").json()
@@ -192,6 +188,6 @@ def test_a_damaged_checkpoint_is_not_listed(wire: Wire, folder: Path) -> None:
 @pytest.mark.parametrize(
     "query", ["limit=0", "limit=-1", "limit=x", "offset=-1", "limit=" + "9" * 40]
 )
-def test_a_page_that_cannot_be_is_turned_away(wire: Wire, query: str) -> None:
+def test_an_invalid_page_is_rejected(wire: Wire, query: str) -> None:
     for path in ("training_runs", "checkpoints", "sessions"):
         assert wire.http.get(f"{path}?{query}").status_code == 400
