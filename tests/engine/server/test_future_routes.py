@@ -59,3 +59,44 @@ def test_a_cancelled_sampling_request_does_not_run(
     gate.set()
     held.result()
     assert sampling.sample(prompt, 1, params).result().sequences[0].tokens
+
+
+def test_completed_samples_are_reported_until_they_are_acknowledged(
+    running: RunningServer, wire: Wire
+) -> None:
+    session = {"session_id": wire.session_id, "sampling_session_seq_id": 0}
+    sampler_id = wire.ok("create_sampling_session", {**session, "base_model": "tiny-random"})[
+        "sampling_session_id"
+    ]
+    body = {
+        "sampling_session_id": sampler_id,
+        "seq_id": 0,
+        "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    future = wire.ok("asample", body)
+    assert future["sample_sequence_ids"] == [f"{sampler_id}:0:0"]
+    poll = {"target": {"sampling_session_id": sampler_id}}
+    first = wire.ok("retrieve_futures", poll)
+    (completion,) = first["completions"]
+    assert (completion["request_id"], completion["state"]) == (future["request_id"], "finished")
+    assert first["cursor"] == 1
+    assert wire.ok("retrieve_futures", poll) == first, "not acknowledged"
+    assert running._state.futures.get(future["request_id"]) is not None
+    wire.ok("asample", {**body, "seq_id": 1})
+    acknowledged = {"prev_cursor": 1, "retrieved_request_ids": [future["request_id"], "other"]}
+    second = wire.ok("retrieve_futures", {**poll, **acknowledged})
+    assert [each["request_id"] for each in second["completions"]] == [f"{sampler_id}:1"]
+    assert running._state.futures.get(future["request_id"]) is None
+
+
+def test_training_requests_cannot_be_cancelled(wire: Wire, running: RunningServer) -> None:
+    model = wire.model()
+    gate = threading.Event()
+    running._state.runs[model].client._host.later(gate.wait)
+    future = send(wire, model, 1)
+    wire.ok("cancel_future", {"request_id": future["request_id"]})
+    wire.ok("cancel_future", {"request_id": "unknown"})
+    gate.set()
+    assert wire.result(future).metrics

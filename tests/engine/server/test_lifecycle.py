@@ -10,7 +10,8 @@ import tinker
 from tinker import types
 
 from steelyard.engine import serve
-from steelyard.errors import ModelError
+from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.errors import InputError, ModelError
 from tests.engine.data import SMALL
 
 from .wire_client import start, until
@@ -72,3 +73,20 @@ def test_a_stopped_server_leaves_no_thread_and_no_open_port(tmp_path: Path) -> N
         httpx.get(f"http://127.0.0.1:{port}/api/v1/healthz")
     with start(tmp_path) as again:
         assert httpx.get(f"{again.base_url}/api/v1/healthz").status_code == 200
+
+
+def test_a_port_that_is_taken_is_rejected(tmp_path: Path) -> None:
+    with start(tmp_path) as running:
+        port = int(running.base_url.rpartition(":")[2])
+        with pytest.raises(InputError, match=f"127.0.0.1:{port} is not: .*Choose another port"):
+            RunningServer(["tiny-random"], "127.0.0.1", port, {}, {})
+
+
+def test_the_base_url_and_the_models_are_those_of_the_arguments(tmp_path: Path) -> None:
+    running = RunningServer(["tiny-random"], "::1", 0, {"checkpoint_dir": tmp_path}, {})
+    try:
+        assert running.base_url.startswith("http://[::1]:")
+        assert [model.name for model in running.models.offered] == ["tiny-random"]
+        assert httpx.get(f"{running.base_url}/api/v1/healthz").json() == {"status": "ok"}
+    finally:
+        running.stop()

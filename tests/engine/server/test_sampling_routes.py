@@ -6,6 +6,8 @@ from typing import Any
 import tinker
 from tinker import types
 
+from steelyard.engine.server.lifecycle import RunningServer
+
 from .comparison import PROMPT
 from .wire_client import Wire, error_of
 
@@ -85,3 +87,25 @@ def test_clones_of_a_sampling_client_work(
     for copy in copies:
         assert copy.sample(PROMPT, 1, params).result().sequences[0].tokens == expected
     assert [copy._cloned_sampler_id for copy in copies] == [1, 2, 3]
+
+
+def test_each_clone_that_joins_gets_the_next_id(wire: Wire) -> None:
+    sampler_id = create_sampler(wire)
+    joined = [
+        wire.ok("join_sampling_session", {"sampling_session_id": sampler_id})["client_counter"]
+        for _ in range(2)
+    ]
+    assert joined == [1, 2]
+
+
+def test_a_sampler_is_created_once_and_names_its_tokenizer(
+    wire: Wire, running: RunningServer
+) -> None:
+    sampler_id = create_sampler(wire)
+    first = running._state.samplers.get(sampler_id)
+    assert create_sampler(wire) == sampler_id
+    assert running._state.samplers.get(sampler_id) is first
+    described = wire.http.get(f"samplers/{sampler_id}").json()
+    (model,) = running.models.offered
+    assert (described["sampler_id"], described["base_model"]) == (sampler_id, model.tokenizer)
+    assert described["model_path"] is None

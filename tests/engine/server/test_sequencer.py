@@ -5,8 +5,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
 
+from steelyard.engine.server.futures import EncodedResult, ServerFutures
 from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.sequencer import Sequencer
 from tests.engine.data import ragged
 
 from .training_requests import BAD_BATCH, STEPS, losses_of, send, send_step
@@ -111,3 +116,83 @@ def test_requests_behind_a_missing_one_fail(
 
 def test_no_temporary_link_is_left_in_the_checkpoint_folder(folder: Path) -> None:
     assert not [entry for entry in folder.rglob(".*") if entry.suffix == ".link"]
+
+
+@pytest.fixture
+def futures() -> ServerFutures:
+    return ServerFutures()
+
+
+@pytest.fixture
+def sequencer(futures: ServerFutures) -> Sequencer:
+    return Sequencer("m", futures, max_waiting=10)
+
+
+@given(order=st.permutations(range(1, 9)), skipped=st.sets(st.integers(1, 8)))
+def test_ready_requests_start_in_the_order_of_their_ids(
+    order: list[int], skipped: set[int]
+) -> None:
+    sequencer, started = Sequencer("m", ServerFutures(), 10), list[int]()
+    arrived: set[int] = set()
+    for seq_id in order:
+        if seq_id in skipped:
+            sequencer.skip(seq_id)
+        else:
+            sequencer.mark_ready(seq_id, lambda seq_id=seq_id: started.append(seq_id))  # type: ignore[misc]
+        arrived.add(seq_id)
+        complete = next(n for n in range(1, 10) if n not in arrived)
+        assert started == [n for n in range(1, complete) if n not in skipped]
+
+
+def test_the_next_free_id_follows_all_that_have_arrived(sequencer: Sequencer) -> None:
+    assert sequencer.next_free == 1
+    sequencer.create_future(1, "forward", "s")
+    assert sequencer.next_free == 2, "1 is being validated"
+    sequencer.mark_ready(4, lambda: None)
+    assert sequencer.next_free == 5
+
+
+def test_a_repeated_request_is_found_and_another_one_rejected(sequencer: Sequencer) -> None:
+    assert sequencer.find(1, "forward") is None
+    future = sequencer.create_future(1, "forward", "s")
+    assert future.request_id == "m:1"
+    assert sequencer.find(1, "forward") is future
+    with pytest.raises(HTTPException, match="1 was a forward of m, got a optim_step"):
+        sequencer.find(1, "optim_step")
+
+
+def test_ids_in_the_past_or_too_far_ahead_are_rejected(sequencer: Sequencer) -> None:
+    sequencer.skip(1)
+    with pytest.raises(HTTPException, match="must be 2 or more, the next of m, got 1") as past:
+        sequencer.find(1, "forward")
+    assert sequencer.find(11, "forward") is None
+    with pytest.raises(HTTPException, match="must be less than 12") as ahead:
+        sequencer.find(12, "forward")
+    assert (past.value.status_code, ahead.value.status_code) == (400, 403)
+
+
+def test_requests_fail_when_the_next_one_is_missing_for_too_long(
+    sequencer: Sequencer, futures: ServerFutures
+) -> None:
+    waiting = sequencer.create_future(3, "forward", "s")
+    sequencer.mark_ready(3, lambda: pytest.fail("started"))
+    sequencer.fail_stalled(3600)
+    assert waiting.result is None, "not yet"
+    sequencer.fail_stalled(0)
+    assert waiting.result is not None
+    assert b"seq_id 1 of m has not come within 0 seconds" in waiting.result.body
+    started: list[int] = []
+    sequencer.mark_ready(4, lambda: started.append(4))
+    assert started == [4], "the gap is closed"
+
+
+def test_a_request_that_is_being_validated_is_not_missing(
+    sequencer: Sequencer, futures: ServerFutures
+) -> None:
+    sequencer.create_future(1, "forward", "s")
+    waiting = sequencer.create_future(2, "forward", "s")
+    sequencer.mark_ready(2, lambda: waiting.settle(EncodedResult(b"done")))
+    sequencer.fail_stalled(0)
+    assert waiting.result is None
+    sequencer.mark_ready(1, lambda: None)
+    assert waiting.result == EncodedResult(b"done")

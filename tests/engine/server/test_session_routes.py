@@ -9,6 +9,7 @@ import tinker
 from steelyard.engine.server.lifecycle import RunningServer
 from tests.engine.data import ragged
 
+from .uploaded_loss.graphs import SUM, upload
 from .wire_client import Wire
 
 
@@ -28,9 +29,9 @@ def test_heartbeats_are_answered_while_a_model_runs(wire: Wire, running: Running
     future = wire.step(model, 1).json()
     for _ in range(20):
         wire.ok("session_heartbeat", {"session_id": wire.session_id})
-    future = running._state.futures.get(future["request_id"])
-    assert future is not None
-    assert future.result is None
+    pending = running._state.futures.get(future["request_id"])
+    assert pending is not None
+    assert pending.result is None
     gate.set()
     wire.result(future)
 
@@ -49,3 +50,41 @@ def test_an_uploaded_loss_belongs_to_its_session(sdk: tinker.ServiceClient, runn
             ).result()
         with pytest.raises(tinker.BadRequestError, match="is for forward_backward"):
             training.forward(ragged(0, [3]), "custom", {"loss_id": handle.loss_id or ""}).result()
+
+
+def test_the_configuration_enables_what_the_server_implements(wire: Wire) -> None:
+    config = wire.post("client/config", {"sdk_version": "0"})
+    assert config.headers["connection"] == "close"
+    for field in (
+        "custom_loss_server_side",
+        "create_model_via_load_weights",
+        "sample_use_retrieve_futures",
+        "sample_join_sampling_session",
+    ):
+        assert config.json()[field] is True
+    assert wire.ok("client/dynamic_config", {"sdk_version": "0"})["sample_cancel_enabled"] is True
+    (model,) = wire.http.get("get_server_capabilities").json()["supported_models"]
+    assert (model["model_name"], model["max_context_length"]) == ("tiny-random", 512)
+
+
+def test_a_finished_session_is_gone(running: RunningServer) -> None:
+    with Wire(running.base_url) as client:
+        reason = {"reason": {"type": "success"}}
+        finish = f"sessions/{client.session_id}/finish"
+        assert client.post(finish, {"reason": {"type": "bored"}}).status_code == 400
+        assert client.post(finish, reason).json() is None
+        assert client.post(finish, reason).status_code == 410
+        heartbeat = {"session_id": client.session_id}
+        assert client.post("session_heartbeat", heartbeat).status_code == 410
+
+
+def test_a_loss_that_is_uploaded_twice_is_stored_once(wire: Wire, running: RunningServer) -> None:
+    body = upload(SUM).model_copy(update={"session_id": wire.session_id}).model_dump(mode="json")
+    losses = running._state.sessions.get(wire.session_id).losses
+    for _ in range(2):
+        result = wire.result(wire.ok("create_custom_loss", body))
+        assert result["loss_id"] == f"{wire.session_id}:loss:0"
+    assert list(losses) == [f"{wire.session_id}:loss:0"]
+    events = {"events": [], "platform": "x", "sdk_version": "0", "process_uuid": "x"}
+    sent = wire.ok("telemetry", {**events, "session_id": wire.session_id})
+    assert sent["status"] == "accepted"

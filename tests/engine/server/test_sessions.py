@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.sessions import Sessions
 from tests.engine.data import ragged
 
 from .wire_client import Wire, start, until
@@ -103,3 +105,56 @@ def test_a_killed_client_does_not_disturb_others(short_timeout: RunningServer) -
         until(lambda: killed not in short_timeout._state.runs)
         assert not [t for t in short_timeout._state.futures if t.request_id.startswith(killed)]
         assert steady.step(model, 2).status_code == 200
+
+
+def test_a_session_is_open_until_it_ends() -> None:
+    sessions = Sessions(2)
+    session = sessions.create({"who": "me"}, "A test")
+    assert sessions.get(session.session_id) is session
+    assert list(sessions) == [session]
+    sessions.end(session.session_id)
+    assert list(sessions) == []
+    with pytest.raises(HTTPException, match="has ended: make a new client") as ended:
+        sessions.get(session.session_id)
+    with pytest.raises(HTTPException, match="got 'nobody'") as unknown:
+        sessions.get("nobody")
+    assert (ended.value.status_code, unknown.value.status_code) == (410, 404)
+
+
+def test_the_number_of_open_sessions_is_limited() -> None:
+    sessions = Sessions(2)
+    first, _ = sessions.create(None, None), sessions.create(None, None)
+    with pytest.raises(HTTPException, match="at most 2 clients may be connected") as error:
+        sessions.create(None, None)
+    assert error.value.status_code == 403
+    sessions.end(first.session_id)
+    assert sessions.create(None, None).user_metadata == {}
+
+
+def test_requests_and_held_connections_keep_a_session_alive() -> None:
+    sessions = Sessions(9)
+    touched, fetched, polling, silent = (sessions.create(None, None) for _ in range(4))
+    for session in sessions:
+        session.last_seen -= 100
+    sessions.touch(touched.session_id)
+    sessions.touch("nobody")
+    sessions.get(fetched.session_id)
+    with sessions.polling(polling.session_id), sessions.polling("nobody"):
+        assert sessions.silent(50) == [silent.session_id]
+        polling.last_seen -= 100
+        assert sessions.silent(50) == [silent.session_id]
+    assert polling.polling == 0
+    assert sessions.silent(50) == [silent.session_id], "seen when the connection ended"
+    assert sessions.silent(1000) == []
+
+
+def test_only_the_latest_ended_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steelyard.engine.server.sessions._MAX_ENDED", 1)
+    sessions = Sessions(9)
+    ended = [sessions.create(None, None).session_id for _ in range(2)]
+    for session_id in ended:
+        sessions.end(session_id)
+    for session_id, status in zip(ended, (404, 410), strict=True):
+        with pytest.raises(HTTPException) as error:
+            sessions.get(session_id)
+        assert error.value.status_code == status

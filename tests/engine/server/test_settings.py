@@ -67,3 +67,18 @@ def test_other_hosts_need_a_key(host: str) -> None:
 
 def test_the_defaults_are_valid() -> None:
     assert ServerSettings().api_key is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be a whole number >= 1, got 0"),
+        ({"max_rank": True}, "max_rank must be a whole number >= 1, got True"),
+        ({"gap_seconds": -1.0}, "gap_seconds must be a finite number > 0, got -1.0"),
+        ({"keep_seconds": float("inf")}, "keep_seconds must be a finite number > 0, got inf"),
+        ({"api_key": "secret"}, "api_key must start with 'tml-'"),
+    ],
+)
+def test_an_invalid_setting_is_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ServerSettings(**settings)
