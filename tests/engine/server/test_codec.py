@@ -130,7 +130,10 @@ def test_a_batch_over_a_limit_is_rejected_before_it_is_built() -> None:
     [
         (pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[-1]), "at most two sizes >= 0, got \\[-1\\]"),
         (pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1, 1, 1]), "at most two sizes"),
-        (pb.Tensor(dtype=99, dense=b"", shape=[0]), "must be float32, int64 or int32"),
+        (
+            pb.Tensor(dtype=pb.DTYPE_UNSPECIFIED, dense=b"", shape=[0]),
+            "must be float32, int64 or int32",
+        ),
         (pb.Tensor(dtype=pb.DTYPE_INT64, dense=bytes(8), shape=[2]), "shape \\[2\\] asks for"),
     ],
 )

@@ -124,7 +124,7 @@ def test_waiting_ends_with_the_result_or_the_connection() -> None:
 def test_responses_have_the_formats_of_the_sdk() -> None:
     future = ServerFuture("m:1", "forward", "s")
     response = future_response(future, "m", ["m:1:0"])
-    assert json.loads(response.body) == {
+    assert json.loads(bytes(response.body)) == {
         "request_id": "m:1",
         "model_id": "m",
         "sample_sequence_ids": ["m:1:0"],

@@ -114,7 +114,7 @@ class AccessMiddleware:
             error = self._check(Request(scope))
             if error is not None:
                 response = _error_response(Request(scope), error)
-                # The body has not been read, and is not worth reading.
+                # The body is left unread: close the connection instead of draining it.
                 response.headers["connection"] = "close"
                 await response(scope, receive, send)
                 return

@@ -19,7 +19,7 @@ from steelyard.engine.server.state import ServerState
 _TRY_AGAIN = 408
 
 
-class Cancel(pydantic.BaseModel):
+class CancelFutureRequest(pydantic.BaseModel):
     """Body of a cancel_future request."""
 
     request_id: str
@@ -53,8 +53,8 @@ async def retrieve_futures(state: ServerState, request: Request) -> Response:
     log = sampler.completions_of(body.target.cloned_sampler_id)
     with state.sessions.polling(sampler.session_id):
         waiting = log.read_after(body.prev_cursor, state.settings.poll_seconds)
-        found = await http_bodies.wait_while_connected(request, waiting)
-    completions, cursor = found or ([], body.prev_cursor)
+        entries = await http_bodies.wait_while_connected(request, waiting)
+    completions, cursor = entries or ([], body.prev_cursor)
     return http_bodies.json_response(
         FuturesRetrieveResponse(completions=completions, cursor=cursor)
     )
@@ -62,7 +62,7 @@ async def retrieve_futures(state: ServerState, request: Request) -> Response:
 
 async def cancel_future(state: ServerState, request: Request) -> Response:
     """Cancel a sampling request that has not started."""
-    body = await http_bodies.read_json(request, Cancel, state.settings.max_body)
+    body = await http_bodies.read_json(request, CancelFutureRequest, state.settings.max_body)
     future = state.futures.get(body.request_id)
     if future is not None and future.request_type == "asample":
         future.cancel("the request was cancelled.")

@@ -100,12 +100,14 @@ class _UvicornServer(uvicorn.Server):
         self.started_listening.set()
 
 
-def _parse_settings(given: Mapping[str, Any]) -> ServerSettings:
+def _parse_settings(settings: Mapping[str, Any]) -> ServerSettings:
     try:
-        return ServerSettings(**given)
+        return ServerSettings(**settings)
     except TypeError as error:
         known = sorted(ServerSettings.__dataclass_fields__)
-        raise InputError(f"the settings of a server are {known}, got {sorted(given)}.") from error
+        raise InputError(
+            f"the settings of a server are {known}, got {sorted(settings)}."
+        ) from error
 
 
 def _listen(host: str, port: int) -> socket.socket:

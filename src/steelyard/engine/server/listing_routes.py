@@ -22,13 +22,13 @@ _MAX_PAGE_SIZE = 1000
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
-class Path(pydantic.BaseModel):
+class WeightsInfoRequest(pydantic.BaseModel):
     """Body of a weights_info request."""
 
     tinker_path: str
 
 
-class Ttl(pydantic.BaseModel):
+class SetTtlRequest(pydantic.BaseModel):
     """Body of a request to set the expiry of a checkpoint."""
 
     ttl_seconds: int | None = None
@@ -79,7 +79,7 @@ async def delete_checkpoint(state: ServerState, request: Request) -> Response:
 
 async def set_checkpoint_ttl(state: ServerState, request: Request) -> Response:
     """Set or clear the expiry of a checkpoint."""
-    body = await http_bodies.read_json(request, Ttl, state.settings.max_body)
+    body = await http_bodies.read_json(request, SetTtlRequest, state.settings.max_body)
     seconds = body.ttl_seconds
     if seconds is not None and not 1 <= seconds <= 2**32:
         raise InputError(f"ttl_seconds must be from 1 to 2**32 or None, got {seconds}.")
@@ -96,7 +96,7 @@ async def publish_checkpoint(_: ServerState, __: Request) -> Response:
 
 async def weights_info(state: ServerState, request: Request) -> Response:
     """Describe the adapter of a checkpoint."""
-    body = await http_bodies.read_json(request, Path, state.settings.max_body)
+    body = await http_bodies.read_json(request, WeightsInfoRequest, state.settings.max_body)
     return http_bodies.json_response(
         listing.weights_info(await _find_checkpoint(state, body.tinker_path))
     )

@@ -130,9 +130,9 @@ def _sample(client: LocalSamplingClient, body: types.SampleRequest) -> Future[ty
     )
 
 
-def _to_tensor(given: pydantic.BaseModel) -> types.TensorData:
+def _to_tensor(fields: pydantic.BaseModel) -> types.TensorData:
     try:
-        tensor = types.TensorData(**given.model_dump())
+        tensor = types.TensorData(**fields.model_dump())
         tensor.to_torch(pad_value=-1)  # fails if a sparse tensor is inconsistent
     except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"target_prompt_logprobs must be a whole tensor: {error}") from error

@@ -31,7 +31,7 @@ _DYNAMIC_CONFIG = types.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 _MAX_GRAPH_BYTES = 2**20
 
 
-class Finish(pydantic.BaseModel):
+class FinishSessionRequest(pydantic.BaseModel):
     """Body of a request to finish a session."""
 
     class Reason(pydantic.BaseModel):
@@ -84,7 +84,7 @@ async def session_heartbeat(state: ServerState, request: Request) -> Response:
 
 async def finish_session(state: ServerState, request: Request) -> Response:
     """End a session."""
-    await http_bodies.read_json(request, Finish, state.settings.max_body)
+    await http_bodies.read_json(request, FinishSessionRequest, state.settings.max_body)
     session_id = request.path_params["session_id"]
     state.sessions.get(session_id)
     state.end_session(session_id, "the client has closed its session.")

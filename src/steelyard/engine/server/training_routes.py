@@ -33,7 +33,7 @@ Output = types.ForwardBackwardOutput
 _SAVE_FOR_SAMPLER = "save_weights_for_sampler"
 
 
-class Numbered(pydantic.BaseModel):
+class RequestIds(pydantic.BaseModel):
     """Model and sequence id of a request that is invalid otherwise."""
 
     model_id: str
@@ -42,7 +42,7 @@ class Numbered(pydantic.BaseModel):
 
 async def load_weights(state: ServerState, request: Request) -> Response:
     """Load saved weights into a model, or create a model from them."""
-    body = await _read_numbered(state, request, types.LoadWeightsRequest, "load_weights")
+    body = await _read_sequenced(state, request, types.LoadWeightsRequest, "load_weights")
     if body.session_id is not None and body.model_seq_id is not None:
         return await resume(state, body, body.session_id, body.model_seq_id)
     if body.model_id is None:
@@ -83,7 +83,7 @@ async def forward_backward(state: ServerState, request: Request) -> Response:
 
 async def optim_step(state: ServerState, request: Request) -> Response:
     """Update the weights with the accumulated gradients."""
-    body = await _read_numbered(state, request, types.OptimStepRequest, "optim_step")
+    body = await _read_sequenced(state, request, types.OptimStepRequest, "optim_step")
     run = state.get_run(body.model_id)
 
     def validate() -> Callable[[], Future[types.OptimStepResponse]]:
@@ -96,15 +96,14 @@ async def optim_step(state: ServerState, request: Request) -> Response:
 
 async def save_weights(state: ServerState, request: Request) -> Response:
     """Save a checkpoint of the weights and the optimizer state."""
-    body = await _read_numbered(state, request, types.SaveWeightsRequest, "save_weights")
+    body = await _read_sequenced(state, request, types.SaveWeightsRequest, "save_weights")
     run = state.get_run(body.model_id)
-    name = body.path
 
     def validate() -> Callable[[], Future[types.SaveWeightsResponse]]:
-        given = check_name("name", name)
+        name = check_name("name", body.path)
         save = run.client.save_state
         return lambda: _engine_future(
-            save(given, body.ttl_seconds, body.overwrite, body.user_metadata)
+            save(name, body.ttl_seconds, body.overwrite, body.user_metadata)
         )
 
     future = await state.submit(run, body.seq_id, "save_weights", validate, codec.encode_json)
@@ -113,7 +112,7 @@ async def save_weights(state: ServerState, request: Request) -> Response:
 
 async def save_weights_for_sampler(state: ServerState, request: Request) -> Response:
     """Save weights for sampling: as a checkpoint, or as a sampler with a copy of them."""
-    body = await _read_numbered(
+    body = await _read_sequenced(
         state, request, types.SaveWeightsForSamplerRequest, _SAVE_FOR_SAMPLER
     )
     run = state.get_run(body.model_id)
@@ -132,7 +131,7 @@ async def save_weights_for_sampler(state: ServerState, request: Request) -> Resp
     return http_bodies.future_response(future, run.model_id)
 
 
-async def _read_numbered(
+async def _read_sequenced(
     state: ServerState, request: Request, model: type[M], request_type: str
 ) -> M:
     """Read a request in JSON; if it is invalid, later requests do not wait for it.
@@ -146,10 +145,8 @@ async def _read_numbered(
     except HTTPException as error:
         rejection = error
     with contextlib.suppress(pydantic.ValidationError):
-        numbered = Numbered.model_validate_json(body)
-        await _reject_in_sequence(
-            state, numbered.model_id, numbered.seq_id, request_type, rejection
-        )
+        ids = RequestIds.model_validate_json(body)
+        await _reject_in_sequence(state, ids.model_id, ids.seq_id, request_type, rejection)
     raise rejection
 
 
