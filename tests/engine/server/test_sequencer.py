@@ -21,22 +21,22 @@ from .wire_client import Wire
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_out_of_order_run_in_order(wire: Wire, reference: list[float], seed: int) -> None:
     model = wire.model()
-    numbers = list(range(1, 2 * STEPS + 1))
-    random.Random(seed).shuffle(numbers)
-    futures = {number: send(wire, model, number) for number in numbers}
+    seq_ids = list(range(1, 2 * STEPS + 1))
+    random.Random(seed).shuffle(seq_ids)
+    futures = {seq_id: send(wire, model, seq_id) for seq_id in seq_ids}
     assert losses_of(wire, futures) == pytest.approx(reference, abs=1e-5)
 
 
 def test_a_repeated_request_runs_once(wire: Wire, reference: list[float]) -> None:
     model = wire.model()
     futures = {}
-    for number in range(1, 2 * STEPS + 1):
-        answers = [send(wire, model, number) for _ in range(5)]
-        assert all(answer == answers[0] for answer in answers)
-        futures[number] = answers[0]
-        if number % 3 == 0:  # also when it has been answered
-            wire.result(answers[0])
-            assert send(wire, model, number) == answers[0]
+    for seq_id in range(1, 2 * STEPS + 1):
+        repeated = [send(wire, model, seq_id) for _ in range(5)]
+        assert all(future == repeated[0] for future in repeated)
+        futures[seq_id] = repeated[0]
+        if seq_id % 3 == 0:  # also when its result was fetched
+            wire.result(repeated[0])
+            assert send(wire, model, seq_id) == repeated[0]
     assert losses_of(wire, futures) == pytest.approx(reference, abs=1e-5)
     assert losses_of(wire, futures) == pytest.approx(reference, abs=1e-5), "fetched twice"
 
@@ -49,12 +49,12 @@ def test_a_request_repeated_concurrently_runs_once(
 
     def send_all(order: list[int]) -> None:
         with Wire(running.base_url) as own:
-            for number in order:
-                futures[number] = send(own, model, number)
+            for seq_id in order:
+                futures[seq_id] = send(own, model, seq_id)
 
-    numbers = list(range(1, 2 * STEPS + 1))
+    seq_ids = list(range(1, 2 * STEPS + 1))
     threads = [
-        threading.Thread(target=send_all, args=(random.Random(i).sample(numbers, len(numbers)),))
+        threading.Thread(target=send_all, args=(random.Random(i).sample(seq_ids, len(seq_ids)),))
         for i in range(5)
     ]
     for thread in threads:
@@ -66,13 +66,13 @@ def test_a_request_repeated_concurrently_runs_once(
 
 def test_later_requests_do_not_wait_for_a_rejected_one(wire: Wire, reference: list[float]) -> None:
     model = wire.model()
-    behind = send_step(wire, model, 2)
+    later = send_step(wire, model, 2)
     rejected = wire.batch(model, 1, BAD_BATCH)
     assert rejected.status_code == 400
     assert "must hold tokens from 0 to 511" in rejected.json()["detail"]
-    assert "metrics" in wire.result(behind)
+    assert "metrics" in wire.result(later)
     again = wire.batch(model, 1, BAD_BATCH)
-    assert (again.status_code, again.json()) == (400, rejected.json()), "and again"
+    assert (again.status_code, again.json()) == (400, rejected.json()), "rejected again"
     output = wire.result(wire.batch(model, 3, ragged(0, [4, 3])).json())
     assert output.metrics["loss:sum"] == pytest.approx(reference[0], abs=1e-5)
 
@@ -104,14 +104,14 @@ def test_requests_behind_a_missing_one_fail(
 ) -> None:
     with Wire(impatient.base_url) as wire:
         model = wire.model()
-        waiting = [wire.step(model, number).json() for number in (2, 4)]
-        for futures in waiting:
-            failed = wire.result(futures)
+        waiting = [wire.step(model, seq_id).json() for seq_id in (2, 4)]
+        for future in waiting:
+            failed = wire.result(future)
             assert failed["category"] == "user"
             assert "seq_id 1 of" in failed["error"]
         output = wire.result(wire.batch(model, 5, ragged(0, [4, 3])).json())
         assert output.metrics["loss:sum"] == pytest.approx(reference[0], abs=1e-5)
-        assert wire.step(model, 3).status_code == 400, "its time is over"
+        assert wire.step(model, 3).status_code == 400, "the gap is closed"
 
 
 def test_no_temporary_link_is_left_in_the_checkpoint_folder(folder: Path) -> None:

@@ -18,13 +18,13 @@ from .wire_client import Wire, start, until
 
 @pytest.fixture(scope="module")
 def short_timeout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server that soon misses those it does not hear of."""
+    """Server that ends silent sessions after five seconds."""
     with start(tmp_path_factory.mktemp("short_timeout"), client_timeout=5.0) as running:
         yield running
 
 
 def count_adapters(running: RunningServer, base: str = "tiny-random") -> int:
-    """The count_adapters in memory, when those that are to go have gone."""
+    """Number of adapters in memory, after the engine has run what was queued."""
     host = running._state.service._host(base)
     host.later(lambda: None).result()
     return len(host.model._adapters)
@@ -43,7 +43,7 @@ def test_a_silent_client_loses_its_session_and_models(short_timeout: RunningServ
         ended = silent.post("session_heartbeat", {"session_id": silent.session_id})
         assert ended.status_code == 410, "the SDK stops its heartbeat then"
         assert "has ended" in ended.json()["detail"]
-        until(lambda: count_adapters(short_timeout) == 1)  # its memory was given back
+        until(lambda: count_adapters(short_timeout) == 1)  # the adapter of the other was freed
         assert steady.step(kept, 1).status_code == 200
 
 
@@ -53,14 +53,14 @@ def test_a_client_that_waits_for_a_result_is_alive(short_timeout: RunningServer)
         gate = threading.Event()
         short_timeout._state.runs[model].client._host.later(gate.wait)
         future = wire.step(model, 1).json()
-        answers: list[Any] = []
-        waiting = threading.Thread(target=lambda: answers.append(wire.result(future)))
+        results: list[Any] = []
+        waiting = threading.Thread(target=lambda: results.append(wire.result(future)))
         waiting.start()
         # Until a client that connected later and is silent has lost its session.
         until(lambda: other.session_id not in {s.session_id for s in short_timeout._state.sessions})
         gate.set()
         waiting.join()
-        assert "metrics" in answers[0]
+        assert "metrics" in results[0]
 
 
 CLIENT = """

@@ -37,7 +37,7 @@ def test_a_broken_connection_leaves_no_request_half_queued(
     for sent in (head, head + body[: len(body) // 2], head + body):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(sent)
-    futures = {number: send(wire, model, number) for number in range(1, 2 * STEPS + 1)}
+    futures = {seq_id: send(wire, model, seq_id) for seq_id in range(1, 2 * STEPS + 1)}
     assert losses_of(wire, futures) == pytest.approx(reference, abs=1e-5)
 
 

@@ -126,11 +126,11 @@ def test_later_requests_do_not_wait_for_a_rejected_one_of_any_type(
     wire: Wire, path: str, body: dict[str, Any]
 ) -> None:
     model = wire.model()
-    behind = send_step(wire, model, 2)
+    later = send_step(wire, model, 2)
     for _ in range(2):
         rejected = wire.post(path, {"model_id": model, "seq_id": 1, **body})
         assert rejected.status_code == 400, rejected.text
-    assert "metrics" in wire.result(behind)
+    assert "metrics" in wire.result(later)
 
 
 def test_a_state_is_loaded_into_an_existing_model(

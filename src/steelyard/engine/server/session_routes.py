@@ -18,7 +18,7 @@ from tinker.types.telemetry_response import TelemetryResponse
 from steelyard.engine.server import codec, http_bodies
 from steelyard.engine.server.http_errors import FORBIDDEN
 from steelyard.engine.server.state import ServerState
-from steelyard.engine.server.uploaded_loss.validate import validate_loss
+from steelyard.engine.server.uploaded_loss import validate_loss
 
 # The capabilities of this server; the other fields keep the SDK's defaults.
 CONFIG = types.ClientConfigResponse(

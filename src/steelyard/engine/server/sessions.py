@@ -13,7 +13,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from steelyard.engine.server.http_errors import FORBIDDEN, GONE, not_found
-from steelyard.engine.server.uploaded_loss.interpreter import TracedLoss
+from steelyard.engine.server.uploaded_loss import TracedLoss
 
 _MAX_ENDED = 1000
 

@@ -23,7 +23,7 @@ from steelyard.engine.server.http_errors import BodyTooLarge
 from steelyard.engine.server.model_routes import check_source, resume
 from steelyard.engine.server.sampling_sessions import SamplingSession
 from steelyard.engine.server.state import ServerState, TrainingRun
-from steelyard.engine.server.uploaded_loss.interpreter import TracedLoss
+from steelyard.engine.server.uploaded_loss import TracedLoss
 from steelyard.engine.training_client import LocalTrainingClient
 from steelyard.errors import InputError
 

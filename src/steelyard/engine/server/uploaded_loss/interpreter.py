@@ -209,7 +209,7 @@ def _check_size(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
     try:
         result = fn(*_to_meta(args), **options)
     except NotImplementedError:
-        # The shape depends on values (masked_select, x[mask]); it is no larger than the inputs.
+        # The shape depends on values (masked_select, x[mask]), so it is not known before the run.
         return
     for tensor in _find_tensors(result):
         if tensor.numel() > _MAX_ELEMENTS:
