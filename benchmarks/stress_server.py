@@ -36,7 +36,7 @@ def load(folder: Path) -> None:
             seconds = time.perf_counter() - began
             CONSOLE.print(f"{CLIENTS} clients x {REQUESTS} requests: {seconds:.0f} s")
         counted = [steps_of(running, model.name) for model in folder.iterdir()]
-        if sorted(counted) != sorted([*made.values()] * 2) or len(running._desk.tickets):
+        if sorted(counted) != sorted([*made.values()] * 2) or len(running._state.futures):
             sys.exit("a step was lost or counted twice, or a future is left")
         CONSOLE.print(f"memory after each round, MiB: {sizes}")
         if sizes[1] > sizes[0] + 200:
@@ -50,7 +50,7 @@ def slow_term(folder: Path) -> None:
         tinker.ServiceClient(base_url=running.base_url, api_key="tml-local") as service,
     ):
         training = service.create_lora_training_client("tiny-random", rank=2, seed=0)
-        session = running._desk.sessions.get(service.holder.get_session_id())
+        session = running._state.sessions.get(service.holder.get_session_id())
 
         def sleep(_: object, logprobs: list[torch.Tensor]) -> torch.Tensor:
             threading.Event().wait(15)

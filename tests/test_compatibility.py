@@ -27,7 +27,7 @@ from steelyard.engine import LocalServiceClient
 from steelyard.integrations import CompositeLoss
 from steelyard.regularizers import Adaptive, EMADrift
 
-from .cli.command import Kitchen
+from .cli.command import CommandRunner
 from .cli.project import metrics_of
 
 WRITTEN = Path(__file__).parent / "data" / "0.1.0"
@@ -81,8 +81,8 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
-    with Kitchen(tmp_path_factory.mktemp("output")) as made:
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandRunner]:
+    with CommandRunner(tmp_path_factory.mktemp("output")) as made:
         yield made
 
 
@@ -102,7 +102,7 @@ def weights_in(line: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in line.items() if key.endswith("/weight")}
 
 
-def test_a_run_resumes_where_it_was(command: Kitchen, project: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_where_it_was(command: CommandRunner, project: Path, tmp_path: Path) -> None:
     before = metrics_of(project / "run")
     assert [line["step"] for line in before] == [0, 1, 2, 3, 4]
     done = command.run("resume", "run", cwd=project)
@@ -127,7 +127,7 @@ def test_a_run_resumes_where_it_was(command: Kitchen, project: Path, tmp_path: P
     assert json.loads((project / "run" / "result.json").read_text())["status"] == "done"
 
 
-def test_a_run_has_a_report(command: Kitchen, project: Path) -> None:
+def test_a_run_has_a_report(command: CommandRunner, project: Path) -> None:
     done = command.run("report", "run", cwd=project)
     assert done.code == 0, done.err
     page = next(project.rglob("*.html")).read_text()

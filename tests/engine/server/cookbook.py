@@ -2,7 +2,7 @@
 
     python cookbook.py URL MODEL FOLDER
 
-It runs in a process of its own: it sets up logging, and much else, for the whole process.
+It runs in a separate process, as it configures logging and more for the whole process.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ROWS = range(STEPS * BATCH)
 
 @chz.chz
 class Pairs(ComparisonDatasetBuilder):
-    """Polite answers are better, whatever was asked."""
+    """Comparisons that prefer polite answers."""
 
     def get_train_and_test_datasets(self) -> Any:
-        rows = [{"asked": f"Can you do {number}?"} for number in ROWS]
+        rows = [{"question": f"Can you do {number}?"} for number in ROWS]
         return datasets.Dataset.from_list(rows), None
 
     def example_to_labeled_comparison(self, example: Any) -> LabeledComparison:
         comparison = Comparison(
-            prompt_conversation=[{"role": "user", "content": example["asked"]}],
+            prompt_conversation=[{"role": "user", "content": example["question"]}],
             completion_A=[{"role": "assistant", "content": "Yes, gladly."}],
             completion_B=[{"role": "assistant", "content": "No way!"}],
         )

@@ -1,4 +1,4 @@
-"""Bodies for every route: noise, nearly right JSON, and requests with one thing wrong."""
+"""Strategies for the bodies of every route: random bytes, JSON, and requests with errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JSONS = st.recursive(
 
 
 class Target:
-    """A server, a model on it that must stay as it is, and requests that are right."""
+    """A server, a model on it that must not change, and a valid request of each route."""
 
     def __init__(self, running: RunningServer, wire: Wire) -> None:
         self.running, self.wire, self.http = running, wire, wire.http
@@ -44,18 +44,18 @@ class Target:
         self.sampler: str = wire.ok(
             "create_sampling_session", {**made, "base_model": "tiny-random"}
         )["sampling_session_id"]
-        self._client = running._desk.runs[self.model].client
+        self._client = running._state.runs[self.model].client
         self._before = self._client.weights()
-        self.right = self._right()
+        self.valid = self._valid()
 
     def check(self) -> None:
-        """Fail unless the model is as it was, and the server answers."""
+        """Fail unless the model is unchanged and the server responds."""
         after = self._client.weights()
         assert all((after[key] == value).all() for key, value in self._before.items())
         assert self.http.get("healthz").status_code == 200
         self.wire.beat()
 
-    def _right(self) -> dict[str, dict[str, Any]]:
+    def _valid(self) -> dict[str, dict[str, Any]]:
         session, model = self.wire.session_id, self.model
         path = f"tinker://{model}/weights/none"
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
@@ -117,7 +117,7 @@ class Target:
 
 
 def paths(target: Target, path: str) -> st.SearchStrategy[str]:
-    """Where to send it: names that are there, and names that are not."""
+    """Strategy for paths with ids that exist and ids that do not."""
     if "{" not in path:
         query = st.sampled_from(["", "?limit=1", "?limit=x&offset=-1", "?offset=99999999999"])
         return query.map(lambda q: path + q)
@@ -139,20 +139,20 @@ def paths(target: Target, path: str) -> st.SearchStrategy[str]:
 
 
 def bodies(target: Target, path: str) -> st.SearchStrategy[Body]:
-    """What to send."""
+    """Strategy for bodies and headers."""
     noise = st.binary(max_size=60)
     plain = JSONS.map(lambda value: json.dumps(value).encode())
-    right = target.right.get(path)
+    valid = target.valid.get(path)
     if path == "forward_backward":
         made = noise | _batches(target)
-    elif right is None:
+    elif valid is None:
         made = noise
     else:
-        made = noise | plain | _changed(right)
-    return made.flatmap(_packed)
+        made = noise | plain | _with_errors(valid)
+    return made.flatmap(_encoded)
 
 
-def _packed(content: bytes) -> st.SearchStrategy[Body]:
+def _encoded(content: bytes) -> st.SearchStrategy[Body]:
     return st.sampled_from(
         [
             (content, {}),
@@ -164,12 +164,12 @@ def _packed(content: bytes) -> st.SearchStrategy[Body]:
     )
 
 
-def _changed(right: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    """A request that is right but for some values anywhere in it."""
-    places = list(_places(right, ()))
+def _with_errors(valid: dict[str, Any]) -> st.SearchStrategy[bytes]:
+    """Strategy for a valid request with some values replaced anywhere in it."""
+    places = list(_places(valid, ()))
 
     def change(picks: list[tuple[int, Any]]) -> bytes:
-        copy = json.loads(json.dumps(right))
+        copy = json.loads(json.dumps(valid))
         for index, value in picks:
             *way, last = places[index % len(places)]
             inner = copy
@@ -200,11 +200,11 @@ def _holds(inner: Any, key: Any) -> bool:
 
 
 def _batches(target: Target) -> st.SearchStrategy[bytes]:
-    """Batches with wrong numbers in them, and right ones that break off or have bytes changed.
+    """Strategy for batches with invalid tensors, and valid ones that are cut or have bytes changed.
 
-    Of a model that is not there, or with a number that cannot be: what is right must not be done.
+    Valid batches name an unknown model, as they must not change the target's weights.
     """
-    numbers = st.integers(-(2**31), 0)
+    past_seq_ids = st.integers(-(2**31), 0)
     tensor = st.builds(
         lambda dense, dtype, shape: pb.Tensor(dense=dense, dtype=dtype, shape=shape),
         st.binary(max_size=40),
@@ -231,19 +231,19 @@ def _batches(target: Target) -> st.SearchStrategy[bytes]:
         st.dictionaries(st.sampled_from(["target_tokens", "weights", "x"]), tensor, max_size=3),
     )
     made = st.builds(
-        lambda number, data, loss, forward: pb.ForwardBackwardRequest(
-            model_id=target.model, seq_id=number, data=data, loss_fn=loss, forward_only=forward
+        lambda seq_id, data, loss, forward: pb.ForwardBackwardRequest(
+            model_id=target.model, seq_id=seq_id, data=data, loss_fn=loss, forward_only=forward
         ).SerializeToString(),
-        # Numbers that come next: whatever is in these data is refused, or does not change weights.
-        numbers | st.integers(1, 900),
+        # Ids that come next too: these data are rejected, or change gradients but no weights.
+        past_seq_ids | st.integers(1, 900),
         st.lists(datum, max_size=2),
         st.sampled_from(["cross_entropy", "ppo", "custom", "", "é"]),
         st.booleans(),
     )
-    right = encoded("nobody", 1, ragged(0, [4]))
-    broken = st.integers(0, len(right)).map(lambda at: right[:at]) | st.builds(
-        lambda at, byte: right[:at] + bytes([byte]) + right[at + 1 :],
-        st.integers(0, len(right) - 1),
+    valid = encoded("nobody", 1, ragged(0, [4]))
+    broken = st.integers(0, len(valid)).map(lambda at: valid[:at]) | st.builds(
+        lambda at, byte: valid[:at] + bytes([byte]) + valid[at + 1 :],
+        st.integers(0, len(valid) - 1),
         st.integers(0, 255),
     )
     return made | broken

@@ -1,4 +1,4 @@
-"""A connection that breaks: what the server says is lost on its way, when it is told to."""
+"""Proxy that drops responses of a server, to simulate a connection that breaks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Proxy:
-    """Between a client and a server; for each verb named, so many replies are lost."""
+    """TCP proxy that drops the given number of responses of each endpoint."""
 
     def __init__(self, port: int, losses: dict[str, int]) -> None:
         self.losses = dict(losses)
@@ -17,23 +17,26 @@ class Proxy:
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream, server = await asyncio.open_connection("127.0.0.1", self._port)
-        asked: list[bytes] = []
+        sent: list[bytes] = []
 
-        async def there() -> None:
+        async def forward_requests() -> None:
             while data := await reader.read(2**16):
-                asked.append(data)
+                sent.append(data)
                 server.write(data)
                 await server.drain()
 
-        async def back() -> None:
+        async def forward_responses() -> None:
             while data := await upstream.read(2**16):
-                if self._lost(b"".join(asked)):
+                if self._drops(b"".join(sent)):
                     return
-                asked.clear()
+                sent.clear()
                 writer.write(data)
                 await writer.drain()
 
-        tasks = [asyncio.ensure_future(there()), asyncio.ensure_future(back())]
+        tasks = [
+            asyncio.ensure_future(forward_requests()),
+            asyncio.ensure_future(forward_responses()),
+        ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -42,25 +45,25 @@ class Proxy:
             for each in (server, writer):
                 each.transport.abort()
 
-    def _lost(self, asked: bytes) -> bool:
-        for verb, left in self.losses.items():
-            if left and f"/api/v1/{verb} ".encode() in asked:
-                self.losses[verb] -= 1
+    def _drops(self, sent: bytes) -> bool:
+        for endpoint, left in self.losses.items():
+            if left and f"/api/v1/{endpoint} ".encode() in sent:
+                self.losses[endpoint] -= 1
                 return True
         return False
 
 
 @contextmanager
 def proxy(base_url: str, losses: dict[str, int]) -> Iterator[tuple[str, Proxy]]:
-    """A proxy before a server, and its URL."""
-    made = Proxy(int(base_url.rpartition(":")[2]), losses)
+    """Run a proxy in front of a server; yields its URL and itself."""
+    started = Proxy(int(base_url.rpartition(":")[2]), losses)
     ports: list[int] = []
     ready = threading.Event()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
 
     async def run() -> None:
-        async with await asyncio.start_server(made.carry, "127.0.0.1", 0) as listening:
+        async with await asyncio.start_server(started.carry, "127.0.0.1", 0) as listening:
             ports.append(listening.sockets[0].getsockname()[1])
             ready.set()
             await stop.wait()
@@ -74,7 +77,7 @@ def proxy(base_url: str, losses: dict[str, int]) -> Iterator[tuple[str, Proxy]]:
     thread.start()
     ready.wait()
     try:
-        yield f"http://127.0.0.1:{ports[0]}", made
+        yield f"http://127.0.0.1:{ports[0]}", started
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()

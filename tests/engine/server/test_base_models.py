@@ -10,9 +10,7 @@ from steelyard.engine import smollm2, tiny
 from steelyard.engine.server.base_models import BaseModels
 
 
-def test_the_tokenizer_made_in_code_is_written_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tiny_tokenizer_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
     (model,) = BaseModels({"tiny-random": 512}).offered
     assert model.tokenizer == str(tmp_path / "tokenizers" / "tiny-random")
@@ -23,7 +21,9 @@ def test_the_tokenizer_made_in_code_is_written_once(
     assert BaseModels({"tiny-random": 512}).offered == [model]
 
 
-def test_a_known_model_lies_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_has_its_tokenizer_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
     folder = tmp_path / "models" / smollm2.NAME
     folder.mkdir(parents=True)
@@ -32,7 +32,7 @@ def test_a_known_model_lies_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     assert model.tokenizer == str(folder)
 
 
-def test_other_models_are_found_where_their_names_lead(
+def test_other_models_are_named_by_folder_or_hub_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -42,9 +42,12 @@ def test_other_models_are_found_where_their_names_lead(
     assert mine.tokenizer == str(tmp_path / "mine")
     assert hub.tokenizer == "org/name"
     assert models.find(str(tmp_path / "mine")) is models.find("mine") is mine
-    told = models.capabilities().supported_models
-    assert [(m.model_name, m.max_context_length) for m in told] == [("mine", 10), ("org/name", 20)]
-    with pytest.raises(HTTPException) as refused:
+    listed = models.capabilities().supported_models
+    assert [(m.model_name, m.max_context_length) for m in listed] == [
+        ("mine", 10),
+        ("org/name", 20),
+    ]
+    with pytest.raises(HTTPException) as error:
         models.find("other")
-    assert refused.value.status_code == 400
-    assert "was started with (mine, org/name), got 'other'" in refused.value.detail
+    assert error.value.status_code == 400
+    assert "was started with (mine, org/name), got 'other'" in error.value.detail

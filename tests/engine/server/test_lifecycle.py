@@ -1,63 +1,20 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+import tinker
+from tinker import types
 
 from steelyard.engine import serve
-from steelyard.engine.server.settings import ServerSettings, check_host, is_loopback
+from steelyard.engine.server.lifecycle import RunningServer
 from steelyard.errors import InputError, ModelError
+from tests.engine.data import SMALL
 
-
-def test_the_block_is_the_life_of_the_server(tmp_path: Path) -> None:
-    with serve("tiny-random", checkpoint_dir=tmp_path) as base_url:
-        assert base_url.startswith("http://127.0.0.1:")
-        assert httpx.get(f"{base_url}/api/v1/healthz").json() == {"status": "ok"}
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{base_url}/api/v1/healthz")
-
-
-def test_an_error_in_the_block_stops_it_too(tmp_path: Path) -> None:
-    urls = []
-
-    def fail() -> None:
-        with serve("tiny-random", checkpoint_dir=tmp_path) as base_url:
-            urls.append(base_url)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{urls[0]}/api/v1/healthz")
-
-
-def test_it_listens_on_the_newer_loopback_too(tmp_path: Path) -> None:
-    with serve("tiny-random", host="::1", checkpoint_dir=tmp_path) as base_url:
-        assert base_url.startswith("http://[::1]:")
-        assert httpx.get(f"{base_url}/api/v1/healthz").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ({"port": -1}, "host and port must be free"),
-        ({"host": "0.0.0.0"}, "host must be a loopback address"),
-        ({"api_key": "secret"}, "api_key must start with 'tml-'"),
-        ({"client_timeout": 0}, "client_timeout must be a finite number > 0, got 0"),
-        ({"poll_seconds": float("nan")}, "poll_seconds must be a finite number > 0, got nan"),
-        ({"max_models": 0}, "max_models must be a whole number >= 1, got 0"),
-        ({"max_body": 1.5}, "max_body must be a whole number >= 1, got 1.5"),
-        ({"max_modles": 3}, "the settings of a server are .* got \\['max_modles'\\]"),
-        ({"base_model": []}, "base_model must name at least one model, got none"),
-        ({"dtype": "int8"}, "dtype must be one of"),
-    ],
-)
-def test_wrong_settings_are_turned_away(arguments: dict[str, Any], why: str) -> None:
-    with pytest.raises(InputError, match=why), serve(**{"base_model": "tiny-random", **arguments}):
-        pytest.fail("it serves")
+from .wire_client import start, until
 
 
 def test_an_unknown_model_leaves_the_port_free() -> None:
@@ -69,21 +26,67 @@ def test_an_unknown_model_leaves_the_port_free() -> None:
             pytest.fail("it serves")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
-def test_only_this_machine_reaches_loopback(host: str) -> None:
-    assert is_loopback(host)
-    check_host(host, None)
+def test_stopping_finishes_the_running_step_and_fails_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")  # the SDK would send it to a dead server for ever
+    with start(tmp_path) as running:
+        service = tinker.ServiceClient(base_url=running.base_url, api_key="tml-local")
+        training = service.create_lora_training_client("tiny-random", rank=4, seed=0)
+        client = running._state.runs[training.model_id].client
+        begun, gate = threading.Event(), threading.Event()
+        step = client._trainer.adapter.step
+
+        def slow(params: types.AdamParams) -> float:
+            begun.set()
+            gate.wait()
+            return step(params)
+
+        client._trainer.adapter.step = slow  # type: ignore[method-assign]
+        first = training.optim_step(SMALL)
+        begun.wait()
+        second = training.optim_step(SMALL)
+        saved = training.save_state("half")
+        until(lambda: sum(t.engine_future is not None for t in running._state.futures) == 3)
+        stopping = threading.Thread(target=running.stop)
+        stopping.start()
+        until(lambda: running._state.stopping)
+        gate.set()
+        assert first.result().metrics == {"unclipped_grad_l2:mean": 0.0}, "it was finished"
+        for given_up in (second, saved):
+            with pytest.raises(tinker.RequestFailedError, match="the server is stopping"):
+                given_up.result()
+        stopping.join()
+        running.stop = lambda: None  # type: ignore[method-assign]
+        service.holder.close()
+    assert not list(tmp_path.rglob("half")), "nothing was saved, nor half of it"
 
 
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "localhost.example.com", ""]
-)
-def test_others_reach_the_rest(host: str) -> None:
-    assert not is_loopback(host)
-    check_host(host, "tml-key")
-    with pytest.raises(InputError):
-        check_host(host, None)
+def test_a_stopped_server_leaves_no_thread_and_no_open_port(tmp_path: Path) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    with start(tmp_path) as running:
+        port = int(running.base_url.rpartition(":")[2])
+        assert "steelyard-serve" in {thread.name for thread in threading.enumerate()}
+    left = {t.name for t in threading.enumerate() if t.name.startswith("steelyard")}
+    assert left <= before
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/api/v1/healthz")
+    with start(tmp_path) as again:
+        assert httpx.get(f"{again.base_url}/api/v1/healthz").status_code == 200
 
 
-def test_the_defaults_are_settings() -> None:
-    assert ServerSettings().api_key is None
+def test_a_port_that_is_taken_is_rejected(tmp_path: Path) -> None:
+    with start(tmp_path) as running:
+        port = int(running.base_url.rpartition(":")[2])
+        with pytest.raises(InputError, match=f"127.0.0.1:{port} is not: .*Choose another port"):
+            RunningServer(["tiny-random"], "127.0.0.1", port, {}, {})
+
+
+def test_the_base_url_and_the_models_are_those_of_the_arguments(tmp_path: Path) -> None:
+    running = RunningServer(["tiny-random"], "::1", 0, {"checkpoint_dir": tmp_path}, {})
+    try:
+        assert running.base_url.startswith("http://[::1]:")
+        assert [model.name for model in running.models.offered] == ["tiny-random"]
+        assert httpx.get(f"{running.base_url}/api/v1/healthz").json() == {"status": "ok"}
+    finally:
+        running.stop()

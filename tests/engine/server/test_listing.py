@@ -1,197 +1,86 @@
-"""The SDK's `RestClient`."""
-
 from __future__ import annotations
 
-import asyncio
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
-import tinker
+from starlette.exceptions import HTTPException
 
-from steelyard.engine.server.lifecycle import RunningServer
-
-from .wire_client import Wire, start
-
-
-@pytest.fixture
-def rest(running: RunningServer) -> tinker.RestClient:
-    return tinker.RestClient(base_url=running.base_url, api_key="tml-local")
+from steelyard.engine import LocalServiceClient
+from steelyard.engine.checkpoints import Checkpoints, CheckpointEntry
+from steelyard.engine.server import listing
+from steelyard.engine.server.futures import ServerFutures
+from steelyard.engine.server.sequencer import Sequencer
+from steelyard.engine.server.state import TrainingRun
 
 
-@pytest.fixture
-def saved(sdk: tinker.ServiceClient) -> tinker.TrainingClient:
-    training = sdk.create_lora_training_client(
-        "tiny-random", rank=3, seed=0, train_mlp=False, user_metadata={"who": "me"}
+def saved(name: str, created: float, kind: Any = "weights", **info: Any) -> CheckpointEntry:
+    lora = {"rank": 3, "train_mlp": False, "train_attn": True, "train_unembed": True}
+    return CheckpointEntry(
+        "run", kind, name, {"base_model": "b", "lora": lora, "created_at": created, **info}, 12
     )
-    training.save_state("first", user_metadata={"step": "1"}).result()
-    training.save_state("second", ttl_seconds=3600).result()
-    training.save_weights_for_sampler("sampler").result()
-    return training
 
 
-def test_training_runs_are_listed(rest: tinker.RestClient, saved: tinker.TrainingClient) -> None:
-    listed = rest.list_training_runs(limit=1).result()
-    assert [run.training_run_id for run in listed.training_runs] == [saved.model_id]
-    assert (listed.cursor.offset, listed.cursor.limit) == (0, 1)
-    run = rest.get_training_run(saved.model_id).result()
-    assert (
-        run
-        == rest.get_training_run_by_tinker_path(f"tinker://{saved.model_id}/weights/first").result()
-    )
-    assert (run.base_model, run.lora_rank, run.is_lora) == ("tiny-random", 3, True)
-    assert run.user_metadata == {"who": "me"}
-    assert run.last_checkpoint is not None
-    assert run.last_checkpoint.checkpoint_id == "weights/second"
-    assert run.last_sampler_checkpoint is not None
-    assert run.last_sampler_checkpoint.checkpoint_id == "sampler_weights/sampler"
-    beyond = rest.list_training_runs(limit=5, offset=listed.cursor.total_count).result()
-    assert beyond.training_runs == []
-    with pytest.raises(tinker.NotFoundError, match="list_training_runs lists those there are"):
-        rest.get_training_run("nobody").result()
+def at(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
 
 
-def test_checkpoints_are_listed(
-    rest: tinker.RestClient, saved: tinker.TrainingClient, folder: Path
-) -> None:
-    found = {c.checkpoint_id: c for c in rest.list_checkpoints(saved.model_id).result().checkpoints}
-    assert found.keys() == {"weights/first", "weights/second", "sampler_weights/sampler"}
-    first, second = found["weights/first"], found["weights/second"]
-    assert first.tinker_path == f"tinker://{saved.model_id}/weights/first"
-    assert (first.checkpoint_type, first.expires_at) == ("training", None)
-    assert first.user_metadata == {"who": "me", "step": "1"}
-    assert found["sampler_weights/sampler"].checkpoint_type == "sampler"
-    files = (folder / saved.model_id / "weights" / "first").iterdir()
-    assert first.size_bytes == sum(file.stat().st_size for file in files)
-    assert abs(first.time - datetime.now(UTC)) < timedelta(minutes=1)
-    assert second.expires_at is not None
-    assert timedelta(minutes=59) < second.expires_at - datetime.now(UTC) < timedelta(minutes=60)
-    everything = rest.list_user_checkpoints(limit=2).result()
-    assert [c.checkpoint_id for c in everything.checkpoints] == [
-        "sampler_weights/sampler",
-        "weights/second",
+def test_a_checkpoint_is_described() -> None:
+    found = listing.checkpoint(saved("last", 100.0, expires_at=160.0, user_metadata={"step": "1"}))
+    assert found.checkpoint_id == "weights/last"
+    assert found.tinker_path == "tinker://run/weights/last"
+    assert (found.checkpoint_type, found.size_bytes) == ("training", 12)
+    assert (found.time, found.expires_at) == (at(100), at(160))
+    assert found.user_metadata == {"step": "1"}
+    sampler = listing.checkpoint(saved("last", 100.0, "sampler_weights"))
+    assert (sampler.checkpoint_type, sampler.expires_at) == ("sampler", None)
+    assert sampler.user_metadata == {}
+
+
+def test_the_adapter_of_a_checkpoint_is_described() -> None:
+    info = listing.weights_info(saved("last", 1.0))
+    assert (info.base_model, info.is_lora, info.lora_rank) == ("b", True, 3)
+    assert (info.train_mlp, info.train_attn, info.train_unembed) == (False, True, True)
+
+
+def test_a_run_that_is_not_live_is_described_by_its_newest_checkpoint() -> None:
+    newest_first = [
+        saved("c", 30.0, user_metadata={"step": "3"}),
+        saved("b", 20.0, "sampler_weights"),
+        saved("a", 10.0),
     ]
-    assert everything.cursor is not None
-    assert everything.cursor.total_count >= 3
-    info = rest.get_weights_info_by_tinker_path(first.tinker_path).result()
-    assert (info.base_model, info.lora_rank, info.train_mlp) == ("tiny-random", 3, False)
-    assert (info.train_attn, info.train_unembed) == (True, True)
+    run = listing.training_run("run", newest_first, None)
+    assert (run.training_run_id, run.base_model, run.lora_rank) == ("run", "b", 3)
+    assert run.last_request_time == at(30)
+    assert run.last_checkpoint is not None
+    assert run.last_checkpoint.checkpoint_id == "weights/c"
+    assert run.last_sampler_checkpoint is not None
+    assert run.last_sampler_checkpoint.checkpoint_id == "sampler_weights/b"
+    assert run.user_metadata == {"step": "3"}
+    with pytest.raises(HTTPException, match="got 'nobody'"):
+        listing.training_run("nobody", [], None)
 
 
-def test_checkpoints_expire_and_are_deleted(
-    rest: tinker.RestClient, saved: tinker.TrainingClient, sdk: tinker.ServiceClient, folder: Path
-) -> None:
-    path = f"tinker://{saved.model_id}/weights/first"
-
-    def names() -> set[str]:
-        return {c.checkpoint_id for c in rest.list_checkpoints(saved.model_id).result().checkpoints}
-
-    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
-    rest.set_checkpoint_ttl_from_tinker_path(
-        f"tinker://{saved.model_id}/weights/second", None
-    ).result()
-    expiry = {
-        c.checkpoint_id: c.expires_at
-        for c in rest.list_checkpoints(saved.model_id).result().checkpoints
-    }
-    assert expiry["weights/first"] is not None
-    assert expiry["weights/second"] is None
-    sdk.create_training_client_from_state(path)
-    rest.delete_checkpoint_from_tinker_path(path).result()
-    assert names() == {"weights/second", "sampler_weights/sampler"}
-    rest.delete_checkpoint(saved.model_id, "sampler_weights/sampler").result()
-    assert names() == {"weights/second"}
-    left = list((folder / saved.model_id / "weights").iterdir())
-    assert len(left) == 2, "a link and its folder"
-    with pytest.raises(tinker.NotFoundError, match="list_checkpoints lists those there are"):
-        rest.delete_checkpoint_from_tinker_path(path).result()
-    with pytest.raises(tinker.BadRequestError, match="cannot be published"):
-        rest.publish_checkpoint_from_tinker_path(path).result()
-    with pytest.raises(tinker.BadRequestError, match="ttl_seconds must be from 1"):
-        rest.set_checkpoint_ttl_from_tinker_path(
-            f"tinker://{saved.model_id}/weights/second", -1
-        ).result()
+def test_live_and_saved_runs_are_listed_by_their_last_use(tmp_path: Path) -> None:
+    with LocalServiceClient(checkpoint_dir=tmp_path) as service:
+        clients = [
+            service.create_lora_training_client("tiny-random", rank=rank, seed=0) for rank in (1, 2)
+        ]
+        for client in clients:
+            client.save_state("end").result()
+        live, gone = clients
+        run = TrainingRun(live.model_id, "s", live, Sequencer(live.model_id, ServerFutures(), 1))
+        runs: dict[float, list[tuple[str, int | None]]] = {}
+        for run.last_used in (0.0, 4e9):  # before and after the other run was saved
+            listed = listing.training_runs(Checkpoints(tmp_path), [run])
+            runs[run.last_used] = [(each.training_run_id, each.lora_rank) for each in listed]
+    assert runs[0.0] == [(gone.model_id, 2), (live.model_id, 1)]
+    assert runs[4e9] == [(live.model_id, 1), (gone.model_id, 2)]
 
 
-def test_what_a_client_says_of_itself_is_kept(
-    running: RunningServer, rest: tinker.RestClient
-) -> None:
-    told = {"user_metadata": {"who": "us", "what": "test"}, "display_name": "A test"}
-    with tinker.ServiceClient(
-        base_url=running.base_url,
-        api_key="tml-local",
-        **told,  # type: ignore[arg-type]
-    ) as service:
-        training = service.create_lora_training_client(
-            "tiny-random", rank=2, user_metadata={"who": "me"}
-        )
-        path = training.save_state("told").result().path
-        resumed = service.create_training_client_from_state(path)
-        session = rest.get_session(service.holder.get_session_id()).result()
-        runs = [rest.get_training_run(t.model_id).result() for t in (training, resumed)]
-    assert (session.display_name, session.user_metadata) == ("A test", told["user_metadata"])
-    assert runs[0].user_metadata == {"who": "me", "what": "test"}
-    assert runs[1].user_metadata == told["user_metadata"]
-
-
-def test_everything_can_be_awaited(rest: tinker.RestClient, saved: tinker.TrainingClient) -> None:
-    async def told() -> tuple[int, int, str]:
-        runs = await rest.list_training_runs_async(limit=1)
-        checkpoints = await rest.list_checkpoints_async(saved.model_id)
-        run = await rest.get_training_run_async(saved.model_id)
-        return len(runs.training_runs), len(checkpoints.checkpoints), run.base_model
-
-    assert asyncio.run(told()) == (1, 3, "tiny-random")
-
-
-def test_sessions_and_samplers_are_listed(
-    rest: tinker.RestClient,
-    sdk: tinker.ServiceClient,
-    saved: tinker.TrainingClient,
-    running: RunningServer,
-) -> None:
-    sampling = saved.save_weights_and_get_sampling_client()
-    session_id = sdk.holder.get_session_id()
-    assert rest.list_sessions().result().sessions[0] == session_id
-    session = rest.get_session(session_id).result()
-    assert session.training_run_ids == [saved.model_id]
-    assert session.sampler_ids == [sampling._sampling_session_id]
-    sampler = rest.get_sampler(sampling._sampling_session_id).result()
-    assert sampler.model_path is None
-    path = f"tinker://{saved.model_id}/sampler_weights/sampler"
-    other = sdk.create_sampling_client(model_path=path)
-    assert rest.get_sampler(other._sampling_session_id).result().model_path == path
-    assert "tiny-random" in {m.model_name for m in sdk.get_server_capabilities().supported_models}
-
-
-def test_what_an_earlier_server_saved_is_listed_and_loaded(tmp_path: Path) -> None:
-    with start(tmp_path) as first, Wire(first.base_url) as wire:
-        model = wire.model(rank=2)
-        asked = {"model_id": model, "seq_id": 1, "path": "kept"}
-        path = wire.answer(wire.ok("save_weights", asked))["path"]
-    with start(tmp_path) as second:
-        rest = tinker.RestClient(base_url=second.base_url, api_key="tml-local")
-        (run,) = rest.list_training_runs().result().training_runs
-        assert (run.training_run_id, run.lora_rank) == (model, 2)
-        with tinker.ServiceClient(base_url=second.base_url, api_key="tml-local") as service:
-            resumed = service.create_training_client_from_state_with_optimizer(path)
-            assert resumed.get_info().lora_rank == 2
-        rest.holder.close()
-
-
-def test_a_damaged_checkpoint_is_not_listed(wire: Wire, folder: Path) -> None:
-    model = wire.model()
-    asked = {"model_id": model, "seq_id": 1, "path": "damaged"}
-    wire.answer(wire.ok("save_weights", asked))
-    for content in ("{", "[]", "{}", '{"base_model": "x", "lora": 3}'):
-        (folder / model / "weights" / "damaged" / "checkpoint.json").write_text(content)
-        listed = wire.http.get(f"training_runs/{model}/checkpoints").json()
-        assert listed["checkpoints"] == []
-
-
-@pytest.mark.parametrize(
-    "query", ["limit=0", "limit=-1", "limit=x", "offset=-1", "limit=" + "9" * 40]
-)
-def test_a_page_that_cannot_be_is_turned_away(wire: Wire, query: str) -> None:
-    for path in ("training_runs", "checkpoints", "sessions"):
-        assert wire.http.get(f"{path}?{query}").status_code == 400
+def test_a_page_is_a_slice_with_the_total_count() -> None:
+    items, cursor = listing.page("abcdefg", 2, 3)
+    assert items == ["c", "d", "e"]
+    assert (cursor.offset, cursor.limit, cursor.total_count) == (2, 3, 7)
+    assert listing.page("abc", 5, 3)[0] == []

@@ -1,4 +1,4 @@
-"""Many clients at once, and whatever a network can do to them."""
+"""Many concurrent clients, and connections that break."""
 
 from __future__ import annotations
 
@@ -19,38 +19,36 @@ from .proxy import proxy
 from .wire_client import start, until
 
 
-def test_many_clients_at_once_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
+def test_no_step_of_concurrent_clients_is_lost_or_doubled(tmp_path: Path) -> None:
     """Eight clients with twelve requests each; `make stress` has 32 with fifty."""
     hours = dict.fromkeys(("client_timeout", "gap_seconds", "keep_seconds"), 3600.0)
     with start(tmp_path, **hours) as running:
-        made = work(running.base_url, clients=8, requests=12)
+        steps = work(running.base_url, clients=8, requests=12)
         models = sorted(tmp_path.iterdir())
-        assert len(models) == len(made) == 8
-        assert sorted(steps_of(running, model.name) for model in models) == sorted(made.values())
-        # Who has gone leaves nothing behind.
-        until(lambda: len(running._desk.tickets) == 0 and running._desk.runs == {})
+        assert len(models) == len(steps) == 8
+        assert sorted(steps_of(running, model.name) for model in models) == sorted(steps.values())
+        # All clients have closed, so no future and no model is left.
+        until(lambda: len(running._state.futures) == 0 and running._state.runs == {})
 
 
-def test_replies_that_are_lost_on_the_way_change_nothing(
-    running: RunningServer, local: LocalServiceClient
-) -> None:
+def test_lost_responses_change_no_result(running: RunningServer, local: LocalServiceClient) -> None:
     losses = {"forward_backward": 1, "optim_step": 1, "retrieve_future": 1, "create_model": 1}
     with proxy(running.base_url, losses) as (url, between):
         service = tinker.ServiceClient(base_url=url, api_key="tml-local")
         theirs = service.create_lora_training_client("tiny-random", rank=4, seed=0)
         mine = local.create_lora_training_client("tiny-random", rank=4, seed=0)
         for step in range(2):
-            told: Any = theirs.forward_backward(ragged(step, [4, 2]), "cross_entropy")
+            future: Any = theirs.forward_backward(ragged(step, [4, 2]), "cross_entropy")
             stepped = theirs.optim_step(SMALL)
             expected = mine.forward_backward(ragged(step, [4, 2]), "cross_entropy").result()
             other = mine.optim_step(SMALL).result()
-            assert told.result().metrics == pytest.approx(expected.metrics, abs=1e-5)
+            assert future.result().metrics == pytest.approx(expected.metrics, abs=1e-5)
             assert stepped.result().metrics == pytest.approx(other.metrics, rel=1e-5)
         assert set(between.losses.values()) == {0}, "each was lost once"
         service.close("success").result()
 
 
-def test_samples_of_many_threads_each_have_their_answer(sdk: tinker.ServiceClient) -> None:
+def test_concurrent_samples_of_one_client_are_not_mixed_up(sdk: tinker.ServiceClient) -> None:
     sampling = sdk.create_sampling_client(base_model="tiny-random")
     params = types.SamplingParams(max_tokens=3, temperature=0.0)
     found: dict[int, list[int]] = {}

@@ -51,31 +51,31 @@ def steps(training: Any) -> list[Any]:
     return outputs
 
 
-def test_the_terms_are_those_of_the_local_client(
+def test_the_terms_equal_those_of_the_local_client(
     training: tinker.TrainingClient, local: LocalServiceClient
 ) -> None:
     mine = local.create_lora_training_client("tiny-random", rank=4, seed=0)
     near: Any = {"rel": 1e-5, "abs": 1e-5}
-    for (told, step), (expected, local_step) in zip(steps(training), steps(mine), strict=True):
-        assert told.loss_total == pytest.approx(expected.loss_total, **near)
-        assert told.base_loss.grad_norm == pytest.approx(expected.base_loss.grad_norm, **near)
-        assert told.regularizers.keys() == expected.regularizers.keys()
-        for name, term in told.regularizers.items():
+    for (served, step), (expected, local_step) in zip(steps(training), steps(mine), strict=True):
+        assert served.loss_total == pytest.approx(expected.loss_total, **near)
+        assert served.base_loss.grad_norm == pytest.approx(expected.base_loss.grad_norm, **near)
+        assert served.regularizers.keys() == expected.regularizers.keys()
+        for name, term in served.regularizers.items():
             other = expected.regularizers[name]
             for field in ("value", "weight", "contribution", "grad_norm", "grad_norm_weighted"):
                 assert getattr(term, field) == pytest.approx(getattr(other, field), **near), field
             assert term.custom == pytest.approx(other.custom, **near)
-        assert told.cosines == pytest.approx(expected.cosines, **near)
-        assert told.server_metrics == pytest.approx(expected.server_metrics, **near)
+        assert served.cosines == pytest.approx(expected.cosines, **near)
+        assert served.server_metrics == pytest.approx(expected.server_metrics, **near)
         assert step == pytest.approx(local_step, **near)
-        for ours, theirs in zip(told.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+        for ours, theirs in zip(served.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
             torch.testing.assert_close(
                 ours["logprobs"].to_torch(), theirs["logprobs"].to_torch(), atol=1e-5, rtol=1e-5
             )
 
 
 def beat(training: tinker.TrainingClient) -> Any:
-    """A heartbeat as the SDK sends it every ten seconds: on its own event loop."""
+    """Send a heartbeat as the SDK does every ten seconds: on its own event loop."""
     holder = training.holder
 
     async def send() -> None:
@@ -88,7 +88,7 @@ def beat(training: tinker.TrainingClient) -> Any:
 def test_a_slow_term_does_not_delay_a_heartbeat(
     training: tinker.TrainingClient, running: RunningServer
 ) -> None:
-    session = running._desk.sessions.get(training.holder.get_session_id())
+    session = running._state.sessions.get(training.holder.get_session_id())
 
     def slow(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
         before = session.heartbeats
@@ -103,11 +103,11 @@ def test_a_slow_term_does_not_delay_a_heartbeat(
     assert output.regularizers["slow"].value == pytest.approx(output.regularizer_total)
 
 
-def test_the_sdk_alone_would_delay_it(
+def test_a_custom_loss_of_the_sdk_delays_heartbeats(
     training: tinker.TrainingClient, running: RunningServer
 ) -> None:
-    """Why terms do not run on the SDK's event loop: this is what its own custom loss does."""
-    session = running._desk.sessions.get(training.holder.get_session_id())
+    """Reason why terms do not run on the event loop of the SDK, as its own custom losses do."""
+    session = running._state.sessions.get(training.holder.get_session_id())
     seen = []
 
     def slow(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -120,13 +120,13 @@ def test_the_sdk_alone_would_delay_it(
     assert seen == [(0, False)]
 
 
-def test_a_term_may_call_the_client_back(training: tinker.TrainingClient) -> None:
+def test_a_term_can_call_the_client(training: tinker.TrainingClient) -> None:
     client = regularize(training)
 
     def curious(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
-        told = client.forward(DATA, "cross_entropy").result()
+        served = client.forward(DATA, "cross_entropy").result()
         mine = torch.cat([row.detach() for row in logprobs])
-        theirs = torch.cat([each["logprobs"].to_torch() for each in told.loss_fn_outputs])
+        theirs = torch.cat([each["logprobs"].to_torch() for each in served.loss_fn_outputs])
         torch.testing.assert_close(mine, theirs)
         return torch.cat(logprobs).mean()
 
@@ -135,7 +135,7 @@ def test_a_term_may_call_the_client_back(training: tinker.TrainingClient) -> Non
     assert output.regularizers["curious"].value < 0
 
 
-def test_a_term_that_fails_sends_nothing(training: tinker.TrainingClient) -> None:
+def test_a_term_that_fails_accumulates_no_gradient(training: tinker.TrainingClient) -> None:
     def broken(_: Any, __: Any) -> torch.Tensor:
         raise ValueError("on purpose")
 

@@ -7,50 +7,54 @@ import pytest
 from starlette.exceptions import HTTPException
 from tinker.types import RequestErrorCategory
 
-from steelyard.engine.server.futures import Answer, ServerFuture, failure
-from steelyard.engine.server.sampling_sessions import News, SamplingSession, SamplingSessions
+from steelyard.engine.server.futures import EncodedResult, ServerFuture, failed_result
+from steelyard.engine.server.sampling_sessions import (
+    CompletionLog,
+    SamplingSession,
+    SamplingSessions,
+)
 
 
-def ticket(name: str, *, failed: bool = False) -> ServerFuture:
-    made = ServerFuture(name, "asample", "session")
-    wrong = failure("wrong", RequestErrorCategory.User)
-    made.settle(wrong if failed else Answer(b"12345"))
-    return made
+def settled(name: str, *, failed: bool = False) -> ServerFuture:
+    future = ServerFuture(name, "asample", "session")
+    failure = failed_result("failed", RequestErrorCategory.User)
+    future.settle(failure if failed else EncodedResult(b"12345"))
+    return future
 
 
-def test_news_are_told_once_they_were_heard() -> None:
-    async def told() -> None:
-        news = News()
-        assert await news.after(0, 0.001) == ([], 0), "nothing yet"
-        news.add(ticket("a"))
-        news.add(ticket("b", failed=True))
-        first, cursor = await news.after(0, 10)
+def test_the_completion_log_keeps_entries_until_they_are_acknowledged() -> None:
+    async def check() -> None:
+        log = CompletionLog()
+        assert await log.read_after(0, 0.001) == ([], 0), "empty"
+        log.add(settled("a"))
+        log.add(settled("b", failed=True))
+        first, cursor = await log.read_after(0, 10)
         assert [(item.request_id, item.state) for item in first] == [
             ("a", "finished"),
             ("b", "failed"),
         ]
         assert first[0].model_dump()["response_payload_uncompressed_size"] == 5
         assert cursor == 2
-        again, _ = await news.after(0, 10)
-        assert again == first, "whoever did not hear them asks again"
-        news.add(ticket("c"))
-        later, cursor = await news.after(cursor, 10)
+        again, _ = await log.read_after(0, 10)
+        assert again == first, "not acknowledged"
+        log.add(settled("c"))
+        later, cursor = await log.read_after(cursor, 10)
         assert ([item.request_id for item in later], cursor) == (["c"], 3)
-        assert await news.after(99, 0.001) == ([], 3), "a cursor from nowhere"
-        waiting = asyncio.ensure_future(news.after(3, 60))
+        assert await log.read_after(99, 0.001) == ([], 3), "a cursor past the end"
+        waiting = asyncio.ensure_future(log.read_after(3, 60))
         await asyncio.sleep(0)
-        news.add(ticket("d"))
+        log.add(settled("d"))
         found, cursor = await waiting
         assert ([item.request_id for item in found], cursor) == (["d"], 4)
 
-    asyncio.run(told())
+    asyncio.run(check())
 
 
 def sampler(name: str, session: str = "s") -> SamplingSession:
     return SamplingSession(name, session, "tiny-random", None, Future())
 
 
-def test_the_one_that_was_used_longest_ago_goes() -> None:
+def test_the_least_recently_used_sampler_is_dropped() -> None:
     samplers = SamplingSessions(2)
     samplers.add(sampler("a"))
     samplers.add(sampler("b"))
@@ -61,7 +65,7 @@ def test_the_one_that_was_used_longest_ago_goes() -> None:
         samplers.get("b")
 
 
-def test_a_session_takes_its_samplers_along() -> None:
+def test_ending_a_session_removes_its_samplers() -> None:
     samplers = SamplingSessions(9)
     for name, session in (("a", "one"), ("b", "two"), ("c", "one")):
         samplers.add(sampler(name, session))

@@ -1,4 +1,4 @@
-"""Servers for tests, and plain requests to them: out of order, twice, or wrong."""
+"""Servers for tests, and a client that can send requests out of order, twice, or malformed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from steelyard.engine.server.lifecycle import RunningServer
 
 @contextmanager
 def start(folder: Path, **settings: Any) -> Iterator[RunningServer]:
-    """A server of tiny-random, with its insides at hand."""
+    """Run a server of tiny-random, with access to its state."""
     running = RunningServer(["tiny-random"], "127.0.0.1", 0, {"checkpoint_dir": folder}, settings)
     try:
         yield running
@@ -28,7 +28,7 @@ def start(folder: Path, **settings: Any) -> Iterator[RunningServer]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Come back when it holds; fail if it does not for ten minutes."""
+    """Wait for a condition; fail after ten minutes."""
     deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
@@ -36,12 +36,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Wire:
-    """A client with a session, and models in it."""
+    """Plain HTTP client with a session."""
 
     def __init__(self, base_url: str) -> None:
         self.http = httpx.Client(base_url=f"{base_url}/api/v1", timeout=600)
-        asked = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
-        self.session_id: str = self.ok("create_session", asked)["session_id"]
+        body = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
+        self.session_id: str = self.ok("create_session", body)["session_id"]
         self._models = 0
 
     def __enter__(self) -> Self:
@@ -57,12 +57,12 @@ class Wire:
         return self.http.post(path, json=body)
 
     def beat(self) -> None:
-        """Be heard of."""
+        """Send a heartbeat."""
         self.ok("session_heartbeat", {"session_id": self.session_id})
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Be heard of all the time, however slow everything else is."""
+        """Send heartbeats in a thread, however slow the test is."""
         stop = threading.Event()
 
         def beat() -> None:
@@ -83,68 +83,68 @@ class Wire:
         return response.json()
 
     def model(self, rank: int = 4, seed: int = 0) -> str:
-        number, self._models = self._models, self._models + 1
-        asked = {
+        model_seq_id, self._models = self._models, self._models + 1
+        body = {
             "session_id": self.session_id,
-            "model_seq_id": number,
+            "model_seq_id": model_seq_id,
             "base_model": "tiny-random",
             "lora_config": {"rank": rank, "seed": seed},
         }
-        model_id: str = self.answer(self.ok("create_model", asked))["model_id"]
+        model_id: str = self.result(self.ok("create_model", body))["model_id"]
         return model_id
 
     def batch(
         self,
         model_id: str,
-        number: int,
+        seq_id: int,
         data: Sequence[types.Datum],
         loss_fn: Any = "cross_entropy",
         config: Any = None,
         *,
         forward_only: bool = False,
     ) -> httpx.Response:
-        body = encoded(model_id, number, data, loss_fn, config, forward_only=forward_only)
+        body = encoded(model_id, seq_id, data, loss_fn, config, forward_only=forward_only)
         return self.http.post("forward_backward", content=body)
 
-    def step(self, model_id: str, number: int, rate: float = 0.01) -> httpx.Response:
+    def step(self, model_id: str, seq_id: int, rate: float = 0.01) -> httpx.Response:
         params = {"learning_rate": rate}
         return self.post(
-            "optim_step", {"model_id": model_id, "seq_id": number, "adam_params": params}
+            "optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": params}
         )
 
-    def answer(self, promised: Any) -> Any:
-        """What a promise comes to; the failure, if it is one."""
-        response = self.post("retrieve_future", {"request_id": promised["request_id"]})
+    def result(self, future: Any) -> Any:
+        """Fetch the result of a future; a failure is returned as it is."""
+        response = self.post("retrieve_future", {"request_id": future["request_id"]})
         while response.status_code == 408:
-            response = self.post("retrieve_future", {"request_id": promised["request_id"]})
+            response = self.post("retrieve_future", {"request_id": future["request_id"]})
         assert response.status_code == 200, response.text
         if "protobuf" in response.headers["content-type"]:
             return deserialize_forward_backward_output(response.content)
         return response.json()
 
-    def weights(self, model_id: str, number: int) -> types.ForwardBackwardOutput:
-        """What the model gives for a fixed batch: changes if it does."""
-        response = self.batch(model_id, number, PROBE, forward_only=True)
-        output: types.ForwardBackwardOutput = self.answer(response.json())
+    def probe(self, model_id: str, seq_id: int) -> types.ForwardBackwardOutput:
+        """Output of the model for a fixed batch, which changes with the weights."""
+        response = self.batch(model_id, seq_id, PROBE, forward_only=True)
+        output: types.ForwardBackwardOutput = self.result(response.json())
         return output
 
 
 def encoded(
     model_id: str,
-    number: int,
+    seq_id: int,
     data: Sequence[types.Datum],
     loss_fn: Any = "cross_entropy",
     config: Any = None,
     *,
     forward_only: bool = False,
 ) -> bytes:
-    """A forward_backward request as the SDK sends it."""
+    """Encode a forward_backward request as the SDK does."""
     request = types.ForwardBackwardRequest(
         forward_backward_input=types.ForwardBackwardInput(
             data=list(data), loss_fn=loss_fn, loss_fn_config=config
         ),
         model_id=model_id,
-        seq_id=number,
+        seq_id=seq_id,
     )
     message = forward_backward_request_to_proto(request)
     message.forward_only = forward_only
@@ -157,3 +157,11 @@ PROBE = [
         loss_fn_inputs={"target_tokens": types.TensorData(data=[6, 7, 8, 9], dtype="int64")},
     )
 ]
+
+
+def error_of(response: httpx.Response) -> str:
+    """Message of an HTTP error, checked to be one sentence on one line."""
+    detail: str = response.json()["detail"]
+    assert "\n" not in detail
+    assert detail.endswith(".")
+    return detail

@@ -1,9 +1,9 @@
-"""The engine behind Tinker's own wire protocol, for the unmodified SDK.
+"""HTTP server that puts the engine behind Tinker's own wire protocol, for the unmodified SDK.
 
-A request goes this way: `app` lets it in and finds its route (`*_routes`); `exchange` and `wire`
-read it; the `desk` hands out a ticket (`tickets`) and lets it wait in its model's `line`; then
-the engine works, and the SDK comes back for the answer. `uploads` checks the losses that clients
-upload, and `graphs` runs them.
+Path of a request: `app` authorizes it and dispatches it to a handler in `*_routes`; `http_bodies`
+and `codec` decode it; `state` creates a future for it (`futures`) and queues it in its model's
+`sequencer`; the engine runs it; the SDK polls `future_routes` for the result. `uploaded_loss`
+validates and interprets the losses that clients upload.
 """
 
 from steelyard.engine.server.serving import serve

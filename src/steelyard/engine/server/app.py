@@ -1,4 +1,4 @@
-"""The routes of the Tinker protocol, and who may take them."""
+"""ASGI application: the routes of the Tinker protocol, and access control."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from steelyard.engine.server import (
     session_routes,
     training_routes,
 )
-from steelyard.engine.server.http_errors import FORBIDDEN, UNAUTHORIZED, refusal, sentence
+from steelyard.engine.server.http_errors import (
+    FORBIDDEN,
+    UNAUTHORIZED,
+    one_line,
+    to_http_exception,
+)
 from steelyard.engine.server.state import ServerState
 from steelyard.errors import SteelyardError
 
@@ -72,72 +77,78 @@ ROUTES: list[tuple[str, str, Handler]] = [
 ]
 
 
-def make_app(desk: ServerState) -> Starlette:
-    """The application that serves a desk."""
+def make_app(state: ServerState) -> Starlette:
+    """Application that serves a server state."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        order = asyncio.create_task(desk.keep_order())
+        cleanup = asyncio.create_task(state.clean_up_forever())
         yield
-        order.cancel()
+        cleanup.cancel()
 
     return Starlette(
         routes=[
-            Route(f"/api/v1/{path}", partial(_handle, desk, handler), methods=[method])
+            Route(f"/api/v1/{path}", partial(_handle, state, handler), methods=[method])
             for method, path, handler in ROUTES
         ],
-        middleware=[Middleware(Guard, api_key=desk.settings.api_key)],
-        exception_handlers={HTTPException: _refused},
+        middleware=[Middleware(AccessMiddleware, api_key=state.settings.api_key)],
+        exception_handlers={HTTPException: _error_response},
         lifespan=lifespan,
     )
 
 
-class Guard:
-    """Lets in those who have the key, and no web page: a browser says where a page comes from."""
+class AccessMiddleware:
+    """Rejects requests without the API key, and all requests from web pages.
+
+    A browser sends `Origin` with the cross-origin requests of a page, and the SDK never does: so a
+    page that the user visits cannot reach a server on loopback.
+    """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or turn it away."""
+        """Pass a request on, or reject it."""
         if scope["type"] == "http":
-            refused = self._refusal(Request(scope))
-            if refused is not None:
-                response = _refused(Request(scope), refused)
-                response.headers["connection"] = "close"  # whoever it is, we are done with them
+            error = self._check(Request(scope))
+            if error is not None:
+                response = _error_response(Request(scope), error)
+                # The body is left unread: close the connection instead of draining it.
+                response.headers["connection"] = "close"
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, request: Request) -> HTTPException | None:
+    def _check(self, request: Request) -> HTTPException | None:
         if "origin" in request.headers:
-            return HTTPException(FORBIDDEN, "a web page may not use this server.")
-        given = request.headers.get("x-api-key", "").encode()
-        if self._key is not None and not hmac.compare_digest(given, self._key):
+            return HTTPException(FORBIDDEN, "web pages are not allowed to use this server.")
+        key = request.headers.get("x-api-key", "").encode()
+        # In constant time: the time of `==` would tell how long a guessed prefix is right.
+        if self._key is not None and not hmac.compare_digest(key, self._key):
             return HTTPException(
                 UNAUTHORIZED, "the API key must be the one the server was started with."
             )
         return None
 
 
-async def _handle(desk: ServerState, handler: Handler, request: Request) -> Response:
+async def _handle(state: ServerState, handler: Handler, request: Request) -> Response:
     try:
-        return await handler(desk, request)
+        return await handler(state, request)
     except (HTTPException, SteelyardError) as error:
-        return _refused(request, error)
-    except Exception as error:  # noqa: BLE001 - the server lives
-        return _failed(request, error)
+        return _error_response(request, error)
+    except Exception as error:  # noqa: BLE001 - one request must not stop the server
+        return _internal_error_response(request, error)
 
 
-def _refused(_: Request, error: Exception) -> Response:
-    refused = refusal(error)
-    return JSONResponse({"detail": sentence(refused)}, status_code=refused.status_code)
+def _error_response(_: Request, error: Exception) -> Response:
+    http_error = to_http_exception(error)
+    return JSONResponse({"detail": one_line(http_error)}, status_code=http_error.status_code)
 
 
-def _failed(request: Request, error: Exception) -> Response:
+def _internal_error_response(request: Request, error: Exception) -> Response:
     _LOG.error("%s failed", request.url.path, exc_info=error)
-    # The SDK obeys the header and does not ask again.
+    # The SDK obeys the header and does not retry. The message is only logged: it could hold a path.
     return JSONResponse(
         {"detail": f"the server failed: {type(error).__name__}"},
         status_code=500,

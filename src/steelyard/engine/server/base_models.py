@@ -1,7 +1,7 @@
-"""The base models a server offers, and where the SDK finds their tokenizers.
+"""The base models that a server offers, and the paths of their tokenizers.
 
-The SDK loads a tokenizer with transformers, by a name that the server gives it. That name is the
-path of a folder here, so that nothing is looked for on the Hub.
+The SDK loads a tokenizer with transformers, from a name that the server gives it. This server
+gives the path of a local folder where it can, so that nothing is downloaded from the Hub.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class BaseModel:
     """A base model on offer.
 
     Attributes:
-        name: as the user gave it.
-        tokenizer: what transformers can load its tokenizer from; also a name for the model.
-        context: the most tokens it takes.
+        name: the name with which the server was started.
+        tokenizer: the path or Hub name of its tokenizer; clients can name the model by it too.
+        context: the largest number of tokens in a sequence.
     """
 
     name: str
@@ -34,10 +34,10 @@ class BaseModel:
 
 
 class BaseModels:
-    """The base models on offer, by both their names.
+    """The base models on offer.
 
     Args:
-        contexts: the most tokens each takes, by name.
+        contexts: the context length of each model, by name.
     """
 
     def __init__(self, contexts: Mapping[str, int]) -> None:
@@ -46,10 +46,10 @@ class BaseModels:
         ]
 
     def find(self, name: str) -> BaseModel:
-        """The base model of that name.
+        """Base model with a name or a tokenizer path.
 
         Raises:
-            HTTPException: it is not on offer.
+            HTTPException: no such model is on offer.
         """
         for model in self.offered:
             if name in (model.name, model.tokenizer):
@@ -61,7 +61,7 @@ class BaseModels:
         )
 
     def capabilities(self) -> types.GetServerCapabilitiesResponse:
-        """What the SDK is told of them."""
+        """Response that lists the models for the SDK."""
         return types.GetServerCapabilitiesResponse(
             supported_models=[
                 types.SupportedModel(
@@ -79,22 +79,22 @@ def _tokenizer(name: str) -> str:
     if name == smollm2.NAME:
         return str(smollm2.fetch())
     if name == tiny.NAME:
-        return str(_written())
+        return str(_save_tiny_tokenizer())
     folder = Path(name).expanduser()
     return str(folder.resolve()) if folder.is_dir() else name
 
 
-def _written() -> Path:
-    """The folder of the tokenizer that is made in code."""
+def _save_tiny_tokenizer() -> Path:
+    # Written to a temporary folder and renamed, so that another process sees all of it or nothing.
     folder = smollm2.cache() / "tokenizers" / tiny.NAME
     if not (folder / "tokenizer_config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            made = Path(scratch) / tiny.NAME
-            tiny.tokenizer().save_pretrained(made)
+            temporary = Path(scratch) / tiny.NAME
+            tiny.tokenizer().save_pretrained(temporary)
             try:
-                made.rename(folder)
-            except OSError:  # another server was faster
+                temporary.rename(folder)
+            except OSError:  # another process has written it meanwhile
                 if not (folder / "tokenizer_config.json").is_file():
                     raise
     return folder

@@ -1,7 +1,7 @@
-"""Between the SDK's messages and the engine's types.
+"""Conversion between the SDK's wire messages and the engine's types.
 
-The messages are the SDK's own protobufs and pydantic models; what it offers only one way round,
-the other way round is here.
+The messages are the SDK's own protobufs and pydantic models. The SDK encodes requests and decodes
+results; this module holds the opposite directions.
 """
 
 from __future__ import annotations
@@ -24,34 +24,37 @@ from tinker.proto.request_conv import _tensor_data_to_proto as tensor_to_proto
 from tinker.proto.response_conv import _tensor_data_from_proto as tensor_from_proto
 from tinker.types.topk_logprobs import TopkLogprobs
 
-from steelyard.engine.server.futures import PROTOBUF, Answer
-from steelyard.engine.server.http_errors import BAD_REQUEST, TOO_LARGE, Oversized
+from steelyard.engine.server.futures import PROTOBUF, EncodedResult
+from steelyard.engine.server.http_errors import BAD_REQUEST, TOO_LARGE, BodyTooLarge
 from steelyard.errors import InputError
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
-_MORE = 0x80  # in protobuf's numbers: another byte follows
-_WIDEST = 2  # targets are [T] or [T, K]
+_CONTINUATION_BIT = 0x80  # of a byte of a protobuf varint: another byte follows
+_MAX_RANK = 2  # targets are [T] or [T, K]
 _DTYPES = (pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_INT32)
 
 
 @dataclass(frozen=True)
 class RequestBatch:
-    """A forward or forward_backward request."""
+    """A decoded forward or forward_backward request."""
 
     model_id: str
-    number: int
+    seq_id: int
     data: list[types.Datum]
     loss_fn: str
     config: Mapping[str, float | str]
     backward: bool
 
 
-def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
-    """The body of a request, without its compression.
+def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Decompress the body of a request.
+
+    Reads at most `max_bytes` + 1 bytes of output, so that a small body that expands without end
+    cannot fill the memory.
 
     Raises:
-        HTTPException: it is too large, or is not what it says.
+        HTTPException: the result is too large, or the body is not encoded as it declares.
     """
     if encoding in ("", "identity"):
         return body
@@ -61,36 +64,38 @@ def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
         )
     try:
         with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            plain = reader.read(limit + 1)
+            plain = reader.read(max_bytes + 1)
     except zstandard.ZstdError as error:
         raise HTTPException(
             BAD_REQUEST, f"the body must be zstd, and it is not: {error}"
         ) from error
-    if len(plain) > limit:
-        raise Oversized(f"the body must have at most {limit} bytes unpacked, got more.", plain)
+    if len(plain) > max_bytes:
+        raise BodyTooLarge(
+            f"the body must have at most {max_bytes} bytes unpacked, got more.", plain
+        )
     return plain
 
 
-def read_json(model: type[M], body: bytes) -> M:
-    """A request in JSON.
+def parse_json(model: type[M], body: bytes) -> M:
+    """Parse a request in JSON.
 
     Raises:
-        HTTPException: it is not one of this kind.
+        HTTPException: the body is not a valid `model`.
     """
     try:
         return model.model_validate_json(body)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
+        place = ".".join(str(key) for key in first["loc"])
         where = f"{model.__name__}.{place}" if place else f"a {model.__name__}"
         raise HTTPException(BAD_REQUEST, f"{where} is not right: {first['msg']}.") from error
 
 
 def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
-    """A forward_backward request as it came.
+    """Parse a forward_backward request in protobuf.
 
     Raises:
-        HTTPException: it is not one.
+        HTTPException: the body is not such a message.
     """
     message = pb.ForwardBackwardRequest()
     try:
@@ -102,27 +107,33 @@ def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def start_of_batch(start: bytes) -> tuple[str, int] | None:
-    """The model and the number of a batch of which only the beginning is there.
+def peek_batch_ids(prefix: bytes) -> tuple[str, int] | None:
+    """Model id and sequence id from the first bytes of a forward_backward request.
 
-    The SDK writes them first: a tag, a length and the model's name, a tag and the number.
+    The SDK writes them first: tag, length, model id (UTF-8), tag, sequence id (varint). Returns
+    None if `prefix` does not hold both.
     """
     try:
-        end = 2 + start[1]
-        while start[end := end + 1] & _MORE:
+        end = 2 + prefix[1]  # index of the second tag; the length fits into one byte
+        while prefix[end := end + 1] & _CONTINUATION_BIT:
             pass
-        message = pb.ForwardBackwardRequest.FromString(start[: end + 1])
+        message = pb.ForwardBackwardRequest.FromString(prefix[: end + 1])
     except (IndexError, DecodeError):
         return None
     return message.model_id, message.seq_id
 
 
-def read_batch(message: pb.ForwardBackwardRequest, max_tokens: int, max_bytes: int) -> RequestBatch:
-    """A forward_backward request with the SDK's data.
+def decode_batch(
+    message: pb.ForwardBackwardRequest, max_tokens: int, max_bytes: int
+) -> RequestBatch:
+    """Decode a forward_backward request into the SDK's data types.
+
+    Sizes are checked from the declared shapes, before any tensor is built: a sparse tensor of a
+    few bytes can declare a shape of any size.
 
     Raises:
         InputError: a datum breaks a rule.
-        HTTPException: there are too many tokens.
+        HTTPException: there are too many tokens, or the tensors are too large.
     """
     tokens = sum(
         len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input
@@ -131,7 +142,7 @@ def read_batch(message: pb.ForwardBackwardRequest, max_tokens: int, max_bytes: i
         raise HTTPException(
             TOO_LARGE, f"a request must hold at most {max_tokens} tokens, got {tokens}."
         )
-    sizes = [_elements(i, d) for i, d in enumerate(message.data)]
+    sizes = [_count_elements(i, d) for i, d in enumerate(message.data)]
     if sum(sizes) * 4 > max_bytes:
         raise HTTPException(
             TOO_LARGE,
@@ -144,30 +155,31 @@ def read_batch(message: pb.ForwardBackwardRequest, max_tokens: int, max_bytes: i
     return RequestBatch(
         message.model_id,
         message.seq_id,
-        [_datum(i, d) for i, d in enumerate(message.data)],
+        [_decode_datum(i, d) for i, d in enumerate(message.data)],
         message.loss_fn,
         config,
         not message.forward_only,
     )
 
 
-def output_answer(output: types.ForwardBackwardOutput) -> Answer:
-    """What forward and forward_backward give."""
+def encode_output(output: types.ForwardBackwardOutput) -> EncodedResult:
+    """Encode the output of forward or forward_backward."""
     message = pb.ForwardBackwardOutput(
         loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics
     )
-    # A record holds data of one width; the SDK puts them back in this order.
-    for _, group in groupby(output.loss_fn_outputs, key=_widths):
+    # A record batches data whose tensors differ in T alone, so consecutive data of the same
+    # trailing shape share one; the SDK concatenates the records in this order.
+    for _, group in groupby(output.loss_fn_outputs, key=_trailing_shapes):
         records = list(group)
         record = message.loss_fn_outputs.add(num_datums=len(records))
         record.type_tag = output.loss_fn_output_type
         for name in records[0]:
-            record.fields[name].CopyFrom(_batched([datum[name] for datum in records]))
-    return Answer(message.SerializeToString(), PROTOBUF)
+            record.fields[name].CopyFrom(_batch_tensors([datum[name] for datum in records]))
+    return EncodedResult(message.SerializeToString(), PROTOBUF)
 
 
-def sample_answer(response: types.SampleResponse) -> Answer:
-    """What sampling gives."""
+def encode_samples(response: types.SampleResponse) -> EncodedResult:
+    """Encode sampled sequences."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
     for sequence in response.sequences:
         added = message.sequences.add(
@@ -179,11 +191,11 @@ def sample_answer(response: types.SampleResponse) -> Answer:
         if sequence.logprobs is not None:
             added.logprobs = _bytes(sequence.logprobs, np.float32)
         if sequence.topk_logprobs_np is not None:
-            added.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk_logprobs_np))
+            added.topk_sampled_logprobs.CopyFrom(_encode_topk(sequence.topk_logprobs_np))
     if response.prompt_logprobs_np is not None:
         message.prompt_logprobs = _bytes(response.prompt_logprobs_np, np.float32)
     if response.topk_prompt_logprobs_np is not None:
-        message.topk_prompt_logprobs.CopyFrom(_topk(response.topk_prompt_logprobs_np))
+        message.topk_prompt_logprobs.CopyFrom(_encode_topk(response.topk_prompt_logprobs_np))
     if response.target_prompt_logprobs is not None:
         message.target_prompt_logprobs.CopyFrom(tensor_to_proto(response.target_prompt_logprobs))
     if response.prompt_alt_tokens is not None:
@@ -193,15 +205,15 @@ def sample_answer(response: types.SampleResponse) -> Answer:
         message.prompt_alt_tokens.logprobs.CopyFrom(
             tensor_to_proto(response.prompt_alt_tokens.logprobs)
         )
-    return Answer(message.SerializeToString(), PROTOBUF)
+    return EncodedResult(message.SerializeToString(), PROTOBUF)
 
 
-def json_answer(response: pydantic.BaseModel) -> Answer:
-    """What everything else gives."""
-    return Answer(response.model_dump_json().encode())
+def encode_json(response: pydantic.BaseModel) -> EncodedResult:
+    """Encode a result in JSON."""
+    return EncodedResult(response.model_dump_json().encode())
 
 
-def _datum(index: int, datum: pb.Datum) -> types.Datum:
+def _decode_datum(index: int, datum: pb.Datum) -> types.Datum:
     chunks = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
@@ -214,15 +226,16 @@ def _datum(index: int, datum: pb.Datum) -> types.Datum:
     return types.Datum(
         model_input=types.ModelInput(chunks=list(chunks)),
         loss_fn_inputs={
-            name: _tensor(index, name, tensor) for name, tensor in datum.loss_fn_inputs.items()
+            name: _decode_tensor(index, name, tensor)
+            for name, tensor in datum.loss_fn_inputs.items()
         },
     )
 
 
-def _elements(index: int, datum: pb.Datum) -> int:
-    """How many numbers the tensors of a datum have once they are whole."""
+def _count_elements(index: int, datum: pb.Datum) -> int:
+    """Number of elements of a datum's tensors, the zeros of sparse ones counted."""
     for name, tensor in datum.loss_fn_inputs.items():
-        if any(size < 0 for size in tensor.shape) or len(tensor.shape) > _WIDEST:
+        if any(size < 0 for size in tensor.shape) or len(tensor.shape) > _MAX_RANK:
             raise InputError(
                 f"data[{index}].loss_fn_inputs[{name!r}] must have a shape of at most two sizes "
                 f">= 0, got {list(tensor.shape)}."
@@ -230,12 +243,12 @@ def _elements(index: int, datum: pb.Datum) -> int:
     return sum(math.prod(tensor.shape) for tensor in datum.loss_fn_inputs.values())
 
 
-def _tensor(index: int, name: str, tensor: pb.Tensor) -> types.TensorData:
+def _decode_tensor(index: int, name: str, tensor: pb.Tensor) -> types.TensorData:
     where = f"data[{index}].loss_fn_inputs[{name!r}]"
     if tensor.dtype not in _DTYPES:
         raise InputError(f"{where} must be float32, int64 or int32, got the type {tensor.dtype}.")
     if not tensor.shape and tensor.WhichOneof("encoding") == "dense":
-        # The SDK sends no shape for a plain list; nor for a single number.
+        # The SDK sends no shape for a plain list, nor for a scalar: both become vectors.
         tensor.shape.append(len(tensor.dense) // (8 if tensor.dtype == pb.DTYPE_INT64 else 4))
     try:
         return tensor_from_proto(tensor)
@@ -246,22 +259,25 @@ def _tensor(index: int, name: str, tensor: pb.Tensor) -> types.TensorData:
         ) from error
 
 
-def _widths(datum: Mapping[str, types.TensorData]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _trailing_shapes(
+    datum: Mapping[str, types.TensorData],
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, tuple(data.to_numpy().shape[1:])) for name, data in datum.items())
 
 
-def _batched(rows: list[types.TensorData]) -> pb.BatchedTensor:
+def _batch_tensors(rows: list[types.TensorData]) -> pb.BatchedTensor:
     arrays = [row.to_numpy() for row in rows]
-    ends = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
+    # Datum i is data[offsets[i]:offsets[i + 1]], in bytes.
+    offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
     return pb.BatchedTensor(
         data=b"".join(array.tobytes() for array in arrays),
-        offsets=ends.tobytes(),
+        offsets=offsets.tobytes(),
         dtype=pb.DTYPE_INT64 if rows[0].dtype == "int64" else pb.DTYPE_FLOAT32,
         trailing_shape=arrays[0].shape[1:],
     )
 
 
-def _topk(top: TopkLogprobs) -> pb.TopkLogprobs:
+def _encode_topk(top: TopkLogprobs) -> pb.TopkLogprobs:
     length, k = top.token_ids.shape
     return pb.TopkLogprobs(
         token_ids=_bytes(top.token_ids, np.int32),

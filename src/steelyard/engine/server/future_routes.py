@@ -1,4 +1,4 @@
-"""Requests for the answers to other requests."""
+"""Endpoints that fetch or cancel the results of earlier requests."""
 
 from __future__ import annotations
 
@@ -15,52 +15,55 @@ from steelyard.engine.server import http_bodies
 from steelyard.engine.server.http_errors import GONE, STOPPING, not_found
 from steelyard.engine.server.state import ServerState
 
-# Not a refusal: with this status the SDK asks again at once.
+# Not an error: with this status the SDK polls again at once.
 _TRY_AGAIN = 408
 
 
-class Cancel(pydantic.BaseModel):
-    """Which request is not wanted any more."""
+class CancelFutureRequest(pydantic.BaseModel):
+    """Body of a cancel_future request."""
 
     request_id: str
 
 
-async def retrieve_future(desk: ServerState, request: Request) -> Response:
-    """The answer to one request; held until it is there, for a while."""
-    asked = await http_bodies.json_of(request, FutureRetrieveRequest, desk.settings.max_body)
-    ticket = desk.tickets.get(asked.request_id)
-    if ticket is None:
-        raise not_found("request_id", asked.request_id, "answers are kept for a while only")
-    with desk.sessions.waiting(ticket.session_id):
-        answer = await http_bodies.while_there(request, ticket.wait(desk.settings.poll_seconds))
-    if answer is not None:
-        return http_bodies.handed_out(answer)
-    pending = TryAgainResponse(request_id=ticket.name, queue_state="active")
+async def retrieve_future(state: ServerState, request: Request) -> Response:
+    """Return the result of a request; hold the connection until it is available."""
+    body = await http_bodies.read_json(request, FutureRetrieveRequest, state.settings.max_body)
+    future = state.futures.get(body.request_id)
+    if future is None:
+        raise not_found("request_id", body.request_id, "results are kept for a while only")
+    with state.sessions.polling(future.session_id):
+        waiting = future.wait(state.settings.poll_seconds)
+        result = await http_bodies.wait_while_connected(request, waiting)
+    if result is not None:
+        return http_bodies.result_response(result)
+    pending = TryAgainResponse(request_id=future.request_id, queue_state="active")
     return JSONResponse(pending.model_dump(), status_code=_TRY_AGAIN)
 
 
-async def retrieve_futures(desk: ServerState, request: Request) -> Response:
-    """Which requests of a sampler are done; held until one is, for a while."""
-    asked = await http_bodies.json_of(request, FuturesRetrieveRequest, desk.settings.max_body)
-    if desk.stopping:
+async def retrieve_futures(state: ServerState, request: Request) -> Response:
+    """Return which requests of a sampler have completed; hold the connection until one has."""
+    body = await http_bodies.read_json(request, FuturesRetrieveRequest, state.settings.max_body)
+    if state.stopping:
         raise HTTPException(GONE, STOPPING)
-    sampler = desk.samplers.get(asked.target.sampling_session_id)
-    for name in asked.retrieved_request_ids:
-        ticket = desk.tickets.get(name)
-        if ticket is not None and name.startswith(f"{sampler.sampler_id}:"):
-            desk.tickets.drop(ticket)
-    news = sampler.news_of(asked.target.cloned_sampler_id)
-    with desk.sessions.waiting(sampler.session_id):
-        waiting = news.after(asked.prev_cursor, desk.settings.poll_seconds)
-        found = await http_bodies.while_there(request, waiting)
-    completions, cursor = found or ([], asked.prev_cursor)
-    return http_bodies.reply(FuturesRetrieveResponse(completions=completions, cursor=cursor))
+    sampler = state.samplers.get(body.target.sampling_session_id)
+    for request_id in body.retrieved_request_ids:  # acknowledged, so the results can go
+        future = state.futures.get(request_id)
+        if future is not None and request_id.startswith(f"{sampler.sampler_id}:"):
+            state.futures.drop(future)
+    log = sampler.completions_of(body.target.cloned_sampler_id)
+    with state.sessions.polling(sampler.session_id):
+        waiting = log.read_after(body.prev_cursor, state.settings.poll_seconds)
+        entries = await http_bodies.wait_while_connected(request, waiting)
+    completions, cursor = entries or ([], body.prev_cursor)
+    return http_bodies.json_response(
+        FuturesRetrieveResponse(completions=completions, cursor=cursor)
+    )
 
 
-async def cancel_future(desk: ServerState, request: Request) -> Response:
-    """Give up a request that was not begun."""
-    asked = await http_bodies.json_of(request, Cancel, desk.settings.max_body)
-    ticket = desk.tickets.get(asked.request_id)
-    if ticket is not None and ticket.verb == "asample":
-        ticket.abandon("the request was cancelled.")
+async def cancel_future(state: ServerState, request: Request) -> Response:
+    """Cancel a sampling request that has not started."""
+    body = await http_bodies.read_json(request, CancelFutureRequest, state.settings.max_body)
+    future = state.futures.get(body.request_id)
+    if future is not None and future.request_type == "asample":
+        future.cancel("the request was cancelled.")
     return JSONResponse(None)

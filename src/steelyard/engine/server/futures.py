@@ -1,7 +1,8 @@
-"""ServerFutures: the answers that clients come back for.
+"""Futures of the wire protocol: results that clients fetch with a later request.
 
-A request that takes time is answered at once with a ticket's name; its answer is fetched with
-another request, which is held until the answer is there. All of this lives on the event loop.
+A request that takes time is answered at once with a request id. The client fetches the result
+with `retrieve_future`, which is held open until the result is available. Everything in this
+module runs on the event loop; only the callbacks of engine futures run on engine threads.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from steelyard.engine.server.http_errors import (
     BAD_REQUEST,
     ENGINE_FAILED,
     STOPPING,
-    is_clients_fault,
-    refusal,
-    sentence,
+    is_client_error,
+    one_line,
+    to_http_exception,
 )
 from steelyard.errors import ClosedError
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
-_MOST_KEPT = 8192
+_MAX_FUTURES = 8192
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a ticket is exchanged for.
+class EncodedResult:
+    """Result of a request, encoded for the wire.
 
     Attributes:
-        body: as it is sent.
-        media_type: of the body.
-        failed: whether it says what went wrong.
+        body: the bytes of the response.
+        media_type: the content type of the body.
+        failed: whether the body describes a failure.
     """
 
     body: bytes
@@ -51,170 +52,182 @@ class Answer:
 
 @dataclass(eq=False)
 class ServerFuture:
-    """A request under way, or done.
+    """A request that is queued, running or done.
 
     Attributes:
-        name: what the client comes back with.
-        verb: what was asked.
-        session_id: of the client.
-        work: the engine's future, once it was begun.
-        answer: None until it is there.
-        refused: the status and the sentence with which it was turned away at once, if it was.
-        fetched: when its answer was first fetched.
+        request_id: the id with which the client fetches the result.
+        request_type: the type of the request, such as `optim_step`.
+        session_id: the id of the client's session.
+        engine_future: the engine's future while the engine has the request.
+        result: None until it is available.
+        rejection: status and message, if the request was answered with an HTTP error.
+        fetched_at: time of the first fetch, by the monotonic clock.
     """
 
-    name: str
-    verb: str
+    request_id: str
+    request_type: str
     session_id: str
-    work: Future[Any] | None = None
-    answer: Answer | None = None
-    refused: tuple[int, str] | None = None
-    fetched: float | None = None
-    _there: asyncio.Event = field(default_factory=asyncio.Event)
-    _listeners: list[Callable[[ServerFuture], None]] = field(default_factory=list)
+    engine_future: Future[Any] | None = None
+    result: EncodedResult | None = None
+    rejection: tuple[int, str] | None = None
+    fetched_at: float | None = None
+    _done: asyncio.Event = field(default_factory=asyncio.Event)
+    _callbacks: list[Callable[[ServerFuture], None]] = field(default_factory=list)
 
-    def settle(self, answer: Answer) -> None:
-        """Here is the answer; the first one counts."""
-        if self.answer is None:
-            self.answer = answer
-            self._there.set()
-            for listener in self._listeners:
-                listener(self)
-            # They know this ticket: a circle would keep what they hold, a model perhaps.
-            self.work, self._listeners = None, []
+    def settle(self, result: EncodedResult) -> None:
+        """Set the result and call the callbacks; calls after the first do nothing."""
+        if self.result is None:
+            self.result = result
+            self._done.set()
+            for callback in self._callbacks:
+                callback(self)
+            # Callbacks and the engine future refer to this future: clear them, or the cycle keeps
+            # what they hold alive, possibly a model.
+            self.engine_future, self._callbacks = None, []
 
-    def when_settled(self, listener: Callable[[ServerFuture], None]) -> None:
-        """Call `listener` when the answer is there."""
-        self._listeners.append(listener)
+    def add_done_callback(self, callback: Callable[[ServerFuture], None]) -> None:
+        """Call `callback` with this future when its result is set."""
+        self._callbacks.append(callback)
 
-    def follow(
+    def settle_from(
         self,
-        work: Future[T],
-        encode: Callable[[T], Answer],
-        then: Callable[[T], None] = lambda _: None,
+        engine_future: Future[T],
+        encode: Callable[[T], EncodedResult],
+        on_success: Callable[[T], None] = lambda _: None,
     ) -> None:
-        """Settle with what the engine gives.
+        """Settle with the outcome of an engine future.
 
         Args:
-            work: the engine's future.
-            encode: makes the answer, on the engine's thread.
-            then: called with what it gave, on the loop, before the answer is there.
+            engine_future: the future to wait for.
+            encode: encodes its value, on the engine's thread.
+            on_success: called with its value, on the event loop, before the result is set.
         """
         loop = asyncio.get_running_loop()
-        self.work = work
+        self.engine_future = engine_future
 
-        def finish(given: list[T], answer: Answer) -> None:
-            for value in given:
-                then(value)
-            self.settle(answer)
+        def finish(values: list[T], result: EncodedResult) -> None:
+            for value in values:
+                on_success(value)
+            self.settle(result)
 
-        def finished(done: Future[T]) -> None:
-            answer = _answer_of(done, encode)
-            given = [] if answer.failed else [done.result()]
-            # The loop is closed once the server has stopped, and nobody waits any more.
+        def on_done(done: Future[T]) -> None:
+            result = _encode_outcome(done, encode)
+            values = [] if result.failed else [done.result()]
+            # RuntimeError: the loop is closed, as the server has stopped and no client waits.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(finish, given, answer)
+                loop.call_soon_threadsafe(finish, values, result)
 
-        work.add_done_callback(finished)
+        engine_future.add_done_callback(on_done)
 
-    def turn_away(self, error: Exception) -> None:
-        """Settle with an error that came before the work began.
+    def reject(self, error: Exception) -> None:
+        """Settle with an error that was raised before the engine began.
 
         Raises:
-            Exception: the error, if it comes from what was asked. If it does not, the client
-                hears of it when it comes for the answer: a status of 500 would have it ask again.
+            Exception: `error`, if the request caused it. Any other error is reported only when
+                the client fetches the result: a status of 500 would make the SDK retry.
         """
-        self.settle(_failure_of(error))
-        if is_clients_fault(error):
-            # Not the error itself: it would keep what was asked, which may be large.
-            self.refused = refusal(error).status_code, sentence(error)
-            self.fetched = time.monotonic()
+        self.settle(_encode_error(error))
+        if is_client_error(error):
+            # Not the exception itself: its traceback would keep the request alive, which may be
+            # large.
+            self.rejection = to_http_exception(error).status_code, one_line(error)
+            self.fetched_at = time.monotonic()
             raise error
 
-    def check(self) -> None:
-        """Nothing, unless the request was turned away: then so is whoever sends it again.
+    def raise_if_rejected(self) -> None:
+        """Raise the same HTTP error again when a rejected request is sent again.
 
         Raises:
-            HTTPException: what it was turned away with.
+            HTTPException: the request was rejected.
         """
-        if self.refused is not None:
-            raise HTTPException(*self.refused)
+        if self.rejection is not None:
+            raise HTTPException(*self.rejection)
 
-    def abandon(self, why: str, category: RequestErrorCategory = RequestErrorCategory.User) -> None:
-        """Give up what was not begun; what runs is finished."""
-        if self.work is None or self.work.cancel():
-            self.settle(failure(why, category))
+    def cancel(
+        self, reason: str, category: RequestErrorCategory = RequestErrorCategory.User
+    ) -> None:
+        """Fail the request with `reason` unless the engine is already running it."""
+        if self.engine_future is None or self.engine_future.cancel():
+            self.settle(failed_result(reason, category))
 
-    async def wait(self, seconds: float) -> Answer | None:
-        """The answer, or None if it takes longer."""
+    async def wait(self, seconds: float) -> EncodedResult | None:
+        """Result of the request, or None if it takes longer than `seconds`."""
         try:
-            await asyncio.wait_for(self._there.wait(), seconds)
+            await asyncio.wait_for(self._done.wait(), seconds)
         except TimeoutError:
             return None
-        if self.fetched is None:
-            self.fetched = time.monotonic()
-        return self.answer
+        if self.fetched_at is None:
+            self.fetched_at = time.monotonic()
+        return self.result
 
 
 class ServerFutures:
-    """All tickets, by name."""
+    """All futures of a server, by request id."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, ServerFuture] = {}
+        self._by_id: dict[str, ServerFuture] = {}
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._by_id)
 
     def __iter__(self) -> Iterator[ServerFuture]:
-        return iter(list(self._by_name.values()))
+        return iter(list(self._by_id.values()))
 
-    def get(self, name: str) -> ServerFuture | None:
-        """The ticket of that name, if it is still kept."""
-        return self._by_name.get(name)
+    def get(self, request_id: str) -> ServerFuture | None:
+        """Future of a request, or None if there is none or it was dropped."""
+        return self._by_id.get(request_id)
 
-    def issue(self, name: str, verb: str, session_id: str) -> ServerFuture:
-        """A new ticket. If there are very many, the oldest that has its answer is dropped."""
-        if len(self) >= _MOST_KEPT:
-            for ticket in self._by_name.values():
-                if ticket.answer is not None:
-                    self.drop(ticket)
+    def create(self, request_id: str, request_type: str, session_id: str) -> ServerFuture:
+        """Create a future; at the limit, drop the oldest one that has a result."""
+        if len(self) >= _MAX_FUTURES:
+            for future in self._by_id.values():
+                if future.result is not None:
+                    self.drop(future)
                     break
-        ticket = self._by_name[name] = ServerFuture(name, verb, session_id)
-        return ticket
+        future = self._by_id[request_id] = ServerFuture(request_id, request_type, session_id)
+        return future
 
-    def drop(self, ticket: ServerFuture) -> None:
-        """Keep a ticket no longer."""
-        self._by_name.pop(ticket.name, None)
+    def drop(self, future: ServerFuture) -> None:
+        """Remove a future; its result can no longer be fetched."""
+        self._by_id.pop(future.request_id, None)
 
-    def forget_fetched(self, seconds: float) -> None:
-        """Drop the tickets whose answers were fetched so long ago."""
+    def drop_fetched(self, seconds: float) -> None:
+        """Drop the futures whose results were fetched more than `seconds` ago."""
         now = time.monotonic()
-        for ticket in self:
-            if ticket.fetched is not None and now - ticket.fetched > seconds:
-                self.drop(ticket)
+        for future in self:
+            if future.fetched_at is not None and now - future.fetched_at > seconds:
+                self.drop(future)
 
 
-def failure(why: str, category: RequestErrorCategory) -> Answer:
-    """An answer that makes the SDK raise at once. A status of 500 would make it ask for ever."""
-    said = RequestFailedResponse(error=why, category=category).model_dump(mode="json")
-    fault = category is RequestErrorCategory.User
-    said["status"] = BAD_REQUEST if fault else ENGINE_FAILED
-    return Answer(json.dumps(said).encode(), failed=True)
+def failed_result(reason: str, category: RequestErrorCategory) -> EncodedResult:
+    """Result that makes the SDK raise at once.
+
+    It is sent with the HTTP status 200 and carries the status of the failure in its body: an HTTP
+    status of 500 would make the SDK retry without end.
+    """
+    body = RequestFailedResponse(error=reason, category=category).model_dump(mode="json")
+    by_client = category is RequestErrorCategory.User
+    body["status"] = BAD_REQUEST if by_client else ENGINE_FAILED
+    return EncodedResult(json.dumps(body).encode(), failed=True)
 
 
-def _answer_of(work: Future[T], encode: Callable[[T], Answer]) -> Answer:
+def _encode_outcome(
+    engine_future: Future[T], encode: Callable[[T], EncodedResult]
+) -> EncodedResult:
     try:
-        return encode(work.result())
+        return encode(engine_future.result())
     except CancelledError:
-        return failure("the request was cancelled before it began.", RequestErrorCategory.User)
-    except Exception as error:  # noqa: BLE001 - whatever the engine raised, the client hears of it
-        return _failure_of(error)
+        return failed_result(
+            "the request was cancelled before it began.", RequestErrorCategory.User
+        )
+    except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
+        return _encode_error(error)
 
 
-def _failure_of(error: Exception) -> Answer:
-    if is_clients_fault(error):
-        return failure(sentence(error), RequestErrorCategory.User)
+def _encode_error(error: Exception) -> EncodedResult:
+    if is_client_error(error):
+        return failed_result(one_line(error), RequestErrorCategory.User)
     if isinstance(error, ClosedError):
-        return failure(STOPPING, RequestErrorCategory.Server)
-    why = f"the engine failed: {type(error).__name__}: {sentence(error)}"
-    return failure(why, RequestErrorCategory.Server)
+        return failed_result(STOPPING, RequestErrorCategory.Server)
+    reason = f"the engine failed: {type(error).__name__}: {one_line(error)}"
+    return failed_result(reason, RequestErrorCategory.Server)

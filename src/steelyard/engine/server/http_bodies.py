@@ -1,4 +1,4 @@
-"""A request and its reply: bodies within limits, and replies in the SDK's forms."""
+"""HTTP bodies: request bodies read within limits, and responses in the SDK's formats."""
 
 from __future__ import annotations
 
@@ -12,77 +12,80 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from tinker import types
 
-from steelyard.engine.server.codec import read_json, unpacked
-from steelyard.engine.server.futures import JSON, Answer, ServerFuture
-from steelyard.engine.server.http_errors import BAD_REQUEST, Oversized
+from steelyard.engine.server.codec import decompress, parse_json
+from steelyard.engine.server.futures import JSON, EncodedResult, ServerFuture
+from steelyard.engine.server.http_errors import BAD_REQUEST, BodyTooLarge
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 T = TypeVar("T")
 
 
-async def body_of(request: Request, limit: int) -> bytes:
-    """The body of a request, unpacked.
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the body of a request and decompress it.
 
     Raises:
-        HTTPException: it is larger than it may be, or breaks off.
+        HTTPException: the body is too large, incomplete, or not encoded as it declares.
     """
-    parts: list[bytes] = []
+    chunks: list[bytes] = []
     size = 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                start = b"".join([*parts[:1], part])
-                raise Oversized(f"the body must have at most {limit} bytes, got more.", start)
-            parts.append(part)
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                # The first bytes identify the request, so that the requests behind it can run.
+                prefix = b"".join([*chunks[:1], chunk])
+                raise BodyTooLarge(
+                    f"the body must have at most {max_bytes} bytes, got more.", prefix
+                )
+            chunks.append(chunk)
     except ClientDisconnect as error:
         raise HTTPException(BAD_REQUEST, "the body must be whole, and it broke off.") from error
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if not encoding:
-        return b"".join(parts)
-    return await asyncio.to_thread(unpacked, b"".join(parts), encoding, limit)
+        return b"".join(chunks)
+    return await asyncio.to_thread(decompress, b"".join(chunks), encoding, max_bytes)
 
 
-async def json_of(request: Request, model: type[M], limit: int) -> M:
-    """A request in JSON.
+async def read_json(request: Request, model: type[M], max_bytes: int) -> M:
+    """Read a request in JSON.
 
     Raises:
-        HTTPException: it is none of this kind.
+        HTTPException: the body is too large or not a valid `model`.
     """
-    return await asyncio.to_thread(read_json, model, await body_of(request, limit))
+    return await asyncio.to_thread(parse_json, model, await read_body(request, max_bytes))
 
 
-async def while_there(request: Request, waiting: Coroutine[Any, Any, T]) -> T | None:
-    """What `waiting` gives; None if the client has gone before.
+async def wait_while_connected(request: Request, waiting: Coroutine[Any, Any, T]) -> T | None:
+    """Await `waiting`; None if the client disconnects first.
 
-    The body must have been read: what comes next is the end of the connection.
+    The body of the request must have been read: the next ASGI message is then the disconnect.
     """
-    gone = asyncio.ensure_future(request.receive())
-    work = asyncio.ensure_future(waiting)
+    disconnected = asyncio.ensure_future(request.receive())
+    task = asyncio.ensure_future(waiting)
     try:
-        await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
+        await asyncio.wait({disconnected, task}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
-        gone.cancel()
-        work.cancel()
+        disconnected.cancel()
+        task.cancel()
 
 
-def reply(model: pydantic.BaseModel) -> Response:
-    """A reply in JSON."""
+def json_response(model: pydantic.BaseModel) -> Response:
+    """Response with a model in JSON."""
     return Response(model.model_dump_json(), media_type=JSON)
 
 
-def handed_out(answer: Answer) -> Response:
-    """What a ticket was exchanged for."""
-    return Response(answer.body, media_type=answer.media_type)
+def result_response(result: EncodedResult) -> Response:
+    """Response with the result of a future."""
+    return Response(result.body, media_type=result.media_type)
 
 
-def promise(
-    ticket: ServerFuture, model_id: str | None = None, sequences: list[str] | None = None
+def future_response(
+    future: ServerFuture, model_id: str | None = None, sequence_ids: list[str] | None = None
 ) -> Response:
-    """A ticket's name, to come back with."""
-    return reply(
+    """Response with the request id of a future, for the client to fetch the result with."""
+    return json_response(
         types.UntypedAPIFuture(
-            request_id=ticket.name, model_id=model_id, sample_sequence_ids=sequences
+            request_id=future.request_id, model_id=model_id, sample_sequence_ids=sequence_ids
         )
     )

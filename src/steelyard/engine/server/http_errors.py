@@ -1,7 +1,7 @@
-"""How the server says no: a status the SDK does not retry, and one sentence.
+"""HTTP errors: statuses that the SDK does not retry, each with a message of one sentence.
 
-The SDK tries again after 408, 409, 429 and every 5xx, some of them for ever, so a request that
-cannot succeed is never answered with one of these.
+The SDK retries after 408, 409, 429 and every 5xx, some of them without end. A request that
+cannot succeed is therefore never answered with one of these.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ TOO_LARGE = 413
 ENGINE_FAILED = 500
 
 STOPPING = "the server is stopping."
-_START = 1024
+_PREFIX_BYTES = 1024
 
 
-class Oversized(HTTPException):
-    """A body is over the limit; `start` is how it begins."""
+class BodyTooLarge(HTTPException):
+    """Raised when a body exceeds the limit; `prefix` holds its first bytes."""
 
-    def __init__(self, detail: str, start: bytes) -> None:
+    def __init__(self, detail: str, prefix: bytes) -> None:
         super().__init__(TOO_LARGE, detail)
-        self.start = start[:_START]
+        self.prefix = prefix[:_PREFIX_BYTES]
 
 
-def refusal(error: Exception) -> HTTPException:
-    """What to answer when `error` was raised by what a client sent."""
+def to_http_exception(error: Exception) -> HTTPException:
+    """HTTP exception that reports an error caused by a request."""
     if isinstance(error, HTTPException):
         return error
-    return HTTPException(BAD_REQUEST, sentence(error))
+    return HTTPException(BAD_REQUEST, one_line(error))
 
 
-def is_clients_fault(error: BaseException) -> bool:
-    """Whether an error comes from what was asked, not from the engine or its end."""
-    asked = isinstance(error, SteelyardError | HTTPException)
-    return asked and not isinstance(error, ClosedError)
+def is_client_error(error: BaseException) -> bool:
+    """Return whether the request caused an error, not the engine or its shutdown."""
+    from_request = isinstance(error, SteelyardError | HTTPException)
+    return from_request and not isinstance(error, ClosedError)
 
 
-def sentence(error: BaseException) -> str:
-    """What an error says, in one line."""
-    said = error.detail if isinstance(error, HTTPException) else str(error)
-    line = " ".join(said.split()) or type(error).__name__
+def one_line(error: BaseException) -> str:
+    """Message of an error on one line, ending with a full stop."""
+    message = error.detail if isinstance(error, HTTPException) else str(error)
+    line = " ".join(message.split()) or type(error).__name__
     return line if line.endswith(".") else f"{line}."
 
 
-def not_found(what: str, name: str, cure: str) -> HTTPException:
-    """There is no such thing."""
-    return HTTPException(NOT_FOUND, f"{what} must be one that is here, got {name!r}: {cure}.")
+def not_found(field: str, value: str, cure: str) -> HTTPException:
+    """404 error for a name that does not exist on this server."""
+    return HTTPException(NOT_FOUND, f"{field} must be one that is here, got {value!r}: {cure}.")

@@ -1,4 +1,4 @@
-"""A server that runs in a thread."""
+"""A server in a background thread, from start to stop."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from steelyard.engine.server.state import ServerState
 from steelyard.engine.service_client import LocalServiceClient
 from steelyard.errors import InputError
 
-# After the step has been finished; for replies that are under way.
-_LAST_REPLIES = 5
+# For responses that are still being sent when the server stops.
+_SHUTDOWN_SECONDS = 5
 
 
 class RunningServer:
-    """The engine, the desk and the web server, from the start to the stop.
+    """The engine, the server state and the web server.
 
     Args:
-        base_models: the names of those on offer; they are loaded before the server listens.
-        host: where to listen.
-        port: so too; 0 takes a free one.
+        base_models: the names of the models on offer; they are loaded before the server listens.
+        host: the address to listen on.
+        port: the port to listen on; 0 takes a free one.
         engine: arguments of `LocalServiceClient`.
-        settings: of `ServerSettings`.
+        settings: arguments of `ServerSettings`.
 
     Attributes:
-        base_url: where clients find it.
+        base_url: the URL for clients.
         models: the base models on offer.
     """
 
@@ -44,81 +44,84 @@ class RunningServer:
         engine: Mapping[str, Any],
         settings: Mapping[str, Any],
     ) -> None:
-        limits = _settings(settings)
+        limits = _parse_settings(settings)
         check_host(host, limits.api_key)
         if not base_models:
             raise InputError("base_model must name at least one model, got none.")
-        listening = _listen(host, port)
+        listener = _listen(host, port)
         try:
             service = LocalServiceClient(**engine)
             contexts = {name: service.load(name).context for name in base_models}
             self.models = BaseModels(contexts)
-            self._desk = ServerState(service, self.models, limits)
-            self._start(listening)
+            self._state = ServerState(service, self.models, limits)
+            self._start(listener)
         except BaseException:
-            listening.close()
+            listener.close()
             raise
-        shown = f"[{host}]" if ":" in host else host
-        self.base_url = f"http://{shown}:{listening.getsockname()[1]}"
+        url_host = f"[{host}]" if ":" in host else host  # IPv6
+        self.base_url = f"http://{url_host}:{listener.getsockname()[1]}"
 
     def stop(self) -> None:
-        """Finish the step that runs, answer, and end."""
-        asyncio.run_coroutine_threadsafe(self._desk.stop(), self._loop).result()
+        """Finish the running step, fail the queued requests, and stop listening."""
+        asyncio.run_coroutine_threadsafe(self._state.stop(), self._loop).result()
         self._server.should_exit = True
         self._thread.join()
         self._loop.close()
 
-    def _start(self, listening: socket.socket) -> None:
+    def _start(self, listener: socket.socket) -> None:
         config = uvicorn.Config(
-            make_app(self._desk),
+            make_app(self._state),
             log_level="warning",
             access_log=False,
             lifespan="on",
-            timeout_graceful_shutdown=_LAST_REPLIES,
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
         self._server = _UvicornServer(config)
         self._loop = asyncio.new_event_loop()
 
-        def work() -> None:
-            self._loop.run_until_complete(self._server.serve(sockets=[listening]))
+        def run() -> None:
+            self._loop.run_until_complete(self._server.serve(sockets=[listener]))
 
-        self._thread = threading.Thread(target=work, name="steelyard-serve", daemon=True)
+        self._thread = threading.Thread(target=run, name="steelyard-serve", daemon=True)
         self._thread.start()
-        self._server.listens.wait()
+        self._server.started_listening.wait()
 
 
 class _UvicornServer(uvicorn.Server):
-    """Says when it listens."""
+    """Uvicorn server with an event for the moment it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.listens = threading.Event()
+        self.started_listening = threading.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start to listen, then set the event."""
         await super().startup(sockets)
-        self.listens.set()
+        self.started_listening.set()
 
 
-def _settings(given: Mapping[str, Any]) -> ServerSettings:
+def _parse_settings(settings: Mapping[str, Any]) -> ServerSettings:
     try:
-        return ServerSettings(**given)
+        return ServerSettings(**settings)
     except TypeError as error:
         known = sorted(ServerSettings.__dataclass_fields__)
-        raise InputError(f"the settings of a server are {known}, got {sorted(given)}.") from error
+        raise InputError(
+            f"the settings of a server are {known}, got {sorted(settings)}."
+        ) from error
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sends without delay: else every reply takes 40 ms longer.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # asyncio sets TCP_NODELAY only where the protocol is IPPROTO_TCP, not 0. Without it, Nagle's
+    # algorithm and delayed acknowledgements add 40 ms to every response.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host.strip("[]"), port))
+        listener.bind((host.strip("[]"), port))
     except (OSError, OverflowError) as error:
-        listening.close()
+        listener.close()
         raise InputError(
             f"host and port must be free to listen on, and {host}:{port} is not: {error}. "
             f"Choose another port, or stop what listens there."
         ) from error
-    return listening
+    return listener

@@ -1,4 +1,4 @@
-"""What the SDK's `RestClient` lists: training runs and checkpoints, of this and earlier servers."""
+"""Training runs and checkpoints for the SDK's `RestClient`, of this and earlier servers."""
 
 from __future__ import annotations
 
@@ -17,46 +17,51 @@ T = TypeVar("T")
 
 
 def training_runs(checkpoints: Checkpoints, live: Sequence[TrainingRun]) -> list[types.TrainingRun]:
-    """All training runs that are live or have left a checkpoint; the last used first."""
+    """Training runs that are live or have left a checkpoint, the most recently used first."""
     saved: dict[str, list[CheckpointEntry]] = {}
     for listed in checkpoints.entries():
         saved.setdefault(listed.run, []).append(listed)
-    names = {run.model_id: run for run in live}
+    live_by_id = {run.model_id: run for run in live}
     runs = [
-        training_run(name, saved.get(name, []), names.get(name))
-        for name in [*names, *(name for name in saved if name not in names)]
+        training_run(model_id, saved.get(model_id, []), live_by_id.get(model_id))
+        for model_id in [*live_by_id, *(each for each in saved if each not in live_by_id)]
     ]
     return sorted(runs, key=lambda run: run.last_request_time, reverse=True)
 
 
 def training_run(
-    name: str, saved: Sequence[CheckpointEntry], live: TrainingRun | None
+    model_id: str, saved: Sequence[CheckpointEntry], live: TrainingRun | None
 ) -> types.TrainingRun:
-    """A training run.
+    """Describe a training run.
+
+    Args:
+        model_id: the id of the run.
+        saved: its checkpoints, the newest first.
+        live: the run, if it is in training.
 
     Raises:
-        HTTPException: it is not live and has left nothing.
+        HTTPException: the run is not live and has no checkpoint.
     """
     if live is None and not saved:
-        raise not_found("training_run_id", name, "list_training_runs lists those there are")
+        raise not_found("training_run_id", model_id, "list_training_runs lists those there are")
     newest: dict[str, types.Checkpoint] = {}
     for listed in reversed(saved):
         newest[listed.kind] = checkpoint(listed)
     if live is not None:
         info = live.client.get_info()
         base, rank = info.model_name or "", info.lora_rank
-        used, metadata = live.used, dict(live.client.user_metadata)
+        last_used, metadata = live.last_used, dict(live.client.user_metadata)
     else:
-        newest_info = saved[0].info
-        base, rank = newest_info["base_model"], newest_info["lora"].get("rank")
-        used, metadata = newest_info.get("created_at", 0), newest_info.get("user_metadata") or {}
+        info_saved = saved[0].info
+        base, rank = info_saved["base_model"], info_saved["lora"].get("rank")
+        last_used, metadata = info_saved.get("created_at", 0), info_saved.get("user_metadata") or {}
     return types.TrainingRun(
-        training_run_id=name,
+        training_run_id=model_id,
         base_model=base,
         model_owner=_OWNER,
         is_lora=True,
         lora_rank=rank,
-        last_request_time=_time(used),
+        last_request_time=_time(last_used),
         last_checkpoint=newest.get("weights"),
         last_sampler_checkpoint=newest.get("sampler_weights"),
         user_metadata=metadata,
@@ -64,7 +69,7 @@ def training_run(
 
 
 def checkpoint(listed: CheckpointEntry) -> types.Checkpoint:
-    """A checkpoint in the SDK's words."""
+    """Describe a checkpoint."""
     expires = listed.info.get("expires_at")
     return types.Checkpoint(
         checkpoint_id=f"{listed.kind}/{listed.name}",
@@ -78,7 +83,7 @@ def checkpoint(listed: CheckpointEntry) -> types.Checkpoint:
 
 
 def weights_info(listed: CheckpointEntry) -> types.WeightsInfoResponse:
-    """What is needed to go on from a checkpoint."""
+    """Describe the adapter of a checkpoint, as the SDK needs it to resume training."""
     lora = listed.info["lora"]
     return types.WeightsInfoResponse(
         base_model=listed.info["base_model"],
@@ -91,7 +96,7 @@ def weights_info(listed: CheckpointEntry) -> types.WeightsInfoResponse:
 
 
 def page(items: Sequence[T], offset: int, limit: int) -> tuple[list[T], types.Cursor]:
-    """A part of a list, and where it stands."""
+    """One page of a list, and its cursor."""
     cursor = types.Cursor(offset=offset, limit=limit, total_count=len(items))
     return list(items[offset : offset + limit]), cursor
 

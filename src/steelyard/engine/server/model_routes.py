@@ -1,4 +1,4 @@
-"""Requests that make models, tell of them, and give them up."""
+"""Endpoints that create, describe and unload models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinker import types
 from steelyard.engine.adapter import LoraSettings
 from steelyard.engine.checkpoints import SCHEME
 from steelyard.engine.server import codec, http_bodies
-from steelyard.engine.server.futures import Answer, ServerFuture
+from steelyard.engine.server.futures import EncodedResult, ServerFuture
 from steelyard.engine.server.sequencer import Sequencer
 from steelyard.engine.server.state import ServerState, TrainingRun
 from steelyard.engine.service_client import check_optimizer
@@ -23,144 +23,150 @@ from steelyard.engine.training_client import LocalTrainingClient
 from steelyard.errors import InputError
 
 
-async def create_model(desk: ServerState, request: Request) -> Response:
-    """A fresh adapter."""
-    asked = await http_bodies.json_of(request, types.CreateModelRequest, desk.settings.max_body)
-    session = desk.sessions.get(asked.session_id)
-    base = desk.models.find(asked.base_model)
-    check_optimizer(asked.optimizer_config)
-    if asked.lora_config is None:
+async def create_model(state: ServerState, request: Request) -> Response:
+    """Create a model: a fresh adapter over a base model."""
+    body = await http_bodies.read_json(request, types.CreateModelRequest, state.settings.max_body)
+    session = state.sessions.get(body.session_id)
+    base = state.models.find(body.base_model)
+    check_optimizer(body.optimizer_config)
+    if body.lora_config is None:
         raise InputError("lora_config must be given: the engine trains adapters alone.")
-    settings = LoraSettings(**asked.lora_config.model_dump())
-    if settings.rank > desk.settings.max_rank:
-        raise InputError(f"rank must be at most {desk.settings.max_rank}, got {settings.rank}.")
-    model_id = _model_id(asked.session_id, asked.model_seq_id)
-    metadata = _texts(session.user_metadata) | _texts(asked.user_metadata)
-    make = partial(desk.service.begin_training, base.name, settings, metadata, model_id)
-    ticket = await _make(desk, asked.session_id, model_id, "create_model", make, _created)
-    return http_bodies.promise(ticket, model_id)
+    settings = LoraSettings(**body.lora_config.model_dump())
+    if settings.rank > state.settings.max_rank:
+        raise InputError(f"rank must be at most {state.settings.max_rank}, got {settings.rank}.")
+    model_id = _model_id(body.session_id, body.model_seq_id)
+    metadata = _as_strings(session.user_metadata) | _as_strings(body.user_metadata)
+    create = partial(state.service.begin_training, base.name, settings, metadata, model_id)
+    future = await _create_once(
+        state, body.session_id, model_id, "create_model", create, _encode_created
+    )
+    return http_bodies.future_response(future, model_id)
 
 
-async def get_info(desk: ServerState, request: Request) -> Response:
-    """What is trained, and where its tokenizer is."""
-    asked = await http_bodies.json_of(request, types.GetInfoRequest, desk.settings.max_body)
-    info = desk.run(asked.model_id).client.get_info()
-    base = desk.models.find(info.model_name or "")
+async def get_info(state: ServerState, request: Request) -> Response:
+    """Describe a model, with the path of its tokenizer."""
+    body = await http_bodies.read_json(request, types.GetInfoRequest, state.settings.max_body)
+    info = state.get_run(body.model_id).client.get_info()
+    base = state.models.find(info.model_name or "")
     data = info.model_data.model_copy(update={"tokenizer_id": base.tokenizer})
-    return http_bodies.reply(info.model_copy(update={"model_data": data}))
+    return http_bodies.json_response(info.model_copy(update={"model_data": data}))
 
 
-async def unload_model(desk: ServerState, request: Request) -> Response:
-    """Give a model up."""
-    asked = await http_bodies.json_of(request, types.UnloadModelRequest, desk.settings.max_body)
-    run = desk.run(asked.model_id)
-    desk.unload(run.model_id, "the model was unloaded.")
-    ticket = desk.tickets.issue(f"{run.model_id}:unload", "unload_model", run.session_id)
-    ticket.settle(codec.json_answer(types.UnloadModelResponse(model_id=run.model_id)))
-    return http_bodies.promise(ticket, run.model_id)
+async def unload_model(state: ServerState, request: Request) -> Response:
+    """Unload a model."""
+    body = await http_bodies.read_json(request, types.UnloadModelRequest, state.settings.max_body)
+    run = state.get_run(body.model_id)
+    state.unload(run.model_id, "the model was unloaded.")
+    future = state.futures.create(f"{run.model_id}:unload", "unload_model", run.session_id)
+    future.settle(codec.encode_json(types.UnloadModelResponse(model_id=run.model_id)))
+    return http_bodies.future_response(future, run.model_id)
 
 
 async def resume(
-    desk: ServerState, asked: types.LoadWeightsRequest, session_id: str, number: int
+    state: ServerState, body: types.LoadWeightsRequest, session_id: str, model_seq_id: int
 ) -> Response:
-    """A model that goes on from saved weights."""
-    session = desk.sessions.get(session_id)
-    check_source(asked)
-    if asked.optimizer_config is not None:
-        check_optimizer(asked.optimizer_config)
-    base = None if asked.base_model is None else desk.models.find(asked.base_model).name
-    model_id = _model_id(session_id, number)
+    """Create a model from saved weights."""
+    session = state.sessions.get(session_id)
+    check_source(body)
+    if body.optimizer_config is not None:
+        check_optimizer(body.optimizer_config)
+    base = None if body.base_model is None else state.models.find(body.base_model).name
+    model_id = _model_id(session_id, model_seq_id)
 
-    def make() -> Future[LocalTrainingClient]:
-        checkpoint = desk.service.checkpoints.read(asked.path)
-        desk.models.find(str(checkpoint.info["base_model"]))
-        return desk.service.begin_resuming(
-            asked.path,
+    def create() -> Future[LocalTrainingClient]:
+        checkpoint = state.service.checkpoints.read(body.path)
+        state.models.find(str(checkpoint.info["base_model"]))
+        return state.service.begin_resuming(
+            body.path,
             base,
-            _texts(session.user_metadata) | _texts(asked.user_metadata),
+            _as_strings(session.user_metadata) | _as_strings(body.user_metadata),
             model_id,
-            with_optimizer=asked.optimizer,
+            with_optimizer=body.optimizer,
         )
 
-    def loaded(client: LocalTrainingClient) -> Answer:
-        return codec.json_answer(
-            types.LoadWeightsResponse(path=asked.path, model_id=client.model_id)
+    def encode_loaded(client: LocalTrainingClient) -> EncodedResult:
+        return codec.encode_json(
+            types.LoadWeightsResponse(path=body.path, model_id=client.model_id)
         )
 
-    ticket = await _make(desk, session_id, model_id, "load_weights", make, loaded)
-    return http_bodies.promise(ticket, model_id)
+    future = await _create_once(state, session_id, model_id, "load_weights", create, encode_loaded)
+    return http_bodies.future_response(future, model_id)
 
 
-def check_source(asked: types.LoadWeightsRequest) -> None:
-    """Nothing, if weights may be loaded from where a request says.
+def check_source(body: types.LoadWeightsRequest) -> None:
+    """Check that this server can load the weights that a request names.
 
     Raises:
-        InputError: they may not.
+        InputError: the path is no checkpoint of this server, or there is an access token.
     """
-    if asked.weights_access_token is not None:
+    if body.weights_access_token is not None:
         raise InputError("weights_access_token is for the Tinker service, and there is none.")
-    check_path(asked.path)
+    check_path(body.path)
 
 
 def check_path(path: str) -> None:
-    """Nothing, if `path` is that of a checkpoint of this server.
+    """Check that `path` is the path of a checkpoint, not of a folder.
 
     Raises:
-        InputError: it is a folder's.
+        InputError: it does not start with the scheme.
     """
-    # The engine also takes folders; those of the server's machine are none of a client's business.
+    # The engine also loads folders, but clients must not read the file system of the server.
     if not path.startswith(SCHEME):
         raise InputError(f"path must start with {SCHEME}, got {path!r}.")
 
 
-async def _make(
-    desk: ServerState,
+async def _create_once(
+    state: ServerState,
     session_id: str,
     model_id: str,
-    verb: str,
-    make: Callable[[], Future[LocalTrainingClient]],
-    encode: Callable[[LocalTrainingClient], Answer],
+    request_type: str,
+    create: Callable[[], Future[LocalTrainingClient]],
+    encode: Callable[[LocalTrainingClient], EncodedResult],
 ) -> ServerFuture:
-    """Make a model, once, however often it is asked for."""
-    name = f"{model_id}:0"
-    ticket = desk.tickets.get(name)
-    if ticket is None and model_id in desk.runs:  # made long ago, and the ticket is not kept
-        ticket = desk.tickets.issue(name, verb, session_id)
-        ticket.settle(encode(desk.runs[model_id].client))
-    if ticket is not None:
-        ticket.check()
-        return ticket
-    desk.room_for(model_id)
-    ticket = desk.tickets.issue(name, verb, session_id)
-    desk.making.add(model_id)
+    """Create a model, or return the future of the earlier request to create it.
 
-    def enter(client: LocalTrainingClient) -> None:
-        if session_id in {session.session_id for session in desk.sessions}:
-            line = Sequencer(model_id, desk.tickets, desk.settings.max_waiting)
-            desk.runs[model_id] = TrainingRun(model_id, session_id, client, line)
+    The request counts as number 0 of the model, before those in its sequencer.
+    """
+    request_id = f"{model_id}:0"
+    future = state.futures.get(request_id)
+    if future is None and model_id in state.runs:  # created before, and the future was dropped
+        future = state.futures.create(request_id, request_type, session_id)
+        future.settle(encode(state.runs[model_id].client))
+    if future is not None:
+        future.raise_if_rejected()
+        return future
+    state.check_model_limit(model_id)
+    future = state.futures.create(request_id, request_type, session_id)
+    state.creating.add(model_id)
 
-    ticket.when_settled(lambda _: desk.making.discard(model_id))
+    def register(client: LocalTrainingClient) -> None:
+        # The client may have closed its session meanwhile; then the model is dropped.
+        if session_id in {session.session_id for session in state.sessions}:
+            sequencer = Sequencer(model_id, state.futures, state.settings.max_waiting)
+            state.runs[model_id] = TrainingRun(model_id, session_id, client, sequencer)
 
-    async def begin() -> None:
+    future.add_done_callback(lambda _: state.creating.discard(model_id))
+
+    async def start() -> None:
         try:
-            work = await asyncio.to_thread(make)
-        except Exception as error:  # noqa: BLE001 - the client hears of it
-            ticket.turn_away(error)
+            engine_future = await asyncio.to_thread(create)
+        except Exception as error:  # noqa: BLE001 - reported to the client
+            future.reject(error)
         else:
-            ticket.follow(work, encode, enter)
+            future.settle_from(engine_future, encode, register)
 
-    await desk.apart(begin())
-    return ticket
-
-
-def _created(client: LocalTrainingClient) -> Answer:
-    return codec.json_answer(types.CreateModelResponse(model_id=client.model_id))
+    await state.run_detached(start())
+    return future
 
 
-def _model_id(session_id: str, number: int) -> str:
-    """As the SDK names models too."""
-    return f"{session_id}:train:{number}"
+def _encode_created(client: LocalTrainingClient) -> EncodedResult:
+    return codec.encode_json(types.CreateModelResponse(model_id=client.model_id))
 
 
-def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
+def _model_id(session_id: str, model_seq_id: int) -> str:
+    # The SDK builds the same id on its side.
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def _as_strings(metadata: dict[str, Any] | None) -> dict[str, str]:
     return {str(key): str(value) for key, value in (metadata or {}).items()}

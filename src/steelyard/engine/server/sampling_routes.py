@@ -1,4 +1,4 @@
-"""Requests of samplers."""
+"""Endpoints that create samplers and sample from them."""
 
 from __future__ import annotations
 
@@ -17,137 +17,142 @@ from steelyard.engine.server import codec, http_bodies
 from steelyard.engine.server.futures import ServerFuture
 from steelyard.engine.server.http_errors import TOO_LARGE
 from steelyard.engine.server.model_routes import check_path
-from steelyard.engine.server.sampling_sessions import BLOCK, SamplingSession
+from steelyard.engine.server.sampling_sessions import SEQ_IDS_PER_CLONE, SamplingSession
 from steelyard.engine.server.state import ServerState
 from steelyard.errors import InputError
 
 
-async def create_sampling_session(desk: ServerState, request: Request) -> Response:
-    """A sampler of saved weights, or of a base model."""
-    asked = await http_bodies.json_of(
-        request, types.CreateSamplingSessionRequest, desk.settings.max_body
+async def create_sampling_session(state: ServerState, request: Request) -> Response:
+    """Create a sampler of saved weights or of a base model."""
+    body = await http_bodies.read_json(
+        request, types.CreateSamplingSessionRequest, state.settings.max_body
     )
-    desk.sessions.get(asked.session_id)
-    sampler_id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-    if sampler_id not in desk.samplers:
-        sampler = await desk.apart(_sampler(desk, asked, sampler_id))
-        if sampler_id not in desk.samplers:
-            desk.samplers.add(sampler)
-    return http_bodies.reply(types.CreateSamplingSessionResponse(sampling_session_id=sampler_id))
-
-
-async def join_sampling_session(desk: ServerState, request: Request) -> Response:
-    """A number for another copy of a sampler's client."""
-    asked = await http_bodies.json_of(
-        request, types.JoinSamplingSessionRequest, desk.settings.max_body
+    state.sessions.get(body.session_id)
+    sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+    if sampler_id not in state.samplers:
+        sampler = await state.run_detached(_create_sampler(state, body, sampler_id))
+        if sampler_id not in state.samplers:
+            state.samplers.add(sampler)
+    return http_bodies.json_response(
+        types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
     )
-    sampler = desk.samplers.get(asked.sampling_session_id)
-    sampler.copies += 1
-    return http_bodies.reply(types.JoinSamplingSessionResponse(client_counter=sampler.copies))
 
 
-async def get_sampler(desk: ServerState, request: Request) -> Response:
-    """What a sampler samples from.
+async def join_sampling_session(state: ServerState, request: Request) -> Response:
+    """Assign an id to a clone of a sampling client."""
+    body = await http_bodies.read_json(
+        request, types.JoinSamplingSessionRequest, state.settings.max_body
+    )
+    sampler = state.samplers.get(body.sampling_session_id)
+    sampler.clones += 1
+    return http_bodies.json_response(
+        types.JoinSamplingSessionResponse(client_counter=sampler.clones)
+    )
 
-    The SDK loads the tokenizer by this name of the base model, so it is one that leads there.
+
+async def get_sampler(state: ServerState, request: Request) -> Response:
+    """Describe a sampler.
+
+    The base model is named by the path of its tokenizer, as the SDK loads the tokenizer by it.
     """
-    sampler = desk.samplers.get(request.path_params["sampler_id"])
-    base = desk.models.find(sampler.base_model).tokenizer
-    return http_bodies.reply(
+    sampler = state.samplers.get(request.path_params["sampler_id"])
+    base = state.models.find(sampler.base_model).tokenizer
+    return http_bodies.json_response(
         types.GetSamplerResponse(
             sampler_id=sampler.sampler_id, base_model=base, model_path=sampler.model_path
         )
     )
 
 
-async def asample(desk: ServerState, request: Request) -> Response:
-    """Continuations of a prompt."""
-    asked = await http_bodies.json_of(request, types.SampleRequest, desk.settings.max_body)
-    if asked.sampling_session_id is None or asked.seq_id is None:
+async def asample(state: ServerState, request: Request) -> Response:
+    """Sample continuations of a prompt."""
+    body = await http_bodies.read_json(request, types.SampleRequest, state.settings.max_body)
+    if body.sampling_session_id is None or body.seq_id is None:
         raise InputError("sampling_session_id and seq_id must be given.")
-    sampler = desk.samplers.get(asked.sampling_session_id)
-    desk.sessions.heard(sampler.session_id)
-    _check_size(asked, desk.models.find(sampler.base_model).context, desk.settings.max_tokens)
-    news = sampler.news_of(asked.seq_id // BLOCK)
-    name = f"{sampler.sampler_id}:{asked.seq_id}"
-    ticket = desk.tickets.get(name)
-    if ticket is None:
-        ticket = desk.tickets.issue(name, "asample", sampler.session_id)
-        ticket.when_settled(news.add)
-        await desk.apart(_begin(sampler, asked, ticket))
+    sampler = state.samplers.get(body.sampling_session_id)
+    state.sessions.touch(sampler.session_id)
+    _check_size(body, state.models.find(sampler.base_model).context, state.settings.max_tokens)
+    log = sampler.completions_of(body.seq_id // SEQ_IDS_PER_CLONE)
+    request_id = f"{sampler.sampler_id}:{body.seq_id}"
+    future = state.futures.get(request_id)
+    if future is None:
+        future = state.futures.create(request_id, "asample", sampler.session_id)
+        future.add_done_callback(log.add)
+        await state.run_detached(_start(sampler, body, future))
     else:
-        ticket.check()
-    sequences = [f"{name}:{number}" for number in range(asked.num_samples)]
-    return http_bodies.promise(ticket, sequences=sequences)
+        future.raise_if_rejected()
+    sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
+    return http_bodies.future_response(future, sequence_ids=sequence_ids)
 
 
-async def _begin(
-    sampler: SamplingSession, asked: types.SampleRequest, ticket: ServerFuture
-) -> None:
+async def _start(sampler: SamplingSession, body: types.SampleRequest, future: ServerFuture) -> None:
     try:
         client = await asyncio.shield(asyncio.wrap_future(sampler.client))
-        work = await asyncio.to_thread(_sample, client, asked)
-    except Exception as error:  # noqa: BLE001 - the client hears of it
-        ticket.turn_away(error)
+        engine_future = await asyncio.to_thread(_sample, client, body)
+    except Exception as error:  # noqa: BLE001 - reported to the client
+        future.reject(error)
     else:
-        ticket.follow(work, codec.sample_answer)
+        future.settle_from(engine_future, codec.encode_samples)
 
 
-async def _sampler(
-    desk: ServerState, asked: types.CreateSamplingSessionRequest, sampler_id: str
+async def _create_sampler(
+    state: ServerState, body: types.CreateSamplingSessionRequest, sampler_id: str
 ) -> SamplingSession:
-    path, session_id = asked.model_path, asked.session_id
-    if path is None and asked.base_model is None:
+    path, session_id = body.model_path, body.session_id
+    if path is None and body.base_model is None:
         raise InputError("model_path or base_model must be given, got neither.")
-    base = None if asked.base_model is None else desk.models.find(asked.base_model).name
+    base = None if body.base_model is None else state.models.find(body.base_model).name
 
-    def begin() -> tuple[str, Future[LocalSamplingClient]]:
+    def start() -> tuple[str, Future[LocalSamplingClient]]:
         if path is None:
             assert base is not None  # noqa: S101 - for the type checker
-            return base, desk.service.begin_sampling(base_model=base)
+            return base, state.service.begin_sampling(base_model=base)
         check_path(path)
-        trained = str(desk.service.checkpoints.read(path).info["base_model"])
-        return desk.models.find(trained).name, desk.service.begin_sampling(path, base)
+        trained = str(state.service.checkpoints.read(path).info["base_model"])
+        return state.models.find(trained).name, state.service.begin_sampling(path, base)
 
-    name, client = await asyncio.to_thread(begin)
-    return SamplingSession(sampler_id, session_id, name, path, client)
+    base_model, client = await asyncio.to_thread(start)
+    return SamplingSession(sampler_id, session_id, base_model, path, client)
 
 
-def _sample(
-    client: LocalSamplingClient, asked: types.SampleRequest
-) -> Future[types.SampleResponse]:
-    targets = asked.target_prompt_logprobs
+def _sample(client: LocalSamplingClient, body: types.SampleRequest) -> Future[types.SampleResponse]:
+    targets = body.target_prompt_logprobs
     return client.sample(
-        asked.prompt,
-        asked.num_samples,
-        asked.sampling_params,
-        bool(asked.prompt_logprobs),
-        asked.topk_prompt_logprobs,
-        asked.topk_sample_logprobs,
-        None if targets is None else _targets(targets),
-        asked.prompt_alt_tokens_k,
-        asked.prompt_logprobs_last_n,
+        body.prompt,
+        body.num_samples,
+        body.sampling_params,
+        bool(body.prompt_logprobs),
+        body.topk_prompt_logprobs,
+        body.topk_sample_logprobs,
+        None if targets is None else _to_tensor(targets),
+        body.prompt_alt_tokens_k,
+        body.prompt_logprobs_last_n,
     )
 
 
-def _targets(given: pydantic.BaseModel) -> types.TensorData:
+def _to_tensor(fields: pydantic.BaseModel) -> types.TensorData:
     try:
-        tensor = types.TensorData(**given.model_dump())
-        tensor.to_torch(pad_value=-1)  # sparse ones are put together here
+        tensor = types.TensorData(**fields.model_dump())
+        tensor.to_torch(pad_value=-1)  # fails if a sparse tensor is inconsistent
     except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"target_prompt_logprobs must be a whole tensor: {error}") from error
     return tensor
 
 
-def _check_size(asked: types.SampleRequest, context: int, most: int) -> None:
-    wanted = asked.sampling_params.max_tokens
-    each = context if wanted is None else min(max(wanted, 1), context)
-    tokens = asked.prompt.length + max(asked.num_samples, 1) * each
-    if tokens > most:
+def _check_size(body: types.SampleRequest, context: int, max_tokens: int) -> None:
+    # tokens = prompt + samples * (at most the context length each); an upper bound, checked before
+    # anything is allocated. Values below 1 are rejected later, with a message of their own.
+    requested = body.sampling_params.max_tokens
+    per_sample = context if requested is None else min(max(requested, 1), context)
+    tokens = body.prompt.length + max(body.num_samples, 1) * per_sample
+    if tokens > max_tokens:
         raise HTTPException(
             TOO_LARGE,
-            f"a request must ask for at most {most} tokens, the prompt's among them, got {tokens}.",
+            f"a request must ask for at most {max_tokens} tokens, the prompt's among them, "
+            f"got {tokens}.",
         )
-    targets = asked.target_prompt_logprobs
-    if targets is not None and math.prod(targets.shape or ()) > most:
-        raise HTTPException(TOO_LARGE, f"target_prompt_logprobs must hold at most {most} cells.")
+    targets = body.target_prompt_logprobs
+    if targets is not None and math.prod(targets.shape or ()) > max_tokens:
+        raise HTTPException(
+            TOO_LARGE, f"target_prompt_logprobs must hold at most {max_tokens} cells."
+        )

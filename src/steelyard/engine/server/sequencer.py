@@ -1,8 +1,8 @@
-"""The requests of one model, begun in the order of their numbers.
+"""Queue of one model's requests, which starts them in the order of their `seq_id`.
 
-The SDK numbers the requests of a model from 1. Parts of one batch are sent at the same time, the
-first part last, and whatever got no answer is sent again: so requests come out of order, and
-more than once.
+The SDK numbers the requests of a model from 1. It sends the chunks of one batch concurrently, the
+first chunk last, and sends again every request that got no response. Requests therefore arrive
+out of order, and more than once.
 """
 
 from __future__ import annotations
@@ -13,109 +13,116 @@ from collections.abc import Callable
 from starlette.exceptions import HTTPException
 from tinker.types import RequestErrorCategory
 
-from steelyard.engine.server.futures import ServerFuture, ServerFutures, failure
+from steelyard.engine.server.futures import ServerFuture, ServerFutures, failed_result
 from steelyard.engine.server.http_errors import BAD_REQUEST, FORBIDDEN
 
-Begin = Callable[[], None]
+Start = Callable[[], None]
 
 
 class Sequencer:
-    """Where requests wait until all with smaller numbers have begun.
+    """Holds requests until all requests with smaller sequence ids have started.
+
+    A request is created (`create_future`), validated concurrently with others, then either
+    `mark_ready` or `skip`ped. Invariant: every id below `_next` has started, was skipped or has
+    failed, and `_ready` holds only ids >= `_next`.
 
     Args:
-        model_id: the name of the model.
-        tickets: all tickets.
-        max_waiting: the most that may wait.
+        model_id: the id of the model.
+        futures: the futures of the server.
+        max_waiting: how far ahead of the next request a sequence id can be.
     """
 
-    def __init__(self, model_id: str, tickets: ServerFutures, max_waiting: int) -> None:
+    def __init__(self, model_id: str, futures: ServerFutures, max_waiting: int) -> None:
         self._model_id = model_id
-        self._tickets = tickets
+        self._futures = futures
         self._max_waiting = max_waiting
         self._next = 1
-        # None: the request was turned away, and nothing is to be begun in its place.
-        self._ready: dict[int, Begin | None] = {}
+        # None: the request was rejected, and its sequence id starts nothing.
+        self._ready: dict[int, Start | None] = {}
         self._blocked_since: float | None = None
 
     @property
-    def free(self) -> int:
-        """A number after all that have come, for a request that has none."""
-        number = max([self._next - 1, *self._ready]) + 1
-        while self._tickets.get(self._name(number)) is not None:
-            number += 1
-        return number
+    def next_free(self) -> int:
+        """Sequence id after all that have arrived, for a request without one."""
+        seq_id = max([self._next - 1, *self._ready]) + 1
+        while self._futures.get(self._request_id(seq_id)) is not None:
+            seq_id += 1
+        return seq_id
 
-    def known(self, number: int, verb: str) -> ServerFuture | None:
-        """The ticket of a request that was sent before; None if it is new.
+    def find(self, seq_id: int, request_type: str) -> ServerFuture | None:
+        """Future of a request that was sent before, or None if the request is new.
 
         Raises:
-            HTTPException: the number belongs to another request, cannot be one, or is too far
-                ahead; or the request was turned away before.
+            HTTPException: the sequence id belongs to another request, is in the past or is too
+                far ahead; or the request was rejected before.
         """
-        ticket = self._tickets.get(self._name(number))
-        if ticket is not None and ticket.verb != verb:
+        future = self._futures.get(self._request_id(seq_id))
+        if future is not None and future.request_type != request_type:
             raise HTTPException(
                 BAD_REQUEST,
-                f"seq_id must be used once, and {number} was a {ticket.verb} of {self._model_id}, "
-                f"got a {verb}.",
+                f"seq_id must be used once, and {seq_id} was a {future.request_type} of "
+                f"{self._model_id}, got a {request_type}.",
             )
-        if ticket is not None:
-            ticket.check()
-        if ticket is None and number < self._next:
+        if future is not None:
+            future.raise_if_rejected()
+        if future is None and seq_id < self._next:
             raise HTTPException(
                 BAD_REQUEST,
                 f"seq_id must be {self._next} or more, the next of {self._model_id}, "
-                f"got {number}, which has been and is not kept.",
+                f"got {seq_id}, which has been and is not kept.",
             )
-        if number >= self._next + self._max_waiting:
+        if seq_id >= self._next + self._max_waiting:
             raise HTTPException(
                 FORBIDDEN,
                 f"seq_id must be less than {self._next + self._max_waiting}, as at most "
-                f"{self._max_waiting} requests of a model may wait, got {number}.",
+                f"{self._max_waiting} requests of a model may wait, got {seq_id}.",
             )
-        return ticket
+        return future
 
-    def take(self, number: int, verb: str, session_id: str) -> ServerFuture:
-        """A ticket for a new request."""
-        return self._tickets.issue(self._name(number), verb, session_id)
+    def create_future(self, seq_id: int, request_type: str, session_id: str) -> ServerFuture:
+        """Create the future of a new request."""
+        return self._futures.create(self._request_id(seq_id), request_type, session_id)
 
-    def ready(self, number: int, begin: Begin) -> None:
-        """A request may begin, when its turn comes."""
-        self._ready[number] = begin
+    def mark_ready(self, seq_id: int, start: Start) -> None:
+        """Call `start` as soon as all requests with smaller sequence ids have started."""
+        self._ready[seq_id] = start
         self._advance()
 
-    def skip(self, number: int) -> None:
-        """A request was turned away; those behind it do not wait for it."""
-        self._ready[number] = None
+    def skip(self, seq_id: int) -> None:
+        """Let later requests start without a request that was rejected."""
+        self._ready[seq_id] = None
         self._advance()
 
-    def close_gap(self, seconds: float) -> None:
-        """Fail the requests that have waited too long for one that never came."""
-        arrived = self._tickets.get(self._name(self._next)) is not None
+    def fail_stalled(self, seconds: float) -> None:
+        """Fail the ready requests if the next one has been missing for `seconds`.
+
+        A request that has arrived and is still being validated is not missing.
+        """
+        arrived = self._futures.get(self._request_id(self._next)) is not None
         since = self._blocked_since
         if since is None or arrived or time.monotonic() - since < seconds:
             return
-        why = (
+        reason = (
             f"seq_id {self._next} of {self._model_id} has not come within {seconds:g} seconds, so "
-            f"what was to follow it was not done: send the step again."
+            f"the requests after it were not run: send the step again."
         )
-        for number in self._ready:
-            ticket = self._tickets.get(self._name(number))
-            if ticket is not None:
-                ticket.settle(failure(why, RequestErrorCategory.User))
+        for seq_id in self._ready:
+            future = self._futures.get(self._request_id(seq_id))
+            if future is not None:
+                future.settle(failed_result(reason, RequestErrorCategory.User))
         self._next = max(self._ready) + 1
         self._ready = {}
         self._blocked_since = None
 
     def _advance(self) -> None:
         while self._next in self._ready:
-            begin = self._ready.pop(self._next)
+            start = self._ready.pop(self._next)
             self._next += 1
             self._blocked_since = None
-            if begin is not None:
-                begin()
+            if start is not None:
+                start()
         if self._ready and self._blocked_since is None:
             self._blocked_since = time.monotonic()
 
-    def _name(self, number: int) -> str:
-        return f"{self._model_id}:{number}"
+    def _request_id(self, seq_id: int) -> str:
+        return f"{self._model_id}:{seq_id}"

@@ -1,4 +1,4 @@
-"""`serve`: a server in a thread of this process, for as long as a `with` block lasts."""
+"""`serve`: a server in a thread of this process, for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def serve(
     dtype: str | None = None,
     **settings: Any,
 ) -> Iterator[str]:
-    """Serve the engine to the unmodified Tinker SDK; the URL for its `base_url`.
+    """Serve the engine to the unmodified Tinker SDK; yields the URL for its `base_url`.
 
-    At the end of the block the step that runs is finished, and what waits is given up.
+    At the end of the block the running step is finished, and queued requests fail.
 
     Args:
-        base_model: the base models on offer: names as `LocalServiceClient` knows them.
-        host: where to listen.
-        port: so too; 0 takes a free one.
-        checkpoint_dir: see `LocalServiceClient`; so the next two.
-        device: where models run.
-        dtype: of the base weights.
+        base_model: the base models on offer, with names that `LocalServiceClient` takes.
+        host: the address to listen on.
+        port: the port to listen on; 0 takes a free one.
+        checkpoint_dir: the folder for checkpoints; see `LocalServiceClient`.
+        device: the device of the models; see `LocalServiceClient`.
+        dtype: the type of the base weights; see `LocalServiceClient`.
         settings: fields of `steelyard.engine.server.settings.ServerSettings`: `api_key`,
             `client_timeout`, `max_models`, ...
 
     Raises:
-        InputError: a setting breaks a rule, the port is taken, or the host can be reached by
-            others and there is no `api_key`.
-        ModelError: a base model is unknown or cannot be had.
+        InputError: a setting breaks a rule, the port is taken, or other machines can reach the
+            host and there is no `api_key`.
+        ModelError: a base model is unknown or not available.
         MissingExtraError: the extra `serve` is not installed.
 
     Example:

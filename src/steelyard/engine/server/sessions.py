@@ -1,4 +1,4 @@
-"""Sessions: one for each client. A client that is not heard of any more has none."""
+"""Client sessions: one for each client of the SDK, ended when the client closes or falls silent."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from steelyard.engine.server.http_errors import FORBIDDEN, GONE, not_found
-from steelyard.engine.server.uploaded_loss.interpreter import TracedLoss
+from steelyard.engine.server.uploaded_loss import TracedLoss
 
-_REMEMBERED = 1000
+_MAX_ENDED = 1000
 
 
 @dataclass(eq=False)
 class ClientSession:
-    """A client, as the server knows it.
+    """Session of one client.
 
     Attributes:
-        session_id: its name, which nobody can guess.
-        user_metadata: what it said about itself.
-        display_name: so too.
-        losses: what it has uploaded, by id.
-        created: when it came, in seconds since the epoch.
-        seen: when it was last heard of, by the monotonic clock.
-        heartbeats: how often it said that it is there.
-        waiting: how many of its requests are held until there is an answer.
+        session_id: a random id that cannot be guessed.
+        user_metadata: the client's own metadata.
+        display_name: the client's own name for the session.
+        losses: the uploaded losses, by id.
+        created: time of creation, in seconds since the epoch.
+        last_seen: time of the last request, by the monotonic clock.
+        heartbeats: the number of heartbeats received.
+        polling: the number of requests that are held open until a result is available.
     """
 
     session_id: str
@@ -38,79 +38,86 @@ class ClientSession:
     display_name: str | None
     losses: dict[str, TracedLoss] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
-    seen: float = field(default_factory=time.monotonic)
+    last_seen: float = field(default_factory=time.monotonic)
     heartbeats: int = 0
-    waiting: int = 0
+    polling: int = 0
 
 
 class Sessions:
-    """The clients that are here."""
+    """The open sessions of a server.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    Args:
+        max_sessions: the largest number of sessions open at once.
+    """
+
+    def __init__(self, max_sessions: int) -> None:
+        self._max_sessions = max_sessions
         self._by_id: dict[str, ClientSession] = {}
+        # Ids of ended sessions, oldest first: they get 410 and not 404, after which the SDK stops
+        # its heartbeat.
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def __iter__(self) -> Iterator[ClientSession]:
         return iter(list(self._by_id.values()))
 
-    def begin(
+    def create(
         self, user_metadata: dict[str, Any] | None, display_name: str | None
     ) -> ClientSession:
-        """A new client.
+        """Open a session.
 
         Raises:
-            HTTPException: there are too many.
+            HTTPException: too many sessions are open.
         """
-        if len(self._by_id) >= self._most:
+        if len(self._by_id) >= self._max_sessions:
             raise HTTPException(
-                FORBIDDEN, f"at most {self._most} clients may be here at once: close one first."
+                FORBIDDEN,
+                f"at most {self._max_sessions} clients may be connected at once: close one first.",
             )
         session = ClientSession(str(uuid.uuid4()), user_metadata or {}, display_name)
         self._by_id[session.session_id] = session
         return session
 
     def get(self, session_id: str) -> ClientSession:
-        """The session, which is heard of with this.
+        """Return an open session and record that its client is alive.
 
         Raises:
-            HTTPException: it has ended, or never was.
+            HTTPException: the session has ended, or never existed.
         """
         session = self._by_id.get(session_id)
         if session is None:
             if session_id in self._ended:
                 raise HTTPException(GONE, f"session {session_id!r} has ended: make a new client.")
             raise not_found("session_id", session_id, "make a new client")
-        session.seen = time.monotonic()
+        session.last_seen = time.monotonic()
         return session
 
-    def heard(self, session_id: str) -> None:
-        """Note that a client is there, if it is one."""
+    def touch(self, session_id: str) -> None:
+        """Record that a client is alive, if its session is open."""
         if session_id in self._by_id:
-            self._by_id[session_id].seen = time.monotonic()
+            self._by_id[session_id].last_seen = time.monotonic()
 
     @contextmanager
-    def waiting(self, session_id: str) -> Iterator[None]:
-        """While a client waits for an answer, it is there."""
+    def polling(self, session_id: str) -> Iterator[None]:
+        """Count a client as alive while one of its requests is held open."""
         session = self._by_id.get(session_id)
         if session is None:
             yield
             return
-        session.waiting += 1
+        session.polling += 1
         try:
             yield
         finally:
-            session.waiting -= 1
-            session.seen = time.monotonic()
+            session.polling -= 1
+            session.last_seen = time.monotonic()
 
     def end(self, session_id: str) -> None:
-        """A client has gone."""
+        """End a session, if it is open."""
         if self._by_id.pop(session_id, None) is not None:
             self._ended[session_id] = None
-            if len(self._ended) > _REMEMBERED:
+            if len(self._ended) > _MAX_ENDED:
                 self._ended.popitem(last=False)
 
     def silent(self, seconds: float) -> list[str]:
-        """Those that were not heard of for so long."""
+        """Ids of the sessions without a request for more than `seconds`."""
         now = time.monotonic()
-        return [s.session_id for s in self if not s.waiting and now - s.seen > seconds]
+        return [s.session_id for s in self if not s.polling and now - s.last_seen > seconds]

@@ -1,4 +1,4 @@
-"""What a server allows, and how long it waits."""
+"""Limits and timeouts of a server."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _SECONDS = ("client_timeout", "poll_seconds", "gap_seconds", "keep_seconds")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The limits of a server; every one has a default that suits one machine and one user.
+    """Limits and timeouts of a server; the defaults suit one machine and one user.
 
     Attributes:
-        api_key: what clients must send; None lets everybody in who reaches the server.
-        max_body: the most bytes of a request, as sent and unpacked.
-        max_tokens: the most tokens of a request; of a sampling request, those it may make count.
-        max_models: the most models in training at once.
-        max_samplers: the most samplers at once; the one that was used longest ago makes room.
-        max_sessions: the most clients at once.
-        max_waiting: the most requests of one model that wait for their turn.
-        max_rank: the highest rank of an adapter.
-        max_nodes: the most operations of an uploaded loss.
-        max_losses: the most uploaded losses of one session.
-        client_timeout: seconds of silence after which a client counts as gone.
-        poll_seconds: how long a request for a result that is not there yet is held.
-        gap_seconds: how long requests wait for one with a smaller number that is missing.
-        keep_seconds: how long a result is kept once it was fetched, for those who ask twice.
+        api_key: the key that clients must send; None accepts every client.
+        max_body: the largest body of a request in bytes, both as sent and decompressed.
+        max_tokens: the largest number of tokens in a request; for sampling, generated ones count.
+        max_models: the largest number of models in training at once.
+        max_samplers: the largest number of samplers; the least recently used one is dropped.
+        max_sessions: the largest number of clients at once.
+        max_waiting: the largest number of queued requests of one model.
+        max_rank: the largest rank of an adapter.
+        max_nodes: the largest number of operations in an uploaded loss.
+        max_losses: the largest number of uploaded losses in a session.
+        client_timeout: seconds without a request after which a client's session ends.
+        poll_seconds: seconds for which a request for a pending result is held open.
+        gap_seconds: seconds for which requests wait for a missing earlier one.
+        keep_seconds: seconds for which a result is kept after its first fetch.
 
     Raises:
         InputError: a setting breaks a rule.
@@ -57,7 +57,7 @@ class ServerSettings:
                 raise InputError(f"{field.name} must be a finite number > 0, got {value!r}.")
             if field.name.startswith("max_") and not is_whole(value, at_least=1):
                 raise InputError(f"{field.name} must be a whole number >= 1, got {value!r}.")
-        # The SDK refuses to send any other.
+        # The SDK accepts no other keys.
         if self.api_key is not None and not self.api_key.startswith("tml-"):
             raise InputError(
                 "api_key must start with 'tml-', as the SDK wants it, got one that does not."
@@ -65,10 +65,10 @@ class ServerSettings:
 
 
 def check_host(host: str, api_key: str | None) -> None:
-    """Nothing, if a server may listen on `host`.
+    """Check that a server is safe to listen on `host`.
 
     Raises:
-        InputError: others can reach it, and there is no key.
+        InputError: other machines can reach it, and there is no key.
     """
     if api_key is None and not is_loopback(host):
         raise InputError(
@@ -78,7 +78,7 @@ def check_host(host: str, api_key: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Return whether `host` can be reached from this machine alone."""
     if host == "localhost":
         return True
     try:

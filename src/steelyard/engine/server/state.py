@@ -1,7 +1,7 @@
-"""The desk: who is here, what they train, and the one way in which work is taken on.
+"""Server state: sessions, futures, models in training and samplers, and how requests are queued.
 
-Everything here runs on the event loop, so that nothing needs a lock. Requests are checked in
-threads, and models work on the engine's threads.
+Everything in this module runs on the event loop, so that no lock is needed. Requests are
+validated in threads, and models run on the engine's threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from starlette.exceptions import HTTPException
 from tinker.types import RequestErrorCategory
 
 from steelyard.engine.server.base_models import BaseModels
-from steelyard.engine.server.futures import Answer, ServerFuture, ServerFutures, failure
+from steelyard.engine.server.futures import (
+    EncodedResult,
+    ServerFuture,
+    ServerFutures,
+    failed_result,
+)
 from steelyard.engine.server.http_errors import FORBIDDEN, STOPPING, not_found
 from steelyard.engine.server.sampling_sessions import SamplingSessions
 from steelyard.engine.server.sequencer import Sequencer
@@ -29,8 +34,8 @@ from steelyard.engine.training_client import LocalTrainingClient
 
 T = TypeVar("T")
 
-_LONGEST_NAP = 5.0
-_LAST_WORDS = 1.0
+_MAX_CLEANUP_INTERVAL = 5.0
+_SHUTDOWN_GRACE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -38,18 +43,18 @@ class TrainingRun:
     """A model in training.
 
     Attributes:
-        model_id: its name.
-        session_id: its client's.
+        model_id: the id of the model.
+        session_id: the id of the client's session.
         client: the engine's client.
-        line: where its requests wait.
-        used: when it was last asked for something, in seconds since the epoch.
+        sequencer: the queue of its requests.
+        last_used: time of the last request, in seconds since the epoch.
     """
 
     model_id: str
     session_id: str
     client: LocalTrainingClient
-    line: Sequencer
-    used: float = field(default_factory=time.time)
+    sequencer: Sequencer
+    last_used: float = field(default_factory=time.time)
 
 
 class ServerState:
@@ -59,6 +64,14 @@ class ServerState:
         service: the engine.
         models: the base models on offer.
         settings: the limits.
+
+    Attributes:
+        sessions: the open sessions.
+        futures: the futures of all requests.
+        runs: the models in training, by id.
+        samplers: the sampling sessions.
+        creating: the ids of the models that are being created.
+        stopping: whether the server is shutting down.
     """
 
     def __init__(
@@ -68,154 +81,159 @@ class ServerState:
         self.models = models
         self.settings = settings
         self.sessions = Sessions(settings.max_sessions)
-        self.tickets = ServerFutures()
+        self.futures = ServerFutures()
         self.runs: dict[str, TrainingRun] = {}
         self.samplers = SamplingSessions(settings.max_samplers)
-        self.making: set[str] = set()
+        self.creating: set[str] = set()
         self.stopping = False
         self._tasks: set[asyncio.Task[object]] = set()
 
-    def run(self, model_id: str) -> TrainingRun:
-        """The model of that name; its client is heard of with this.
+    def get_run(self, model_id: str) -> TrainingRun:
+        """Return a model in training and record that its client is alive.
 
         Raises:
-            HTTPException: it is not here.
+            HTTPException: it does not exist, or was unloaded.
         """
         run = self.runs.get(model_id)
         if run is None:
             raise not_found(
                 "model_id",
                 model_id,
-                "a model is unloaded when its client closes or is not heard of for "
+                "a model is unloaded when its client closes or sends nothing for "
                 f"{self.settings.client_timeout:g} seconds",
             )
-        self.sessions.heard(run.session_id)
-        run.used = time.time()
+        self.sessions.touch(run.session_id)
+        run.last_used = time.time()
         return run
 
     async def submit(
         self,
         run: TrainingRun,
-        number: int | None,
-        verb: str,
-        check: Callable[[], Callable[[], Future[T]]],
-        encode: Callable[[T], Answer],
+        seq_id: int | None,
+        request_type: str,
+        validate: Callable[[], Callable[[], Future[T]]],
+        encode: Callable[[T], EncodedResult],
     ) -> ServerFuture:
-        """Take on a request of a model, to be begun when its turn comes.
+        """Validate a request of a model and queue it; a repeated request returns its old future.
 
         Args:
             run: the model.
-            number: the request's; None: it comes next.
-            verb: what is asked.
-            check: checks it, in a thread, and gives the call.
-            encode: makes the answer of what the call gives.
+            seq_id: the sequence id; None takes the next free one.
+            request_type: the type of the request.
+            validate: checks the request, in a thread, and returns the call that runs it.
+            encode: encodes the value of that call.
 
         Raises:
-            HTTPException: it is turned away. What stands behind it does not wait.
-            SteelyardError: so too.
+            HTTPException: the request is rejected. Later requests do not wait for it.
+            SteelyardError: likewise.
         """
-        if number is None:
-            number = run.line.free
-        ticket = run.line.known(number, verb)
-        if ticket is not None:
-            return ticket
-        ticket = run.line.take(number, verb, run.session_id)
+        if seq_id is None:
+            seq_id = run.sequencer.next_free
+        future = run.sequencer.find(seq_id, request_type)
+        if future is not None:
+            return future
+        future = run.sequencer.create_future(seq_id, request_type, run.session_id)
 
         async def prepare() -> None:
             try:
-                call = await asyncio.to_thread(check)
-            except Exception as error:  # noqa: BLE001 - the client hears of it
-                run.line.skip(number)
-                ticket.turn_away(error)
+                call = await asyncio.to_thread(validate)
+            except Exception as error:  # noqa: BLE001 - reported to the client
+                run.sequencer.skip(seq_id)
+                future.reject(error)
             else:
-                run.line.ready(number, lambda: begin(ticket, call, encode))
+                run.sequencer.mark_ready(seq_id, lambda: start_call(future, call, encode))
 
-        # Apart from the connection: if that is cut now, the request is not left half taken.
-        await self.apart(prepare())
-        return ticket
+        # Detached: a connection that breaks here would cancel the handler, and leave a sequence id
+        # that is neither ready nor skipped, which blocks all later requests.
+        await self.run_detached(prepare())
+        return future
 
-    async def apart(self, work: Awaitable[T]) -> T:
-        """What `work` gives; it goes on if whoever asked for it has gone."""
+    async def run_detached(self, work: Awaitable[T]) -> T:
+        """Await `work`, which continues if the awaiting handler is cancelled."""
         task = asyncio.ensure_future(work)
+        # The loop holds tasks by weak references only.
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._discard)
         return await asyncio.shield(task)
 
-    def room_for(self, model_id: str) -> None:
-        """Nothing, if another model may be made.
+    def check_model_limit(self, model_id: str) -> None:
+        """Raise if there are too many models to create another.
 
         Raises:
-            HTTPException: there are too many.
+            HTTPException: `max_models` are in training or being created.
         """
-        most = self.settings.max_models
-        if model_id not in self.runs and len(self.runs.keys() | self.making) >= most:
+        max_models = self.settings.max_models
+        if model_id not in self.runs and len(self.runs.keys() | self.creating) >= max_models:
             raise HTTPException(
                 FORBIDDEN,
-                f"at most {most} models may be in training at once: close a client that has one, "
-                f"or start the server with a larger max_models.",
+                f"at most {max_models} models may be in training at once: close a client that has "
+                f"one, or start the server with a larger max_models.",
             )
 
-    def unload(self, model_id: str, why: str) -> None:
-        """Give up a model; what runs is finished, what waits is not begun."""
+    def unload(self, model_id: str, reason: str) -> None:
+        """Remove a model; the running request finishes, queued ones fail with `reason`."""
         run = self.runs.pop(model_id, None)
         if run is not None:
-            for ticket in self.tickets:
-                if ticket.name.startswith(f"{model_id}:"):
-                    ticket.abandon(why)
+            for future in self.futures:
+                if future.request_id.startswith(f"{model_id}:"):
+                    future.cancel(reason)
 
-    def end_session(self, session_id: str, why: str) -> None:
-        """A client has gone: with its models, samplers and requests."""
+    def end_session(self, session_id: str, reason: str) -> None:
+        """End a session: remove its models, samplers and futures."""
         self.sessions.end(session_id)
         for run in [run for run in self.runs.values() if run.session_id == session_id]:
-            self.unload(run.model_id, why)
+            self.unload(run.model_id, reason)
         self.samplers.end_session(session_id)
-        for ticket in self.tickets:
-            if ticket.session_id == session_id:
-                ticket.abandon(why)
-                self.tickets.drop(ticket)
+        for future in self.futures:
+            if future.session_id == session_id:
+                future.cancel(reason)
+                self.futures.drop(future)
 
-    async def keep_order(self) -> None:
-        """Send away those who have gone, and drop what nobody comes for; for ever."""
+    async def clean_up_forever(self) -> None:
+        """End silent sessions, fail stalled requests and drop fetched results, periodically."""
         limits = self.settings
         shortest = min(limits.client_timeout, limits.gap_seconds, limits.keep_seconds)
         while True:
-            await asyncio.sleep(min(shortest / 4, _LONGEST_NAP))
+            await asyncio.sleep(min(shortest / 4, _MAX_CLEANUP_INTERVAL))
             for session_id in self.sessions.silent(limits.client_timeout):
-                self.end_session(session_id, "the client was not heard of any more.")
+                self.end_session(session_id, "the client has sent nothing for too long.")
             for run in list(self.runs.values()):
-                run.line.close_gap(limits.gap_seconds)
-            self.tickets.forget_fetched(limits.keep_seconds)
+                run.sequencer.fail_stalled(limits.gap_seconds)
+            self.futures.drop_fetched(limits.keep_seconds)
 
     async def stop(self) -> None:
-        """Finish what runs, and give up what waits."""
+        """Finish the running requests, fail the queued ones and close the engine."""
         self.stopping = True
-        for ticket in self.tickets:
-            ticket.abandon(STOPPING, RequestErrorCategory.Server)
+        for future in self.futures:
+            future.cancel(STOPPING, RequestErrorCategory.Server)
         await asyncio.to_thread(self.service.close, "success")
-        for ticket in self.tickets:
-            ticket.settle(failure(STOPPING, RequestErrorCategory.Server))
+        for future in self.futures:
+            future.settle(failed_result(STOPPING, RequestErrorCategory.Server))
         self.samplers.wake()
         if list(self.sessions):
-            # They fetch the bad news and report it, to a server that must still be there: else
-            # the SDK tries to for half a minute before it raises.
-            await asyncio.sleep(_LAST_WORDS)
+            # Clients fetch the failures and then send telemetry about them, to a server that must
+            # still be there: otherwise the SDK retries for half a minute before it raises.
+            await asyncio.sleep(_SHUTDOWN_GRACE_SECONDS)
 
-    def _done(self, task: asyncio.Task[object]) -> None:
+    def _discard(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         with contextlib.suppress(asyncio.CancelledError):
-            task.exception()  # whoever waits for it has heard of it
+            task.exception()  # retrieved, or asyncio logs it: the handler has reported it
 
 
-def begin(
-    ticket: ServerFuture, call: Callable[[], Future[T]], encode: Callable[[T], Answer]
+def start_call(
+    future: ServerFuture,
+    call: Callable[[], Future[T]],
+    encode: Callable[[T], EncodedResult],
 ) -> None:
-    """Hand work to the engine; its answer settles the ticket."""
-    if ticket.answer is not None:  # given up while it waited
+    """Hand a call to the engine; its outcome settles the future."""
+    if future.result is not None:  # cancelled while it was queued
         return
     try:
-        work = call()
-    except Exception as error:  # noqa: BLE001 - the client hears of it
-        with contextlib.suppress(Exception):  # it has its promise already
-            ticket.turn_away(error)
+        engine_future = call()
+    except Exception as error:  # noqa: BLE001 - reported to the client
+        # The client already has the request id: the future reports the error.
+        with contextlib.suppress(Exception):
+            future.reject(error)
     else:
-        ticket.follow(work, encode)
+        future.settle_from(engine_future, encode)

@@ -1,4 +1,4 @@
-"""Requests of models in training."""
+"""Endpoints of a model in training: batches, optimizer steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,166 +18,173 @@ from steelyard.engine.adapter import check_adam
 from steelyard.engine.checkpoints import check_name
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.server import codec, http_bodies
-from steelyard.engine.server.futures import Answer, ServerFuture
-from steelyard.engine.server.http_errors import Oversized
+from steelyard.engine.server.futures import EncodedResult, ServerFuture
+from steelyard.engine.server.http_errors import BodyTooLarge
 from steelyard.engine.server.model_routes import check_source, resume
 from steelyard.engine.server.sampling_sessions import SamplingSession
 from steelyard.engine.server.state import ServerState, TrainingRun
-from steelyard.engine.server.uploaded_loss.interpreter import TracedLoss
+from steelyard.engine.server.uploaded_loss import TracedLoss
 from steelyard.engine.training_client import LocalTrainingClient
 from steelyard.errors import InputError
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 Output = types.ForwardBackwardOutput
 
-_FOR_SAMPLER = "save_weights_for_sampler"
+_SAVE_FOR_SAMPLER = "save_weights_for_sampler"
 
 
-class Numbered(pydantic.BaseModel):
-    """Whose request it is, and which, whatever else is wrong with it."""
+class RequestIds(pydantic.BaseModel):
+    """Model and sequence id of a request that is invalid otherwise."""
 
     model_id: str
     seq_id: int
 
 
-async def load_weights(desk: ServerState, request: Request) -> Response:
-    """Saved weights, into a model or into a new one."""
-    asked = await _numbered(desk, request, types.LoadWeightsRequest, "load_weights")
-    if asked.session_id is not None and asked.model_seq_id is not None:
-        return await resume(desk, asked, asked.session_id, asked.model_seq_id)
-    if asked.model_id is None:
+async def load_weights(state: ServerState, request: Request) -> Response:
+    """Load saved weights into a model, or create a model from them."""
+    body = await _read_sequenced(state, request, types.LoadWeightsRequest, "load_weights")
+    if body.session_id is not None and body.model_seq_id is not None:
+        return await resume(state, body, body.session_id, body.model_seq_id)
+    if body.model_id is None:
         raise InputError("model_id, or session_id and model_seq_id, must be given.")
-    run = desk.run(asked.model_id)
+    run = state.get_run(body.model_id)
 
-    def check() -> Callable[[], Future[types.LoadWeightsResponse]]:
-        check_source(asked)
+    def validate() -> Callable[[], Future[types.LoadWeightsResponse]]:
+        check_source(body)
         load = run.client.begin_loading
-        return lambda: _future(load(asked.path, optimizer=asked.optimizer))
+        return lambda: _engine_future(load(body.path, optimizer=body.optimizer))
 
-    ticket = await desk.submit(run, asked.seq_id, "load_weights", check, codec.json_answer)
-    return http_bodies.promise(ticket, run.model_id)
+    future = await state.submit(run, body.seq_id, "load_weights", validate, codec.encode_json)
+    return http_bodies.future_response(future, run.model_id)
 
 
-async def forward_backward(desk: ServerState, request: Request) -> Response:
-    """Losses, log-probs and gradients."""
-    limits = desk.settings
+async def forward_backward(state: ServerState, request: Request) -> Response:
+    """Compute losses and log-probs, and accumulate gradients unless it is a forward request."""
+    limits = state.settings
     try:
-        body = await http_bodies.body_of(request, limits.max_body)
-    except Oversized as error:
-        found = codec.start_of_batch(error.start)
-        if found is not None:
-            await _refuse(desk, *found, "forward_backward", error)
+        body = await http_bodies.read_body(request, limits.max_body)
+    except BodyTooLarge as error:
+        ids = codec.peek_batch_ids(error.prefix)
+        if ids is not None:
+            await _reject_in_sequence(state, *ids, "forward_backward", error)
         raise
     message = await asyncio.to_thread(codec.parse_batch, body)
-    run = desk.run(message.model_id)
-    losses = desk.sessions.get(run.session_id).losses
+    run = state.get_run(message.model_id)
+    losses = state.sessions.get(run.session_id).losses
 
-    def check() -> Callable[[], Future[Output]]:
-        batch = codec.read_batch(message, limits.max_tokens, limits.max_body)
-        return _batch_call(run.client, batch, losses)
+    def validate() -> Callable[[], Future[Output]]:
+        batch = codec.decode_batch(message, limits.max_tokens, limits.max_body)
+        return _engine_call(run.client, batch, losses)
 
-    verb = "forward" if message.forward_only else "forward_backward"
-    ticket = await desk.submit(run, message.seq_id, verb, check, codec.output_answer)
-    return http_bodies.promise(ticket, run.model_id)
-
-
-async def optim_step(desk: ServerState, request: Request) -> Response:
-    """A step with the gathered gradients."""
-    asked = await _numbered(desk, request, types.OptimStepRequest, "optim_step")
-    run = desk.run(asked.model_id)
-
-    def check() -> Callable[[], Future[types.OptimStepResponse]]:
-        params = check_adam(asked.optim_params)
-        return lambda: _future(run.client.optim_step(params))
-
-    ticket = await desk.submit(run, asked.seq_id, "optim_step", check, codec.json_answer)
-    return http_bodies.promise(ticket, run.model_id)
+    request_type = "forward" if message.forward_only else "forward_backward"
+    future = await state.submit(run, message.seq_id, request_type, validate, codec.encode_output)
+    return http_bodies.future_response(future, run.model_id)
 
 
-async def save_weights(desk: ServerState, request: Request) -> Response:
-    """A checkpoint to go on from."""
-    asked = await _numbered(desk, request, types.SaveWeightsRequest, "save_weights")
-    run = desk.run(asked.model_id)
-    name = asked.path
+async def optim_step(state: ServerState, request: Request) -> Response:
+    """Update the weights with the accumulated gradients."""
+    body = await _read_sequenced(state, request, types.OptimStepRequest, "optim_step")
+    run = state.get_run(body.model_id)
 
-    def check() -> Callable[[], Future[types.SaveWeightsResponse]]:
-        given = check_name("name", name)
+    def validate() -> Callable[[], Future[types.OptimStepResponse]]:
+        params = check_adam(body.optim_params)
+        return lambda: _engine_future(run.client.optim_step(params))
+
+    future = await state.submit(run, body.seq_id, "optim_step", validate, codec.encode_json)
+    return http_bodies.future_response(future, run.model_id)
+
+
+async def save_weights(state: ServerState, request: Request) -> Response:
+    """Save a checkpoint of the weights and the optimizer state."""
+    body = await _read_sequenced(state, request, types.SaveWeightsRequest, "save_weights")
+    run = state.get_run(body.model_id)
+
+    def validate() -> Callable[[], Future[types.SaveWeightsResponse]]:
+        name = check_name("name", body.path)
         save = run.client.save_state
-        return lambda: _future(save(given, asked.ttl_seconds, asked.overwrite, asked.user_metadata))
+        return lambda: _engine_future(
+            save(name, body.ttl_seconds, body.overwrite, body.user_metadata)
+        )
 
-    ticket = await desk.submit(run, asked.seq_id, "save_weights", check, codec.json_answer)
-    return http_bodies.promise(ticket, run.model_id)
+    future = await state.submit(run, body.seq_id, "save_weights", validate, codec.encode_json)
+    return http_bodies.future_response(future, run.model_id)
 
 
-async def save_weights_for_sampler(desk: ServerState, request: Request) -> Response:
-    """Weights to sample from: a checkpoint, or a sampler with a copy of the weights."""
-    asked = await _numbered(desk, request, types.SaveWeightsForSamplerRequest, _FOR_SAMPLER)
-    run = desk.run(asked.model_id)
-    if asked.path is None:
-        ticket = await _copied(desk, run, asked)
+async def save_weights_for_sampler(state: ServerState, request: Request) -> Response:
+    """Save weights for sampling: as a checkpoint, or as a sampler with a copy of them."""
+    body = await _read_sequenced(
+        state, request, types.SaveWeightsForSamplerRequest, _SAVE_FOR_SAMPLER
+    )
+    run = state.get_run(body.model_id)
+    if body.path is None:
+        future = await _snapshot(state, run, body)
     else:
 
-        def check() -> Callable[[], Future[types.SaveWeightsForSamplerResponse]]:
-            name = check_name("name", asked.path)
+        def validate() -> Callable[[], Future[types.SaveWeightsForSamplerResponse]]:
+            name = check_name("name", body.path)
             save = run.client.save_weights_for_sampler
-            return lambda: _future(save(name, asked.ttl_seconds, asked.user_metadata))
+            return lambda: _engine_future(save(name, body.ttl_seconds, body.user_metadata))
 
-        ticket = await desk.submit(run, asked.seq_id, _FOR_SAMPLER, check, codec.json_answer)
-    return http_bodies.promise(ticket, run.model_id)
+        future = await state.submit(
+            run, body.seq_id, _SAVE_FOR_SAMPLER, validate, codec.encode_json
+        )
+    return http_bodies.future_response(future, run.model_id)
 
 
-async def _numbered(desk: ServerState, request: Request, model: type[M], verb: str) -> M:
-    """A request in JSON that has a number; if it is wrong, what stands behind goes on.
+async def _read_sequenced(
+    state: ServerState, request: Request, model: type[M], request_type: str
+) -> M:
+    """Read a request in JSON; if it is invalid, later requests do not wait for it.
 
     Raises:
-        HTTPException: it is none of this kind.
+        HTTPException: the body is not a valid `model`.
     """
-    body = await http_bodies.body_of(request, desk.settings.max_body)
+    body = await http_bodies.read_body(request, state.settings.max_body)
     try:
-        return await asyncio.to_thread(codec.read_json, model, body)
+        return await asyncio.to_thread(codec.parse_json, model, body)
     except HTTPException as error:
-        refused = error
+        rejection = error
     with contextlib.suppress(pydantic.ValidationError):
-        numbered = Numbered.model_validate_json(body)
-        await _refuse(desk, numbered.model_id, numbered.seq_id, verb, refused)
-    raise refused
+        ids = RequestIds.model_validate_json(body)
+        await _reject_in_sequence(state, ids.model_id, ids.seq_id, request_type, rejection)
+    raise rejection
 
 
-async def _refuse(
-    desk: ServerState, model_id: str, number: int, verb: str, error: HTTPException
+async def _reject_in_sequence(
+    state: ServerState, model_id: str, seq_id: int, request_type: str, error: HTTPException
 ) -> None:
-    """Turn a request away in its place, so that what stands behind goes on."""
+    """Reject a request through its sequencer, so that later requests do not wait for it."""
 
-    def refuse() -> Any:
+    def fail() -> Any:
         raise error
 
     with contextlib.suppress(HTTPException):
-        await desk.submit(desk.run(model_id), number, verb, refuse, codec.json_answer)
+        await state.submit(state.get_run(model_id), seq_id, request_type, fail, codec.encode_json)
 
 
-async def _copied(
-    desk: ServerState, run: TrainingRun, asked: types.SaveWeightsForSamplerRequest
+async def _snapshot(
+    state: ServerState, run: TrainingRun, body: types.SaveWeightsForSamplerRequest
 ) -> ServerFuture:
-    """A sampler with a copy of the weights as they are at this request's turn."""
-    if asked.sampling_session_seq_id is None:
+    """Create a sampler with a copy of the weights as they are when this request runs."""
+    if body.sampling_session_seq_id is None:
         raise InputError("path or sampling_session_seq_id must be given, got neither.")
-    sampler_id = f"{run.session_id}:sample:{asked.sampling_session_seq_id}"
+    sampler_id = f"{run.session_id}:sample:{body.sampling_session_seq_id}"
     base = run.client.get_info().model_name or ""
 
     def copy() -> Future[LocalSamplingClient]:
         client = run.client.snapshot().future()
-        desk.samplers.add(SamplingSession(sampler_id, run.session_id, base, None, client))
+        state.samplers.add(SamplingSession(sampler_id, run.session_id, base, None, client))
         return client
 
-    def named(_: LocalSamplingClient) -> Answer:
-        return codec.json_answer(
+    def encode(_: LocalSamplingClient) -> EncodedResult:
+        return codec.encode_json(
             types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id)
         )
 
-    return await desk.submit(run, asked.seq_id, _FOR_SAMPLER, lambda: copy, named)
+    return await state.submit(run, body.seq_id, _SAVE_FOR_SAMPLER, lambda: copy, encode)
 
 
-def _batch_call(
+def _engine_call(
     client: LocalTrainingClient, batch: codec.RequestBatch, losses: dict[str, TracedLoss]
 ) -> Callable[[], Future[Output]]:
     if batch.loss_fn != "custom":
@@ -191,10 +198,10 @@ def _batch_call(
                 f"loss_fn_config['loss_id'] must be that of a loss this client has uploaded, "
                 f"got {batch.config.get('loss_id')!r}."
             )
-        call = client.prepare_custom(batch.data, loss.of(batch.data))
+        call = client.prepare_custom(batch.data, loss.bind(batch.data))
     return lambda: call().future()
 
 
-def _future(given: Any) -> Future[Any]:
-    future: Future[Any] = given.future()
+def _engine_future(api_future: Any) -> Future[Any]:
+    future: Future[Any] = api_future.future()
     return future

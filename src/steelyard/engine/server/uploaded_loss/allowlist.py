@@ -1,7 +1,8 @@
-"""What an uploaded loss may do: the functions, methods and attributes by their names.
+"""Allowlist of uploaded losses: functions, methods and attributes by their names.
 
-Nothing that reads or writes files, runs code, changes a tensor in place, or makes something
-larger than what it is given, but for what is broadcast; that is checked before it is made.
+No entry reads or writes files, executes code or changes a tensor in place. Some entries can make
+a tensor larger than their inputs (broadcasting, `expand`, `arange`); the interpreter checks the
+size of every result before it computes it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx.node import _get_qualified_name as qualified_name
 
-# Functions of torch and methods of tensors.
+# Both functions of torch and methods of tensors.
 _BOTH = """
     abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sigmoid logit tanh sin cos tan atan
     erf neg negative positive reciprocal relu sign floor ceil round trunc frac clamp clip clamp_min
@@ -32,7 +33,7 @@ _METHODS = """
     view view_as expand expand_as size dim ndimension contiguous type_as float double long int bool
     half bfloat16 to masked_select new_zeros new_ones
 """
-_LAYERS = """
+_NN_FUNCTIONS = """
     softplus logsigmoid gelu silu elu leaky_relu hardtanh softmin huber_loss smooth_l1_loss mse_loss
     l1_loss kl_div binary_cross_entropy_with_logits cosine_similarity normalize softmax log_softmax
     relu sigmoid tanh pad
@@ -41,24 +42,25 @@ _OPERATORS = """
     add sub mul truediv floordiv mod pow neg pos abs eq ne lt le gt ge and_ or_ xor invert inv not_
     getitem matmul
 """
-_MATHS = "sqrt log log2 log10 log1p exp expm1 floor ceil fabs tanh isfinite isnan isinf"
+_MATH = "sqrt log log2 log10 log1p exp expm1 floor ceil fabs tanh isfinite isnan isinf"
 
 
-def _named(module: Any, names: str) -> dict[str, Callable[..., Any]]:
-    """The functions by the names that the SDK gives them when it writes a graph down."""
+def _by_name(module: Any, names: str) -> dict[str, Callable[..., Any]]:
+    """Functions of a module, by the names with which the SDK serializes them."""
     functions = [getattr(module, name) for name in names.split()]
     return {qualified_name(fn).replace("_operator.", "operator."): fn for fn in functions}
 
 
 FUNCTIONS = {
-    **_named(torch, _BOTH + _FUNCTIONS),
-    **_named(torch.nn.functional, _LAYERS),
-    **_named(operator, _OPERATORS),
-    **_named(math, _MATHS),
+    **_by_name(torch, _BOTH + _FUNCTIONS),
+    **_by_name(torch.nn.functional, _NN_FUNCTIONS),
+    **_by_name(operator, _OPERATORS),
+    **_by_name(math, _MATH),
 }
 METHODS = frozenset((_BOTH + _METHODS).split())
 ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device", "T", "mT"})
-PARTS = frozenset({"values", "indices"})
+# Fields of the named tuples that sort, max, min, topk, median and the like return.
+RESULT_FIELDS = frozenset({"values", "indices"})
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")

@@ -1,4 +1,4 @@
-"""Checking a loss that a client uploads, node by node, before it is kept."""
+"""Validation of an uploaded loss, node by node, before it is stored."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ from steelyard.engine.server.uploaded_loss.allowlist import (
     DTYPES,
     FUNCTIONS,
     METHODS,
-    PARTS,
+    RESULT_FIELDS,
 )
-from steelyard.engine.server.uploaded_loss.interpreter import LARGEST_INT, TracedLoss
+from steelyard.engine.server.uploaded_loss.interpreter import MAX_INT, TracedLoss
 from steelyard.errors import InputError
 
-# The custom/ keeps them apart from the engine's own; the SDK splits a key at its one colon.
-_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
-_PAIR = 2
+# The prefix custom/ separates them from the engine's metrics. The SDK splits a key at its colon
+# into the name and the reduction, so there is exactly one.
+_METRIC_KEY = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+_GETATTR_ARGS = 2  # the tensor, and the name of the attribute
 
 
-def read_loss(request: types.CreateCustomLossRequest, max_nodes: int) -> TracedLoss:
-    """An uploaded loss, checked node by node.
+def validate_loss(request: types.CreateCustomLossRequest, max_nodes: int) -> TracedLoss:
+    """Validate an uploaded loss.
+
+    The graph must hold only operations of the allowlist, each of whose arguments is a constant or
+    an earlier node, and end with its one output.
 
     Raises:
-        InputError: it does something that is not on the list, or does not hold together.
+        InputError: an operation is not on the allowlist, or the graph is malformed.
     """
     nodes = request.graph.nodes
     if not 0 < len(nodes) <= max_nodes:
         raise InputError(f"graph.nodes must hold 1 to {max_nodes} nodes, got {len(nodes)}.")
-    names = [given.name for given in request.inputs]
-    taken = [node.target for node in nodes if node.op == "placeholder"]
-    if taken != names or names[:1] != ["logprobs"] or not request.inputs[0].rank:
+    names = [each.name for each in request.inputs]
+    placeholders = [node.target for node in nodes if node.op == "placeholder"]
+    if placeholders != names or names[:1] != ["logprobs"] or not request.inputs[0].rank:
         raise InputError(
-            f"inputs must be those of the graph, {taken}, with 'logprobs' of rank 1 or 2 first, "
-            f"got {names}."
+            f"inputs must be those of the graph, {placeholders}, with 'logprobs' of rank 1 or 2 "
+            f"first, got {names}."
         )
     known: set[str] = set()
     for position, node in enumerate(nodes):
@@ -51,22 +55,26 @@ def _check_node(node: types.CustomLossNode, known: set[str], *, last: bool) -> N
         raise InputError("graph.nodes must end with the one output, and it does not.")
     if node.name in known:
         raise InputError(f"the name of a node must be unique, got {node.name!r} twice.")
-    if not _allowed(node):
+    if not _is_allowed(node):
         raise InputError(
             f"a custom loss may use torch's elementwise, reducing and indexing operations, "
-            f"got {node.op} {node.target!r} in {node.name!r}, which is not on the list."
+            f"got {node.op} {node.target!r} in {node.name!r}, which is not on the allowlist."
         )
     if "out" in node.kwargs:
-        raise InputError(f"a custom loss may not write into tensors, got out= in {node.name!r}.")
+        raise InputError(
+            f"a custom loss is not allowed to write into tensors, got out= in {node.name!r}."
+        )
     for arg in [*node.args, *node.kwargs.values()]:
         _check_arg(arg, known, node.name)
 
 
-def _allowed(node: types.CustomLossNode) -> bool:
+def _is_allowed(node: types.CustomLossNode) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     if node.op == "call_function" and node.target == "getattr":
-        return len(node.args) == _PAIR and _one_of(node.args[1], ATTRIBUTES | PARTS)
+        return len(node.args) == _GETATTR_ARGS and _is_one_of(
+            node.args[1], ATTRIBUTES | RESULT_FIELDS
+        )
     if node.op == "call_function":
         return node.target in FUNCTIONS
     return node.op == "call_method" and node.target in METHODS and bool(node.args)
@@ -75,11 +83,11 @@ def _allowed(node: types.CustomLossNode) -> bool:
 def _check_output(node: types.CustomLossNode) -> None:
     match node.args:
         case [{"tuple": [{"ref": str()}, {"dict": dict() as metrics}]}]:
-            odd = [key for key in metrics if not _METRIC.fullmatch(str(key))]
-            if odd:
+            invalid = [key for key in metrics if not _METRIC_KEY.fullmatch(str(key))]
+            if invalid:
                 raise InputError(
                     f"a metric must be named custom/<name>:sum or custom/<name>:mean in lower "
-                    f"case, got {odd[0]!r}."
+                    f"case, got {invalid[0]!r}."
                 )
         case _:
             raise InputError("the output of a custom loss must be (loss, metrics).")
@@ -90,7 +98,7 @@ def _check_arg(arg: Any, known: set[str], where: str) -> None:  # noqa: C901, PL
         case None | bool() | float() | str():
             pass
         case int():
-            if abs(arg) > LARGEST_INT:
+            if abs(arg) > MAX_INT:
                 raise InputError(f"a whole number in {where!r} must be at most 2**53, got {arg}.")
         case list():
             for each in arg:
@@ -98,13 +106,13 @@ def _check_arg(arg: Any, known: set[str], where: str) -> None:  # noqa: C901, PL
         case {"ref": str(name), **rest} if not rest:
             if name not in known:
                 raise InputError(f"{where!r} must use nodes before it, got {name!r}.")
-        case {"tuple": list(held), **rest} | {"slice": list(held), **rest} if not rest:
-            if "slice" in arg and len(held) != 3:  # noqa: PLR2004 - start, stop, step
-                raise InputError(f"a slice in {where!r} must have three parts, got {len(held)}.")
-            for each in held:
+        case {"tuple": list(items), **rest} | {"slice": list(items), **rest} if not rest:
+            if "slice" in arg and len(items) != 3:  # noqa: PLR2004 - start, stop, step
+                raise InputError(f"a slice in {where!r} must have three parts, got {len(items)}.")
+            for each in items:
                 _check_arg(each, known, where)
-        case {"dict": dict(held), **rest} if not rest:
-            for each in held.values():
+        case {"dict": dict(items), **rest} if not rest:
+            for each in items.values():
                 _check_arg(each, known, where)
         case {"ellipsis": True, **rest} if not rest:
             pass
@@ -118,5 +126,5 @@ def _check_arg(arg: Any, known: set[str], where: str) -> None:  # noqa: C901, PL
             raise InputError(f"an argument of {where!r} must be one that the SDK writes.")
 
 
-def _one_of(value: Any, allowed: frozenset[str]) -> bool:
+def _is_one_of(value: Any, allowed: frozenset[str]) -> bool:
     return isinstance(value, str) and value in allowed

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import tinker
+from tinker import types
+
+from steelyard.engine.server.lifecycle import RunningServer
+
+from .comparison import PROMPT
+from .wire_client import Wire, error_of
+
+
+def create_sampler(wire: Wire) -> str:
+    body = {"session_id": wire.session_id, "sampling_session_seq_id": 0}
+    made = wire.ok("create_sampling_session", {**body, "base_model": "tiny-random"})
+    sampler_id: str = made["sampling_session_id"]
+    return sampler_id
+
+
+def test_an_invalid_sampling_request_is_rejected(wire: Wire) -> None:
+    sampler_id = create_sampler(wire)
+    good: dict[str, Any] = {
+        "sampling_session_id": sampler_id,
+        "seq_id": 0,
+        "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"prompt": {"chunks": []}}, 400, "1 to 512 tokens"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [512]}]}}, 400, "511"),
+        ({"num_samples": 0}, 400, "num_samples"),
+        ({"sampling_params": {"max_tokens": 2, "temperature": -1}}, 400, "temperature"),
+        ({"num_samples": 2**19}, 413, "at most 1048576 tokens"),
+        ({"num_samples": 2048, "sampling_params": {"max_tokens": 2**40}}, 413, "got 1048578"),
+        ({"num_samples": 2048, "sampling_params": {}}, 413, "got 1048578"),
+        ({"topk_sample_logprobs": 513}, 400, "topk_sample_logprobs"),
+        ({"sampling_session_id": None}, 400, "must be given"),
+        ({"sampling_session_id": "nobody"}, 404, "nobody"),
+        ({"seq_id": 10**9}, 404, "join the sampling session first"),
+        ({"seq_id": -1}, 404, "join the sampling session first"),
+        (
+            {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [10**9, 99]}},
+            413,
+            "cells",
+        ),
+        (
+            {
+                "target_prompt_logprobs": {
+                    "data": [1],
+                    "dtype": "int64",
+                    "shape": [-5, -5],
+                    "sparse_crow_indices": [0],
+                    "sparse_col_indices": [9],
+                }
+            },
+            400,
+            "whole tensor",
+        ),
+        (
+            {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [3]}},
+            400,
+            "whole tensor",
+        ),
+    ]
+    for number, (changed, status, why) in enumerate(cases):
+        response = wire.post("asample", {**good, "seq_id": number, **changed})
+        assert response.status_code == status, (changed, response.text)
+        assert why in error_of(response)
+        again = wire.post("asample", {**good, "seq_id": number, **changed})
+        assert again.status_code == status, "so too when it is sent again"
+    assert wire.post("asample", {**good, "seq_id": 99}).status_code == 200
+
+
+def test_clones_of_a_sampling_client_work(
+    training: tinker.TrainingClient,
+) -> None:
+    sampling = training.save_weights_and_get_sampling_client()
+    params = types.SamplingParams(max_tokens=3, seed=7)
+    copies = [pickle.loads(pickle.dumps(sampling)) for _ in range(2)]
+    copies.append(
+        tinker.SamplingClient.from_sampler_handle(sampling.get_sampler_handle(), api_key="tml-x")
+    )
+    expected = sampling.sample(PROMPT, 1, params).result().sequences[0].tokens
+    for copy in copies:
+        assert copy.sample(PROMPT, 1, params).result().sequences[0].tokens == expected
+    assert [copy._cloned_sampler_id for copy in copies] == [1, 2, 3]
+
+
+def test_each_clone_that_joins_gets_the_next_id(wire: Wire) -> None:
+    sampler_id = create_sampler(wire)
+    joined = [
+        wire.ok("join_sampling_session", {"sampling_session_id": sampler_id})["client_counter"]
+        for _ in range(2)
+    ]
+    assert joined == [1, 2]
+
+
+def test_a_sampler_is_created_once_and_names_its_tokenizer(
+    wire: Wire, running: RunningServer
+) -> None:
+    sampler_id = create_sampler(wire)
+    first = running._state.samplers.get(sampler_id)
+    assert create_sampler(wire) == sampler_id
+    assert running._state.samplers.get(sampler_id) is first
+    described = wire.http.get(f"samplers/{sampler_id}").json()
+    (model,) = running.models.offered
+    assert (described["sampler_id"], described["base_model"]) == (sampler_id, model.tokenizer)
+    assert described["model_path"] is None
