@@ -1,4 +1,4 @@
-"""A NumPy user needs neither torch nor JAX; a torch user no JAX; a JAX user no torch."""
+"""Each backend works without the other two installed."""
 
 from __future__ import annotations
 
