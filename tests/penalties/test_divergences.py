@@ -143,9 +143,9 @@ def test_kl_gradient_at_zero_probabilities(
 
     at_zero = autodiff.gradients(divergence, p, q)
     without = autodiff.gradients(divergence, p[:, :2], q[:, :2])
-    for whole, part in zip(at_zero, without, strict=True):
+    for whole, without_zeros in zip(at_zero, without, strict=True):
         np.testing.assert_array_equal(whole[:, 2:], 0)
-        np.testing.assert_allclose(whole[:, :2], part, rtol=1e-6)
+        np.testing.assert_allclose(whole[:, :2], without_zeros, rtol=1e-6)
 
 
 def test_clamped_ratio_passes_no_gradient(autodiff: Backend) -> None:
@@ -171,7 +171,7 @@ def test_zero_probabilities_do_not_change_the_other_gradients(
 ) -> None:
     p = autodiff.array([[math.log(0.3), math.log(0.7), -INF]], "float32")
     q = autodiff.array([[math.log(0.6), math.log(0.4), -INF]], "float32")
-    for whole, part in zip(
+    for whole, without_zeros in zip(
         [
             *autodiff.gradients(js_divergence, p, q),
             *autodiff.gradients(lambda x: entropy(x, temperature=temperature), p),
@@ -183,7 +183,7 @@ def test_zero_probabilities_do_not_change_the_other_gradients(
         strict=True,
     ):
         np.testing.assert_array_equal(whole[:, 2], 0)
-        np.testing.assert_allclose(whole[:, :2], part, rtol=1e-5)
+        np.testing.assert_allclose(whole[:, :2], without_zeros, rtol=1e-5)
 
 
 def test_js_gradient_with_a_zero_on_one_side(autodiff: Backend) -> None:
@@ -255,10 +255,10 @@ def test_masked_rows_have_no_gradient(autodiff: Backend, fn: Any) -> None:
         assert np.all(np.isfinite(gradient))
         np.testing.assert_array_equal(gradient[1], 0)
         assert np.all(gradient[[0, 2, 3]] != 0)
-    nothing = autodiff.mask([False])
-    for gradient in autodiff.gradients(lambda *x: fn(*x, mask=nothing), *arrays):
+    all_false = autodiff.mask([False])
+    for gradient in autodiff.gradients(lambda *x: fn(*x, mask=all_false), *arrays):
         np.testing.assert_array_equal(gradient, 0)
-    assert autodiff.numpy(fn(*arrays, mask=nothing)) == 0
+    assert autodiff.numpy(fn(*arrays, mask=all_false)) == 0
 
 
 def test_axis_selects_the_classes(backend: Backend) -> None:

@@ -136,8 +136,8 @@ def test_centred_l2_ignores_shifts(backend: Backend, x: Floats, shift: float, cl
 @given(x=numbers(5), ratio=st.floats(0, 1))
 def test_elastic_net_is_the_mixture_of_l1_and_l2(backend: Backend, x: Floats, ratio: float) -> None:
     array = backend.array(x)
-    parts = ratio * backend.numpy(l1(array)) + (1 - ratio) * backend.numpy(l2(array))
-    same(backend, elastic_net(array, l1_ratio=ratio), parts)
+    mixture = ratio * backend.numpy(l1(array)) + (1 - ratio) * backend.numpy(l2(array))
+    same(backend, elastic_net(array, l1_ratio=ratio), mixture)
 
 
 @pytest.mark.parametrize("fn", PAIRS)

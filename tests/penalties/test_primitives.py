@@ -135,12 +135,12 @@ def test_an_all_false_mask_gives_zero(
     backend: Backend, reduction: Any, options: dict[str, Any]
 ) -> None:
     x = backend.array([1.0, np.nan], "float32")
-    nothing = backend.mask([False, False])
-    assert backend.numpy(l2(x, mask=nothing, reduction=reduction, **options)) == 0.0
+    all_false = backend.mask([False, False])
+    assert backend.numpy(l2(x, mask=all_false, reduction=reduction, **options)) == 0.0
     assert backend.numpy(l2(x[:0], reduction=reduction)) == 0.0
     if backend in (TORCH, JAX):
         [gradient] = backend.gradients(
-            lambda x: l2(x, mask=nothing, reduction=reduction, **options), x
+            lambda x: l2(x, mask=all_false, reduction=reduction, **options), x
         )
         np.testing.assert_array_equal(gradient, [0, 0])
 

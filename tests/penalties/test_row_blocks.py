@@ -28,12 +28,12 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     join = torch.cat
 
-    def watched(parts: Any) -> Any:
-        shapes.extend(tuple(part.shape) for part in parts)
-        return join(parts)
+    def recording_cat(results: Any) -> Any:
+        shapes.extend(tuple(result.shape) for result in results)
+        return join(results)
 
     monkeypatch.setattr(_row_blocks, "ELEMENTS", 8)
-    monkeypatch.setattr(torch, "cat", watched)
+    monkeypatch.setattr(torch, "cat", recording_cat)
     return shapes
 
 

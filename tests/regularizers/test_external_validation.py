@@ -125,7 +125,7 @@ def test_a_final_failure_is_not_retried(server: Server) -> None:
 def test_a_response_that_takes_too_long(server: Server, behaviour: str) -> None:
     with pytest.raises(TermError, match=r"got no answer within 0\.05 s in 2 attempts"):
         validate(validator(server, behaviour, request_timeout=0.05, retries=1), [{}])
-    assert server.seen[behaviour] <= 2  # fewer if the time was over before it could be datum_itself
+    assert server.seen[behaviour] <= 2  # fewer if the time was over before it could be sent
 
 
 def test_waiting_for_a_connection_does_not_count_as_request_time(server: Server) -> None:
@@ -284,7 +284,7 @@ def test_concurrent_event_loops(server: Server, workers: Workers) -> None:
         assert {r.value for r in output.regularizers.values()} == {0.5}
 
 
-# What is datum_itself.
+# Payloads.
 
 
 def test_tokens_targets_and_weights_are_sent(server: Server) -> None:
@@ -308,7 +308,7 @@ def test_data_that_cannot_be_sent_are_named(server: Server) -> None:
     with pytest.raises(InputError) as caught:
         validate(ExternalValidation(url=server.url("check")), [{"model_input": [1]}, {}])
     assert str(caught.value) == (
-        "datum 1 must have a model_input or target_tokens to be datum_itself, got neither: pass "
+        "datum 1 must have a model_input or target_tokens to be sent, got neither: pass "
         "payload=... to say what to send."
     )
     for wrong in (torch.zeros(1), float("nan")):
