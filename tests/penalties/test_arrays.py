@@ -159,9 +159,9 @@ def test_floored_norm(autodiff: Backend) -> None:
         return _arrays.floored_norm(xp, x, -1, xp.full_like(x[:, :1], 0.5))
 
     x = autodiff.array([[3.0, 4.0], [0.1, 0.0], [0.0, 0.0]])
-    np.testing.assert_allclose(autodiff.numpy(norm(xp_of(x), x)), [[5], [0.5], [0.5]])
+    np.testing.assert_allclose(autodiff.numpy(norm(xp_of(x), x)), [[5.0], [0.5], [0.5]])
     found = gradient(autodiff, norm, [[3.0, 4.0], [0.1, 0.0], [0.0, 0.0]])
-    np.testing.assert_allclose(found, [[0.6, 0.8], [0, 0], [0, 0]], rtol=1e-12)
+    np.testing.assert_allclose(found, [[0.6, 0.8], [0.0, 0.0], [0.0, 0.0]], rtol=1e-12)
 
 
 def test_log_softmax_of_scipy(backend: Backend) -> None:

@@ -104,7 +104,7 @@ def test_functions_without_a_signature_are_not_checked() -> None:
 
 
 def test_a_name_becomes_its_function() -> None:
-    term = PenaltyTerm("size", "l1", weight=-2, inputs="a", options={"scale": 3.0})
+    term = PenaltyTerm("size", "l1", weight=-2, inputs=("a",), options={"scale": 3.0})
     assert (term.fn, term.weight, term.inputs, term.reads) == (l1, -2.0, ("a",), ("a",))
     assert term.differentiable is True
     assert float(term.evaluate({"a": np.array(X), "b": None})) == 21.0

@@ -54,13 +54,14 @@ def test_a_mask_takes_the_shape_of_what_it_selects(backend: Backend) -> None:
     x = backend.array(np.zeros((2, 3, 4)))
     xp = namespace(x=x)
     assert accept_mask(xp, None, x, None) is None
-    for axis, shape, mask in [
+    cases: list[tuple[int | None, tuple[int, ...], Any]] = [
         (None, (2, 3, 4), [True, False, True, True]),
         (2, (2, 3), [[True], [False]]),
         (1, (2, 4), True),
         (0, (3, 4), [[False], [True], [True]]),
-    ]:
-        full = accept_mask(xp, backend.mask(mask), x, axis)
+    ]
+    for axis, shape, mask in cases:
+        full: Any = accept_mask(xp, backend.mask(mask), x, axis)
         assert tuple(full.shape) == shape
         np.testing.assert_array_equal(backend.numpy(full), np.broadcast_to(mask, shape))
 

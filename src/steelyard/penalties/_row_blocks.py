@@ -15,8 +15,8 @@ def by_rows(formula: Callable[..., Array], arrays: Sequence[Array], axis: int) -
 
     Eager torch writes every intermediate result to memory. On a CPU these writes, and the page
     faults of newly allocated memory, take several times as long as the arithmetic; compiled code,
-    accelerators and XLA gain nothing from blocks. Only the last axis is split, where a block of
-    rows is a contiguous view.
+    accelerators and XLA gain nothing from blocks. Blocks are used only where
+    rows lie along the last axis.
     """
     if axis != -1 or not _is_large_cpu_tensor(arrays[0]):
         return formula(*arrays)

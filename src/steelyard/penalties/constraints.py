@@ -34,11 +34,11 @@ def orthogonality(
     normalize: bool = True,
     axis: Literal["rows", "sequence", "vocabulary"] = "rows",
 ) -> Array:
-    """Deviation of the rows of a matrix from orthogonality; 0 for orthogonal rows.
+    """Deviation of the rows of a matrix from orthogonality; 0 for orthonormal rows.
 
     With M `[n, m]` and the Gram matrix `G = M Mᵀ` `[n, n]` of its rows: `"soft"` is
     `Σ_{i≠j} G²ᵢⱼ`, `"hard"` is `Σ (G - I)²`, `"spectral"` is the largest absolute eigenvalue of
-    `G - I`. All are sums, not means: they grow with the number of rows.
+    `G - I`. `"soft"` and `"hard"` are sums over pairs of rows, not means.
 
     Args:
         x: Rank 2 or more for `axis="rows"`; `[n, m]` or `[batch, sequence, vocabulary]` else.

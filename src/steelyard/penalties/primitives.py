@@ -63,8 +63,8 @@ def l2(
     """Sum of squares; shrinks large elements most (ridge).
 
     `scale · R(clamp(x - c, ±clip)²)`, with R the sum or mean over all elements; no ½ and no
-    root. The gradient is `scale · 2(x - c)` inside the clip and 0 outside, divided by the number
-    of elements for the mean.
+    root. For a constant c the gradient is `scale · 2(x - c)` inside the clip and 0 outside,
+    divided by the number of elements for the mean.
 
     Args:
         x: Any shape.

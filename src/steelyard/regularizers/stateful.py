@@ -27,7 +27,7 @@ class EMADrift:
 
     Reads from each datum: `weights` (optional), where 0 leaves a token out.
 
-    Each call updates the state once, so `gradient="numerical"`, which makes many calls, cannot be
+    Each call updates the state once, so `gradient="numerical"`, which makes many calls, must not be
     used. A batch without a token that counts does not change the state.
 
     Args:
@@ -100,7 +100,7 @@ class Adaptive:
 
     Reads from each datum: the fields of the wrapped regularizer.
 
-    Each call updates the state once, so `gradient="numerical"`, which makes many calls, cannot be
+    Each call updates the state once, so `gradient="numerical"`, which makes many calls, must not be
     used. It does not run in a process: a wrapped regularizer that prefers one runs in a thread.
 
     Args:
