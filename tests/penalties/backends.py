@@ -1,4 +1,4 @@
-"""The kinds of arrays every test runs on, behind one small interface."""
+"""NumPy, torch and JAX behind one small interface, so that a test runs on each of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Backend:
     device: str = "cpu"
 
     def array(self, values: Any, dtype: str = "float64") -> Any:
-        """Build an array; bfloat16 of NumPy is that of ml_dtypes."""
+        """Build an array; NumPy's bfloat16 comes from ml_dtypes."""
         wide = np.asarray(values)
         if self.name == "torch":
             return torch.as_tensor(wide.copy()).to(self.device, getattr(torch, dtype))

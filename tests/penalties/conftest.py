@@ -8,7 +8,7 @@ import pytest
 from .backends import DIFFERENTIABLE, EVERY, Backend
 
 with warnings.catch_warnings():
-    # Inductor uses what torch itself has deprecated; it is loaded by the first compilation.
+    # Inductor uses deprecated parts of torch; importing it here keeps the first compilation quiet.
     warnings.simplefilter("ignore", DeprecationWarning)
     importlib.import_module("torch._inductor.compile_fx")
 
@@ -19,13 +19,13 @@ def _label(backend: Backend) -> str:
 
 @pytest.fixture(params=EVERY, ids=_label, scope="session")
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """Every kind of array."""
+    """NumPy, torch and JAX in turn."""
     chosen: Backend = request.param
     return chosen
 
 
 @pytest.fixture(params=DIFFERENTIABLE, ids=_label, scope="session")
 def autodiff(request: pytest.FixtureRequest) -> Backend:
-    """The kinds of arrays that have gradients."""
+    """The backends with automatic differentiation in turn: torch and JAX."""
     chosen: Backend = request.param
     return chosen

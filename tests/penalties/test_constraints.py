@@ -1,4 +1,4 @@
-"""Values by hand, values of other libraries, and the hard points of the constraints."""
+"""Orthogonality and consistency: by hand, against other libraries, at singular points."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_large_and_small_rows_are_normalised(backend: Backend, size: float) -> N
     np.testing.assert_allclose(backend.numpy(value), 0.72, rtol=1e-5)
 
 
-def test_rows_below_the_floor_are_divided_by_it(backend: Backend) -> None:
+def test_rows_below_the_norm_floor_are_divided_by_the_floor(backend: Backend) -> None:
     x = backend.array([[1e-10, 0.0], [1e-10, 0.0]])
     np.testing.assert_allclose(backend.numpy(orthogonality(x)), 2 * 1e-8, rtol=1e-9)
 
@@ -113,7 +113,7 @@ def test_rows_below_the_floor_are_divided_by_it(backend: Backend) -> None:
         ((0, 3), "rows", r"x must not be empty, got shape \(0, 3\)"),
     ],
 )
-def test_orthogonality_refuses_ranks(
+def test_orthogonality_of_a_wrong_rank_is_an_error(
     backend: Backend, shape: tuple[int, ...], axis: Any, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
@@ -141,7 +141,7 @@ def test_consistency_by_hand(
     np.testing.assert_allclose(backend.numpy(value), expected, rtol=1e-6)
 
 
-def test_consistency_of_torch(backend: Backend) -> None:
+def test_consistency_agrees_with_torch(backend: Backend) -> None:
     """torch 2.13 mse_loss, l1_loss and cosine_similarity."""
     a, b = X, X[::-1] + 1.0
     torch_a, torch_b = torch.as_tensor(a), torch.as_tensor(b.copy())
@@ -196,7 +196,7 @@ def test_l1_metric_has_no_gradient_where_equal(autodiff: Backend) -> None:
 
 
 @pytest.mark.parametrize("metric", ["mse", "l1", "cosine", "kl"])
-def test_masked_nan(autodiff: Backend, metric: Any) -> None:
+def test_a_masked_nan_has_no_effect(autodiff: Backend, metric: Any) -> None:
     a = autodiff.array([[-1.0, -0.5], [np.nan, np.inf]], "float32")
     b = autodiff.array([[-0.2, -3.0], [np.nan, -1.0]], "float32")
     keep = [True, False] if metric in ("cosine", "kl") else [[True], [False]]
@@ -216,7 +216,7 @@ def test_masked_nan(autodiff: Backend, metric: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_narrow_floats(backend: Backend, dtype: str) -> None:
+def test_half_precision(backend: Backend, dtype: str) -> None:
     x = backend.array(np.random.default_rng(0).normal(size=(3, 2000)), dtype)
     exact = backend.numpy(x)
     value = orthogonality(x)
@@ -245,7 +245,7 @@ def test_autocast_does_not_round_the_products() -> None:
         (lambda x: consistency(x, x, metric="kl", axis=5), "axis must be an integer in [-2, 1]"),
     ],
 )
-def test_bad_options_are_named(backend: Backend, call: Any, message: str) -> None:
+def test_invalid_options(backend: Backend, call: Any, message: str) -> None:
     with pytest.raises(InputError) as caught:
         call(backend.array(M))
     assert str(caught.value).startswith(message)

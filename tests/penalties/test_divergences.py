@@ -1,4 +1,4 @@
-"""Values by hand, values of other libraries, and the hard points of KL, JS and entropy."""
+"""KL, JS and entropy: by hand, against other libraries, at zero probabilities."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_kl_by_hand(backend: Backend, direction: Any, expected: float) -> None:
     np.testing.assert_allclose(backend.numpy(value), expected, rtol=1e-6)
 
 
-def test_kl_of_scipy_and_torch(backend: Backend) -> None:
+def test_kl_agrees_with_scipy_and_torch(backend: Backend) -> None:
     """SciPy 1.17 rel_entr; torch 2.13 kl_div and distributions."""
     rows = backend.numpy(kl_divergence(backend.array(P), backend.array(Q), reduction="none"))
     np.testing.assert_allclose(rows, rel_entr(np.exp(P), np.exp(Q)).sum(-1), rtol=1e-12)
@@ -66,13 +66,13 @@ def test_kl_of_scipy_and_torch(backend: Backend) -> None:
     )
 
 
-def test_js_of_scipy(backend: Backend) -> None:
+def test_js_agrees_with_scipy(backend: Backend) -> None:
     """SciPy 1.17 jensenshannon, which is the square root."""
     rows = backend.numpy(js_divergence(backend.array(P), backend.array(Q), reduction="none"))
     np.testing.assert_allclose(rows, jensenshannon(np.exp(P), np.exp(Q), axis=-1) ** 2, rtol=1e-11)
 
 
-def test_entropy_of_scipy_and_torch(backend: Backend) -> None:
+def test_entropy_agrees_with_scipy_and_torch(backend: Backend) -> None:
     """SciPy 1.17 stats.entropy; torch 2.13 Categorical."""
     rows = backend.numpy(entropy(backend.array(P), reduction="none"))
     np.testing.assert_allclose(rows, scipy.stats.entropy(np.exp(P), axis=-1), rtol=1e-12)
@@ -122,7 +122,7 @@ def test_kl_at_zero_probabilities(backend: Backend, direction: Any, limit: float
     np.testing.assert_allclose(backend.numpy(rows), [limit, 0.5 * limit, 0.0], rtol=1e-6)
 
 
-def test_exact_kl_is_infinite_only_where_it_is(backend: Backend) -> None:
+def test_exact_kl_is_infinite_where_q_is_zero_and_p_is_not(backend: Backend) -> None:
     p = backend.array([[0.0, -INF], [-INF, 0.0], [0.0, -INF], [0.0, -200.0]], "float32")
     q = backend.array([[-INF, 0.0], [-INF, 0.0], [-0.5, -1.0], [0.0, -INF]], "float32")
     rows = kl_divergence(p, q, max_log_ratio=None, reduction="none")
@@ -143,9 +143,9 @@ def test_kl_gradient_at_zero_probabilities(
 
     at_zero = autodiff.gradients(divergence, p, q)
     without = autodiff.gradients(divergence, p[:, :2], q[:, :2])
-    for whole, part in zip(at_zero, without, strict=True):
+    for whole, without_zeros in zip(at_zero, without, strict=True):
         np.testing.assert_array_equal(whole[:, 2:], 0)
-        np.testing.assert_allclose(whole[:, :2], part, rtol=1e-6)
+        np.testing.assert_allclose(whole[:, :2], without_zeros, rtol=1e-6)
 
 
 def test_clamped_ratio_passes_no_gradient(autodiff: Backend) -> None:
@@ -166,12 +166,12 @@ def test_js_and_entropy_at_zero_probabilities(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_gradients_at_zero_probabilities_are_those_without_them(
+def test_zero_probabilities_do_not_change_the_other_gradients(
     autodiff: Backend, temperature: float
 ) -> None:
     p = autodiff.array([[math.log(0.3), math.log(0.7), -INF]], "float32")
     q = autodiff.array([[math.log(0.6), math.log(0.4), -INF]], "float32")
-    for whole, part in zip(
+    for whole, without_zeros in zip(
         [
             *autodiff.gradients(js_divergence, p, q),
             *autodiff.gradients(lambda x: entropy(x, temperature=temperature), p),
@@ -183,7 +183,7 @@ def test_gradients_at_zero_probabilities_are_those_without_them(
         strict=True,
     ):
         np.testing.assert_array_equal(whole[:, 2], 0)
-        np.testing.assert_allclose(whole[:, :2], part, rtol=1e-5)
+        np.testing.assert_allclose(whole[:, :2], without_zeros, rtol=1e-5)
 
 
 def test_js_gradient_with_a_zero_on_one_side(autodiff: Backend) -> None:
@@ -239,7 +239,7 @@ def test_nan_propagates_unless_masked(backend: Backend, fn: Any) -> None:
 
 
 @pytest.mark.parametrize("limit", [100.0, None])
-def test_nan_in_q_is_seen_even_without_weight(backend: Backend, limit: float | None) -> None:
+def test_nan_in_q_propagates_where_p_is_zero(backend: Backend, limit: float | None) -> None:
     p, q = backend.array([[0.0, -INF]]), backend.array([[0.0, np.nan]])
     assert np.isnan(backend.numpy(kl_divergence(p, q, max_log_ratio=limit)))
 
@@ -255,13 +255,13 @@ def test_masked_rows_have_no_gradient(autodiff: Backend, fn: Any) -> None:
         assert np.all(np.isfinite(gradient))
         np.testing.assert_array_equal(gradient[1], 0)
         assert np.all(gradient[[0, 2, 3]] != 0)
-    nothing = autodiff.mask([False])
-    for gradient in autodiff.gradients(lambda *x: fn(*x, mask=nothing), *arrays):
+    all_false = autodiff.mask([False])
+    for gradient in autodiff.gradients(lambda *x: fn(*x, mask=all_false), *arrays):
         np.testing.assert_array_equal(gradient, 0)
-    assert autodiff.numpy(fn(*arrays, mask=nothing)) == 0
+    assert autodiff.numpy(fn(*arrays, mask=all_false)) == 0
 
 
-def test_axis_is_where_the_classes_are(backend: Backend) -> None:
+def test_axis_selects_the_classes(backend: Backend) -> None:
     p, q = distributions(2, 2, 3, 4), distributions(3, 2, 3, 4)
     turned_p, turned_q = (backend.array(np.moveaxis(x, -1, 1)) for x in (p, q))
     mask = backend.mask([[True, False, True]])
@@ -281,7 +281,7 @@ def test_axis_is_where_the_classes_are(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("fn", [kl_divergence, js_divergence, entropy])
-def test_narrow_floats(backend: Backend, fn: Any, dtype: str) -> None:
+def test_half_precision(backend: Backend, fn: Any, dtype: str) -> None:
     """As exact as the inputs are: many classes summed in bfloat16 would be far off."""
     p, q = distributions(4, 2, 5000), distributions(5, 2, 5000)
     narrow = [backend.array(x, dtype) for x in (p, q)][: 1 if fn is entropy else 2]
@@ -291,7 +291,7 @@ def test_narrow_floats(backend: Backend, fn: Any, dtype: str) -> None:
     np.testing.assert_allclose(backend.numpy(value), exact, rtol=2**-8)
 
 
-def test_a_wide_partner_widens_the_result(backend: Backend) -> None:
+def test_the_result_has_the_wider_dtype(backend: Backend) -> None:
     p, q = backend.array(P, "bfloat16"), backend.array(Q, "float32")
     assert backend.dtype(kl_divergence(p, q)) == "float32"
     assert backend.dtype(kl_divergence(backend.array(P), q)) == "float64"
@@ -316,9 +316,7 @@ def test_a_wide_partner_widens_the_result(backend: Backend) -> None:
         (entropy, {"normalize": 1}, "normalize must be True or False, got 1"),
     ],
 )
-def test_bad_options_are_named(
-    backend: Backend, fn: Any, options: dict[str, Any], message: str
-) -> None:
+def test_invalid_options(backend: Backend, fn: Any, options: dict[str, Any], message: str) -> None:
     arrays = [backend.array(P), backend.array(Q)][: 1 if fn is entropy else 2]
     with pytest.raises(InputError) as caught:
         fn(*arrays, **options)
@@ -326,7 +324,7 @@ def test_bad_options_are_named(
 
 
 @pytest.mark.parametrize("fn", [kl_divergence, js_divergence, entropy])
-def test_a_scalar_has_no_classes(backend: Backend, fn: Any) -> None:
+def test_a_scalar_is_an_error(backend: Backend, fn: Any) -> None:
     x = backend.array(-1.0)
     with pytest.raises(InputError, match=r"at least one axis .* got shape \(\)"):
         fn(*[x] * (1 if fn is entropy else 2))

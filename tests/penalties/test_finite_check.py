@@ -16,7 +16,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_finite_arrays_come_back_themselves(backend: Backend, dtype: str) -> None:
+def test_finite_arrays_are_returned_unchanged(backend: Backend, dtype: str) -> None:
     for values in ([[1.0, -2.0]], [], 3.0):
         x = backend.array(np.asarray(values, dtype=np.float64), dtype)
         assert validate(x) is x
@@ -31,7 +31,7 @@ def test_finite_arrays_come_back_themselves(backend: Backend, dtype: str) -> Non
         (np.nan, "nan", "nan in 1 of 1 values, first at index ()"),
     ],
 )
-def test_nan_is_found_before_inf(
+def test_nan_is_reported_before_inf(
     backend: Backend, dtype: str, values: Any, kind: str, message: str
 ) -> None:
     with pytest.raises(NonFiniteError) as caught:
@@ -42,6 +42,6 @@ def test_nan_is_found_before_inf(
     assert (again.kind, str(again)) == (kind, str(caught.value))
 
 
-def test_traced_arrays_have_no_values() -> None:
+def test_traced_arrays_are_an_error() -> None:
     with pytest.raises(InputError, match=r"traced array; call validate outside jax.jit"):
         jax.jit(validate)(JAX.array([1.0]))

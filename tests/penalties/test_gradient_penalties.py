@@ -1,4 +1,4 @@
-"""Values by hand and the hard points of the penalties on slopes and sizes."""
+"""Gradient penalties and output magnitude: by hand, and at singular points."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .backends import JAX, NUMPY, TORCH, Backend
 X = [[3.0, 4.0], [0.0, 1.0]]
 
 
-# The calls that are wrong on purpose go by names without types.
-slope: Any = gradient_penalty
-magnitude: Any = output_magnitude_penalty
+# Aliases without types, for calls that are wrong on purpose.
+untyped_gradient_penalty: Any = gradient_penalty
+untyped_magnitude_penalty: Any = output_magnitude_penalty
 
 
 def half_square(x: Any) -> Any:
@@ -64,7 +64,7 @@ def test_rank_1_and_0(autodiff: Backend) -> None:
     assert autodiff.numpy(gradient_penalty(lambda x: x * x, autodiff.array(3.0))) == 25
 
 
-def test_what_f_closes_over_is_differentiated(autodiff: Backend) -> None:
+def test_parameters_of_f_are_differentiated(autodiff: Backend) -> None:
     x = autodiff.array(X)
 
     def penalty(weight: Any) -> Any:
@@ -91,7 +91,7 @@ def test_zero_gradient_keeps_a_finite_second_derivative(
     np.testing.assert_array_equal(gradient, 0)
 
 
-def test_torch_without_gradients_around_it() -> None:
+def test_torch_under_no_grad() -> None:
     x = torch.as_tensor(X)
     with torch.no_grad():
         value = gradient_penalty(half_square, x, per_sample=True)
@@ -116,7 +116,9 @@ def test_interpolation_is_reproducible(autodiff: Backend) -> None:
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
-def test_interpolated_points_lie_between(autodiff: Backend, per_sample: bool) -> None:
+def test_interpolated_points_lie_between_x_and_the_reference(
+    autodiff: Backend, per_sample: bool
+) -> None:
     seen: list[Any] = []
 
     def watch(x: Any) -> Any:
@@ -155,7 +157,7 @@ def test_interpolated_points_lie_between(autodiff: Backend, per_sample: bool) ->
     assert len(np.unique(points)) == (rows if per_sample else 1)
 
 
-def test_torch_can_draw_from_its_default_generator() -> None:
+def test_torch_draws_from_the_default_generator() -> None:
     x, reference = torch.as_tensor(X), torch.zeros(2, 2)
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -208,19 +210,25 @@ def test_output_magnitude_at_zero(autodiff: Backend, reduction: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: slope(half_square, x, target_norm=np.inf), "target_norm must be a f"),
-        (lambda x: slope(half_square, x, per_sample=0), "per_sample must be True or Fa"),
         (
-            lambda x: slope(lambda z: z, x),
+            lambda x: untyped_gradient_penalty(half_square, x, target_norm=np.inf),
+            "target_norm must be a f",
+        ),
+        (
+            lambda x: untyped_gradient_penalty(half_square, x, per_sample=0),
+            "per_sample must be True or Fa",
+        ),
+        (
+            lambda x: untyped_gradient_penalty(lambda z: z, x),
             "f must return a scalar or one value per sample (2), got shape (2, 2)",
         ),
         (
-            lambda x: slope(lambda z: z[:1, 0], x),
+            lambda x: untyped_gradient_penalty(lambda z: z[:1, 0], x),
             "f must return a scalar or one value per sample (2), got shape (1,)",
         ),
-        (lambda x: slope(lambda _: 1.0, x), "f must return an array, got float"),
+        (lambda x: untyped_gradient_penalty(lambda _: 1.0, x), "f must return an array, got float"),
         (
-            lambda x: slope(half_square, x[0, 0], per_sample=True),
+            lambda x: untyped_gradient_penalty(half_square, x[0, 0], per_sample=True),
             "x must have a sample axis for per_sample=True, got shape ()",
         ),
         (
@@ -232,13 +240,13 @@ def test_output_magnitude_at_zero(autodiff: Backend, reduction: Any) -> None:
             "generator must be ",
         ),
         (
-            lambda x: magnitude(x, reduction="none"),
+            lambda x: untyped_magnitude_penalty(x, reduction="none"),
             "reduction must be one of 'mean', 'sum', got 'none'",
         ),
-        (lambda x: magnitude(x, target=None), "target must be a finite number, go"),
+        (lambda x: untyped_magnitude_penalty(x, target=None), "target must be a finite number, go"),
     ],
 )
-def test_bad_calls_are_named(autodiff: Backend, call: Any, message: str) -> None:
+def test_invalid_calls(autodiff: Backend, call: Any, message: str) -> None:
     with pytest.raises(InputError) as caught:
         call(autodiff.array(X))
     assert str(caught.value).startswith(message)
@@ -258,7 +266,7 @@ def test_torch_f_without_a_path_to_x(f: Any) -> None:
         gradient_penalty(f, TORCH.array(X))
 
 
-def test_numpy_has_no_gradients() -> None:
+def test_numpy_arrays_are_an_error() -> None:
     x = NUMPY.array(X)
     with pytest.raises(InputError, match="x must be a torch or JAX array, got ndarray"):
         gradient_penalty(half_square, x)

@@ -1,4 +1,4 @@
-"""Laws, each written once and tried by hypothesis on every kind of array."""
+"""Mathematical laws of the penalties, tested by hypothesis on every backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from steelyard.penalties import (
 from .backends import Backend, Floats
 
 Penalty = Callable[..., Any]
-few = settings(
+few_examples = settings(
     max_examples=10,
     deadline=None,
     database=None,
@@ -75,9 +75,9 @@ def reverse_kl(p: Any, q: Any, **options: Any) -> Any:
     return kl_divergence(p, q, direction="reverse", **options)
 
 
-SIZES: list[Penalty] = [l1, l2, elastic_net]
-BETWEEN: list[Penalty] = [kl_divergence, reverse_kl, symmetric_kl, js_divergence]
-PAIRS: list[Penalty] = [*BETWEEN, mse, absolute, cosine]
+MAGNITUDES: list[Penalty] = [l1, l2, elastic_net]
+DIVERGENCES: list[Penalty] = [kl_divergence, reverse_kl, symmetric_kl, js_divergence]
+PAIRS: list[Penalty] = [*DIVERGENCES, mse, absolute, cosine]
 SYMMETRIC: list[Penalty] = [symmetric_kl, js_divergence, mse, absolute, cosine]
 
 
@@ -92,7 +92,7 @@ def assert_mean_is_sum_over_count(backend: Backend, fn: Penalty, *x: Any, **opti
 
 
 def assert_mask_removes(backend: Backend, fn: Penalty, x: list[Floats], kept: Floats) -> None:
-    """Masked rows or elements count as if they were not there."""
+    """Check that masking equals removing the elements or rows."""
     poisoned = [np.where(kept.reshape(kept.shape + (1,) * (a.ndim - 1)), a, np.nan) for a in x]
     mask = kept.reshape(kept.shape + (1,) * (x[0].ndim - 1)) if fn in (mse, absolute) else kept
     for reduction in ("sum", "mean"):
@@ -105,10 +105,12 @@ def assert_mask_removes(backend: Backend, fn: Penalty, x: list[Floats], kept: Fl
         same(backend, masked, fn(*(backend.array(a[kept]) for a in x), reduction=reduction))
 
 
-@pytest.mark.parametrize("fn", SIZES)
-@few
+@pytest.mark.parametrize("fn", MAGNITUDES)
+@few_examples
 @given(x=numbers(5), kept=arrays(np.bool_, 5), scale=st.floats(-3, 3))
-def test_sizes(backend: Backend, fn: Penalty, x: Floats, kept: Any, scale: float) -> None:
+def test_laws_of_magnitude_penalties(
+    backend: Backend, fn: Penalty, x: Floats, kept: Any, scale: float
+) -> None:
     array = backend.array(x)
     value = backend.numpy(fn(array))
     assert value >= 0
@@ -121,7 +123,7 @@ def test_sizes(backend: Backend, fn: Penalty, x: Floats, kept: Any, scale: float
     assert_mask_removes(backend, fn, [x], kept)
 
 
-@few
+@few_examples
 @given(x=numbers(5), shift=st.floats(-5, 5), clip=st.floats(0.1, 5))
 def test_centred_l2_ignores_shifts(backend: Backend, x: Floats, shift: float, clip: float) -> None:
     here, there = backend.array(x), backend.array(x + shift)
@@ -130,19 +132,21 @@ def test_centred_l2_ignores_shifts(backend: Backend, x: Floats, shift: float, cl
     assert backend.numpy(l2(here, clip=clip, reduction="none")).max() <= clip**2 * (1 + 1e-12)
 
 
-@few
+@few_examples
 @given(x=numbers(5), ratio=st.floats(0, 1))
-def test_elastic_net_lies_between(backend: Backend, x: Floats, ratio: float) -> None:
+def test_elastic_net_is_the_mixture_of_l1_and_l2(backend: Backend, x: Floats, ratio: float) -> None:
     array = backend.array(x)
-    parts = ratio * backend.numpy(l1(array)) + (1 - ratio) * backend.numpy(l2(array))
-    same(backend, elastic_net(array, l1_ratio=ratio), parts)
+    mixture = ratio * backend.numpy(l1(array)) + (1 - ratio) * backend.numpy(l2(array))
+    same(backend, elastic_net(array, l1_ratio=ratio), mixture)
 
 
 @pytest.mark.parametrize("fn", PAIRS)
-@few
+@few_examples
 @given(p=log_probabilities(), q=log_probabilities(), kept=arrays(np.bool_, ROWS))
-def test_pairs(backend: Backend, fn: Penalty, p: Floats, q: Floats, kept: Any) -> None:
-    if fn not in BETWEEN:
+def test_laws_of_two_argument_penalties(
+    backend: Backend, fn: Penalty, p: Floats, q: Floats, kept: Any
+) -> None:
+    if fn not in DIVERGENCES:
         p, q = np.exp(p), np.exp(q)
     a, b = backend.array(p), backend.array(q)
     rows = backend.numpy(fn(a, b, reduction="none"))
@@ -159,28 +163,28 @@ def test_pairs(backend: Backend, fn: Penalty, p: Floats, q: Floats, kept: Any) -
 
 
 @pytest.mark.parametrize("fn", SYMMETRIC)
-@few
+@few_examples
 @given(p=log_probabilities(), q=log_probabilities())
 def test_symmetry(backend: Backend, fn: Penalty, p: Floats, q: Floats) -> None:
-    if fn not in BETWEEN:
+    if fn not in DIVERGENCES:
         p, q = np.exp(p), np.exp(q)
     a, b = backend.array(p), backend.array(q)
     same(backend, fn(a, b), fn(b, a))
 
 
-@few
+@few_examples
 @given(p=log_probabilities(), q=log_probabilities())
-def test_divergences_among_each_other(backend: Backend, p: Floats, q: Floats) -> None:
+def test_js_is_bounded_by_kl(backend: Backend, p: Floats, q: Floats) -> None:
     a, b = backend.array(p), backend.array(q)
     rows = backend.numpy(js_divergence(a, b, reduction="none"))
     assert np.all((rows >= 0) & (rows <= math.log(2) + 1e-12))
-    # The middle is nearer to either than they are to each other, where the ratio is not clamped.
+    # JS <= ½ · symmetric KL, where the log ratio is not clamped.
     exact = backend.numpy(kl_divergence(a, b, direction="symmetric", max_log_ratio=None))
     assert np.mean(rows) <= exact / 2 + 1e-12
     same(backend, kl_divergence(a, b, direction="reverse"), kl_divergence(b, a))
 
 
-@few
+@few_examples
 @given(p=log_probabilities(), temperature=st.floats(0.1, 10), kept=arrays(np.bool_, ROWS))
 def test_entropy(backend: Backend, p: Floats, temperature: float, kept: Any) -> None:
     x = backend.array(p)
@@ -201,7 +205,7 @@ def test_entropy(backend: Backend, p: Floats, temperature: float, kept: Any) -> 
 
 
 @pytest.mark.parametrize("mode", ["soft", "hard", "spectral"])
-@few
+@few_examples
 @given(x=numbers(3, 4, low=0.5), sizes=numbers(3, 1, low=0.5))
 def test_orthogonality(backend: Backend, mode: Any, x: Floats, sizes: Floats) -> None:
     array = backend.array(x)
@@ -214,7 +218,7 @@ def test_orthogonality(backend: Backend, mode: Any, x: Floats, sizes: Floats) ->
     same(backend, orthogonality(backend.array(turn[:3]), mode=mode), 0.0, atol=1e-12)
 
 
-@few
+@few_examples
 @given(x=arrays(np.float64, array_shapes(max_dims=3, max_side=3), elements=st.floats(-5, 5)))
 def test_output_magnitude(backend: Backend, x: Floats) -> None:
     size = math.sqrt(np.mean(x**2))
@@ -224,7 +228,7 @@ def test_output_magnitude(backend: Backend, x: Floats) -> None:
     same(backend, output_magnitude_penalty(-array), output_magnitude_penalty(array))
 
 
-@few
+@few_examples
 @given(x=numbers(4), weights=st.lists(st.floats(-3, 3), min_size=3, max_size=3))
 def test_total_is_the_weighted_sum(backend: Backend, x: Floats, weights: list[float]) -> None:
     names = ["l1", "l2", "output_magnitude"]

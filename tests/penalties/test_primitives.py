@@ -1,4 +1,4 @@
-"""Values by hand, values of other libraries, and the hard points of l1, l2, elastic_net."""
+"""`l1`, `l2` and `elastic_net`: by hand, against other libraries, at singular points."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_elastic_net_is_the_penalty_of_scikit_learn() -> None:
         penalty = elastic_net(w, scale=scale, l1_ratio=alpha * ratio / scale)
         return float(residual @ residual / (2 * len(target)) + penalty)
 
-    # Nothing near scikit-learn's optimum is better: only so if the objectives are the same.
+    # scikit-learn's optimum is an optimum of our objective only if the two are the same.
     here = objective(best)
     for step in (1e-3, -1e-3):
         for i in range(4):
@@ -81,14 +81,14 @@ def test_elastic_net_is_the_penalty_of_scikit_learn() -> None:
     )
 
 
-def test_norms_of_torch() -> None:
+def test_norms_agree_with_torch() -> None:
     """torch 2.13 vector norms."""
     x = torch.as_tensor(X)
     torch.testing.assert_close(l1(x), torch.linalg.vector_norm(x, 1))
     torch.testing.assert_close(l2(x), torch.linalg.vector_norm(x, 2) ** 2)
 
 
-def test_jax_differs_at_zero_and_we_do_not(autodiff: Backend) -> None:
+def test_the_gradient_of_l1_at_zero_is_zero(autodiff: Backend) -> None:
     assert jax.grad(jax.numpy.abs)(0.0) == 1.0, "JAX changed: `absolute` may be simplified"
     [gradient] = autodiff.gradients(l1, autodiff.array([0.0, -0.0, 2.0, -3.0], "float32"))
     np.testing.assert_array_equal(gradient, [0, 0, 1, -1])
@@ -96,7 +96,7 @@ def test_jax_differs_at_zero_and_we_do_not(autodiff: Backend) -> None:
     np.testing.assert_array_equal(gradient, [0, 1.5])
 
 
-def test_clip_has_no_gradient_outside_and_all_of_it_on_the_limit(autodiff: Backend) -> None:
+def test_the_gradient_of_a_clipped_l2(autodiff: Backend) -> None:
     x = autodiff.array([-3.0, -1.0, 0.5, 1.0, 3.0], "float32")
     [gradient] = autodiff.gradients(lambda x: l2(x, clip=1.0), x)
     np.testing.assert_array_equal(gradient, [0, -2, 1, 2, 0])
@@ -120,7 +120,7 @@ def test_nan_and_inf_propagate_unless_masked(backend: Backend, fn: Any, bad: flo
 
 
 @pytest.mark.parametrize("fn", [l1, l2, elastic_net])
-def test_masked_nan_leaves_gradients_alone(autodiff: Backend, fn: Any) -> None:
+def test_a_masked_nan_has_no_gradient(autodiff: Backend, fn: Any) -> None:
     x = autodiff.array([[1.0, np.nan], [-1.0, np.inf]], "float32")
     mask = autodiff.mask([True, False])
     [gradient] = autodiff.gradients(lambda x: fn(x, mask=mask, reduction="mean"), x)
@@ -131,14 +131,16 @@ def test_masked_nan_leaves_gradients_alone(autodiff: Backend, fn: Any) -> None:
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("options", [{}, {"center": "mean"}])
-def test_nothing_left_gives_zero(backend: Backend, reduction: Any, options: dict[str, Any]) -> None:
+def test_an_all_false_mask_gives_zero(
+    backend: Backend, reduction: Any, options: dict[str, Any]
+) -> None:
     x = backend.array([1.0, np.nan], "float32")
-    nothing = backend.mask([False, False])
-    assert backend.numpy(l2(x, mask=nothing, reduction=reduction, **options)) == 0.0
+    all_false = backend.mask([False, False])
+    assert backend.numpy(l2(x, mask=all_false, reduction=reduction, **options)) == 0.0
     assert backend.numpy(l2(x[:0], reduction=reduction)) == 0.0
     if backend in (TORCH, JAX):
         [gradient] = backend.gradients(
-            lambda x: l2(x, mask=nothing, reduction=reduction, **options), x
+            lambda x: l2(x, mask=all_false, reduction=reduction, **options), x
         )
         np.testing.assert_array_equal(gradient, [0, 0])
 
@@ -149,13 +151,13 @@ def test_masked_elements_do_not_move_the_mean(backend: Backend) -> None:
     assert backend.numpy(l2(x, center="mean", mask=mask)) == 2.0
 
 
-def test_whole_share_of_l1_ignores_squares_that_overflow(backend: Backend) -> None:
+def test_l1_ratio_one_ignores_squares_that_overflow(backend: Backend) -> None:
     x = backend.array([1e30], "float32")
     np.testing.assert_allclose(backend.numpy(elastic_net(x, l1_ratio=1.0)), 1e30, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_narrow_floats_accumulate_in_float32(backend: Backend, dtype: str) -> None:
+def test_half_precision_accumulates_in_float32(backend: Backend, dtype: str) -> None:
     """Summed in bfloat16, 4096 ones stop at 256; in float16, 1e-3 · 4096 is off by per cents."""
     x = backend.array(np.ones(4096), dtype)
     value = l1(x)
@@ -182,15 +184,13 @@ def test_narrow_floats_accumulate_in_float32(backend: Backend, dtype: str) -> No
         (elastic_net, {"l1_ratio": -0.1}, "l1_ratio must be a number in [0, 1], got -0.1"),
     ],
 )
-def test_bad_options_are_named(
-    backend: Backend, fn: Any, options: dict[str, Any], message: str
-) -> None:
+def test_invalid_options(backend: Backend, fn: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         fn(backend.array([1.0]), **options)
     assert str(caught.value).startswith(message)
 
 
-def test_numpy_numbers_are_numbers() -> None:
+def test_options_may_be_numpy_numbers() -> None:
     two: Any
     for two in (np.float32(2.0), np.int64(2), 2):
         assert l1(np.array([1.0]), scale=two) == 2.0

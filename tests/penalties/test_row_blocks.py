@@ -1,4 +1,4 @@
-"""Large tensors are worked on in blocks of rows, and nobody can tell."""
+"""Evaluation in blocks of rows gives the same values and gradients."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ FORMULAS: dict[str, Any] = {
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Blocks of two rows of four; the list shows the shapes that were joined."""
-    seen: list[tuple[int, ...]] = []
+    """Blocks of two rows of four; the list records the shapes of the joined results."""
+    shapes: list[tuple[int, ...]] = []
     join = torch.cat
 
-    def watched(parts: Any) -> Any:
-        seen.extend(tuple(part.shape) for part in parts)
-        return join(parts)
+    def recording_cat(results: Any) -> Any:
+        shapes.extend(tuple(result.shape) for result in results)
+        return join(results)
 
     monkeypatch.setattr(_row_blocks, "ELEMENTS", 8)
-    monkeypatch.setattr(torch, "cat", watched)
-    return seen
+    monkeypatch.setattr(torch, "cat", recording_cat)
+    return shapes
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_blocks_give_the_same(name: str, reduction: str, request: pytest.FixtureRequest) -> None:
+def test_blocks_give_the_same_values_and_gradients(
+    name: str, reduction: str, request: pytest.FixtureRequest
+) -> None:
     fn = functools.partial(FORMULAS[name], reduction=reduction)
     arrays = [x.double() for x in LOGS][: 1 if name == "entropy" else 2]
     mask = torch.arange(15).reshape(3, 5) % 4 != 0
@@ -48,9 +50,9 @@ def test_blocks_give_the_same(name: str, reduction: str, request: pytest.Fixture
         return fn(*x, mask=mask).sum()
 
     value, gradients = fn(*arrays, mask=mask), TORCH.gradients(total, *arrays)
-    seen = request.getfixturevalue("small_blocks")
+    shapes = request.getfixturevalue("small_blocks")
     torch.testing.assert_close(fn(*arrays, mask=mask), value, rtol=1e-12, atol=0)
-    assert seen == [(2,)] * 7 + [(1,)]
+    assert shapes == [(2,)] * 7 + [(1,)]
     for ours, whole in zip(TORCH.gradients(total, *arrays), gradients, strict=True):
         np.testing.assert_allclose(ours, whole, rtol=1e-12)
 
@@ -62,7 +64,7 @@ def test_blocks_can_be_differentiated_twice(name: str, small_blocks: list[Any]) 
     assert small_blocks
 
 
-def test_other_axes_and_small_tensors_stay_whole(small_blocks: list[Any]) -> None:
+def test_other_axes_and_small_tensors_are_not_split(small_blocks: list[Any]) -> None:
     entropy(LOGS[0], axis=0)
     entropy(LOGS[0, 0, :3])
     assert small_blocks == []

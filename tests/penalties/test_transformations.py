@@ -1,4 +1,4 @@
-"""Gradients against finite differences and each other; compile, jit and vmap."""
+"""Gradients against finite differences and across backends; compile, jit and vmap."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ each_case = pytest.mark.parametrize("name", CASES)
 
 
 @each_case
-def test_torch_gradient_is_that_of_finite_differences(name: str) -> None:
+def test_torch_gradient_agrees_with_finite_differences(name: str) -> None:
     fn, arrays = CASES[name]
     leaves = [TORCH.array(x).requires_grad_() for x in arrays]
     assert torch.autograd.gradcheck(fn, leaves, rtol=1e-6, atol=1e-8)
 
 
 @each_case
-def test_jax_gradient_is_that_of_finite_differences(name: str) -> None:
+def test_jax_gradient_agrees_with_finite_differences(name: str) -> None:
     fn, arrays = CASES[name]
     check: Any = check_grads  # JAX leaves it untyped
 
@@ -118,7 +118,7 @@ def test_backends_agree(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["kl forward", "js", "entropy", "consistency cosine", "l2"])
 def test_second_derivatives(name: str) -> None:
-    """The limits of clamps and floors do not get in the way of a second differentiation."""
+    """Clamps and floors can be differentiated twice."""
     fn, arrays = CASES[name]
     leaves = [TORCH.array(x).requires_grad_() for x in arrays]
     assert torch.autograd.gradgradcheck(fn, leaves)
@@ -173,14 +173,14 @@ def test_torch_compile_of_interpolation() -> None:
 
 
 @each_case
-def test_jit_gives_the_same(name: str) -> None:
+def test_jit_gives_the_same_value(name: str) -> None:
     fn, arrays = CASES[name]
     inputs = [JAX.array(x) for x in arrays]
     np.testing.assert_allclose(jax.jit(fn)(*inputs), fn(*inputs), rtol=1e-12)
 
 
 @each_case
-def test_vmap_is_a_loop(name: str) -> None:
+def test_vmap_agrees_with_a_loop(name: str) -> None:
     fn, arrays = CASES[name]
     batches = [JAX.array(np.stack([x, x[::-1], 0.5 * x])) for x in arrays]
     looped = [fn(*(batch[i] for batch in batches)) for i in range(3)]

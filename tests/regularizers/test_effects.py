@@ -1,4 +1,4 @@
-"""Each regularizer moves what it is about, by a clear margin, everything else equal."""
+"""Training with each regularizer changes the quantity that it penalises by a clear margin."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from steelyard.regularizers import (
     WholeVocabulary,
 )
 
-from .server import Server
+from .http_server import Server
 from .training import (
     Trained,
     entropy,
@@ -45,7 +45,7 @@ from .training import (
     sequence,
     train,
 )
-from .travelling import ascending, its_points, windows
+from .worker_functions import ascending, points_field, windows
 
 SEQUENCES = [
     [1, 2, 3, 4, 5, 6],
@@ -64,7 +64,7 @@ HELD = [sequence(s, held=torch.tensor(p)) for s, p in zip(SEQUENCES, PLACES, str
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """So small a model gains nothing from more, and on a busy machine waits for them."""
+    """Use one thread: the model is too small for more, which would wait on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -83,7 +83,7 @@ def term(regularizer: Any, weight: float, **fields: Any) -> RegularizerSpec:
     return RegularizerSpec(regularizer, weight, "term", **fields)
 
 
-# Sparsity: what is measured falls, while the base loss holds the log-probs where they are.
+# Sparsity: the measure falls, while the base loss holds the log-probs at given values.
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def term(regularizer: Any, weight: float, **fields: Any) -> RegularizerSpec:
     ],
     ids=["l1", "l2", "elastic_net", "l1 of probs", "l2 of probs", "l2 around the mean"],
 )
-def test_sparsity(regularizer: Any, weight: float, size: Any) -> None:
+def test_sparsity_shrinks_its_measure(regularizer: Any, weight: float, size: Any) -> None:
     without = size(flat(train(HELD, held), HELD)).mean()
     with_it = size(flat(train(HELD, held, [term(regularizer, weight)]), HELD)).mean()
     assert with_it < 0.8 * without
@@ -126,7 +126,7 @@ def entropy_with(*specs: RegularizerSpec) -> float:
     return entropy(train(on_policy, policy_gradient, specs, steps=80), PROMPT)
 
 
-def test_entropy_rises_under_a_bonus_and_falls_under_a_penalty() -> None:
+def test_a_bonus_raises_entropy_and_a_penalty_lowers_it() -> None:
     without = entropy_with()
     assert entropy_with(term(Entropy(mode="bonus"), 0.5)) > without + 1.0
     assert entropy_with(term(Entropy(mode="penalty"), 0.5)) < without - 1.0
@@ -144,7 +144,7 @@ def test_entropy_of_classes() -> None:
 
         return entropy(train(data, loss, specs), PROMPT)
 
-    # A sharp distribution leaves room above its entropy, a broad one room below.
+    # A sharp distribution can gain entropy, a broad one can lose it.
     sharp, broad = entropy_of(-0.5), entropy_of(-1.5)
     assert entropy_of(-0.5, term(Entropy(mode="bonus"), 1.0)) > sharp + 0.4
     assert entropy_of(-1.5, term(Entropy(mode="penalty"), 1.0)) < broad - 0.4
@@ -163,7 +163,7 @@ def test_entropy_of_the_whole_vocabulary(of: Any) -> None:
     assert entropy_of(term(WholeVocabulary(kind="entropy", of=of), 1.0)) < without - 0.4
 
 
-# Reference: likelihood draws the model away from where it began.
+# Reference: maximum likelihood moves the model away from its initial state.
 
 
 def referenced(fields: Any = dict) -> list[Any]:
@@ -176,7 +176,7 @@ def referenced(fields: Any = dict) -> list[Any]:
 
 
 def distance(trained: Trained) -> float:
-    """KL divergence from where the model began, over all tokens of the data."""
+    """KL divergence from the initial model, over all tokens of the data."""
     began = Trained()
     return sum(kl(trained, began, tokens) for tokens in SEQUENCES) / len(SEQUENCES)
 
@@ -191,7 +191,7 @@ def distance(trained: Trained) -> float:
     ],
     ids=["k2", "k3", "js", "squared log-ratio"],
 )
-def test_the_reference_is_nearer(regularizer: Any, weight: float) -> None:
+def test_divergence_from_the_reference_is_smaller(regularizer: Any, weight: float) -> None:
     data = referenced()
     without = distance(train(data, nll))
     assert distance(train(data, nll, [term(regularizer, weight)])) < 0.5 * without
@@ -200,7 +200,9 @@ def test_the_reference_is_nearer(regularizer: Any, weight: float) -> None:
 @pytest.mark.parametrize(
     ("regularizer", "weight"), [(KLToReference(), 1.0), (JSToReference(), 8.0)], ids=["kl", "js"]
 )
-def test_the_reference_is_nearer_by_classes(regularizer: Any, weight: float) -> None:
+def test_divergence_from_the_reference_is_smaller_by_classes(
+    regularizer: Any, weight: float
+) -> None:
     listed = [[[token, *range(100, 400)] for token in s[1:]] for s in SEQUENCES]
     bare = [sequence(s, target_tokens=k) for s, k in zip(SEQUENCES, listed, strict=True)]
     data = [
@@ -212,7 +214,7 @@ def test_the_reference_is_nearer_by_classes(regularizer: Any, weight: float) -> 
 
 
 @pytest.mark.parametrize("metric", ["mse", "l1"])
-def test_pairs_agree(metric: Any) -> None:
+def test_consistency_brings_pairs_together(metric: Any) -> None:
     def gap(trained: Trained) -> float:
         a, b, c, d = trained.logprobs(HELD)
         return float(torch.cat([a - b, c - d]).abs().mean())
@@ -224,7 +226,7 @@ def test_pairs_agree(metric: Any) -> None:
 # Topology.
 
 
-def test_the_points_of_the_log_probs_lose_their_shape() -> None:
+def test_persistence_of_the_log_probs_falls() -> None:
     shape = TopologicalConsistency(points=windows, dimensions=0)
 
     def persistence(trained: Trained) -> float:
@@ -234,15 +236,15 @@ def test_the_points_of_the_log_probs_lose_their_shape() -> None:
     assert persistence(with_it) < 0.6 * persistence(train(HELD, held))
 
 
-def test_data_with_much_shape_become_less_likely() -> None:
+def test_data_with_large_persistence_become_less_likely() -> None:
     spread = [torch.eye(4) * size for size in (0.1, 0.1, 3.0, 3.0)]
     data = [sequence(s, points=p) for s, p in zip(SEQUENCES, spread, strict=True)]
-    shape = TopologicalConsistency(points=its_points, dimensions=0, differentiable=False)
+    shape = TopologicalConsistency(points=points_field, dimensions=0, differentiable=False)
     assert_less_likely(data, [2, 3], shape, 0.1)
 
 
 def assert_less_likely(data: Any, worse: list[int], regularizer: Any, weight: float) -> None:
-    """Some of the data fall behind the rest, which without the term they do not."""
+    """Check that the `worse` data become less likely than the rest only with the term."""
     better = [index for index in range(len(data)) if index not in worse]
 
     def lead(trained: Trained) -> float:
@@ -279,7 +281,7 @@ def test_the_gap_between_groups_is_smaller(cls: Any, outcome: Any) -> None:
     assert gap(with_it) < 0.6 * gap(train(GROUPED, held))
 
 
-def test_the_difference_is_no_longer_significant() -> None:
+def test_the_difference_between_groups_is_no_longer_significant() -> None:
     many = [
         sequence([a, b], held=torch.tensor([-1.0 if a % 2 else -4.0]), group=[a % 2])
         for a, b in zip(range(24), range(1, 25), strict=True)
@@ -298,28 +300,28 @@ def test_the_difference_is_no_longer_significant() -> None:
 # Verdicts.
 
 
-def test_data_that_contradict_themselves_become_less_likely() -> None:
+def test_contradictory_data_become_less_likely() -> None:
     tokens = [SEQUENCES[0], SEQUENCES[1], [13, 17, 15, 16, 14, 18], [19, 24, 21, 22, 23, 20]]
     logic = LogicalConsistency(constraints=ascending)
     assert_less_likely([sequence(s) for s in tokens], [2, 3], logic, 0.5)
 
 
-def test_what_the_validator_rejects_becomes_less_likely() -> None:
-    def question(datum: Any, index: int) -> Any:
+def test_data_that_the_validator_penalises_become_less_likely() -> None:
+    def payload(datum: Any, index: int) -> Any:
         return {"penalty": float(datum.model_input.to_ints()[0] > 10)}
 
     data = [sequence(s) for s in SEQUENCES]
     with Server() as server:
-        judge = ExternalValidation(url=server.url("check"), payload=question)
+        judge = ExternalValidation(url=server.url("check"), payload=payload)
         assert_less_likely(data, [2, 3], judge, 0.5)
         judge.close()
         assert server.connections <= 4
 
 
-# What remembers.
+# Regularizers with state.
 
 
-def test_the_mean_log_prob_drifts_more_slowly() -> None:
+def test_ema_drift_slows_the_mean_log_prob() -> None:
     data = [sequence(s) for s in SEQUENCES]
     began = flat(Trained(), data).mean()
     without = flat(train(data, nll, steps=20), data).mean() - began
@@ -327,7 +329,7 @@ def test_the_mean_log_prob_drifts_more_slowly() -> None:
     assert flat(train(data, nll, slow, steps=20), data).mean() - began < 0.5 * without
 
 
-def test_the_target_is_held() -> None:
+def test_adaptive_holds_its_target() -> None:
     values: list[float] = []
 
     def recorded(data: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
@@ -353,7 +355,7 @@ def test_the_target_is_held() -> None:
 # Preference.
 
 
-def test_dpo_and_the_terms_that_steady_it() -> None:
+def test_dpo_and_its_stabilising_terms() -> None:
     data = referenced()
 
     def run(*specs: RegularizerSpec) -> tuple[float, float, float]:

@@ -30,7 +30,7 @@ def entropies(rows: list[torch.Tensor], temperature: float = 1.0) -> list[float]
 
 
 @pytest.mark.parametrize("mode", ["penalty", "bonus"])
-def test_from_samples_value_and_gradient_are_two_choices(mode: Any) -> None:
+def test_value_and_gradient_from_samples(mode: Any) -> None:
     term = Entropy(mode=mode)
     value, _ = value_and_gradients(term, [], LOGPROBS)
     assert value == pytest.approx(SIGN[mode] * 5 / 3)
@@ -43,7 +43,7 @@ def test_from_samples_value_and_gradient_are_two_choices(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["penalty", "bonus"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_on_policy_the_gradient_is_that_of_the_entropy(mode: Any, count: int) -> None:
+def test_the_sampled_gradient_is_unbiased_on_policy(mode: Any, count: int) -> None:
     """Every draw of tokens, weighted by its probability."""
     logits = torch.tensor([0.2, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
     entropy = -(logits.softmax(0) * logits.log_softmax(0)).sum()
@@ -59,7 +59,7 @@ def test_on_policy_the_gradient_is_that_of_the_entropy(mode: Any, count: int) ->
 
 @pytest.mark.parametrize("mode", ["penalty", "bonus"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_of_classes_it_is_that_of_scipy(mode: Any, temperature: float) -> None:
+def test_entropy_of_classes_agrees_with_scipy(mode: Any, temperature: float) -> None:
     # SciPy 1.17.1.
     term = Entropy(mode=mode, temperature=temperature)
 
@@ -95,7 +95,7 @@ def test_the_metric_is_the_entropy_whatever_the_mode() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_certainty_is_finite(dtype: torch.dtype) -> None:
+def test_a_certain_prediction_is_finite(dtype: torch.dtype) -> None:
     rows = [torch.tensor([[0.0, -math.inf], [-1e-8, -20.0]], dtype=dtype)]
     value, (gradient,) = value_and_gradients(Entropy(), [], rows)
     assert 0 <= value < 1e-5
@@ -129,13 +129,13 @@ def test_merging_classes_never_raises_entropy(logits: list[float], mass: float) 
         ),
     ],
 )
-def test_what_samples_cannot_give(options: Any, message: str) -> None:
+def test_options_that_need_classes(options: Any, message: str) -> None:
     with pytest.raises(InputError) as caught:
         Entropy(**options).compute([], LOGPROBS)
     assert str(caught.value) == message
 
 
-def test_confidence_from_samples() -> None:
+def test_confidence_penalty_from_samples() -> None:
     # H = 5/3, so a threshold of 2 is missed by 1/3.
     value, _ = value_and_gradients(ConfidencePenalty(threshold=2.0), [], LOGPROBS)
     assert value == pytest.approx(1 / 3)
@@ -147,7 +147,7 @@ def test_confidence_from_samples() -> None:
     )
 
 
-def test_confidence_of_classes_is_measured_token_by_token() -> None:
+def test_confidence_penalty_of_classes_is_per_token() -> None:
     def by_scipy(rows: list[torch.Tensor]) -> float:
         return sum(max(0.0, 1.0 - entropy) for entropy in entropies(rows)) / 3
 
@@ -158,7 +158,7 @@ def test_confidence_of_classes_is_measured_token_by_token() -> None:
     assert_gradients(term, [], CLASSES, by_scipy)
 
 
-def test_enough_entropy_costs_nothing() -> None:
+def test_entropy_above_the_threshold_has_no_penalty() -> None:
     value, gradients = value_and_gradients(ConfidencePenalty(threshold=1.0), [], LOGPROBS)
     assert value == 0
     assert all(bool((row == 0).all()) for row in gradients)

@@ -1,4 +1,4 @@
-"""Against a real server on loopback: see `server.py`."""
+"""Against a real server on loopback: see `http_server.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import logging
 import pickle
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -18,10 +16,9 @@ import torch
 from steelyard import Pipeline, RegularizerSpec, Workers, telemetry
 from steelyard.errors import InputError, SpecError, TermError, TermTimeoutError
 from steelyard.regularizers import ExternalValidation
-from steelyard.regularizers._http_endpoint import _retry_after
 
 from .checks import plain, tinkered, value_and_gradients
-from .server import Server
+from .http_server import Server
 
 SECRETS = ("hunter2", "s3cr3t", "t0ken")
 
@@ -38,16 +35,16 @@ def workers() -> Iterator[Workers]:
         yield workers
 
 
-def sent(datum: Any, index: int) -> Any:
+def datum_itself(datum: Any, index: int) -> Any:
     return datum
 
 
 def validator(server: Server, behaviour: str = "check", **options: Any) -> ExternalValidation:
-    fast = {"backoff": 0.001, "payload": sent, **options}
+    fast = {"backoff": 0.001, "payload": datum_itself, **options}
     return ExternalValidation(url=server.url(behaviour), **fast)
 
 
-def ask(term: ExternalValidation, data: list[Any]) -> tuple[list[float], dict[str, float]]:
+def validate(term: ExternalValidation, data: list[Any]) -> tuple[list[float], dict[str, float]]:
     return asyncio.run(term.compute(data, []))
 
 
@@ -60,26 +57,26 @@ def rows(count: int) -> list[torch.Tensor]:
     return [torch.zeros(1) for _ in range(count)]
 
 
-# Answers.
+# Responses.
 
 
 def test_one_penalty_per_datum_in_order(server: Server) -> None:
     penalties = [0.25, 2, -1.5, 0.0]
-    found, metrics = ask(validator(server), [{"penalty": p} for p in penalties])
+    found, metrics = validate(validator(server), [{"penalty": p} for p in penalties])
     assert found == penalties
     assert metrics == {"retries": 0.0, "unanswered": 0.0}
     assert all(isinstance(penalty, float) for penalty in found)
 
 
-def test_its_gradient_is_the_score(server: Server) -> None:
+def test_the_gradient_is_the_score_function_estimate(server: Server) -> None:
     data = [{"penalty": 1.0}, {"penalty": 4.0}]
     value, gradients = value_and_gradients(validator(server), data, rows(2), run_in="auto")
     assert value == 2.5
     assert [row.tolist() for row in gradients] == [[-1.5], [1.5]]
 
 
-def test_no_data_no_questions(server: Server) -> None:
-    assert ask(validator(server), [])[0] == []
+def test_no_data_send_no_requests(server: Server) -> None:
+    assert validate(validator(server), [])[0] == []
 
 
 @pytest.mark.parametrize(
@@ -105,130 +102,99 @@ def test_no_data_no_questions(server: Server) -> None:
         ("hangup", "got RemoteProtocolError in 3 attempts"),
     ],
 )
-def test_a_wrong_answer_is_described_and_not_shown(
+def test_an_invalid_response_is_described_but_not_shown(
     server: Server, behaviour: str, got: str
 ) -> None:
     with pytest.raises(TermError) as caught:
-        ask(validator(server, behaviour, retries=2), [{}])
+        validate(validator(server, behaviour, retries=2), [{}])
     assert str(caught.value) == (
         f"the validator at {server.url(behaviour)} must answer for datum 0 with a JSON object "
-        f"that has a finite number 'penalty', {got}: mend the service, or pass unanswered=... "
+        f"that has a finite number 'penalty', {got}: fix the service, or pass unanswered=... "
         f"for such data."
     )
 
 
-def test_a_final_answer_is_not_asked_for_again(server: Server) -> None:
+def test_a_final_failure_is_not_retried(server: Server) -> None:
     for behaviour in ("refused", "moved", "garbage", "long", "nan"):
         with pytest.raises(TermError):
-            ask(validator(server, behaviour), [{}])
+            validate(validator(server, behaviour), [{}])
         assert server.seen[behaviour] == 1
 
 
 @pytest.mark.parametrize("behaviour", ["silent", "drip"])
-def test_no_answer_in_time(server: Server, behaviour: str) -> None:
+def test_a_response_that_takes_too_long(server: Server, behaviour: str) -> None:
     with pytest.raises(TermError, match=r"got no answer within 0\.05 s in 2 attempts"):
-        ask(validator(server, behaviour, request_timeout=0.05, retries=1), [{}])
+        validate(validator(server, behaviour, request_timeout=0.05, retries=1), [{}])
     assert server.seen[behaviour] <= 2  # fewer if the time was over before it could be sent
 
 
-def test_waiting_for_a_place_is_not_part_of_the_time(server: Server) -> None:
+def test_waiting_for_a_connection_does_not_count_as_request_time(server: Server) -> None:
     term = validator(
         server, "silent", concurrency=1, request_timeout=1.0, retries=0, unanswered=1.0
     )
-    ask(term, [{}, {}])
+    validate(term, [{}, {}])
     assert server.seen["silent"] == 2  # both were asked, each for its own time
 
 
-def test_nobody_there() -> None:
+def test_a_server_that_is_down() -> None:
     with Server() as gone:
         url = gone.url("check")
-    term = ExternalValidation(url=url, payload=sent, retries=1, backoff=0.0)
+    term = ExternalValidation(url=url, payload=datum_itself, retries=1, backoff=0.0)
     with pytest.raises(TermError, match="got ConnectError in 2 attempts"):
-        ask(term, [{}])
+        validate(term, [{}])
 
 
-def test_data_without_an_answer_may_have_a_penalty(server: Server) -> None:
+def test_unanswered_is_the_penalty_of_failed_data(server: Server) -> None:
     for behaviour in ("broken", "garbage", "text"):
         term = validator(server, behaviour, retries=0, unanswered=0.75)
-        assert ask(term, [{}, {}]) == ([0.75, 0.75], {"retries": 0.0, "unanswered": 2.0})
+        assert validate(term, [{}, {}]) == ([0.75, 0.75], {"retries": 0.0, "unanswered": 2.0})
 
 
-def test_redirects_are_followed_only_if_asked_for(server: Server) -> None:
-    assert ask(validator(server, "moved", follow_redirects=True), [{"penalty": 2}])[0] == [2.0]
+def test_redirects_are_followed_only_on_request(server: Server) -> None:
+    assert validate(validator(server, "moved", follow_redirects=True), [{"penalty": 2}])[0] == [2.0]
     assert server.paths == ["/moved", "/check"]
     with pytest.raises(TermError, match="got TooManyRedirects"):
-        ask(validator(server, "round", follow_redirects=True), [{}])
+        validate(validator(server, "redirect_loop", follow_redirects=True), [{}])
 
 
-# Again.
+# Retries.
 
 
 @pytest.mark.parametrize("behaviour", ["busy", "down"])
-def test_it_asks_again(server: Server, behaviour: str) -> None:
-    found, metrics = ask(validator(server, behaviour), [{"times": 2}])
+def test_busy_servers_are_retried(server: Server, behaviour: str) -> None:
+    found, metrics = validate(validator(server, behaviour), [{"times": 2}])
     assert (found, metrics["retries"]) == ([0.5], 2.0)
     assert server.seen[behaviour] == 3
 
 
-def test_it_gives_up(server: Server) -> None:
+def test_retries_are_limited(server: Server) -> None:
     with pytest.raises(TermError, match="got status 429 in 3 attempts"):
-        ask(validator(server, "busy", retries=2), [{"times": 99}])
+        validate(validator(server, "busy", retries=2), [{"times": 99}])
     assert server.seen["busy"] == 3
 
 
-def test_it_waits_as_long_as_it_is_told_but_not_longer_than_it_may(server: Server) -> None:
+def test_retry_after_is_respected_up_to_max_backoff(server: Server) -> None:
     began = time.monotonic()
-    ask(validator(server, "busy_for"), [{"after": "0.1"}])
+    validate(validator(server, "busy_for"), [{"after": "0.1"}])
     assert time.monotonic() - began >= 0.1
     server.seen.clear()
-    ask(validator(server, "busy_for", max_backoff=0.01, request_timeout=60), [{"after": "3600"}])
+    validate(
+        validator(server, "busy_for", max_backoff=0.01, request_timeout=60), [{"after": "3600"}]
+    )
     assert server.seen["busy_for"] == 2
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        (None, 0.0),
-        ("", 0.0),
-        ("2", 2.0),
-        ("0.5", 0.5),
-        ("-3", 0.0),
-        ("nan", 0.0),
-        ("soon", 0.0),
-        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
-        ("Wed, 21 Oct 2015 07:28:00", 0.0),
-    ],
-)
-def test_what_retry_after_asks_for(header: str | None, seconds: float) -> None:
-    assert _retry_after(header) == seconds
-
-
-def test_retry_after_may_be_a_date() -> None:
-    later = format_datetime(datetime.now(UTC) + timedelta(seconds=100), usegmt=True)
-    assert 90 < _retry_after(later) <= 100
-
-
-def test_pauses_grow_and_stay_within_bounds(server: Server) -> None:
-    endpoint = validator(server, backoff=1.0, max_backoff=5.0)._endpoint
-    for attempt, (low, high) in enumerate([(0.5, 1), (1, 2), (2, 4), (4, 5), (5, 5)], start=1):
-        pauses = {endpoint._pause(attempt, 0.0) for _ in range(50)}
-        assert low <= min(pauses) <= max(pauses) <= high
-        assert attempt == 5 or len(pauses) > 1
-    assert endpoint._pause(1, 3.0) == 3.0
-    assert endpoint._pause(1, 60.0) == 5.0
 
 
 # Connections.
 
 
-def test_the_limit_is_used_and_kept(server: Server) -> None:
+def test_concurrency_is_used_and_limited(server: Server) -> None:
     data = [{"wait_for": 5} for _ in range(23)]
-    ask(validator(server, "together", concurrency=5), data)
-    assert server.most_under_way == 5
+    validate(validator(server, "together", concurrency=5), data)
+    assert server.most_in_flight == 5
     assert server.connections <= 5
 
 
-def test_connections_are_used_again_from_call_to_call(server: Server, workers: Workers) -> None:
+def test_connections_are_reused(server: Server, workers: Workers) -> None:
     calls = pipeline(validator(server, concurrency=2), workers)
     for _ in range(3):
         calls.compute([{}] * 6, rows(6))
@@ -236,10 +202,10 @@ def test_connections_are_used_again_from_call_to_call(server: Server, workers: W
     assert server.connections <= 2
 
 
-def test_a_loop_of_its_own_leaves_no_connection_behind(server: Server) -> None:
+def test_the_end_of_a_loop_closes_its_connections(server: Server) -> None:
     term = validator(server)
     for count in (1, 2):
-        ask(term, [{}])
+        validate(term, [{}])
         assert server.connections == count
     server.wait_until_alone()
 
@@ -252,7 +218,7 @@ def test_the_end_of_the_workers_closes_the_connections(server: Server) -> None:
     server.wait_until_alone()
 
 
-def test_close_closes_and_a_later_call_opens(server: Server, workers: Workers) -> None:
+def test_a_call_after_close_opens_new_connections(server: Server, workers: Workers) -> None:
     term = validator(server)
     term.close()
     calls = pipeline(term, workers)
@@ -264,7 +230,7 @@ def test_close_closes_and_a_later_call_opens(server: Server, workers: Workers) -
     term.close()
 
 
-def test_close_from_the_loop_itself(server: Server) -> None:
+def test_close_on_the_loop_of_the_session(server: Server) -> None:
     term = validator(server)
 
     async def both() -> None:
@@ -276,7 +242,7 @@ def test_close_from_the_loop_itself(server: Server) -> None:
     server.wait_until_alone()
 
 
-def test_what_nobody_holds_is_closed(server: Server, workers: Workers) -> None:
+def test_garbage_collection_closes_the_connections(server: Server, workers: Workers) -> None:
     term = validator(server)
     pipeline(term, workers).compute([{}], rows(1))
     assert server.open == 1
@@ -285,27 +251,27 @@ def test_what_nobody_holds_is_closed(server: Server, workers: Workers) -> None:
     server.wait_until_alone()
 
 
-def test_the_term_can_be_cancelled(server: Server, workers: Workers) -> None:
+def test_a_timeout_cancels_the_requests(server: Server, workers: Workers) -> None:
     calls = pipeline(validator(server, "silent", request_timeout=60), workers, timeout=0.2)
     with pytest.raises(TermTimeoutError, match=r"'judge' must end within 0\.2 s"):
         calls.compute([{}] * 3, rows(3))
     server.wait_until_alone()
 
 
-def test_one_failure_calls_off_the_rest(server: Server) -> None:
+def test_one_failure_cancels_the_other_requests(server: Server) -> None:
     def payload(datum: Any, index: int) -> Any:
         return {"seconds": 0 if index == 0 else 60, "penalty": None if index == 0 else 1}
 
     with pytest.raises(TermError, match="datum 0"):
-        ask(validator(server, "slow", payload=payload, request_timeout=120), [{}] * 4)
+        validate(validator(server, "slow", payload=payload, request_timeout=120), [{}] * 4)
 
 
-def test_in_a_thread_it_works_too(server: Server) -> None:
+def test_it_runs_in_a_thread(server: Server) -> None:
     value, _ = value_and_gradients(validator(server), [{}, {}], rows(2), run_in="thread")
     assert value == 0.5
 
 
-def test_two_loops_at_once(server: Server, workers: Workers) -> None:
+def test_concurrent_event_loops(server: Server, workers: Workers) -> None:
     term = validator(server)
     specs = [
         RegularizerSpec(term, 1.0, "a"),
@@ -318,7 +284,7 @@ def test_two_loops_at_once(server: Server, workers: Workers) -> None:
         assert {r.value for r in output.regularizers.values()} == {0.5}
 
 
-# What is sent.
+# Payloads.
 
 
 def test_tokens_targets_and_weights_are_sent(server: Server) -> None:
@@ -327,37 +293,37 @@ def test_tokens_targets_and_weights_are_sent(server: Server) -> None:
     mapping = {"model_input": [1, 2]}
     only = plain(target_tokens=[3])
     term = ExternalValidation(url=server.url("check"))
-    ask(term, [datum, bare, mapping, only])
+    validate(term, [datum, bare, mapping, only])
     expected = [
         {"tokens": [5, 6], "target_tokens": [6, 7], "weights": [0.0, 1.0]},
         {"tokens": [5]},
         {"tokens": [1, 2]},
         {"target_tokens": [3]},
     ]
-    assert sorted(server.questions, key=str) == sorted(expected, key=str)
+    assert sorted(server.requests, key=str) == sorted(expected, key=str)
     assert server.headers[0]["content-type"] == "application/json"
 
 
-def test_what_cannot_be_sent_names_its_datum(server: Server) -> None:
+def test_data_that_cannot_be_sent_are_named(server: Server) -> None:
     with pytest.raises(InputError) as caught:
-        ask(ExternalValidation(url=server.url("check")), [{"model_input": [1]}, {}])
+        validate(ExternalValidation(url=server.url("check")), [{"model_input": [1]}, {}])
     assert str(caught.value) == (
         "datum 1 must have a model_input or target_tokens to be sent, got neither: pass "
         "payload=... to say what to send."
     )
     for wrong in (torch.zeros(1), float("nan")):
         with pytest.raises(InputError, match="payload must give something JSON can hold for datum"):
-            ask(validator(server), [wrong])
-    assert server.questions == []
+            validate(validator(server), [wrong])
+    assert server.requests == []
 
 
 def test_headers_and_user_are_sent(server: Server) -> None:
     term = ExternalValidation(
         url=server.url("check", user="me:hunter2@", query="?key=s3cr3t"),
         headers={"X-Token": "t0ken"},
-        payload=sent,
+        payload=datum_itself,
     )
-    ask(term, [{}])
+    validate(term, [{}])
     assert server.headers[0]["authorization"] == "basic bwu6ahvudgvymg=="  # lower case here
     assert server.headers[0]["x-token"] == "t0ken"
     assert server.paths == ["/check?key=s3cr3t"]
@@ -367,15 +333,17 @@ def test_headers_and_user_are_sent(server: Server) -> None:
 
 
 def shown(error: BaseException | None) -> str:
-    """Everything an error and what stands behind it shows."""
-    parts = []
+    """All text of an error and of its causes."""
+    texts = []
     while error is not None:
-        parts += [str(error), repr(error), repr(vars(error)), *getattr(error, "__notes__", [])]
+        texts += [str(error), repr(error), repr(vars(error)), *getattr(error, "__notes__", [])]
         error = error.__cause__ or error.__context__
-    return " ".join(parts)
+    return " ".join(texts)
 
 
-@pytest.mark.parametrize("behaviour", ["broken", "refused", "moved", "garbage", "round", "hangup"])
+@pytest.mark.parametrize(
+    "behaviour", ["broken", "refused", "moved", "garbage", "redirect_loop", "hangup"]
+)
 def test_no_secret_is_shown(
     server: Server, workers: Workers, behaviour: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -389,9 +357,9 @@ def test_no_secret_is_shown(
     term = ExternalValidation(
         url=server.url(behaviour, user="me:hunter2@", query="?key=s3cr3t"),
         headers={"X-Token": "t0ken"},
-        payload=sent,
+        payload=datum_itself,
         retries=0,
-        follow_redirects=behaviour == "round",
+        follow_redirects=behaviour == "redirect_loop",
     )
     try:
         with pytest.raises(TermError) as caught:
@@ -409,12 +377,12 @@ def test_no_secret_is_shown(
     "url",
     ["ftp://hunter2@host/", "host/hunter2", "http://", "http://me:hunter2@host:port/", 3, None, ""],
 )
-def test_a_url_that_is_none_is_not_shown(url: Any) -> None:
+def test_an_invalid_url_is_not_shown(url: Any) -> None:
     with pytest.raises(SpecError) as caught:
         ExternalValidation(url=url)
     assert str(caught.value) == (
         f"url must be an http:// or https:// address with a host, got a {type(url).__name__} "
-        f"that is none (regularizer 'external_validation')."
+        f"that is not (regularizer 'external_validation')."
     )
     assert "hunter2" not in shown(caught.value)
 
@@ -422,7 +390,7 @@ def test_a_url_that_is_none_is_not_shown(url: Any) -> None:
 @pytest.mark.parametrize(
     "headers", [{"X": "t0ken\r\nEvil: 1"}, {"X": 3}, {"X": "tökent0ken"}, ["X: t0ken"], "t0ken"]
 )
-def test_headers_that_are_none_are_not_shown(headers: Any) -> None:
+def test_invalid_headers_are_not_shown(headers: Any) -> None:
     with pytest.raises(SpecError) as caught:
         ExternalValidation(url="http://host", headers=headers)
     assert str(caught.value) == (

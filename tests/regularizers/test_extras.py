@@ -1,4 +1,4 @@
-"""Nothing heavy is loaded before it is needed, and what is missing names its cure."""
+"""Lazy imports, and the errors of missing extras."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTRA = {
 
 
 def python(code: str) -> str:
-    """What `code` prints in a fresh interpreter."""
+    """Output of `code` in a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
     )
@@ -27,7 +27,7 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_package_is_light() -> None:
+def test_importing_the_package_loads_neither_torch_nor_extras() -> None:
     code = "import sys, steelyard.regularizers; print({'torch', *%r} & {*sys.modules})"
     assert python(code % set(EXTRA)) == "set()"
 
@@ -41,7 +41,7 @@ def test_building_loads_no_extra() -> None:
 
 
 @pytest.mark.parametrize("module", EXTRA)
-def test_a_missing_extra_names_its_cure(module: str) -> None:
+def test_a_missing_extra_names_the_pip_command(module: str) -> None:
     make, name = EXTRA[module]
     code = f"""
 import sys
@@ -59,15 +59,15 @@ except steelyard.errors.MissingExtraError as error:
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "statement",
     ["from steelyard.regularizers import L1", "from steelyard.spec import lookup; lookup('l1')"],
 )
-def test_without_torch(ask: str) -> None:
+def test_without_torch(statement: str) -> None:
     code = f"""
 import sys, steelyard
 sys.modules["torch"] = None
 try:
-    exec({ask!r})
+    exec({statement!r})
 except steelyard.errors.MissingExtraError as error:
     print(error)
 """
@@ -77,7 +77,7 @@ except steelyard.errors.MissingExtraError as error:
     )
 
 
-def test_another_missing_module_is_not_blamed_on_an_extra() -> None:
+def test_another_missing_module_is_an_import_error() -> None:
     code = """
 import sys
 sys.modules["numpy"] = None
@@ -99,7 +99,7 @@ print(EqualizedOdds(test="none").test)
     assert python(code) == "none"
 
 
-def test_dir_shows_what_is_loaded_on_demand() -> None:
+def test_dir_lists_lazy_names() -> None:
     assert set(steelyard.regularizers.__all__) <= set(dir(steelyard.regularizers))
     with pytest.raises(AttributeError, match="has no attribute 'L3'"):
         _ = steelyard.regularizers.L3

@@ -38,7 +38,7 @@ def gaps(rows: list[torch.Tensor], outcome: str, among: Any) -> list[float]:
 @pytest.mark.parametrize("outcome", ["logprob", "prob"])
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("make", [plain, tinkered])
-def test_parity_by_hand(outcome: Any, power: Any, make: Any) -> None:
+def test_demographic_parity_by_hand(outcome: Any, power: Any, make: Any) -> None:
     def by_hand(rows: list[torch.Tensor]) -> float:
         return float(np.mean(np.array(gaps(rows, outcome, True)) ** power))
 
@@ -50,7 +50,7 @@ def test_parity_by_hand(outcome: Any, power: Any, make: Any) -> None:
 
 @pytest.mark.parametrize("outcome", ["logprob", "prob"])
 @pytest.mark.parametrize("power", [1, 2])
-def test_odds_by_hand(outcome: Any, power: Any) -> None:
+def test_equalized_odds_by_hand(outcome: Any, power: Any) -> None:
     def by_hand(rows: list[torch.Tensor]) -> float:
         each = [gaps(rows, outcome, np.array(LABELS) == y) for y in (0, 1)]
         return float(np.mean(np.concatenate(each) ** power))
@@ -61,7 +61,7 @@ def test_odds_by_hand(outcome: Any, power: Any) -> None:
     assert_gradients(term, data(), LOGPROBS, by_hand)
 
 
-def test_what_parity_reports() -> None:
+def test_metrics_of_demographic_parity() -> None:
     _, metrics = DemographicParity().compute(data(), LOGPROBS)
     samples = [[OUTCOMES[i] for i in range(6) if GROUPS[i] == g] for g in (0, 1, 2)]
     assert metrics == pytest.approx(
@@ -78,7 +78,7 @@ def test_what_parity_reports() -> None:
     assert metrics["p_value"] == pytest.approx(scipy.stats.f_oneway(*samples).pvalue)
 
 
-def test_what_odds_report() -> None:
+def test_metrics_of_equalized_odds() -> None:
     _, metrics = EqualizedOdds().compute(data(), LOGPROBS)
     # One outcome for each group and label.
     p = [scipy.stats.kruskal([a], [b], [c]).pvalue for a, b, c in [(-1, -3, -4), (-2, -0.15, -1)]]
@@ -92,18 +92,18 @@ def test_what_odds_report() -> None:
     )
 
 
-def test_the_test_sees_a_difference_and_no_difference() -> None:
+def test_the_p_value_detects_a_difference() -> None:
     generator = torch.Generator().manual_seed(0)
     groups = [plain(group=index % 2) for index in range(80)]
     same = [torch.randn(1, generator=generator) - 3 for _ in groups]
-    apart = [row - 2 * (index % 2) for index, row in enumerate(same)]
+    shifted = [row - 2 * (index % 2) for index, row in enumerate(same)]
     for term in (DemographicParity(), DemographicParity(test="anova")):
         assert term.compute(groups, same)[1]["p_value"] > 0.05
-        assert term.compute(groups, apart)[1]["p_value"] < 1e-6
+        assert term.compute(groups, shifted)[1]["p_value"] < 1e-6
 
 
 @pytest.mark.parametrize("test", ["kruskal", "anova"])
-def test_what_a_test_cannot_decide_is_no_difference(test: Any) -> None:
+def test_undefined_tests_have_p_value_one(test: Any) -> None:
     groups = [plain(group=index % 2) for index in range(4)]
     _, metrics = DemographicParity(test=test).compute(groups, [torch.ones(1)] * 4)
     assert metrics["p_value"] == 1.0
@@ -121,7 +121,7 @@ def test_one_group_has_no_gap(term: Any) -> None:
     assert term.compute(alone, doubles([-1.0], [-2.0]))[1]["gap"] == 0
 
 
-def test_odds_leave_alone_what_differs_by_label() -> None:
+def test_equalized_odds_ignore_differences_between_labels() -> None:
     fair = [plain(group=g, label=y) for g, y in [(0, 0), (1, 0), (0, 1)]]
     rows = doubles([-1.0], [-1.0], [-9.0])
     assert value_and_gradients(EqualizedOdds(), fair, rows)[0] == 0
@@ -138,7 +138,7 @@ def test_groups_may_have_names_or_come_from_a_function() -> None:
 
 
 @given(st.permutations(range(6)), st.floats(-5, 0))
-def test_neither_order_nor_a_common_shift_matters(order: list[int], shift: float) -> None:
+def test_order_and_a_common_shift_do_not_matter(order: list[int], shift: float) -> None:
     rows = [LOGPROBS[i] + shift for i in order]
     shuffled = [data()[i] for i in order]
     for term in (DemographicParity(test="none"), EqualizedOdds(test="none")):

@@ -16,7 +16,7 @@ from .checks import value_and_gradients
 
 
 def ordered(datum: Any, index: int) -> list[Any]:
-    """Somebody said a < b < c, and gave numbers."""
+    """Constraints a < b < c with the numbers of the datum."""
     a, b, c = z3.Ints("a b c")
     return [a < b, b < c, a == datum[0], b == datum[1], c == datum[2]]
 
@@ -30,7 +30,7 @@ def cubes(datum: Any, index: int) -> list[Any]:
 DATA = [(1, 2, 3), (3, 2, 1), (0, 5, 9)]
 
 
-def test_verdicts_are_z3s_own() -> None:
+def test_verdicts_agree_with_z3() -> None:
     verdicts = []
     for datum in DATA:
         solver = z3.Solver()
@@ -66,29 +66,29 @@ def test_each_verdict_has_its_penalty() -> None:
         (lambda datum, index: z3.parse_smt2_string("(assert (= 1 1)) (assert true)"), "sat"),
     ],
 )
-def test_constraints_come_in_many_forms(constraints: Any, verdict: str) -> None:
+def test_forms_of_constraints(constraints: Any, verdict: str) -> None:
     _, metrics = LogicalConsistency(constraints=constraints).compute([4], [])
     assert metrics[verdict] == 1.0
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "x > 1", z3.Int("x"), [z3.Int("x") + 1]])
-def test_what_is_no_constraint(wrong: Any) -> None:
+def test_invalid_constraints(wrong: Any) -> None:
     with pytest.raises(InputError, match="the constraints of datum 1 must be Z3 expressions"):
         LogicalConsistency(constraints=lambda d, i: [] if i == 0 else wrong).compute([0, 0], [])
 
 
-def test_in_a_process_its_gradient_is_the_score() -> None:
+def test_the_gradient_from_a_process_is_the_score_function_estimate() -> None:
     rows = [torch.zeros(2), torch.zeros(1), torch.zeros(3)]
     term = LogicalConsistency(constraints=ordered)
     value, gradients = value_and_gradients(term, DATA, rows, run_in="auto")
     assert RegularizerSpec(term, 1.0).run_in == "process"
     assert value == pytest.approx(1 / 3)
     # (c - mean) / (n - 1)
-    for gradient, pull in zip(gradients, (-1 / 6, 1 / 3, -1 / 6), strict=True):
-        torch.testing.assert_close(gradient, torch.full_like(gradient, pull))
+    for gradient, value in zip(gradients, (-1 / 6, 1 / 3, -1 / 6), strict=True):
+        torch.testing.assert_close(gradient, torch.full_like(gradient, value))
 
 
-def test_unknown_is_reported_and_not_a_hang() -> None:
+def test_the_solver_timeout_gives_unknown() -> None:
     term = LogicalConsistency(constraints=cubes, solver_timeout=0.05)
     output = Pipeline(lambda d, lp: lp[0].sum(), [RegularizerSpec(term, 1.0, "cubes")]).compute(
         [None, None], [torch.zeros(1)] * 2
@@ -97,7 +97,7 @@ def test_unknown_is_reported_and_not_a_hang() -> None:
     assert output.regularizers["cubes"].value == 0.5
 
 
-def test_a_solver_that_does_not_end_is_ended() -> None:
+def test_the_term_timeout_kills_the_solver() -> None:
     endless = LogicalConsistency(constraints=cubes, solver_timeout=3600)
     pipeline = Pipeline(
         lambda d, lp: lp[0].sum(),
@@ -113,7 +113,7 @@ def test_a_solver_that_does_not_end_is_ended() -> None:
     assert output.regularizers["ordered"].custom["unsat"] == 1.0
 
 
-def test_threads_take_turns() -> None:
+def test_threads_use_the_solver_one_at_a_time() -> None:
     """Z3's default context breaks when two threads use it at once."""
     term = LogicalConsistency(constraints=ordered)
     barrier = threading.Barrier(4)

@@ -1,17 +1,14 @@
-"""Options are checked once, when a regularizer is built, and config files can name all."""
+"""Checks of options: each one alone, and each option of each regularizer."""
 
 from __future__ import annotations
 
-import inspect
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 
-import steelyard.regularizers
-from steelyard import RegularizerSpec
 from steelyard.errors import RegistryError, SpecError
 from steelyard.regularizers import (
     DPO,
@@ -30,26 +27,13 @@ from steelyard.regularizers import (
     LogicalConsistency,
     TopologicalConsistency,
     WholeVocabulary,
+    _options,
 )
-from steelyard.spec import lookup, registered
-from steelyard.spec.built_in import BUILT_IN
 
+from .required_options import REQUIRED, points
 
-def points(datum: Any, logprobs: Any) -> Any:
-    return logprobs[:, None]
-
-
-URL = "http://127.0.0.1:1/check"
 FUNCTION = "a function, or 'package.module:attr' that names one"
 SOURCE = "the name of a field, a function (datum, index), or 'package.module:attr'"
-NEEDED: dict[Any, dict[str, Any]] = {
-    Adaptive: {"regularizer": "l1", "target": 1.0},
-    ExternalValidation: {"url": URL},
-    LogicalConsistency: {"constraints": points},
-    TopologicalConsistency: {"points": points},
-    WholeVocabulary: {"kind": "entropy"},
-}
-NAMED = {"adaptive": "adaptive_l1", "whole_vocabulary": "whole_entropy"}
 
 
 @pytest.mark.parametrize(
@@ -115,14 +99,14 @@ NAMED = {"adaptive": "adaptive_l1", "whole_vocabulary": "whole_entropy"}
         (WholeVocabulary, "reference", 3, SOURCE),
     ],
 )
-def test_an_option_that_breaks_its_rule(cls: Any, option: str, value: Any, rule: str) -> None:
+def test_an_invalid_option(cls: Any, option: str, value: Any, rule: str) -> None:
     name = {Adaptive: "adaptive_l1", WholeVocabulary: "whole_entropy"}.get(cls) or cls.name
     with pytest.raises(SpecError) as caught:
-        cls(**{**NEEDED.get(cls, {}), option: value})
+        cls(**{**REQUIRED.get(cls, {}), option: value})
     assert str(caught.value) == f"{option} must be {rule}, got {value!r} (regularizer {name!r})."
 
 
-def test_distributions_have_no_sequence_level() -> None:
+def test_kl_and_js_have_no_sequence_level() -> None:
     with pytest.raises(SpecError) as caught:
         Consistency(metric="kl", level="sequence")
     assert str(caught.value) == (
@@ -131,68 +115,9 @@ def test_distributions_have_no_sequence_level() -> None:
     )
 
 
-# By name.
-
-CLASSES = {name: getattr(steelyard.regularizers, name) for name in steelyard.regularizers.__all__}
-
-
-def test_every_regularizer_has_a_name_in_config_files() -> None:
-    assert {lookup(name) for name in BUILT_IN} == set(CLASSES.values())
-    assert set(BUILT_IN) <= set(registered())
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_config_entry_makes_it(name: str) -> None:
-    options = NEEDED.get(lookup(name), {})
-    spec = RegularizerSpec.from_dict({"fn": name, "weight": 0.1, "options": options})
-    assert type(spec.fn) is lookup(name)
-    assert spec.options == {}
-    assert spec.name == NAMED.get(name, name)
-
-
-@pytest.mark.parametrize(("short", "long"), [("kl", "kl_to_reference"), ("js", "js_to_reference")])
-def test_a_short_name_is_the_name_of_its_term(short: str, long: str) -> None:
-    assert lookup(short) is lookup(long)
-    assert RegularizerSpec.from_dict({"fn": short, "weight": 0.1}).name == short
-    named = {"fn": short, "weight": 0.1, "name": "drift"}
-    assert RegularizerSpec.from_dict(named).name == "drift"
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_what_runs_in_a_process_can_travel_there(name: str) -> None:
-    spec = RegularizerSpec.from_dict(
-        {"fn": name, "weight": 0.1, "options": NEEDED.get(lookup(name), {})}
-    )
-    if spec.stateful is None:
-        assert repr(cloudpickle.loads(cloudpickle.dumps(spec.fn))) == repr(spec.fn)
-
-
-def test_where_each_runs_and_how_it_is_differentiated() -> None:
-    def preferences(cls: Any, **options: Any) -> tuple[str, str, bool]:
-        spec = RegularizerSpec(cls(**{**NEEDED.get(cls, {}), **options}), 1.0)
-        return spec.run_in, spec.gradient, spec.is_async
-
-    heavy = {
-        "TopologicalConsistency": ("process", "autograd", False),
-        "LogicalConsistency": ("process", "score", False),
-        "ExternalValidation": ("auto", "score", True),
-    }
-    for name, cls in CLASSES.items():
-        assert preferences(cls) == heavy.get(name, ("auto", "auto", False))
-    assert preferences(TopologicalConsistency, differentiable=False)[1] == "score"
-    wrapped = preferences(Adaptive, regularizer=ExternalValidation(url=URL))
-    assert wrapped == ("auto", "score", True)
-    wrapped = preferences(Adaptive, regularizer=TopologicalConsistency(points=points))
-    assert wrapped == ("auto", "autograd", False)
-
-
-def test_options_are_keywords() -> None:
-    for cls in CLASSES.values():
-        kinds = {p.kind for p in inspect.signature(cls).parameters.values()}
-        assert kinds <= {inspect.Parameter.KEYWORD_ONLY}
-
-
-def test_functions_come_by_their_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_are_imported_by_their_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = (
         "def cloud(datum, logprobs): return logprobs[:, None]\ndef teacher(datum, index): return 1"
     )
@@ -205,13 +130,62 @@ def test_functions_come_by_their_path(tmp_path: Path, monkeypatch: pytest.Monkey
         KLToReference(reference="my_terms:taecher")
 
 
-def test_an_unknown_option_is_named_without_values() -> None:
-    options = {"url": "http://user:secret@host/?key=secret", "header": {"Authorization": "secret"}}
-    with pytest.raises(RegistryError) as caught:
-        RegularizerSpec.from_dict({"fn": "external_validation", "weight": 1.0, "options": options})
-    assert str(caught.value) == (
-        "'external_validation' cannot be made with the options ['url', 'header']: "
-        "got an unexpected keyword argument 'header'; its options are 'url', 'payload', 'headers', "
-        "'concurrency', 'request_timeout', 'retries', 'backoff', 'max_backoff', 'max_bytes', "
-        "'unanswered', 'follow_redirects'."
-    )
+@dataclass(frozen=True)
+class Sourced:
+    """Smallest regularizer with a source."""
+
+    source: Any
+    name: str = "sourced"
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments", "expected"),
+    [
+        (_options.number, (2,), 2.0),
+        (_options.at_least, (0, 0), 0.0),
+        (_options.positive, (0.5,), 0.5),
+        (_options.fraction, (1,), 1.0),
+        (_options.whole, (3, 3), 3),
+        (_options.function, (abs,), abs),
+        (_options.function, ("math:sqrt",), math.sqrt),
+    ],
+)
+def test_valid_values_are_returned(check: Any, arguments: tuple[Any, ...], expected: Any) -> None:
+    found = check("size", *arguments, "term")
+    assert (type(found), found) == (type(expected), expected)
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments", "rule"),
+    [
+        (_options.number, (math.nan,), "a finite number"),
+        (_options.number, (True,), "a finite number"),
+        (_options.at_least, (0.5, 1), "a finite number >= 1"),
+        (_options.positive, (0,), "a finite number > 0"),
+        (_options.fraction, (1.1,), "a number in [0, 1]"),
+        (_options.whole, (2.0, 0), "a whole number >= 0"),
+        (_options.whole, (2, 3), "a whole number >= 3"),
+        (_options.flag, (None,), "True or False"),
+        (_options.one_of, ("c", ("a", "b")), "one of 'a', 'b'"),
+        (_options.one_of, (["a"], ("a", "b")), "one of 'a', 'b'"),
+        (_options.function, ("loose",), FUNCTION),
+        (_options.function, ("math:pi",), FUNCTION),
+    ],
+)
+def test_each_rule(check: Any, arguments: tuple[Any, ...], rule: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        check("size", *arguments, "term")
+    assert str(caught.value) == f"size must be {rule}, got {arguments[0]!r} (regularizer 'term')."
+
+
+def test_a_source_is_a_field_or_a_function() -> None:
+    for source, expected in [("field", "field"), (points, points), ("math:sqrt", math.sqrt)]:
+        regularizer = Sourced(source)
+        _options.resolve_source(regularizer, "source")
+        assert regularizer.source is expected
+    _options.resolve_source(Sourced(None), "source", optional=True)
+    for wrong in (None, "", 3):
+        with pytest.raises(SpecError) as caught:
+            _options.resolve_source(Sourced(wrong), "source")
+        expected_message = f"source must be {SOURCE}, got {wrong!r} (regularizer 'sourced')."
+        assert str(caught.value) == expected_message

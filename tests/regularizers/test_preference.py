@@ -37,7 +37,7 @@ def test_dpo_by_hand(smoothing: float) -> None:
     assert_gradients(term, DATA, LOGPROBS, by_hand)
 
 
-def test_its_metrics() -> None:
+def test_metrics_of_dpo() -> None:
     # Rewards 0.6, -1.0, 0.2 and 0.4; halved by beta.
     _, metrics = DPO(beta=0.5).compute(DATA, LOGPROBS)
     assert metrics == pytest.approx(
@@ -45,14 +45,14 @@ def test_its_metrics() -> None:
     )
 
 
-def test_the_reference_itself_is_indifferent() -> None:
+def test_dpo_at_the_reference() -> None:
     value, gradients = value_and_gradients(DPO(beta=1.0), DATA, REFERENCE)
     assert value == pytest.approx(math.log(2))
     # sigmoid(0) / pairs, to the chosen and from the rejected.
     assert [row[0].item() for row in gradients] == pytest.approx([-0.25, 0.25, -0.25, 0.25])
 
 
-def test_a_hopeless_margin_is_finite() -> None:
+def test_a_large_negative_margin_is_finite() -> None:
     value, gradients = value_and_gradients(DPO(beta=1.0), DATA[1:3], doubles([-9000.0], [-1.0]))
     assert value == pytest.approx(8999.2)
     assert all(bool(row.isfinite().all()) for row in gradients)
@@ -86,7 +86,7 @@ def test_squared_log_ratio() -> None:
     assert_gradients(SquaredLogRatio(), DATA, LOGPROBS, by_hand)
 
 
-def test_the_objective_of_a_config_file() -> None:
+def test_a_combined_objective_from_a_config_file() -> None:
     """DPO(0.1) + 0.1 · chosen NLL + 0.001 · mean squared log-ratio."""
     config: dict[str, Any] = {
         "loss": {"fn": "dpo", "options": {"beta": 0.1}},

@@ -85,7 +85,7 @@ def js(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     ],
     ids=["k1", "k2", "k3", "js"],
 )
-def test_what_each_gradient_is_on_policy(term: Any, divergence: Any) -> None:
+def test_the_expected_gradient_of_each_estimator_on_policy(term: Any, divergence: Any) -> None:
     logits = torch.tensor([0.2, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
     (reference,) = doubles([-0.5, -1.9, -1.5])
     reference = reference.log_softmax(0)
@@ -94,7 +94,7 @@ def test_what_each_gradient_is_on_policy(term: Any, divergence: Any) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "js"])
-def test_on_policy_the_value_is_that_of_the_divergence(estimator: Any) -> None:
+def test_the_expected_value_of_unbiased_estimators_on_policy(estimator: Any) -> None:
     (p, r) = doubles([0.2, -0.7, 1.1], [-0.5, -1.9, -1.5])
     p, r = p.log_softmax(0), r.log_softmax(0)
     total = 0.0
@@ -110,7 +110,7 @@ def test_on_policy_the_value_is_that_of_the_divergence(estimator: Any) -> None:
     assert total == pytest.approx(expected.item(), rel=1e-12)
 
 
-def test_k3_keeps_its_digits_where_the_ratio_is_near_one() -> None:
+def test_k3_is_precise_near_a_ratio_of_one() -> None:
     # (e^-d - 1) + d is d²/2 - d³/6 + ..., and 1 - 1e-5 is no number of float32.
     tiny = 1e-5
     data = [plain(reference_logprobs=torch.zeros(1))]
@@ -135,8 +135,8 @@ def test_js_from_samples_by_hand() -> None:
     values = 0.5 * (u * np.log(u) - (1 + u) * np.log((1 + u) / 2))
     value, gradients = value_and_gradients(JSToReference(), DATA, LOGPROBS)
     assert value == pytest.approx(values.mean(), rel=1e-12)
-    pulls = -0.5 * np.log((1 + u) / 2) / 3
-    np.testing.assert_allclose(torch.cat(gradients).numpy(), pulls, rtol=1e-12)
+    expected = -0.5 * np.log((1 + u) / 2) / 3
+    np.testing.assert_allclose(torch.cat(gradients).numpy(), expected, rtol=1e-12)
 
 
 def whole(row: Any) -> Any:
@@ -160,7 +160,7 @@ def by_scipy(rows: list[torch.Tensor], direction: str) -> float:
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse", "symmetric"])
-def test_of_classes_it_is_that_of_scipy(direction: Any) -> None:
+def test_kl_of_classes_agrees_with_scipy(direction: Any) -> None:
     # SciPy 1.17.1.
     term = KLToReference(direction=direction)
     value, _ = value_and_gradients(term, CLASSES_DATA, CLASSES)
@@ -168,7 +168,7 @@ def test_of_classes_it_is_that_of_scipy(direction: Any) -> None:
     assert_gradients(term, CLASSES_DATA, CLASSES, lambda rows: by_scipy(rows, direction))
 
 
-def test_js_of_classes_is_that_of_scipy() -> None:
+def test_js_of_classes_agrees_with_scipy() -> None:
     rows, data = CLASSES[:1], CLASSES_DATA[:1]  # SciPy's root has no slope where both are equal
     value, _ = value_and_gradients(JSToReference(), data, rows)
 
@@ -191,7 +191,7 @@ def test_fewer_classes_give_a_lower_bound(logits: list[float], mass: float) -> N
         assert -1e-12 <= values[0] <= values[1] + 1e-9
 
 
-def test_certainty_against_certainty_is_finite() -> None:
+def test_disjoint_certain_predictions_are_finite() -> None:
     rows = [torch.tensor([[0.0, -math.inf]])]
     data = [plain(reference_logprobs=[[-math.inf, 0.0]])]
     for term in (KLToReference(), KLToReference(direction="reverse"), JSToReference()):
@@ -201,7 +201,7 @@ def test_certainty_against_certainty_is_finite() -> None:
         assert bool(gradient.isfinite().all())
 
 
-def test_samples_have_no_direction() -> None:
+def test_direction_needs_classes() -> None:
     with pytest.raises(InputError) as caught:
         KLToReference(direction="reverse").compute(DATA, LOGPROBS)
     assert str(caught.value) == (
@@ -222,7 +222,7 @@ def test_each_datum_has_its_own_reference() -> None:
 
 @pytest.mark.parametrize("metric", ["mse", "l1"])
 @pytest.mark.parametrize("pair", [None, "pair"])
-def test_neighbours_or_labelled_pairs(metric: Any, pair: Any) -> None:
+def test_consistency_of_neighbours_and_labelled_pairs(metric: Any, pair: Any) -> None:
     rows = doubles([-1.0, -2.0], [-0.5], [-3.0, -4.5], [-0.7])
     order = [0, 2, 1, 3] if pair is None else [0, 1, 2, 3]
     data = [plain(pair=label) for label in (5, 6, 5, 6)]
@@ -245,7 +245,7 @@ def test_prompts_may_differ_where_weights_are_zero() -> None:
     assert Consistency().compute(data, rows).item() == 2.0
 
 
-def test_sequences_may_differ_in_length() -> None:
+def test_sequence_level_allows_different_lengths() -> None:
     rows = doubles([-1.0, -3.0], [-5.0])
 
     def by_hand(moved: list[torch.Tensor]) -> float:
@@ -257,7 +257,7 @@ def test_sequences_may_differ_in_length() -> None:
 
 
 @pytest.mark.parametrize("metric", ["kl", "js"])
-def test_of_distributions(metric: Any) -> None:
+def test_consistency_of_distributions_agrees_with_scipy(metric: Any) -> None:
     rows = [CLASSES[0], CLASSES_REFERENCE[0]]
 
     def divergence(moved: list[torch.Tensor]) -> float:
@@ -273,7 +273,7 @@ def test_of_distributions(metric: Any) -> None:
     assert_gradients(term, [], rows, divergence)
 
 
-def test_a_pair_must_match() -> None:
+def test_pairs_of_different_shape_are_an_error() -> None:
     with pytest.raises(InputError) as caught:
         Consistency().compute([], doubles([-1.0], [-1.0, -2.0]))
     assert str(caught.value) == (
@@ -283,7 +283,7 @@ def test_a_pair_must_match() -> None:
         Consistency(metric="js").compute([], doubles([-1.0], [-1.0]))
 
 
-def test_pairs_that_agree_cost_nothing() -> None:
+def test_equal_pairs_have_no_penalty() -> None:
     for metric, row in itertools.product(("mse", "l1"), ([-1.0, -2.0],)):
         value, gradients = value_and_gradients(Consistency(metric=metric), [], doubles(row, row))  # type: ignore[arg-type]  # both are
         assert value == 0

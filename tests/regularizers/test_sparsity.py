@@ -42,7 +42,7 @@ def test_value_and_gradient(cls: Any, formula: Any, of: str, reduction: str, log
     assert_gradients(term, [], logprobs, by_hand)
 
 
-def test_of_log_probs_l1_is_the_negative_log_likelihood() -> None:
+def test_l1_of_log_probs_is_the_negative_log_likelihood() -> None:
     value, (first, second) = value_and_gradients(L1(), [], LOGPROBS)
     assert value == pytest.approx(5.0 / 3)
     assert first.tolist() == second.tolist() * 2 == [-1 / 3, -1 / 3]
@@ -56,11 +56,11 @@ def test_centre_and_clip() -> None:
     assert L2(center=-1.0).compute([], LOGPROBS).item() == pytest.approx((0.25 + 0.25 + 4) / 3)
 
 
-def test_the_mean_to_centre_on_is_that_of_the_tokens_that_count() -> None:
+def test_the_centre_is_the_mean_of_unmasked_tokens() -> None:
     data = [plain(weights=[1.0, 0.0, 1.0])]
     value, _ = value_and_gradients(L2(center="mean"), data, doubles([-1.0, -99.0, -3.0]))
     assert value == pytest.approx(1.0)
 
 
-def test_infinity_is_seen() -> None:
+def test_infinity_propagates() -> None:
     assert L1().compute([], [torch.tensor([-math.inf])]).item() == math.inf

@@ -28,21 +28,21 @@ class Judge:
         return [1.0, 3.0], {"asked": 2.0}
 
 
-def seen(term: Any, *values: float) -> list[float]:
-    """The penalties of batches of one token each."""
+def penalties_of(term: Any, *values: float) -> list[float]:
+    """Penalties of successive batches of one token each."""
     return [term.compute([], [torch.tensor([value])])[0].item() for value in values]
 
 
 # EMADrift.
 
 
-def test_the_average_by_hand() -> None:
+def test_the_moving_average_by_hand() -> None:
     drift = EMADrift(decay=0.75)
-    assert seen(drift, -1.0, -3.0, -1.5, -1.5) == [0.0, 4.0, 0.0, 0.0]
+    assert penalties_of(drift, -1.0, -3.0, -1.5, -1.5) == [0.0, 4.0, 0.0, 0.0]
     assert drift.state_dict() == {"average": -1.5}
 
 
-def test_the_gradient_is_that_of_the_distance_to_what_was() -> None:
+def test_the_gradient_treats_the_average_as_a_constant() -> None:
     rows = doubles([-0.5, -1.5], [-3.0])
     drift = EMADrift(decay=1.0)
     drift.load_state_dict({"average": -1.0})
@@ -50,24 +50,24 @@ def test_the_gradient_is_that_of_the_distance_to_what_was() -> None:
     assert_gradients(drift, [], rows, lambda lps: (torch.cat(lps).mean().item() + 1.0) ** 2)
 
 
-def test_the_first_batch_pulls_nothing() -> None:
+def test_the_first_batch_has_no_penalty_and_no_gradient() -> None:
     value, (gradient,) = value_and_gradients(EMADrift(), [], doubles([-0.5, -1.5]))
     assert value == 0
     assert gradient.tolist() == [0.0, 0.0]
 
 
-def test_the_state_goes_on_where_it_was_saved() -> None:
+def test_ema_drift_resumes_from_a_saved_state() -> None:
     whole, first, second = EMADrift(decay=0.9), EMADrift(decay=0.9), EMADrift(decay=0.9)
     values = [-1.0, -2.0, -4.0, -3.0]
-    expected = seen(whole, *values)
-    early = seen(first, *values[:2])
+    expected = penalties_of(whole, *values)
+    early = penalties_of(first, *values[:2])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert early + seen(second, *values[2:]) == expected
+    assert early + penalties_of(second, *values[2:]) == expected
 
 
-def test_what_is_not_finite_is_forgotten() -> None:
+def test_non_finite_batches_do_not_change_the_average() -> None:
     drift = EMADrift(decay=0.5)
-    seen(drift, -1.0, float("-inf"), float("nan"))
+    penalties_of(drift, -1.0, float("-inf"), float("nan"))
     assert drift.state_dict() == {"average": -1.0}
 
 
@@ -82,7 +82,7 @@ def test_what_is_not_finite_is_forgotten() -> None:
         ),
     ],
 )
-def test_a_state_that_does_not_fit(state: Any, message: str) -> None:
+def test_invalid_states_of_ema_drift(state: Any, message: str) -> None:
     with pytest.raises(StateError) as caught:
         EMADrift().load_state_dict(state)
     assert str(caught.value) == message
@@ -125,12 +125,12 @@ def test_the_multiplier_by_hand() -> None:
     assert term.multiplier == pytest.approx(expected[-1], rel=1e-6)
 
 
-def test_a_negative_target_is_approached_from_the_same_side() -> None:
+def test_a_value_above_a_negative_target_raises_the_multiplier() -> None:
     # The value of an entropy bonus is -H: -1 is above its target -2, so the bonus must grow.
     term = Adaptive(regularizer={"fn": "entropy", "options": {"mode": "bonus"}}, target=-2.0)
-    seen(term, -1.0)
+    penalties_of(term, -1.0)
     assert term.multiplier > 1
-    seen(term, -9.0, -9.0)
+    penalties_of(term, -9.0, -9.0)
     assert term.multiplier < 1
 
 
@@ -143,17 +143,17 @@ def test_value_and_gradient_are_scaled() -> None:
     torch.testing.assert_close(gradient, 3 * own_gradient)
 
 
-def test_the_multiplier_keeps_its_limits() -> None:
+def test_the_multiplier_stays_within_its_bounds() -> None:
     term = Adaptive(regularizer=L1(), target=1.0, rate=1.0, minimum=0.7, maximum=1.3)
-    seen(term, *[-9.0] * 9)
+    penalties_of(term, *[-9.0] * 9)
     assert term.multiplier == 1.3
-    seen(term, *[-0.01] * 9)
+    penalties_of(term, *[-0.01] * 9)
     assert term.multiplier == 0.7
 
 
-def test_what_is_not_finite_changes_nothing() -> None:
+def test_non_finite_values_do_not_change_the_multiplier() -> None:
     term = Adaptive(regularizer=L1(), target=1.0)
-    seen(term, float("nan"), float("-inf"))
+    penalties_of(term, float("nan"), float("-inf"))
     assert term.multiplier == 1.0
 
 
@@ -167,8 +167,8 @@ def test_it_wraps_a_coroutine_with_penalties_per_datum() -> None:
     assert found.value == 4.0
     assert found.custom == {"asked": 2.0, "observed": 2.0, "multiplier": 2.0}
     base = Pipeline(nll).compute([{}, {}], doubles([-1.0], [-1.0]))
-    pulls = [(a - b).item() for a, b in zip(output.gradients, base.gradients, strict=True)]
-    assert pulls == pytest.approx([-2.0, 2.0])
+    added = [(a - b).item() for a, b in zip(output.gradients, base.gradients, strict=True)]
+    assert added == pytest.approx([-2.0, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,14 @@ def test_it_wraps_a_coroutine_with_penalties_per_datum() -> None:
         },
     ],
 )
-def test_it_takes_a_regularizer_in_many_forms(described: Any) -> None:
+def test_forms_of_the_wrapped_regularizer(described: Any) -> None:
     term = Adaptive(regularizer=described, target=1.0)
-    assert seen(term, -3.0) == [3.0]
+    assert penalties_of(term, -3.0) == [3.0]
 
 
-def test_a_number_will_do() -> None:
+def test_the_wrapped_regularizer_may_return_a_number() -> None:
     term = Adaptive(regularizer=lambda data, logprobs: 3, target=1.0, initial=2.0)
-    assert seen(term, -3.0) == [6.0]
+    assert penalties_of(term, -3.0) == [6.0]
 
 
 FIELDS = "regularizer must have the fields 'fn' and, if need be, 'options', got"
@@ -214,20 +214,20 @@ FIELDS = "regularizer must have the fields 'fn' and, if need be, 'options', got"
         ),
     ],
 )
-def test_what_is_no_regularizer(described: Any, message: str) -> None:
+def test_invalid_wrapped_regularizers(described: Any, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         Adaptive(regularizer=described, target=1.0)
     assert str(caught.value) == f"{message} (regularizer 'adaptive')."
 
 
-def test_a_name_nobody_has() -> None:
+def test_an_unregistered_name() -> None:
     with pytest.raises(RegistryError, match="no regularizer is registered as 'l3'"):
         Adaptive(regularizer="l3", target=1.0)
 
 
-def test_its_state() -> None:
+def test_the_state_of_adaptive() -> None:
     term = Adaptive(regularizer=L1(), target=1.0)
-    seen(term, -9.0)
+    penalties_of(term, -9.0)
     state = json.loads(json.dumps(term.state_dict()))
     assert state == {"multiplier": pytest.approx(1.02), "regularizer": None}
     other = Adaptive(regularizer=L1(), target=1.0)
@@ -248,7 +248,7 @@ def test_its_state() -> None:
         ),
     ],
 )
-def test_a_state_it_does_not_take(state: Any, message: str) -> None:
+def test_invalid_states_of_adaptive(state: Any, message: str) -> None:
     with pytest.raises(StateError) as caught:
         Adaptive(regularizer=L1(), target=1.0).load_state_dict(state)
     assert str(caught.value) == f"{message} (regularizer 'adaptive_l1')."

@@ -1,4 +1,4 @@
-"""Masks, fields, pairs and the tail: what all regularizers read in one way."""
+"""Masks, fields and pairs of data, as all regularizers read them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from steelyard.errors import InputError
 from steelyard.regularizers import (
@@ -28,11 +26,9 @@ from steelyard.regularizers import (
     SquaredLogRatio,
     TopologicalConsistency,
 )
-from steelyard.regularizers._pairs import pairs_of
-from steelyard.regularizers._tail import FLOOR, with_tail
-from steelyard.regularizers._tokens import mean, rows_of
+from steelyard.regularizers._tokens import batch_pairs, batch_rows, mean
 
-from .checks import doubles, plain, slopes, tinkered, value_and_gradients
+from .checks import doubles, plain, tinkered, value_and_gradients
 
 LOGPROBS = doubles([-0.5, -1.5, -2.5], [-1.0, -0.2])
 REFERENCE = [[-0.7, -1.0, -2.0], [-1.3, -0.4]]
@@ -74,9 +70,7 @@ def batch(make: Any, padding: float | None = None) -> tuple[list[Any], list[torc
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)
 @pytest.mark.parametrize("make", [plain, tinkered])
 @pytest.mark.parametrize("padding", [-7.0, math.nan, -math.inf])
-def test_tokens_of_weight_zero_are_as_if_they_were_not_there(
-    term: Any, make: Any, padding: float
-) -> None:
+def test_tokens_of_weight_zero_have_no_effect(term: Any, make: Any, padding: float) -> None:
     value, gradients = value_and_gradients(term, *batch(make))
     padded_value, padded = value_and_gradients(term, *batch(make, padding))
     assert padded_value == pytest.approx(value, rel=1e-12)
@@ -87,7 +81,7 @@ def test_tokens_of_weight_zero_are_as_if_they_were_not_there(
 
 
 @pytest.mark.parametrize("term", [*TERMS, EMADrift()], ids=lambda term: term.name)
-def test_nothing_that_counts_costs_nothing_and_has_no_gradient(term: Any) -> None:
+def test_an_empty_batch_has_no_gradient(term: Any) -> None:
     data, logprobs = batch(plain)
     for datum in data:
         datum["loss_fn_inputs"]["weights"] = np.zeros(len(datum["loss_fn_inputs"]["weights"]))
@@ -102,7 +96,7 @@ def test_nothing_that_counts_costs_nothing_and_has_no_gradient(term: Any) -> Non
     [L1(), Entropy(), KLToReference(), DemographicParity(test="none")],
     ids=lambda term: term.name,
 )
-def test_weights_that_do_not_fit_name_their_datum(term: Any) -> None:
+def test_weights_of_another_shape_name_the_datum(term: Any) -> None:
     data, logprobs = batch(plain)
     data[1]["loss_fn_inputs"]["weights"] = [1.0]
     with pytest.raises(InputError) as caught:
@@ -132,18 +126,18 @@ def test_a_missing_field_names_datum_and_field(term: Any, field: str, make: Any)
     )
 
 
-def test_without_data_a_field_is_missing_from_the_first() -> None:
+def test_without_data_every_field_is_missing() -> None:
     with pytest.raises(InputError, match="datum 0 must have the field 'reference_logprobs'"):
         KLToReference().compute([], LOGPROBS)
 
 
-def test_a_function_may_give_what_a_field_does() -> None:
+def test_a_function_replaces_a_field() -> None:
     term = KLToReference(reference=lambda datum, index: REFERENCE[index])
     expected = KLToReference().compute(*batch(plain))
     assert term.compute([None, None], LOGPROBS) == expected
 
 
-def test_a_function_that_gives_nothing_is_named() -> None:
+def test_a_function_that_returns_none_is_named() -> None:
     def teacher(datum: Any, index: int) -> Any:
         return REFERENCE[index] if index == 0 else None
 
@@ -152,7 +146,7 @@ def test_a_function_that_gives_nothing_is_named() -> None:
     assert str(caught.value) == "datum 1 must have a value from teacher, got none."
 
 
-def test_a_field_of_another_shape_names_its_datum() -> None:
+def test_a_field_of_another_shape_names_the_datum() -> None:
     data, logprobs = batch(plain)
     data[1]["loss_fn_inputs"]["reference_logprobs"] = [[-1.0, -2.0]]
     with pytest.raises(InputError) as caught:
@@ -162,7 +156,7 @@ def test_a_field_of_another_shape_names_its_datum() -> None:
     )
 
 
-def test_as_many_data_as_log_probs() -> None:
+def test_data_and_log_probs_must_match_in_number() -> None:
     with pytest.raises(InputError, match="as many data as log-probs, got 1 and 2"):
         L1().compute([{}], LOGPROBS)
 
@@ -181,15 +175,15 @@ def test_one_tensor_is_one_datum() -> None:
         (DemographicParity(test="none"), [(2, 3)], "datum 0 must have the shape [T], got [2, 3]"),
     ],
 )
-def test_log_probs_of_another_shape(term: Any, shapes: list[Any], message: str) -> None:
+def test_log_probs_of_a_wrong_shape(term: Any, shapes: list[Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         term.compute([], [torch.zeros(*shape) for shape in shapes])
     assert message in str(caught.value)
 
 
-def test_a_row_of_classes_counts_if_one_class_does() -> None:
+def test_weights_per_class_count_if_one_is_not_zero() -> None:
     data = [plain(weights=[[0.0, 1.0], [0.0, 0.0]])]
-    (row,) = rows_of(data, [torch.zeros(2, 2)], classes=True)
+    (row,) = batch_rows(data, [torch.zeros(2, 2)], classes=True)
     assert row.mask is not None
     assert row.mask.tolist() == [True, False]
 
@@ -199,12 +193,12 @@ def test_a_row_of_classes_counts_if_one_class_does() -> None:
     [(1, 1), ([2], 2), (torch.tensor([3.0]), 3), (np.array(0.5), 0.5), ("north", "north")],
 )
 def test_labels(value: Any, label: Any) -> None:
-    (row,) = rows_of([plain(group=value)], [torch.zeros(1)])
+    (row,) = batch_rows([plain(group=value)], [torch.zeros(1)])
     assert row.read_label("group") == label
 
 
-def test_several_labels_are_none() -> None:
-    (row,) = rows_of([plain(group=[1, 2])], [torch.zeros(1)])
+def test_a_label_with_several_elements_is_an_error() -> None:
+    (row,) = batch_rows([plain(group=[1, 2])], [torch.zeros(1)])
     with pytest.raises(
         InputError, match=r"group of datum 0 must be one label, got the shape \[2\]"
     ):
@@ -212,60 +206,23 @@ def test_several_labels_are_none() -> None:
 
 
 def test_pairs_by_label_keep_their_order() -> None:
-    rows = rows_of([plain(pair=label) for label in (7, 3, 3, 7)], [torch.zeros(1)] * 4)
-    found = [(a.index, b.index) for a, b in pairs_of(rows, "pair")]
+    rows = batch_rows([plain(pair=label) for label in (7, 3, 3, 7)], [torch.zeros(1)] * 4)
+    found = [(a.index, b.index) for a, b in batch_pairs(rows, "pair")]
     assert found == [(0, 3), (1, 2)]
 
 
 def test_a_datum_without_a_partner() -> None:
-    rows = rows_of([plain(pair=label) for label in (7, 3, 7)], [torch.zeros(1)] * 3)
+    rows = batch_rows([plain(pair=label) for label in (7, 3, 7)], [torch.zeros(1)] * 3)
     with pytest.raises(InputError) as caught:
-        pairs_of(rows, "pair")
+        batch_pairs(rows, "pair")
     assert str(caught.value) == "a pair must have two data, got the data [1] for the pair 3."
     with pytest.raises(InputError) as caught:
-        pairs_of(rows, None)
+        batch_pairs(rows, None)
     assert str(caught.value) == (
         "paired data must come in twos, got 3 data: datum 2 has no partner."
     )
 
 
-def test_the_mean_of_nothing_is_zero() -> None:
+def test_the_mean_of_an_empty_tensor_is_zero() -> None:
     assert mean(torch.zeros(0)) == 0
     assert mean(torch.tensor([1.0, 3.0])) == 2
-
-
-@given(st.lists(st.floats(-8, 0), min_size=1, max_size=5), st.floats(0.01, 0.99))
-def test_the_classes_and_their_tail_are_a_distribution(logits: list[float], mass: float) -> None:
-    listed = torch.tensor([logits], dtype=torch.float64).log_softmax(-1) + math.log(mass)
-    whole = with_tail(listed)
-    assert torch.equal(whole[:, :-1], listed)
-    assert whole.exp().sum().item() == pytest.approx(1.0, abs=1e-12)
-    assert whole[0, -1].item() == pytest.approx(math.log1p(-mass), rel=1e-9)
-
-
-def test_the_gradient_flows_through_the_tail() -> None:
-    (listed,) = doubles([[-1.0, -2.0]])
-    leaf = listed.clone().requires_grad_()
-    with_tail(leaf)[0, -1].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    (expected,) = slopes(lambda lp: math.log(1 - lp[0].exp().sum().item()), [listed])
-    assert leaf.grad is not None
-    torch.testing.assert_close(leaf.grad, expected, rtol=1e-7, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "row", [[0.0], [-math.log(2)] * 2, [0.0, -math.inf], [-1e-9], [0.1], [-math.inf] * 2]
-)
-def test_a_tail_without_mass_is_floored_and_has_a_finite_gradient(
-    row: list[float], dtype: torch.dtype
-) -> None:
-    leaf = torch.tensor([row], dtype=dtype, requires_grad=True)
-    tail = with_tail(leaf)[0, -1]
-    tail.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    assert leaf.grad is not None
-    assert bool(leaf.grad.isfinite().all())
-    if row[0] > -math.inf:
-        assert tail.item() == pytest.approx(math.log(FLOOR), rel=1e-6)
-        assert bool((leaf.grad == 0).all())
-    else:
-        assert tail == 0

@@ -31,7 +31,7 @@ def given_points(datum: Any, logprobs: Any) -> Any:
 
 
 def bars(points: Any, dimension: int, max_edge: float = math.inf) -> Any:
-    """GUDHI's Rips complex, which is another way there."""
+    """Bars of GUDHI's own Rips complex, built from the points."""
     rips = gudhi.RipsComplex(points=points, max_edge_length=max_edge)
     tree = rips.create_simplex_tree(max_dimension=dimension + 1)
     tree.compute_persistence(persistence_dim_max=True)
@@ -46,7 +46,7 @@ def total(points: Any, dimension: int, power: float = 1.0, max_edge: float = mat
 
 @pytest.mark.parametrize("dimension", [0, 1, 2])
 @pytest.mark.parametrize("power", [1.0, 2.0])
-def test_it_is_what_gudhi_finds_by_another_way(dimension: int, power: float) -> None:
+def test_persistence_agrees_with_gudhis_rips_complex(dimension: int, power: float) -> None:
     clouds = [np.random.default_rng(seed).normal(size=(16, 3)) for seed in (1, 2)]
     data = [{"points": cloud} for cloud in clouds]
     term = TopologicalConsistency(
@@ -94,7 +94,7 @@ def test_betti_numbers_depend_on_the_scale(scale: float, betti: tuple[float, flo
     assert (metrics["betti_0"], metrics["betti_1"]) == betti
 
 
-def test_betti_numbers_are_those_of_gudhi() -> None:
+def test_betti_numbers_agree_with_gudhi() -> None:
     circle = np.linspace(0, 2 * math.pi, 20, endpoint=False)
     two = np.concatenate([np.c_[np.cos(circle), np.sin(circle)] + [x, 0] for x in (0, 9)])
     tree = gudhi.RipsComplex(points=two, max_edge_length=1.0).create_simplex_tree(2)
@@ -120,7 +120,7 @@ def test_long_edges_can_be_left_out() -> None:
             assert metrics[f"betti_{dimension}"] == sum(alive)
 
 
-def test_a_loop_that_nothing_fills_is_seen_and_does_not_count() -> None:
+def test_a_loop_that_never_dies_counts_in_betti_numbers_only() -> None:
     # No diagonal, so no triangle: the highest simplices there are make the loop.
     term = TopologicalConsistency(
         points=given_points, differentiable=False, max_edge=1.2, scale=1.1
@@ -131,7 +131,7 @@ def test_a_loop_that_nothing_fills_is_seen_and_does_not_count() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize("dimensions", [0, 1])
-def test_few_points_have_little_shape(count: int, dimensions: int) -> None:
+def test_few_points(count: int, dimensions: int) -> None:
     rows = doubles([-1.0, -2.0, -4.0, -6.0][: 2 * count])
     term = TopologicalConsistency(points=plane, dimensions=dimensions)
     value, (gradient,) = value_and_gradients(term, [], rows)
@@ -139,7 +139,7 @@ def test_few_points_have_little_shape(count: int, dimensions: int) -> None:
     assert bool(gradient.isfinite().all())
 
 
-def test_points_in_one_place_have_a_finite_gradient() -> None:
+def test_coinciding_points_have_a_finite_gradient() -> None:
     rows = doubles([-1.0, -1.0] * 4)
     for dimensions in (0, 1):
         term = TopologicalConsistency(points=plane, dimensions=dimensions)
@@ -154,7 +154,7 @@ def test_points_in_one_place_have_a_finite_gradient() -> None:
     st.floats(0.5, 2.0),
     st.floats(-math.pi, math.pi),
 )
-def test_it_scales_with_the_points_and_does_not_see_rotations(
+def test_persistence_scales_with_the_points_and_ignores_rotations(
     points: Any, factor: float, angle: float
 ) -> None:
     turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
@@ -166,7 +166,7 @@ def test_it_scales_with_the_points_and_does_not_see_rotations(
     assert turned == pytest.approx(own, rel=1e-6, abs=1e-6)
 
 
-def test_in_a_process_it_is_the_same_with_its_gradient() -> None:
+def test_a_process_gives_the_same_value_and_gradient() -> None:
     rows = [torch.tensor(CLOUD.reshape(-1))]
     term = TopologicalConsistency(points=plane)
     here = value_and_gradients(term, [], rows)
@@ -177,7 +177,7 @@ def test_in_a_process_it_is_the_same_with_its_gradient() -> None:
     assert torch.equal(there[1][0], here[1][0])
 
 
-def test_points_apart_from_the_log_probs_are_scored() -> None:
+def test_points_independent_of_the_log_probs_use_the_score_function() -> None:
     data = [{"points": SQUARE}, {"points": CLOUD}]
     term = TopologicalConsistency(points=given_points, dimensions=0, differentiable=False)
     _, gradients = value_and_gradients(term, data, doubles([-1.0], [-2.0, -3.0]), run_in="auto")
@@ -202,7 +202,7 @@ NO_PATH = (
         (SQUARE, NO_PATH),
     ],
 )
-def test_points_that_will_not_do(points: Any, message: str) -> None:
+def test_invalid_points(points: Any, message: str) -> None:
     term = TopologicalConsistency(points=lambda datum, logprobs: points)
     with pytest.raises(InputError) as caught:
         term.compute([], [torch.zeros(1, requires_grad=True)])

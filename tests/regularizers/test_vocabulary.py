@@ -82,7 +82,7 @@ def test_the_mean_over_the_tokens_that_count(
         torch.testing.assert_close(a, b)
 
 
-def test_no_token_counts() -> None:
+def test_all_tokens_masked() -> None:
     data = [{"loss_fn_inputs": {"weights": torch.zeros(3)}}]
     leaf = torch.randn(3, CLASSES, requires_grad=True)
     loss = WholeVocabulary(kind="entropy").compute(data, LOGPROBS[:1], logits=[leaf])
@@ -98,7 +98,7 @@ def test_one_tensor_and_a_reference_from_a_function() -> None:
     torch.testing.assert_close(loss.double(), js(logits[0], teacher[0], teacher[0]).mean())
 
 
-def test_a_reference_that_is_not_there() -> None:
+def test_a_missing_reference() -> None:
     with pytest.raises(InputError, match="datum 0 must have the field 'reference_logits'"):
         WholeVocabulary(kind="kl").compute([{}], LOGPROBS[:1], logits=[torch.zeros(3, CLASSES)])
 
@@ -114,7 +114,7 @@ def test_a_reference_that_is_not_there() -> None:
         ("js", 3, "must be a mapping"),
     ],
 )
-def test_options_are_those_of_the_function(kind: Any, options: Any, why: str) -> None:
+def test_invalid_options_of_the_function(kind: Any, options: Any, why: str) -> None:
     with pytest.raises(SpecError, match=f"(?s)options must be those of from_logits.{kind}.*{why}"):
         WholeVocabulary(kind=kind, options=options)
 
@@ -124,7 +124,7 @@ def test_an_unknown_kind() -> None:
         WholeVocabulary(kind="perplexity")  # type: ignore[arg-type]
 
 
-def test_its_needs_are_its_own() -> None:
+def test_needs_of_the_term_and_of_its_spec() -> None:
     own = WholeVocabulary(kind="js")
     assert RegularizerSpec(own, 1.0).needs == ("logits",)
     both = ("logits", "hidden_states")  # what a spec says goes first

@@ -25,7 +25,7 @@ def service() -> LocalServiceClient:
 
 
 class Trained:
-    """A random little Llama with a fresh adapter, and how likely it finds data."""
+    """Tiny random Llama with a fresh adapter, and its log-probs of data."""
 
     def __init__(self) -> None:
         training = service().create_lora_training_client("tiny-random", rank=8, seed=0)
@@ -49,9 +49,9 @@ def train(
     *,
     steps: int = 40,
 ) -> Trained:
-    """A model after some steps, the same but for what it is given.
+    """Train a model from the same initial state for some steps.
 
-    `data` is a batch, or a function that makes one from the model as it is: on-policy data.
+    `data` is a batch, or a function that samples one from the current model (on-policy data).
     """
     trained = Trained()
     generator = torch.Generator().manual_seed(1)
@@ -62,7 +62,7 @@ def train(
 
 
 def sequence(tokens: Sequence[int], **fields: Any) -> Any:
-    """A datum that predicts each token from those before it, or what `target_tokens` says."""
+    """Datum with the next token as target of each, unless `target_tokens` is given."""
     return tinkered(tokens=tokens[:-1], **{"target_tokens": list(tokens[1:]), **fields})
 
 
@@ -93,9 +93,9 @@ def nll(_: Any, logprobs: list[Tensor]) -> Tensor:
 
 
 def held(data: Data, logprobs: list[Tensor]) -> Tensor:
-    """Holds each token's log-prob where the datum says."""
-    places = [datum.loss_fn_inputs["held"].to_torch() for datum in data]
-    return (torch.cat(logprobs) - torch.cat(places)).square().mean()
+    """Squared distance of each token's log-prob from the datum's field `held`."""
+    targets = [datum.loss_fn_inputs["held"].to_torch() for datum in data]
+    return (torch.cat(logprobs) - torch.cat(targets)).square().mean()
 
 
 def first_class(_: Any, logprobs: list[Tensor]) -> Tensor:

@@ -1,13 +1,13 @@
 """Penalties as pure array maths, for NumPy, torch and JAX alike.
 
-* `primitives`: `l1`, `l2`, `elastic_net`: the size of numbers
-* `divergences`: `kl_divergence`, `js_divergence`, `entropy`: log-probabilities
-* `constraints`: `orthogonality`, `consistency`: how rows stand to each other
+* `primitives`: `l1`, `l2`, `elastic_net`: magnitudes of elements
+* `divergences`: `kl_divergence`, `js_divergence`, `entropy`: of log-probabilities
+* `constraints`: `orthogonality`, `consistency`: relations between rows or between arrays
 * `gradient_penalties`: `gradient_penalty`, `interpolated_gradient_penalty`,
-  `output_magnitude_penalty`: how steep, how large
-* `validation`: `validate`: stops NaN and infinity
-* `pipeline`: `PenaltyPipeline`: a weighted sum of them, with metrics
-* `from_logits`: entropy, divergences and likelihoods of whole vocabularies, fused
+  `output_magnitude_penalty`: gradient norms of functions, magnitudes of outputs
+* `finite_check`: `validate`: raises on NaN and infinity
+* `pipeline`: `PenaltyPipeline`: a weighted sum of penalties, with metrics
+* `from_logits`: entropy, divergences and likelihoods over whole vocabularies, fused
 """
 
 from steelyard.penalties.constraints import consistency, orthogonality

@@ -1,4 +1,8 @@
-"""What NumPy, torch and JAX arrays do differently, so that a formula is written once."""
+"""Array operations that NumPy, torch and JAX spell or differentiate differently.
+
+The formulas of the penalties are written once, against an array-API namespace `xp`; the cases in
+which the three backends disagree are settled here.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,10 @@ _NUMPY = (np.ndarray, np.generic)  # a tuple: Dynamo does not know `|` of types
 
 
 def is_torch(x: object) -> bool:
-    """Tell torch tensors apart without importing torch.
+    """Check for a torch tensor without importing torch.
 
-    array-api-compat's own test sits behind `lru_cache`, which Dynamo warns about: it is
-    asked only about what has a dtype and is no tensor.
+    array-api-compat's `is_torch_array` is wrapped in `lru_cache`, which Dynamo warns about, so
+    its checks are only used on arrays that are not tensors.
     """
     return hasattr(type(x), "__torch_function__")
 
@@ -38,36 +42,44 @@ def is_numpy(x: object) -> bool:
 
 
 def is_traced(x: object) -> bool:
-    """Tell whether `x` has no values to read, being inside a JAX transformation."""
+    """Check whether `x` is a JAX tracer: an abstract array without values, as inside `jax.jit`."""
     if not is_jax(x):
         return False
-    import jax  # noqa: PLC0415  # only ever reached with a JAX array in hand
+    import jax  # noqa: PLC0415  # installed: `x` is a JAX array
 
     return isinstance(x, jax.core.Tracer)
 
 
 def namespace(**arrays: Array) -> Namespace:
+    """Array-API namespace that all the arrays share.
+
+    Raises:
+        InputError: one is not an array, or they come from different libraries.
+    """
     if all(is_torch(x) for x in arrays.values()):
-        import array_api_compat.torch as xp  # noqa: PLC0415  # needs torch, which a tensor proves
+        import array_api_compat.torch as xp  # noqa: PLC0415  # torch is installed: all are tensors
 
         return xp
-    # Python numbers are looked for here, since array_namespace passes over them.
+    # array_namespace ignores Python numbers, so they are rejected here by their missing dtype.
     if all(hasattr(x, "dtype") for x in arrays.values()):
         with contextlib.suppress(TypeError):
             return array_namespace(*arrays.values())
     kinds = ", ".join(f"{name}: {type(x).__qualname__}" for name, x in arrays.items())
     raise InputError(
-        f"{_and(arrays)} must be NumPy, torch or JAX arrays, all of one kind, got {kinds}; "
+        f"{_joined(arrays)} must be NumPy, torch or JAX arrays, all of one kind, got {kinds}; "
         "convert them first, for example with numpy.asarray or torch.as_tensor."
     )
 
 
 def accept(**arrays: Array) -> tuple[Namespace, list[Array], Any]:
-    """Check that the arrays are floating and of one shape.
+    """Check that the arrays are floating-point and share one shape.
 
     Returns:
-        The namespace, the arrays (float16 and bfloat16 widened to float32, in which sums
-        are accumulated) and the dtype the result is to have.
+        The namespace, the arrays with float16 and bfloat16 widened to float32 (in which sums
+        are accumulated), and the dtype of the result.
+
+    Raises:
+        InputError: an array is not floating-point, or the shapes or libraries differ.
     """
     xp = namespace(**arrays)
     for name, x in arrays.items():
@@ -80,13 +92,13 @@ def accept(**arrays: Array) -> tuple[Namespace, list[Array], Any]:
     if any(tuple(x.shape) != tuple(given[0].shape) for x in given):
         shapes = ", ".join(f"{name}: {tuple(x.shape)}" for name, x in arrays.items())
         raise InputError(
-            f"{_and(arrays)} must have the same shape, got {shapes}; broadcast them first."
+            f"{_joined(arrays)} must have the same shape, got {shapes}; broadcast them first."
         )
     return xp, [widen(xp, x) for x in given], common_dtype(xp, given)
 
 
 def common_dtype(xp: Namespace, arrays: Sequence[Array]) -> Any:  # each backend's own class
-    """The dtype that holds them all; Dynamo cannot trace `torch.result_type`."""
+    """Result dtype of mixed floats; written out since Dynamo cannot trace `torch.result_type`."""
     names = {dtype_name(x) for x in arrays}
     if len(names) == 1:
         return arrays[0].dtype
@@ -102,7 +114,7 @@ def is_array(x: object) -> bool:
 
 
 def is_floating(x: object) -> bool:
-    """Tell whether `x` is an array that can have a gradient."""
+    """Check whether `x` is a floating-point array, which can have a gradient."""
     return is_array(x) and dtype_name(x) in _FLOATS
 
 
@@ -115,14 +127,15 @@ def cast(xp: Namespace, x: Array, dtype: Any) -> Array:  # dtype: each backend h
 
 
 def absolute(xp: Namespace, x: Array) -> Array:
-    """Absolute value whose gradient at 0 is 0; `jax.grad(jnp.abs)(0.)` is 1."""
+    """Absolute value with the subgradient 0 at 0, where `jax.grad(jnp.abs)(0.)` is 1."""
     return xp.where(x == 0, 0.0, xp.abs(x)) if is_jax(x) else xp.abs(x)
 
 
 def clamp(xp: Namespace, x: Array, low: float, high: float | None = None) -> Array:
-    """Limit `x`, with gradient 1 on the limits and 0 outside; NaN stays.
+    """Clamp `x`, with gradient 1 on the limits and 0 outside; NaN propagates.
 
-    `jnp.clip` halves the gradient on a limit; torch has one kernel for all of it.
+    `jnp.clip` has gradient ½ on a limit, hence `where`. torch's `clamp` has gradient 1 there,
+    propagates NaN, and is one kernel.
     """
     if is_torch(x):
         return x.clamp(low, high)
@@ -131,45 +144,52 @@ def clamp(xp: Namespace, x: Array, low: float, high: float | None = None) -> Arr
 
 
 def root(xp: Namespace, x: Array) -> Array:
-    """Square root with gradient 0 at 0, where the true one is infinite."""
-    positive = x != 0  # not `> 0`: NaN has to come through
-    return xp.where(positive, xp.sqrt(xp.where(positive, x, 1.0)), 0.0)
+    """Square root with gradient 0 at 0, where the derivative is infinite."""
+    nonzero = x != 0  # not `> 0`: NaN has to propagate
+    # The inner `where` keeps 0 away from sqrt: in the backward pass the outer one alone would
+    # give 0 · (1 / (2√0)) = 0 · inf = NaN.
+    return xp.where(nonzero, xp.sqrt(xp.where(nonzero, x, 1.0)), 0.0)
 
 
 def floored_norm(xp: Namespace, x: Array, axis: int, floor: Array) -> Array:
-    """L2 norm along `axis`, at least `floor`, with a finite gradient at 0.
+    """`max(‖x‖₂, floor)` along `axis` (kept as size 1), with a finite gradient at 0.
 
-    torch has that gradient in its fused norm; `jnp.linalg.norm` has NaN.
+    torch's fused norm has gradient 0 at 0; `jnp.linalg.norm` has NaN there, so the square is
+    floored before the root: `√max(Σx², floor²)`.
     """
     if is_torch(x):
         norm = xp.linalg.vector_norm(x, axis=axis, keepdims=True)
         return xp.where(norm < floor, floor, norm)
-    square, least = xp.sum(xp.square(x), axis=axis, keepdims=True), xp.square(floor)
-    return xp.sqrt(xp.where(square < least, least, square))
+    square, lowest = xp.sum(xp.square(x), axis=axis, keepdims=True), xp.square(floor)
+    return xp.sqrt(xp.where(square < lowest, lowest, square))
 
 
 def log_softmax(xp: Namespace, x: Array, axis: int) -> Array:
+    """`x - log Σ exp(x)` along `axis`."""
     if is_torch(x):
         return x.log_softmax(axis)
+    # log-softmax does not change under a shift. Subtracting the maximum keeps exp from
+    # overflowing; as a constant it stays out of the gradient, where it would cancel.
     shifted = x - constant(xp.max(x, axis=axis, keepdims=True))
     return shifted - xp.log(xp.sum(xp.exp(shifted), axis=axis, keepdims=True))
 
 
 def logaddexp(xp: Namespace, x: Array, y: Array) -> Array:
+    """`log(exp(x) + exp(y))`, element by element."""
     if is_numpy(x):
-        with np.errstate(invalid="ignore"):  # it warns of a NaN that only passes through
+        with np.errstate(invalid="ignore"):  # NumPy warns of a NaN that merely propagates
             return np.logaddexp(x, y)
     return xp.logaddexp(x, y)
 
 
 def gram(xp: Namespace, rows: Array) -> Array:
-    """All inner products of the rows, in their own precision.
+    """Gram matrix `rows @ rowsᵀ`, `[n, m]` to `[n, n]`, in the precision of the rows.
 
     Autocast (torch) and the default matmul precision of accelerators (JAX) would round
     the factors to bfloat16 or TF32.
     """
     if is_torch(rows):
-        import torch  # noqa: PLC0415  # a tensor proves that it is there
+        import torch  # noqa: PLC0415  # installed: a tensor was passed
 
         with torch.autocast(rows.device.type, enabled=False):
             return rows @ rows.mT
@@ -179,31 +199,31 @@ def gram(xp: Namespace, rows: Array) -> Array:
 
 
 def identity(xp: Namespace, like: Array) -> Array:
-    """The identity matrix of the size, dtype and device of a square one."""
+    """Identity matrix of the size, dtype and device of a square matrix."""
     if is_torch(like):
-        import torch  # noqa: PLC0415  # a tensor proves that it is there
+        import torch  # noqa: PLC0415  # installed: a tensor was passed
 
         return torch.eye(like.shape[0], dtype=like.dtype, device=like.device)
-    return xp.eye(like.shape[0], dtype=like.dtype)  # a traced JAX array has no device
+    return xp.eye(like.shape[0], dtype=like.dtype)  # JAX tracers have no device
 
 
 def scalar_like(like: Array, value: float) -> Array:
-    """A number as an array without axes, of the kind, dtype and device of another."""
+    """0-dimensional array of `value`, of the library, dtype and device of `like`."""
     if is_torch(like):
         return like.new_full((), value)
     return namespace(x=like).asarray(value, dtype=like.dtype)
 
 
 def constant(x: Array) -> Array:
-    """`x` without its gradient."""
+    """Detach `x` from differentiation (`detach`, `stop_gradient`)."""
     if is_torch(x):
         return x.detach()
     if is_jax(x):
-        import jax  # noqa: PLC0415  # only ever reached with a JAX array in hand
+        import jax  # noqa: PLC0415  # installed: `x` is a JAX array
 
         return jax.lax.stop_gradient(x)
     return x
 
 
-def _and(arrays: dict[str, Array]) -> str:
+def _joined(arrays: dict[str, Array]) -> str:
     return " and ".join(arrays)

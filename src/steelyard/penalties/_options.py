@@ -1,4 +1,4 @@
-"""Checks of the options that penalties share: each returns the value or says the rule."""
+"""Checks of the options that penalties share: each returns the value or raises `InputError`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from steelyard.errors import InputError
 _INFINITY = float("inf")
 
 
-# The checks take `Any`: what comes in is what is being checked.
+# The checks take `Any`: the type of the value is part of what they check.
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
@@ -51,7 +51,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def class_axis(value: Any, rank: int) -> int:
-    """Check the axis that holds the classes or components; returns it counted from 0."""
+    """Check the axis that holds the classes or components; return it as an index >= 0."""
     if rank == 0:
         raise InputError(
             "the array must have at least one axis (axis holds the classes), got shape ()."

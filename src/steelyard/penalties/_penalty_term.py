@@ -1,4 +1,4 @@
-"""One penalty of a pipeline: a name, a function, a weight, and the inputs it reads."""
+"""`PenaltyTerm`: a named, weighted penalty of a `PenaltyPipeline`, and how it is built."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from steelyard.spec import (
 )
 
 Penalty: TypeAlias = Callable[..., Array]
-# `"autograd"` and `"none"` are the spec's spelling of `differentiable`.
+# `gradient`, as in a `RegularizerSpec`, is another spelling of `differentiable`.
 PenaltyGradient: TypeAlias = Literal["auto", "autograd", "none"]
 _DIFFERENTIABLE = {"auto": None, "autograd": True, "none": False}
 
 
 @dataclass(frozen=True)
 class PenaltyTerm:
-    """A named, weighted penalty, checked when it is built; `fn` may be given by its name."""
+    """Named, weighted penalty, validated when it is built; `fn` may be a registered name."""
 
     name: str
-    fn: Any  # a Penalty, or until it is built its name
+    fn: Any  # a callable; `__post_init__` replaces a name by the function it stands for
     weight: float | Schedule = 1.0
     inputs: tuple[str, ...] | None = None
-    differentiable: bool | None = None  # once built, a boolean
+    differentiable: bool | None = None  # a boolean after `__post_init__`
     gradient: PenaltyGradient = "auto"
     enabled: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)  # whatever `fn` takes
@@ -41,34 +41,38 @@ class PenaltyTerm:
         if not isinstance(self.name, str) or not self.name:
             raise InputError(f"name must be a non-empty string, got {self.name!r}.")
         if not callable(self.weight):
-            self._settle("weight", check_weight(self.weight, self.name, negative=True))
-        self._settle("fn", _function(self.name, self.fn))
-        self._settle("inputs", _names(self.name, self.inputs))
-        self._settle("differentiable", _differentiable(self))
+            self._set("weight", check_weight(self.weight, self.name, negative=True))
+        self._set("fn", _function(self.name, self.fn))
+        self._set("inputs", _names(self.name, self.inputs))
+        self._set("differentiable", _differentiable(self))
         flag("enabled", self.enabled)
-        why = rejects(self.fn, self.options, positional=len(self.reads))
-        if why is not None:
+        reason = rejects(self.fn, self.options, positional=len(self.reads))
+        if reason is not None:
             raise InputError(
                 f"penalty {self.name!r} cannot be called with the inputs {listed(self.reads)} and "
-                f"the options {listed(self.options)}: {why}. Name the arrays it reads with the "
+                f"the options {listed(self.options)}: {reason}. Name the arrays it reads with the "
                 "option 'inputs'."
             )
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names of its arguments; a single unnamed one is called `x`."""
+        """Names of the arrays that `fn` takes; a single unnamed one is called `x`."""
         return ("x",) if self.inputs is None else self.inputs
 
-    def weight_at(self, step: Any) -> Any:  # which may be traced
-        """The weight at `step`.
+    def weight_at(self, step: Any) -> Any:  # step and weight may be traced
+        """Weight at `step`, from the schedule if there is one.
 
         Raises:
-            InputError: A schedule does not give a finite number there.
+            InputError: The schedule does not give a finite number at this step.
         """
         return weight_at(self.weight, step, self.name, negative=True)
 
     def arguments(self, inputs: Array | Mapping[str, Array]) -> dict[str, Array]:
-        """The arrays this term reads, by name."""
+        """Select the arrays that this term reads, by name.
+
+        Raises:
+            InputError: An input is missing, or named where it should not be, or the reverse.
+        """
         if not isinstance(inputs, Mapping):
             if self.inputs is not None:
                 raise InputError(
@@ -76,26 +80,32 @@ class PenaltyTerm:
                     "without a name; pass a dict of arrays."
                 )
             return {"x": inputs}
-        there = listed(inputs)
+        available = listed(inputs)
         if self.inputs is None:
             raise InputError(
                 f"penalty {self.name!r} must say which inputs it reads, got inputs=None; "
-                f"the call has {there}."
+                f"the call has {available}."
             )
         missing = [name for name in self.inputs if name not in inputs]
         if missing:
-            raise InputError(f"penalty {self.name!r} needs the input {missing[0]!r}, got {there}.")
+            raise InputError(
+                f"penalty {self.name!r} needs the input {missing[0]!r}, got {available}."
+            )
         return {name: inputs[name] for name in self.inputs}
 
     def evaluate(self, inputs: Array | Mapping[str, Array]) -> Array:
-        """The unweighted value for a call's inputs; a constant if it is not differentiable."""
+        """Evaluate the unweighted penalty; its inputs are detached if it is not differentiable."""
         arguments = self.arguments(inputs)
         if not self.differentiable:
             arguments = {name: constant(x) for name, x in arguments.items()}
         return self.value(arguments)
 
     def value(self, arguments: Mapping[str, Array]) -> Array:
-        """Call the function; only a scalar can be weighed."""
+        """Call the function on arrays by name.
+
+        Raises:
+            InputError: The result is not a scalar.
+        """
         value = self.fn(*(arguments[name] for name in self.reads), **self.options)
         shape = tuple(getattr(value, "shape", ()))
         if shape:
@@ -105,8 +115,8 @@ class PenaltyTerm:
             )
         return value
 
-    def _settle(self, key: str, value: object) -> None:
-        object.__setattr__(self, key, value)  # the class is frozen
+    def _set(self, key: str, value: object) -> None:
+        object.__setattr__(self, key, value)  # the dataclass is frozen
 
 
 # A term as the caller writes it: options are whatever its function takes, hence `Any`.
@@ -115,7 +125,11 @@ _FIELDS = {each.name for each in fields(PenaltyTerm)} - {"name", "fn", "options"
 
 
 def term_from(like: TermLike) -> PenaltyTerm:
-    """Read `"l1"`, a callable, a pair of either with its options, or a term."""
+    """Build a term from `"l1"`, a callable, or a pair of either with its options.
+
+    Raises:
+        InputError: It is none of these, has no name, or breaks a rule of `PenaltyTerm`.
+    """
     if isinstance(like, PenaltyTerm):
         return like
     fn, options = like if isinstance(like, tuple) and len(like) == 2 else (like, {})  # noqa: PLR2004
@@ -130,11 +144,11 @@ def term_from(like: TermLike) -> PenaltyTerm:
         raise InputError(
             f"a penalty needs a name, got {fn!r}, which has none; write (fn, {{'name': 'smooth'}})."
         )
-    return made_of(name, fn, settings)
+    return build_term(name, fn, settings)
 
 
-def made_of(name: str, fn: str | Penalty, settings: dict[str, Any]) -> PenaltyTerm:
-    """The term with these fields; what is none of them is an option of its function."""
+def build_term(name: str, fn: str | Penalty, settings: dict[str, Any]) -> PenaltyTerm:
+    """Build a term; settings that are not fields of `PenaltyTerm` become options of `fn`."""
     known = {key: settings.pop(key) for key in _FIELDS & settings.keys()}
     return PenaltyTerm(name, fn, **known, options=settings)
 
@@ -160,11 +174,11 @@ def _names(name: str, inputs: object) -> tuple[str, ...] | None:
 
 
 def _differentiable(term: PenaltyTerm) -> bool:
-    said = _DIFFERENTIABLE[one_of("gradient", term.gradient, tuple(_DIFFERENTIABLE))]
+    by_gradient = _DIFFERENTIABLE[one_of("gradient", term.gradient, tuple(_DIFFERENTIABLE))]
     given = term.differentiable
     if given is None:
-        return said is not False
-    if said not in (None, flag("differentiable", given)):
+        return by_gradient is not False
+    if by_gradient not in (None, flag("differentiable", given)):
         raise InputError(
             f"gradient={term.gradient!r} and differentiable={given!r} of penalty {term.name!r} "
             "contradict each other; leave one of them out."

@@ -1,4 +1,4 @@
-"""Masks and reductions: which elements count, and how their values become the result."""
+"""Masks and reductions, shared by all penalties."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ REDUCTIONS = ("sum", "mean", "none")
 
 
 def accept_mask(xp: Namespace, mask: Array | None, x: Array, axis: int | None) -> Array | None:
-    """Check a mask over the elements of `x`, or over its rows where `axis` is one row.
+    """Check a mask over the elements of `x` or, given `axis`, over its rows along that axis.
 
     Returns:
-        The mask in the full shape of what it selects from.
+        The mask, broadcast to the shape of `x`, or to that shape without `axis`.
+
+    Raises:
+        InputError: the mask is not boolean, or does not broadcast.
     """
     if mask is None:
         return None
@@ -27,17 +30,18 @@ def accept_mask(xp: Namespace, mask: Array | None, x: Array, axis: int | None) -
         )
     shape = tuple(x.shape) if axis is None else tuple(x.shape[:axis]) + tuple(x.shape[axis + 1 :])
     given = tuple(mask.shape)
-    spread = zip(reversed(given), reversed(shape), strict=False)
-    if len(given) > len(shape) or any(m not in (1, s) for m, s in spread):
-        counted = "the array's shape" if axis is None else "the array's shape without its axis"
-        raise InputError(f"mask must broadcast to {shape} ({counted}), got shape {given}.")
+    trailing = zip(reversed(given), reversed(shape), strict=False)
+    if len(given) > len(shape) or any(m not in (1, s) for m, s in trailing):
+        target = "the array's shape" if axis is None else "the array's shape without its axis"
+        raise InputError(f"mask must broadcast to {shape} ({target}), got shape {given}.")
     return xp.broadcast_to(mask, shape)
 
 
 def keep(xp: Namespace, x: Array, mask: Array | None, axis: int | None = None) -> Array:
-    """Put 0 where the mask is false, *before* the formula.
+    """Replace masked elements, or rows along `axis`, by 0 *before* the formula is applied.
 
-    A mask on the result alone would let a NaN through: its gradient is 0 · NaN.
+    Masking the result alone would let a NaN into the gradient: the backward pass multiplies the
+    gradient 0 of a masked result by the NaN derivative of the formula, and 0 · NaN is NaN.
     """
     if mask is None:
         return x
@@ -45,9 +49,9 @@ def keep(xp: Namespace, x: Array, mask: Array | None, axis: int | None = None) -
 
 
 def reduce(xp: Namespace, values: Array, reduction: str, mask: Array | None = None) -> Array:
-    """Reduce over every axis; what the mask leaves out counts nowhere.
+    """Sum or mean over all unmasked elements, or with `"none"` the values with 0 where masked.
 
-    The mean of nothing is 0, as its sum.
+    The denominator of the mean is the number of unmasked elements; the mean of none is 0.
     """
     if mask is not None:
         values = xp.where(mask, values, 0.0)
@@ -58,10 +62,10 @@ def reduce(xp: Namespace, values: Array, reduction: str, mask: Array | None = No
 
 
 def count(xp: Namespace, values: Array, mask: Array | None) -> Any:  # a Python or array number
-    """Count the elements that take part, at least 1 so that it can divide."""
+    """Number of unmasked elements, at least 1: the denominator of a mean."""
     if mask is None:
         return max(math.prod(values.shape), 1)
-    # Counted in integers: float32 stops counting at 2**24.
+    # Summed as integers: float32 cannot represent every count above 2**24.
     kept = xp.sum(xp.astype(mask, xp.int32))
     return xp.astype(xp.where(kept == 0, 1, kept), values.dtype)
 

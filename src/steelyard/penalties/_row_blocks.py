@@ -1,4 +1,4 @@
-"""Formulas over rows, a block of rows at a time where that is faster."""
+"""Evaluation of row-wise formulas in blocks of rows, where that is faster."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Callable, Sequence
 
 from steelyard.penalties._arrays import Array, is_torch
 
-ELEMENTS = 2**20  # of a block: 4 MB in float32, so that what a formula writes stays in a cache
+ELEMENTS = 2**20  # of a block: 4 MB in float32, so that intermediate results stay in the cache
 
 
 def by_rows(formula: Callable[..., Array], arrays: Sequence[Array], axis: int) -> Array:
-    """Give one value per row, `axis` (counted from the end) being a row.
+    """Apply `formula`, which reduces `axis` (negative), and return one value per row.
 
-    Eager torch writes every step of a formula to memory. On a CPU that, and the page faults
-    of fresh memory, cost several times the arithmetic; compiled code, accelerators and XLA
-    have no use for blocks.
+    Eager torch writes every intermediate result to memory. On a CPU these writes, and the page
+    faults of newly allocated memory, take several times as long as the arithmetic; compiled code,
+    accelerators and XLA gain nothing from blocks. Blocks are used only where
+    rows lie along the last axis.
     """
     if axis != -1 or not _is_large_cpu_tensor(arrays[0]):
         return formula(*arrays)
-    import torch  # noqa: PLC0415  # a tensor proves that it is there
+    import torch  # noqa: PLC0415  # installed: a tensor was passed
 
     *leading, row = arrays[0].shape
     rows = max(ELEMENTS // row, 1)
@@ -30,6 +31,6 @@ def by_rows(formula: Callable[..., Array], arrays: Sequence[Array], axis: int) -
 def _is_large_cpu_tensor(x: Array) -> bool:
     if not is_torch(x) or math.prod(x.shape) < 2 * ELEMENTS or x.device.type != "cpu":
         return False
-    import torch  # noqa: PLC0415  # a tensor proves that it is there
+    import torch  # noqa: PLC0415  # installed: a tensor was passed
 
     return not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""How the values of terms, and their gradients, become a total and metrics."""
+"""Weighted sum of the terms of a `PenaltyPipeline`, and the norms of their gradients."""
 
 from __future__ import annotations
 
@@ -28,10 +28,18 @@ def values_and_norms(
     weights: Mapping[str, float],
     inputs: Array | Mapping[str, Array],
 ) -> tuple[dict[str, Array], dict[str, float]]:
-    """Evaluate each term once and differentiate it once; `"total"` is the weighted sum's norm.
+    """Evaluate each term once and differentiate it once.
 
-    Torch inputs become aliases, so that one tensor under two names has two gradients while the
-    total stays connected to the caller's graph.
+    With gᵢ the gradient of term i with respect to all its floating inputs together, its norm is
+    `‖gᵢ‖₂`, unweighted; under `"total"` stands `‖Σ wᵢ gᵢ‖₂`. Terms that are not differentiable
+    have no norm and do not count in the total's.
+
+    Torch inputs are replaced by aliases (`view_as`), so that one tensor under two names has two
+    gradients while the values stay connected to the caller's graph.
+
+    Raises:
+        InputError: the inputs of a term are neither torch nor JAX arrays.
+        GradientError: a term has no gradient.
     """
     if isinstance(inputs, Mapping):
         inputs = {name: _leaf(x) for name, x in inputs.items()}
@@ -44,12 +52,12 @@ def values_and_norms(
         if not term.differentiable:
             values[term.name] = term.evaluate(inputs)
             continue
-        values[term.name], gradients = _differentiated(term, term.arguments(inputs))
+        values[term.name], gradients = _value_and_gradients(term, term.arguments(inputs))
         wide = {name: widen(namespace(gradient=x), x) for name, x in gradients.items()}
         norms[term.name] = _joint_norm(wide.values())
         for name, gradient in wide.items():
-            share = weights[term.name] * gradient
-            total[name] = total[name] + share if name in total else share
+            weighted = weights[term.name] * gradient
+            total[name] = total[name] + weighted if name in total else weighted
     if terms:
         norms["total"] = _joint_norm(total.values())
     return values, norms
@@ -60,7 +68,11 @@ def weighted_sum(
     values: Mapping[str, Array],
     inputs: Array | Mapping[str, Array],
 ) -> Array:
-    """Σ weight · value, with narrow floats summed in float32 and given back in their type."""
+    """`Σ wᵢ · valueᵢ`; float16 and bfloat16 are summed in float32 and cast back.
+
+    A term may return a Python number; a sum of such numbers alone becomes an array like the
+    inputs, so that the caller always gets the same type.
+    """
     arrays = {name: value for name, value in values.items() if is_array(value)}
     if not arrays:
         total = sum(weights[name] * value for name, value in values.items())
@@ -74,38 +86,38 @@ def weighted_sum(
 
 
 def _like_inputs(inputs: Array | Mapping[str, Array], total: float) -> Array:
-    """A total that no array took part in, as an array of the inputs' kind where there is one."""
+    """Array of `total` in the library and dtype of the first floating input, if there is one."""
     candidates = inputs.values() if isinstance(inputs, Mapping) else [inputs]
     return next((scalar_like(x, total) for x in candidates if is_floating(x)), total)
 
 
 def _joint_norm(gradients: Iterable[Array]) -> float:
-    """L2 norm of all the arrays together."""
+    """L2 norm of the concatenation of all arrays."""
     return math.hypot(*(float(namespace(x=x).linalg.vector_norm(x)) for x in gradients))
 
 
 def _leaf(x: Array) -> Array:
-    """A tensor as one of its own that a gradient can be asked of."""
+    """Alias of a tensor that `torch.autograd.grad` can differentiate with respect to."""
     if not is_torch(x) or not is_floating(x):
         return x
-    import torch  # noqa: PLC0415  # a tensor proves that it is there
+    import torch  # noqa: PLC0415  # installed: a tensor was passed
 
     with torch.enable_grad():
         return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
-def _differentiated(
+def _value_and_gradients(
     term: PenaltyTerm, arguments: Mapping[str, Array]
 ) -> tuple[Array, Mapping[str, Array]]:
-    """The term's value, and its gradients with respect to its floating inputs."""
-    free = {name: x for name, x in arguments.items() if is_floating(x)}
-    if any(is_jax(x) for x in free.values()):
-        import jax  # noqa: PLC0415  # a JAX array proves that it is there
+    """Value of a term, and its gradients with respect to its floating inputs, by name."""
+    floating = {name: x for name, x in arguments.items() if is_floating(x)}
+    if any(is_jax(x) for x in floating.values()):
+        import jax  # noqa: PLC0415  # installed: a JAX array was passed
 
-        value, pull_back = jax.vjp(lambda point: term.value({**arguments, **point}), free)
-        return value, pull_back(jax.numpy.ones_like(value))[0]
-    if any(is_torch(x) for x in free.values()):
-        return _differentiated_by_torch(term, arguments, free)
+        value, backward = jax.vjp(lambda point: term.value({**arguments, **point}), floating)
+        return value, backward(jax.numpy.ones_like(value))[0]
+    if any(is_torch(x) for x in floating.values()):
+        return _torch_value_and_gradients(term, arguments, floating)
     kinds = [f"{name}: {type(x).__qualname__}" for name, x in arguments.items()]
     raise InputError(
         f"track_grad_norms needs floating-point torch or JAX arrays, got {listed(kinds)} for "
@@ -114,20 +126,20 @@ def _differentiated(
     )
 
 
-def _differentiated_by_torch(
-    term: PenaltyTerm, arguments: Mapping[str, Array], free: Mapping[str, Array]
+def _torch_value_and_gradients(
+    term: PenaltyTerm, arguments: Mapping[str, Array], floating: Mapping[str, Array]
 ) -> tuple[Array, dict[str, Array]]:
-    import torch  # noqa: PLC0415  # a tensor proves that it is there
+    import torch  # noqa: PLC0415  # installed: a tensor was passed
 
     with torch.enable_grad():
         value = term.value(arguments)
-    found: Sequence[Array | None] = []
+    computed: Sequence[Array | None] = []
     if is_torch(value) and value.requires_grad:
-        # The graph is kept: the caller differentiates the total.
-        found = torch.autograd.grad(
-            value, list(free.values()), retain_graph=True, allow_unused=True
+        # The graph is retained: the caller differentiates the total.
+        computed = torch.autograd.grad(
+            value, list(floating.values()), retain_graph=True, allow_unused=True
         )
-    gradients = {name: x for name, x in zip(free, found, strict=False) if x is not None}
+    gradients = {name: x for name, x in zip(floating, computed, strict=False) if x is not None}
     if not gradients:
         raise GradientError(
             f"penalty {term.name!r} must depend differentiably on its inputs, got a value "

@@ -1,4 +1,4 @@
-"""Penalties on how rows of numbers stand to each other."""
+"""Penalties on relations: orthogonality of rows, agreement of two arrays."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ def orthogonality(
     normalize: bool = True,
     axis: Literal["rows", "sequence", "vocabulary"] = "rows",
 ) -> Array:
-    """How far the rows of a matrix are from being orthogonal; 0 when they are.
+    """Deviation of the rows of a matrix from orthogonality; 0 for orthonormal rows.
 
-    With the Gram matrix `G = M Mᵀ` of the rows: `"soft"` is `Σ_{i≠j} G²ᵢⱼ`, `"hard"` is
-    `Σ (G - I)²`, `"spectral"` is the largest absolute eigenvalue of `G - I`.
+    With M `[n, m]` and the Gram matrix `G = M Mᵀ` `[n, n]` of its rows: `"soft"` is
+    `Σ_{i≠j} G²ᵢⱼ`, `"hard"` is `Σ (G - I)²`, `"spectral"` is the largest absolute eigenvalue of
+    `G - I`. `"soft"` and `"hard"` are sums over pairs of rows, not means.
 
     Args:
         x: Rank 2 or more for `axis="rows"`; `[n, m]` or `[batch, sequence, vocabulary]` else.
-        mode: `"soft"` leaves the lengths of rows alone, `"hard"` wants unit length too,
-            `"spectral"` is the hard one in the spectral norm.
+        mode: `"soft"` ignores the lengths of rows; `"hard"` also penalises lengths other than 1;
+            `"spectral"` replaces the squared Frobenius norm of `"hard"` by the spectral norm.
         normalize: Divide rows by their L2 norm (at least 1e-8) first. Zero rows stay zero
             with a finite gradient.
-        axis: What a row of M is. `"rows"`: the last axis, leading axes flattened.
+        axis: Layout of M. `"rows"`: rows along the last axis, leading axes flattened.
             `"sequence"`: `[b, s, v]` becomes `[s, b·v]`, a matrix stays. `"vocabulary"`:
             `[b, s, v]` becomes `[v, b·s]`, a matrix is transposed.
 
@@ -78,7 +79,9 @@ def orthogonality(
     elif mode == "hard":
         result = xp.sum(xp.square(products - unit))
     else:
-        # Ascending: the largest absolute value is at one of the ends.
+        # G - I is symmetric, so its spectral norm is max |λ|. eigvalsh sorts ascending: the
+        # largest absolute eigenvalue is the last one or minus the first. Only eigenvalues are
+        # differentiated, dλ = vᵀ dG v, which stays finite where eigenvalues coincide.
         eigenvalues = xp.linalg.eigvalsh(products - unit)
         result = xp.maximum(eigenvalues[-1], -eigenvalues[0])
     return cast(xp, result, dtype)
@@ -93,20 +96,21 @@ def consistency(
     axis: int = -1,
     mask: Array | None = None,
 ) -> Array:
-    """How much two views of the same thing disagree; 0 when they are the same.
+    """Disagreement of two arrays, such as predictions under two augmentations; 0 if equal.
 
     `"mse"` is `(a - b)²` and `"l1"` is `|a - b|`, element by element. `"cosine"` is
-    `1 - a·b / (‖a‖ ‖b‖)` and `"kl"` the symmetric `kl_divergence` (log ratio limited to
-    ±100), both row by row along `axis`.
+    `1 - a·b / (‖a‖₂ ‖b‖₂)`, each norm at least 1e-8, and `"kl"` is
+    `½ KL(a‖b) + ½ KL(b‖a)`, the symmetric `kl_divergence` with the log ratio clamped to ±100;
+    both row by row along `axis`. The gradient flows into both arrays.
 
     Args:
         a: Any shape; log-probabilities for `"kl"`.
         b: The same shape as `a`.
         metric: `"mse"`, `"l1"`, `"cosine"` or `"kl"`.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per element or row.
-        axis: The axis a row lies on; `"mse"` and `"l1"` do not use it.
-        mask: Booleans over elements (`"mse"`, `"l1"`) or rows (`"cosine"`, `"kl"`); where
-            false, the element or row counts in neither value, mean nor gradient.
+        axis: Axis along which a row lies; not used by `"mse"` and `"l1"`.
+        mask: Booleans over elements (`"mse"`, `"l1"`) or rows (`"cosine"`, `"kl"`); a False
+            element or row counts in neither value, mean denominator nor gradient.
 
     Returns:
         A scalar, or one value per element or row for `"none"`; dtype and device of the inputs.
@@ -133,18 +137,19 @@ def consistency(
     if row_axis is None:
         values = xp.square(a - b) if metric == "mse" else absolute(xp, a - b)
     elif metric == "cosine":
-        along = row_axis - a.ndim
-        values = by_rows(lambda a, b: 1.0 - _cosines(xp, a, b, along), [a, b], along)
+        from_end = row_axis - a.ndim
+        values = by_rows(lambda a, b: 1.0 - _cosines(xp, a, b, from_end), [a, b], from_end)
     else:
         values = kl_rows(xp, a, b, "symmetric", row_axis - a.ndim, _MAX_LOG_RATIO)
     return cast(xp, reduce(xp, values, reduction, mask), dtype)
 
 
 def _matrix(xp: Namespace, x: Array, axis: str) -> Array:
-    wanted = "at least 2" if axis == "rows" else "2 or 3"
+    """Arrange `x` as the matrix M, `[n, m]`, whose n rows are compared."""
+    allowed = "at least 2" if axis == "rows" else "2 or 3"
     if x.ndim < 2 or (axis != "rows" and x.ndim > 3):  # noqa: PLR2004
         raise InputError(
-            f"x must have rank {wanted} for axis={axis!r}, got shape {tuple(x.shape)}; "
+            f"x must have rank {allowed} for axis={axis!r}, got shape {tuple(x.shape)}; "
             "reshape it first."
         )
     if x.ndim == 2:  # noqa: PLR2004
@@ -167,29 +172,32 @@ def _cosines(xp: Namespace, a: Array, b: Array, axis: int) -> Array:
 
 
 def _unit(xp: Namespace, x: Array, axis: int) -> Array:
-    """Divide by the L2 norm along `axis`, at least 1e-8."""
-    scaled, floor = _scaled(xp, x, axis)
+    """`x / max(‖x‖₂, 1e-8)` along `axis`."""
+    scaled, floor = _rescale(xp, x, axis)
     return scaled / floored_norm(xp, scaled, axis, floor)
 
 
 def _unit_gram(xp: Namespace, rows: Array) -> Array:
-    """The inner products of rows that were divided by their L2 norms, at least 1e-8.
+    """Gram matrix of the normalised rows: `Gᵢⱼ = mᵢ·mⱼ / (max(‖mᵢ‖, 1e-8) · max(‖mⱼ‖, 1e-8))`.
 
-    The products are divided, not the rows, which are many times as large; their norms are there
-    already, on the diagonal.
+    The `[n, n]` products are divided instead of the `[n, m]` rows, which are usually many times
+    as large; the squared norms are already on the diagonal of the products.
     """
-    scaled, floor = _scaled(xp, rows, 1)
-    products, least = gram(xp, scaled), xp.square(floor)
+    scaled, floor = _rescale(xp, rows, 1)
+    products, lowest = gram(xp, scaled), xp.square(floor)
     squares = xp.sum(products * identity(xp, products), axis=1, keepdims=True)
-    norms = xp.sqrt(xp.where(squares < least, least, squares))
+    norms = xp.sqrt(xp.where(squares < lowest, lowest, squares))
     return products / (norms * xp.matrix_transpose(norms))
 
 
-def _scaled(xp: Namespace, x: Array, axis: int) -> tuple[Array, Array]:
-    """Divided by the largest element along `axis`, so that squares neither overflow nor vanish.
+def _rescale(xp: Namespace, x: Array, axis: int) -> tuple[Array, Array]:
+    """Divide by the largest absolute element along `axis`, so that squares cannot overflow.
 
-    And what 1e-8 is then.
+    Normalisation does not depend on the scale, so the scale is a constant in the gradient.
+
+    Returns:
+        The rescaled array, and the norm floor 1e-8 in the same scale.
     """
     largest = xp.linalg.vector_norm(constant(x), axis=axis, keepdims=True, ord=math.inf)
-    size = xp.where(largest < _NORM_FLOOR, _NORM_FLOOR, largest)
-    return x / size, _NORM_FLOOR / size
+    scale = xp.where(largest < _NORM_FLOOR, _NORM_FLOOR, largest)
+    return x / scale, _NORM_FLOOR / scale

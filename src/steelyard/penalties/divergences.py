@@ -1,4 +1,4 @@
-"""Distances between distributions, and their entropy, from log-probabilities."""
+"""KL divergence, Jensen-Shannon divergence and entropy, from log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, 
 from steelyard.penalties._row_blocks import by_rows
 from steelyard.penalties.primitives import Reduction
 
-# Stands for log 0: exp gives 0, and 0 · LOG_ZERO is 0 where 0 · (-inf) is NaN. A clamp to it
-# has gradient 0 below, so that a class of probability 0 drops out of value and gradient.
+# Finite stand-in for log 0: exp(LOG_ZERO) is 0, and 0 · LOG_ZERO is 0 where 0 · (-inf) is NaN. A
+# clamp to it has gradient 0 below, so that a class of probability 0 drops out of value and
+# gradient. -1e30 fits into float32; narrower floats have been widened before.
 LOG_ZERO = -1e30
 
 
@@ -38,8 +39,9 @@ def kl_divergence(
     """Kullback-Leibler divergence of two distributions given as log-probabilities.
 
     `"forward"` is `KL(p‖q) = Σᵢ pᵢ · (log pᵢ - log qᵢ)`, `"reverse"` is `KL(q‖p)`,
-    `"symmetric"` their mean. A class whose weight (p forward, q reverse) is zero contributes
-    0 to value and gradient, also where both log-probabilities are -inf.
+    `"symmetric"` is `½ KL(p‖q) + ½ KL(q‖p)`; never below 0 for normalised distributions. A class
+    whose weighting probability (p forward, q reverse) is zero contributes 0 to value and
+    gradient, also where both log-probabilities are -inf.
 
     Args:
         p: Log-probabilities, classes on `axis`; for example `[batch, sequence, vocabulary]`.
@@ -47,10 +49,10 @@ def kl_divergence(
         direction: `"forward"`, `"reverse"` or `"symmetric"`.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per row.
         axis: The axis of the classes.
-        mask: Booleans over rows (the shape without `axis`, or broadcasting to it); where
-            false, the row counts in neither value, mean nor gradient. All false gives 0.
-        max_log_ratio: Limit of the log ratio in either direction, beyond which its gradient
-            is 0. `None` gives the exact value, which may be infinite.
+        mask: Booleans over rows (the shape without `axis`, or broadcasting to it); a False row
+            counts in neither value, mean denominator nor gradient. All False gives 0.
+        max_log_ratio: The log ratio is clamped to ± this number, with gradient 0 outside.
+            `None` gives the exact value, which may be infinite.
 
     Returns:
         A scalar, or the shape without `axis` for `"none"`; dtype and device of the inputs.
@@ -94,8 +96,8 @@ def js_divergence(
 ) -> Array:
     """Jensen-Shannon divergence: symmetric, finite, between 0 and log 2.
 
-    `½ KL(p‖m) + ½ KL(q‖m)` with `m = ½(p + q)`, computed in log space. A class of zero
-    probability contributes 0 to value and gradient on its side.
+    `½ KL(p‖m) + ½ KL(q‖m)` with `m = ½(p + q)`, computed in log space. A class with p = 0 (or
+    q = 0) contributes 0 to the first (or second) summand and its gradient.
 
     Args:
         p: Log-probabilities, classes on `axis`.
@@ -139,11 +141,11 @@ def entropy(
     axis: int = -1,
     mask: Array | None = None,
 ) -> Array:
-    """Shannon entropy, signed by what adding it to a loss is to do.
+    """Shannon entropy as a penalty (+H) or a bonus (-H).
 
-    `H = -Σᵢ pᵢ · log pᵢ`. `"penalty"` returns +H: adding it lowers entropy. `"bonus"` returns
-    -H: adding it raises entropy (exploration). Log-probabilities of -inf contribute 0 to
-    value and gradient.
+    `H = -Σᵢ pᵢ · log pᵢ`, in nats. `"penalty"` returns +H: adding it to a loss lowers entropy.
+    `"bonus"` returns -H: adding it raises entropy (exploration). Log-probabilities of -inf
+    contribute 0 to value and gradient.
 
     Args:
         logprobs: Log-probabilities, classes on `axis`.
@@ -192,7 +194,7 @@ def entropy(
 def kl_rows(
     xp: Namespace, p: Array, q: Array, direction: str, axis: int, limit: float | None
 ) -> Array:
-    """One divergence per row, `axis` counted from the end; `consistency` shares it."""
+    """KL divergence of each row in the given direction; `axis` is negative."""
 
     def formula(p: Array, q: Array) -> Array:
         if direction == "forward":
@@ -205,37 +207,46 @@ def kl_rows(
 
 
 def _kl(xp: Namespace, p: Array, q: Array, axis: int, limit: float | None) -> Array:
+    """`Σ exp(p) · clamp(p - q, ±limit)` over `axis`, with `p` and `q` log-probabilities."""
     weight = xp.exp(p)
     if limit is None:
-        # Zero weight drops out whatever the ratio is, unless q is NaN, which has to be seen.
+        # A class with p = 0 has log ratio -inf - log q; it is replaced by 0, so that neither
+        # 0 · inf nor its gradient is NaN. A NaN in q is left in, so that it stays visible.
         ratio = clamp(xp, p, LOG_ZERO) - q
         ratio = xp.where((weight == 0) & ~xp.isnan(q), 0.0, ratio)
     else:
-        # One finite side is enough to keep (-inf) - (-inf) away from the clamp.
+        # Making one side finite suffices: (-inf) - (-inf) would be NaN, while ±inf is clamped
+        # to ±limit, where the gradient through the ratio is 0 and 0 · (±limit) is 0.
         ratio = clamp(xp, p - clamp(xp, q, LOG_ZERO), -limit, limit)
     return xp.sum(weight * ratio, axis=axis)
 
 
 def js_rows(xp: Namespace, p: Array, q: Array, axis: int) -> Array:
-    """One divergence per row; shared with `from_logits`."""
+    """Jensen-Shannon divergence of each row of log-probabilities; shared with `from_logits`.
+
+    `log m = log ½(p + q) = logaddexp(log p, log q) - log 2` never leaves log space, so that
+    probabilities that underflow do not give log 0.
+    """
     p, q = clamp(xp, p, LOG_ZERO), clamp(xp, q, LOG_ZERO)
-    middle = logaddexp(xp, p, q) - math.log(2)
-    classes = xp.exp(p) * (p - middle) + xp.exp(q) * (q - middle)
+    log_m = logaddexp(xp, p, q) - math.log(2)
+    classes = xp.exp(p) * (p - log_m) + xp.exp(q) * (q - log_m)
     rows = 0.5 * xp.sum(classes, axis=axis)
-    # Rounding may leave p = q a little below 0: mended in the value, not in the gradient.
+    # Rounding may leave p = q slightly below 0. The value is corrected by a constant: a clamp
+    # would cut the gradient as well.
     return rows + constant(clamp(xp, rows, 0.0) - rows)
 
 
 def negative_entropy_rows(xp: Namespace, logprobs: Array, temperature: float, axis: int) -> Array:
     """`Σ p · log p` of each row; shared with `from_logits`."""
     if temperature != 1:
-        logprobs = _tempered(xp, logprobs, temperature, axis)
+        logprobs = _apply_temperature(xp, logprobs, temperature, axis)
     logprobs = clamp(xp, logprobs, LOG_ZERO)
     return xp.sum(xp.exp(logprobs) * logprobs, axis=axis)
 
 
-def _tempered(xp: Namespace, logprobs: Array, temperature: float, axis: int) -> Array:
-    # A row of nothing but -inf is kept at probability 0, where softmax would give NaN.
-    dead = logprobs == -math.inf
-    scaled = xp.where(dead, LOG_ZERO, logprobs / temperature)
-    return xp.where(dead, LOG_ZERO, log_softmax(xp, scaled, axis))
+def _apply_temperature(xp: Namespace, logprobs: Array, temperature: float, axis: int) -> Array:
+    """`log_softmax(logprobs / T)`, with classes of probability 0 kept at `LOG_ZERO`."""
+    # In a row whose classes are all -inf, log_softmax alone would give NaN.
+    zero = logprobs == -math.inf
+    scaled = xp.where(zero, LOG_ZERO, logprobs / temperature)
+    return xp.where(zero, LOG_ZERO, log_softmax(xp, scaled, axis))

@@ -1,9 +1,9 @@
-"""The place where NaN and infinity stop."""
+"""`validate`: raise on NaN and infinity."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from steelyard.errors import InputError, NonFiniteError
 from steelyard.penalties._arrays import accept, is_traced
@@ -18,10 +18,10 @@ ArrayT = TypeVar("ArrayT")
 
 
 def validate(x: ArrayT) -> ArrayT:
-    """Return `x` itself if all its values are finite.
+    """Return `x` itself if all its values are finite, else raise.
 
-    Penalties let NaN and infinity through, so that they stay visible; this stops them. It
-    reads the values, so it belongs outside `jax.jit` and `torch.compile`.
+    Penalties propagate NaN and infinity, so that they stay visible; this function stops them. It
+    needs the values, so call it outside `jax.jit` and `torch.compile`.
 
     Args:
         x: Any shape.
@@ -55,24 +55,25 @@ index (1,); look at what produced it.
     if not bool(xp.all(xp.isfinite(values))):
         nan = xp.isnan(values)
         if bool(xp.any(nan)):
-            _refuse(xp, nan, "nan")
-        _refuse(xp, xp.isinf(values), "inf")
+            _raise_non_finite(xp, nan, "nan")
+        _raise_non_finite(xp, xp.isinf(values), "inf")
     return x
 
 
-def _refuse(xp: Namespace, bad: Array, kind: Literal["nan", "inf"]) -> None:
-    places = xp.nonzero(xp.reshape(bad, (-1,)))[0]
-    index = _unravel(int(places[0]), tuple(bad.shape))
+def _raise_non_finite(xp: Namespace, bad: Array, kind: Literal["nan", "inf"]) -> NoReturn:
+    positions = xp.nonzero(xp.reshape(bad, (-1,)))[0]
+    index = _unravel(int(positions[0]), tuple(bad.shape))
     raise NonFiniteError(
-        f"x must be finite, got {kind} in {places.shape[0]} of {math.prod(bad.shape)} values, "
+        f"x must be finite, got {kind} in {positions.shape[0]} of {math.prod(bad.shape)} values, "
         f"first at index {index}; look at what produced it.",
         kind=kind,
     )
 
 
 def _unravel(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Index of a row-major position, as `numpy.unravel_index`."""
     index: list[int] = []
     for size in reversed(shape):
-        position, place = divmod(position, size)
-        index.insert(0, place)
+        position, coordinate = divmod(position, size)
+        index.insert(0, coordinate)
     return tuple(index)

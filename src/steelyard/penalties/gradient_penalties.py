@@ -1,4 +1,4 @@
-"""Penalties on how steep a function is, and on how large its outputs are."""
+"""Penalties on the gradient norm of a function, and on the magnitude of its outputs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from steelyard.penalties._reduction import accept_reduction, reduce
 def gradient_penalty(
     f: Callable[[Array], Array], x: Array, *, target_norm: float = 1.0, per_sample: bool = False
 ) -> Array:
-    """How far the slope of `f` at `x` is from a wanted one; differentiable once more.
+    """Squared deviation of the gradient norm of `f` at `x` from a target.
 
-    `(‖∇f(x)‖₂ - target)²`; with `per_sample` the mean of it over axis 0, each sample with the
-    norm of its own gradient. A zero gradient keeps a finite second derivative.
+    `(‖∇ₓ f(x)‖₂ - target)²`, the norm over all elements; with `per_sample`
+    `mean_i (‖∇_{xᵢ} f‖₂ - target)²` over the samples i on axis 0. The result can be
+    differentiated (a second derivative of `f`), also where ∇f = 0: the norm has gradient 0 there.
 
     Args:
-        f: Differentiable; returns a scalar or one value per sample, which are summed.
+        f: Differentiable; returns a scalar, or one value per sample: these are summed, so that
+            sample i's gradient is its own as long as `f` treats samples independently.
         x: Any shape, samples on axis 0; a torch or JAX array.
-        target_norm: The wanted norm.
-        per_sample: Take the norm of each sample's gradient instead of the whole.
+        target_norm: The target norm.
+        per_sample: Take the norm of each sample's gradient instead of the whole gradient.
 
     Returns:
         A scalar; dtype and device of `x`. It is differentiable with respect to `x` and to
@@ -66,23 +68,24 @@ def interpolated_gradient_penalty(
 ) -> Array:
     """`gradient_penalty` at random points between `x` and a reference (WGAN-GP).
 
-    The points are `εx + (1 - ε)reference`, ε ~ U[0, 1) for each sample, or one ε if not
-    `per_sample`.
+    The points are `ε x + (1 - ε) reference`, with ε ~ U[0, 1) drawn for each sample, or one ε for
+    all without `per_sample`.
 
     Args:
         f: As in `gradient_penalty`.
         x: Any shape, samples on axis 0; a torch or JAX array.
         reference: The same shape as `x`.
-        target_norm: The wanted norm.
-        per_sample: One ε and one norm for each sample.
-        generator: A `torch.Generator` (`None`: torch's default one), or a JAX key, which JAX
-            cannot do without. The same seed gives the same number.
+        target_norm: The target norm.
+        per_sample: Draw one ε and take one norm for each sample.
+        generator: A `torch.Generator` (`None`: torch's default one), or a JAX key, which is
+            required with JAX. The same seed gives the same number.
 
     Returns:
         A scalar; dtype and device of the inputs.
 
     Raises:
-        InputError: As for `gradient_penalty`; or the shapes differ, or `generator` is not one.
+        InputError: As for `gradient_penalty`; or the shapes differ, or `generator` is of the
+            wrong type.
 
     Example:
         >>> import torch
@@ -99,22 +102,23 @@ def interpolated_gradient_penalty(
     xp, [start, end], dtype = accept(x=x, reference=reference)
     _check_samples(x, per_sample)
     shape = (x.shape[0], *(1 for _ in x.shape[1:])) if per_sample else ()
-    share = _uniform(start, shape, generator)
-    points = cast(xp, share * start + (1 - share) * end, dtype)
+    epsilon = _uniform(start, shape, generator)
+    points = cast(xp, epsilon * start + (1 - epsilon) * end, dtype)
     return gradient_penalty(f, points, target_norm=target_norm, per_sample=per_sample)
 
 
 def output_magnitude_penalty(
     x: Array, *, target: float = 1.0, reduction: Literal["mean", "sum"] = "mean"
 ) -> Array:
-    """How far the size of outputs is from a wanted one.
+    """Squared deviation of the root mean square of outputs from a target.
 
-    `(√mean(x²) - target)²`, or `(√Σx² - target)²` for `"sum"`. At x = 0 the gradient is 0.
+    `(√mean(x²) - target)²`, or `(√Σx² - target)²` for `"sum"`, over all elements. At x = 0 the
+    gradient is 0.
 
     Args:
         x: Any shape.
-        target: The wanted size.
-        reduction: What is under the root: `"mean"` or `"sum"`.
+        target: The target magnitude.
+        reduction: Reduction under the root: `"mean"` or `"sum"`.
 
     Returns:
         A scalar; dtype and device of `x`.
@@ -130,11 +134,11 @@ def output_magnitude_penalty(
     References:
         Merity, McCann & Socher (2017), "Revisiting activation regularization for language RNNs".
     """
-    wanted = number("target", target)
+    goal = number("target", target)
     accept_reduction(reduction, ("mean", "sum"))
     xp, [values], dtype = accept(x=x)
-    size = root(xp, reduce(xp, xp.square(values), reduction))
-    return cast(xp, xp.square(size - wanted), dtype)
+    magnitude = root(xp, reduce(xp, xp.square(values), reduction))
+    return cast(xp, xp.square(magnitude - goal), dtype)
 
 
 def _check_samples(x: Array, per_sample: bool) -> None:
@@ -148,7 +152,7 @@ def _check_samples(x: Array, per_sample: bool) -> None:
 
 
 def _gradient(f: Callable[[Array], Array], x: Array) -> Array:
-    """∇f(x), itself differentiable."""
+    """`∇ₓ Σ f(x)`, of the shape of `x` and differentiable itself."""
 
     def summed(point: Array) -> Array:
         values = f(point)
@@ -164,25 +168,25 @@ def _gradient(f: Callable[[Array], Array], x: Array) -> Array:
 
     if is_torch(x):
         return _torch_gradient(summed, x)
-    import jax  # noqa: PLC0415  # only ever reached with a JAX array in hand
+    import jax  # noqa: PLC0415  # installed: `x` or `like` is a JAX array
 
     return jax.grad(summed)(x)
 
 
 def _torch_gradient(summed: Callable[[Array], Array], x: Array) -> Array:
-    import torch  # noqa: PLC0415  # a tensor proves that it is there
+    import torch  # noqa: PLC0415  # installed: a tensor was passed
 
-    # Dynamo does not trace torch.autograd.grad; torch.func.grad, which it does, refuses custom
-    # autograd functions of the old style, so eager code keeps to the other.
+    # Dynamo cannot trace torch.autograd.grad, but it can trace torch.func.grad, which in turn
+    # rejects custom autograd functions without setup_context. So each is used where it works.
     eager = functools.partial(_eager_gradient, summed)
-    engine = torch.func.grad(summed) if torch.compiler.is_compiling() else eager
-    return engine(x)
+    gradient = torch.func.grad(summed) if torch.compiler.is_compiling() else eager
+    return gradient(x)
 
 
 def _eager_gradient(summed: Callable[[Array], Array], x: Array) -> Array:
-    import torch  # noqa: PLC0415  # a tensor proves that it is there
+    import torch  # noqa: PLC0415  # installed: a tensor was passed
 
-    differentiable = torch.is_grad_enabled()
+    differentiable = torch.is_grad_enabled()  # under no_grad the caller wants the value alone
     with torch.enable_grad():
         point = x if x.requires_grad else x.detach().requires_grad_()
         value = summed(point)
@@ -200,9 +204,9 @@ def _eager_gradient(summed: Callable[[Array], Array], x: Array) -> Array:
 
 
 def _uniform(like: Array, shape: tuple[int, ...], generator: Any) -> Array:
-    """Draw from U[0, 1). `generator` is `Any`: its class belongs to the backend."""
+    """Draw from U[0, 1). `generator` is `Any`: its class differs by backend."""
     if is_torch(like):
-        import torch  # noqa: PLC0415  # a tensor proves that it is there
+        import torch  # noqa: PLC0415  # installed: a tensor was passed
 
         if generator is not None and not isinstance(generator, torch.Generator):
             raise InputError(
@@ -210,7 +214,7 @@ def _uniform(like: Array, shape: tuple[int, ...], generator: Any) -> Array:
                 "make one with torch.Generator().manual_seed(0)."
             )
         return torch.rand(shape, generator=generator, dtype=like.dtype, device=like.device)
-    import jax  # noqa: PLC0415  # only ever reached with a JAX array in hand
+    import jax  # noqa: PLC0415  # installed: `x` or `like` is a JAX array
 
     if not is_jax(generator):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Named, weighted penalties computed together, with what each of them adds."""
+"""`PenaltyPipeline`: a weighted sum of named penalties, with the value of each as metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from steelyard import telemetry
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array, constant, is_traced
 from steelyard.penalties._options import flag
-from steelyard.penalties._penalty_term import Penalty, PenaltyTerm, TermLike, made_of, term_from
+from steelyard.penalties._penalty_term import Penalty, PenaltyTerm, TermLike, build_term, term_from
 from steelyard.penalties._totals import values_and_norms, weighted_sum
 from steelyard.spec import Schedule, listed
 
@@ -19,23 +19,23 @@ T = TypeVar("T")
 
 
 class PenaltyPipeline:
-    """A weighted sum of penalties: `total = Σ weightᵢ · penaltyᵢ(inputs)`.
+    """Weighted sum of penalties: `total = Σ weightᵢ · penaltyᵢ(inputs)`.
 
-    A pipeline does not change: each update returns another one. Names stand for the built-in
-    penalties `l1`, `l2`, `elastic_net`, `kl`, `js`, `entropy`, `orthogonality`, `consistency`
-    and `output_magnitude`, for what was registered with `steelyard.register`, and as
-    `"package.module:attr"`; any callable that gives a scalar works too.
+    A pipeline is immutable: each update returns a new one. A penalty is named by a built-in name
+    (`l1`, `l2`, `elastic_net`, `kl`, `js`, `entropy`, `orthogonality`, `consistency`,
+    `output_magnitude`), a name registered with `steelyard.register`, or `"package.module:attr"`;
+    any callable that returns a scalar works too.
 
     Args:
         penalties: Each a name, a callable, or a pair of either with its options: `weight`
             (1.0; a finite number, or a schedule `step -> weight`), `inputs` (names of the arrays
-            it reads, in order), `differentiable` (True; `gradient="none"` says that it is not),
-            `enabled` (True), `name` (to have one penalty twice), and the penalty's own. Or a
-            term of another pipeline.
+            it reads, in order), `differentiable` (True; `gradient="none"` also turns it off),
+            `enabled` (True), `name` (to use one penalty twice), and the penalty's own options.
+            Or a term of another pipeline.
 
     Raises:
-        InputError: A name is unknown or there twice; a weight is neither a finite number nor a
-            schedule; the penalty does not take such options or that many inputs.
+        InputError: A name is unknown or used twice; a weight is neither a finite number nor a
+            schedule; the penalty does not accept the options or the number of inputs.
 
     Example:
         >>> import numpy as np
@@ -70,16 +70,16 @@ class PenaltyPipeline:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all penalties, in order."""
+        """Names of all penalties, in order."""
         return tuple(each.name for each in self._terms)
 
     @property
     def terms(self) -> tuple[PenaltyTerm, ...]:
-        """The penalties that are enabled, in order: each has a `name`, a `weight`, `inputs`.
+        """Enabled penalties, in order: each has a `name`, a `weight` and `inputs`.
 
-        `evaluate` gives the value of one and `weight_at` its weight at a step, inside
-        transformations too and without telemetry, for those who join the penalties to something
-        else.
+        A term's `evaluate` returns its value and `weight_at` its weight at a step. Both work inside
+        JAX and torch transformations and emit no telemetry, for code that combines the penalties
+        with a loss of its own.
 
         Example:
             >>> import numpy as np
@@ -90,13 +90,13 @@ class PenaltyPipeline:
         return tuple(each for each in self._terms if each.enabled)
 
     def weights(self, step: Any = 0) -> dict[str, Any]:
-        """The weights of the enabled penalties at a step, by name.
+        """Weights of the enabled penalties at a step, by name.
 
         Args:
-            step: Where schedules are; it may be traced, and then so are their weights.
+            step: Step at which schedules are evaluated; if it is traced, so are their weights.
 
         Raises:
-            InputError: A schedule does not give a finite number there.
+            InputError: A schedule does not give a finite number at this step.
 
         Example:
             >>> from steelyard import schedules
@@ -110,12 +110,12 @@ class PenaltyPipeline:
     def metrics(
         values: Mapping[str, T], weights: Mapping[str, Any], norms: Mapping[str, T], total: T
     ) -> dict[str, T]:
-        """Metrics under the names that `compute` gives them.
+        """Metrics under the keys that `compute` uses.
 
         Args:
-            values: The raw values.
-            weights: Those of the values that are weighted.
-            norms: The gradient norms of those that are tracked, and of the `"total"`.
+            values: Raw value of each penalty, by name.
+            weights: Weight of each penalty that gets a `name_weighted` metric.
+            norms: Gradient norms, by name, and that of the `"total"`; empty if not tracked.
             total: The total.
 
         Example:
@@ -143,20 +143,20 @@ class PenaltyPipeline:
 
         Args:
             inputs: One array for every penalty, or a dict of arrays for penalties with `inputs`.
-            step: Where the weights that are schedules are.
+            step: Step at which weights that are schedules are evaluated.
             track_grad_norms: Add the norm of each penalty's gradient with respect to all its
                 inputs together. Each penalty is evaluated once and differentiated once; the
                 total's norm is that of the weighted sum of the gradients.
 
         Returns:
             The total, which is differentiable, and the metrics as floats: `name` (raw),
-            `name_weighted` and `total`; tracked, also `name_grad_norm` (unweighted) and
-            `total_grad_norm`. Without an enabled penalty 0 and `{"total": 0.0}`.
+            `name_weighted` and `total`; with `track_grad_norms` also `name_grad_norm` (unweighted)
+            and `total_grad_norm`. Without an enabled penalty: 0 and `{"total": 0.0}`.
 
         Raises:
-            InputError: An input is missing; a penalty does not give a scalar; a schedule does
-                not give a finite number; gradient norms of NumPy arrays; inside a JAX
-                transformation (use `compute_total`).
+            InputError: An input is missing; a penalty does not return a scalar; a schedule does
+                not give a finite number; gradient norms of NumPy arrays are requested; the call
+                is inside a JAX transformation (use `compute_total`).
             GradientError: A tracked penalty has no gradient and is not `differentiable=False`.
 
         Example:
@@ -195,9 +195,10 @@ class PenaltyPipeline:
         return total, metrics
 
     def compute_total(self, inputs: Array | Mapping[str, Array], step: Any = 0) -> Array:
-        """Compute the total alone, inside `torch.compile`, `jax.jit` or `jax.grad` if need be.
+        """Compute the total alone; works inside `torch.compile`, `jax.jit` and `jax.grad`.
 
-        No metrics, no telemetry. A penalty with `differentiable=False` counts as a constant.
+        It returns no metrics and emits no telemetry. A penalty with `differentiable=False` counts
+        as a constant.
 
         Args:
             inputs: As in `compute`.
@@ -230,12 +231,12 @@ class PenaltyPipeline:
 
         Args:
             name: Its name in the metrics.
-            fn: A built-in penalty's name or a callable that gives a scalar.
+            fn: A built-in penalty's name or a callable that returns a scalar.
             weight: Any finite number, or a schedule `step -> weight`.
-            inputs: Names of the arrays it reads, in order; `None` if there is one unnamed.
+            inputs: Names of the arrays it reads, in order; `None` for a single unnamed array.
             **settings: `differentiable=False`, or `gradient="none"` as in a regularizer's spec,
-                for a constant without a gradient norm; `enabled=False` for one that does not
-                count yet; the rest is passed to `fn`.
+                for a constant without a gradient norm; `enabled=False` to add it switched off;
+                all others are passed to `fn`.
 
         Returns:
             A new pipeline.
@@ -247,32 +248,32 @@ class PenaltyPipeline:
             >>> PenaltyPipeline(["l1"]).add("spread", "l2", center="mean").names
             ('l1', 'spread')
         """
-        added = made_of(name, fn, {"weight": weight, "inputs": inputs, **settings})
+        added = build_term(name, fn, {"weight": weight, "inputs": inputs, **settings})
         return PenaltyPipeline([*self._terms, added])
 
     def remove(self, name: str) -> PenaltyPipeline:
-        """Return a pipeline without a penalty.
+        """Return a pipeline without the named penalty.
 
         Raises:
-            InputError: There is none of that name.
+            InputError: No penalty has that name.
         """
-        gone = self._find(name)
-        return PenaltyPipeline(each for each in self._terms if each is not gone)
+        removed = self._find(name)
+        return PenaltyPipeline(each for each in self._terms if each is not removed)
 
     def update_weight(self, name: str, weight: float | Schedule) -> PenaltyPipeline:
-        """Return a pipeline in which a penalty has another weight.
+        """Return a pipeline in which the named penalty has another weight.
 
         Raises:
-            InputError: There is none of that name, or the weight is neither a finite number nor a
+            InputError: No penalty has that name, or the weight is neither a finite number nor a
                 schedule.
         """
         return self._replaced(name, weight=weight)
 
     def set_enabled(self, name: str, enabled: bool) -> PenaltyPipeline:
-        """Return a pipeline in which a penalty is switched on or off.
+        """Return a pipeline in which the named penalty is switched on or off.
 
         Raises:
-            InputError: There is none of that name, or `enabled` is not a boolean.
+            InputError: No penalty has that name, or `enabled` is not a boolean.
         """
         return self._replaced(name, enabled=enabled)
 
@@ -280,12 +281,12 @@ class PenaltyPipeline:
         return len(self._terms)
 
     def __repr__(self) -> str:
-        parts = []
+        summands = []
         for each in self._terms:
             schedule = getattr(each.weight, "__name__", each.weight)
             weight = schedule if callable(each.weight) else f"{each.weight:g}"
-            parts.append(f"{weight} * {each.name}{'' if each.enabled else ' (off)'}")
-        return f"PenaltyPipeline({' + '.join(parts)})"
+            summands.append(f"{weight} * {each.name}{'' if each.enabled else ' (off)'}")
+        return f"PenaltyPipeline({' + '.join(summands)})"
 
     def _find(self, name: str) -> PenaltyTerm:
         for each in self._terms:

@@ -1,4 +1,4 @@
-"""Penalties on the size of numbers: weights, activations, log-probabilities."""
+"""Penalties on the magnitude of elements: of weights, activations or log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ Reduction = Literal["sum", "mean", "none"]
 def l1(
     x: Array, *, scale: float = 1.0, reduction: Reduction = "sum", mask: Array | None = None
 ) -> Array:
-    """Sum of absolute values, which pulls numbers to exactly zero.
+    """Sum of absolute values; drives elements to exactly zero (lasso).
 
-    `scale · R(|x|)`, with R over all elements. The gradient is `scale · sign(x)`, and 0 at 0.
+    `scale · R(|x|)`, with R the sum or mean over all elements. The gradient is
+    `scale · sign(x)`, divided by their number for the mean; 0 at 0.
 
     Args:
         x: Any shape.
         scale: Factor of the result.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per element.
-        mask: Booleans that broadcast to `x`; where false, the element counts in neither
-            value, mean nor gradient. All false gives 0. `"none"` has 0 in those places.
+        mask: Booleans that broadcast to `x`; a False element counts in neither value, mean
+            denominator nor gradient. All False gives 0. `"none"` has 0 where the mask is False.
 
     Returns:
         A scalar, or the shape of `x` for `"none"`; dtype and device of `x`.
@@ -59,16 +60,18 @@ def l2(
     clip: float | None = None,
     center: Literal["mean"] | float | None = None,
 ) -> Array:
-    """Sum of squares, which pulls large numbers hardest.
+    """Sum of squares; shrinks large elements most (ridge).
 
-    `scale · R(clamp(x - c, ±clip)²)`, with R over all elements; no ½ and no root.
+    `scale · R(clamp(x - c, ±clip)²)`, with R the sum or mean over all elements; no ½ and no
+    root. For a constant c the gradient is `scale · 2(x - c)` inside the clip and 0 outside,
+    divided by the number of elements for the mean.
 
     Args:
         x: Any shape.
         scale: Factor of the result.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per element.
-        mask: As in `l1`. A masked element counts in `center="mean"` neither.
-        clip: Largest distance from the centre that counts; beyond it the gradient is 0.
+        mask: As in `l1`. Masked elements do not count in `center="mean"` either.
+        clip: Largest distance from the centre; larger ones are clamped to it, with gradient 0.
         center: c: `None` for 0, `"mean"` for the mean of `x`, which is differentiated too,
             or a number. Centring comes before clipping.
 
@@ -110,17 +113,17 @@ def elastic_net(
     mask: Array | None = None,
     l1_ratio: float = 0.5,
 ) -> Array:
-    """Mixture of `l1` and `l2`: sparse, but with correlated numbers kept together.
+    """Mixture of `l1` and `l2`: sparse, but keeps correlated elements together.
 
-    `scale · (r · R(|x|) + (1 - r) · R(x²))`, with r the `l1_ratio` and R over all elements.
-    scikit-learn halves the square; its ratio is another.
+    `scale · (r · R(|x|) + (1 - r) · R(x²))`, with r the `l1_ratio` and R the sum or mean over all
+    elements. scikit-learn has ½x² instead of x², so its ratio does not carry over.
 
     Args:
         x: Any shape.
         scale: Factor of the result.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per element.
         mask: As in `l1`.
-        l1_ratio: Share r of `l1`, in [0, 1].
+        l1_ratio: Weight r of `l1`, in [0, 1].
 
     Returns:
         A scalar, or the shape of `x` for `"none"`; dtype and device of `x`.
@@ -142,18 +145,19 @@ def elastic_net(
     xp, [values], dtype = accept(x=x)
     mask = accept_mask(xp, mask, values, None)
     values = keep(xp, values, mask)
-    # A share of 0 is left out: 0 · R(x²) is NaN where the square overflows.
-    parts = []
+    # A summand of weight 0 is left out: 0 · R(x²) is NaN where the square overflows.
+    summands = []
     if ratio > 0:
-        parts.append(ratio * reduce(xp, absolute(xp, values), reduction, mask))
+        summands.append(ratio * reduce(xp, absolute(xp, values), reduction, mask))
     if ratio < 1:
-        parts.append((1 - ratio) * reduce(xp, xp.square(values), reduction, mask))
-    return cast(xp, factor * sum(parts[1:], parts[0]), dtype)
+        summands.append((1 - ratio) * reduce(xp, xp.square(values), reduction, mask))
+    return cast(xp, factor * sum(summands[1:], summands[0]), dtype)
 
 
 def _centred(xp: Namespace, x: Array, center: str | float | None, mask: Array | None) -> Array:
     if center is None:
         return x
-    # Masked elements are 0 in `x` and so add nothing to the sum.
-    middle = xp.sum(x) / count(xp, x, mask) if isinstance(center, str) else center
-    return x - middle
+    # Masked elements are 0 in `x`, so the sum runs over the unmasked ones alone. The mean is not
+    # detached: its gradient subtracts the mean of the gradients from each of them.
+    centre = xp.sum(x) / count(xp, x, mask) if isinstance(center, str) else center
+    return x - centre

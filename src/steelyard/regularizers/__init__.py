@@ -1,8 +1,9 @@
-"""Ready-made regularizers over `(data, logprobs)`, each honest about what its gradient is.
+"""Ready-made regularizers over `(data, logprobs)`.
 
-All take keyword options, checked when they are built, and can be named in config files:
+Each docstring states the formula and whether the gradient is exact or an estimate. All take
+keyword options, checked when they are built, and can be named in config files:
 `{"fn": "kl_to_reference", "weight": 0.1, "options": {"estimator": "k3"}}`. Importing this
-package loads nothing heavy; a regularizer is loaded when it is first asked for.
+package loads neither torch nor an extra; a module is loaded when one of its classes is first used.
 """
 
 from __future__ import annotations

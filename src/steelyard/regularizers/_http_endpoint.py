@@ -1,4 +1,4 @@
-"""Asking an HTTP endpoint many questions, within limits."""
+"""HTTP client of `ExternalValidation`: JSON requests with retries, timeouts and size limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOO_MANY_REQUESTS = 429
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one endpoint may cost: see `ExternalValidation`."""
+    """Limits of the requests to one endpoint: see `ExternalValidation`."""
 
     concurrency: int
     request_timeout: float
@@ -33,34 +33,39 @@ class RequestLimits:
 
 
 @dataclass(frozen=True)
-class _Again:
-    """Why an attempt is worth another, and how long the server wants to be left alone."""
+class _Retry:
+    """Reason to repeat an attempt, and the seconds to wait that the server asked for."""
 
-    why: str
+    reason: str
     after: float = 0.0
 
 
 class HttpSession:
-    """Connections on one event loop, kept open from call to call."""
+    """Connection pool of one event loop, kept open from call to call.
+
+    An httpx client and an asyncio semaphore belong to the loop they are first used on, so each
+    loop has a session of its own.
+    """
 
     def __init__(self, client: httpx.AsyncClient, concurrency: int) -> None:
         self.client = client
-        self.places = asyncio.Semaphore(concurrency)
-        self._keeper = _closing(client)
+        self.semaphore = asyncio.Semaphore(concurrency)
+        self._lifetime = _close_with_loop(client)
 
     async def open(self) -> None:
-        """Have the connections closed with the loop, or when nobody holds the session."""
-        await anext(self._keeper)
+        """Register the connections to be closed with the loop or with the last reference."""
+        await anext(self._lifetime)
 
     async def close(self) -> None:
-        """Close the connections; on the session's own loop."""
-        await self._keeper.aclose()
+        """Close the connections. Call it on the session's own loop."""
+        await self._lifetime.aclose()
 
 
 class Endpoint:
-    """A URL that takes a JSON question by POST and gives a JSON answer.
+    """URL that answers a JSON POST request with a JSON response.
 
-    `where` is the URL without what may be secret: user, password, query and fragment.
+    `public_url` is the URL without the parts that may be secret: user, password, query and
+    fragment.
     """
 
     def __init__(
@@ -70,8 +75,8 @@ class Endpoint:
         self._user = None if parts.username is None else (parts.username, parts.password or "")
         bare = parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="")
         self._url = bare.geturl()
-        self.where = bare._replace(query="").geturl()
-        # An answer that is not compressed can be counted as it comes.
+        self.public_url = bare._replace(query="").geturl()
+        # Without compression the size limit can be applied to the bytes as they arrive.
         self._headers = {
             "Accept": "application/json",
             "Accept-Encoding": "identity",
@@ -82,61 +87,64 @@ class Endpoint:
         self._follow_redirects = follow_redirects
 
     async def session(self) -> HttpSession:
-        """New connections on the running loop."""
+        """Open a session on the running loop."""
         import httpx  # noqa: PLC0415 - an extra
 
-        most = self._limits.concurrency
+        concurrency = self._limits.concurrency
         client = httpx.AsyncClient(
             auth=self._user,
             headers=self._headers,
             follow_redirects=self._follow_redirects,
-            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
-            timeout=None,  # noqa: S113 - each attempt as a whole has one
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            timeout=None,  # noqa: S113 - `_attempt` limits each attempt as a whole
         )
-        session = HttpSession(client, most)
+        session = HttpSession(client, concurrency)
         await session.open()
         return session
 
-    async def ask(self, session: HttpSession, question: str) -> tuple[Any, int]:
-        """The answer, and how many retries it took.
+    async def post(self, session: HttpSession, body: str) -> tuple[Any, int]:
+        """Send a JSON body; return the parsed response and the number of retries.
 
         Raises:
-            TermError: there is none, or it is no JSON.
+            TermError: there is no response, or it is not JSON.
         """
         attempts = self._limits.retries + 1
-        again = _Again("")
+        retry = _Retry("")
         for attempt in range(attempts):
             if attempt:
-                await asyncio.sleep(self._pause(attempt, again.after))
-            async with session.places:
-                outcome = await self._attempt(session.client, question)
-            if not isinstance(outcome, _Again):
-                return _parsed(outcome), attempt
-            again = outcome
-        raise TermError(f"got {again.why} in {attempts} attempts")
+                await asyncio.sleep(self._pause(attempt, retry.after))
+            # The semaphore is not held during the pause, and the time limit of an attempt starts
+            # after it was acquired: a request that waits for its turn does not time out.
+            async with session.semaphore:
+                outcome = await self._attempt(session.client, body)
+            if not isinstance(outcome, _Retry):
+                return _parse_json(outcome), attempt
+            retry = outcome
+        raise TermError(f"got {retry.reason} in {attempts} attempts")
 
-    async def _attempt(self, client: httpx.AsyncClient, question: str) -> bytes | _Again:
+    async def _attempt(self, client: httpx.AsyncClient, body: str) -> bytes | _Retry:
         import httpx  # noqa: PLC0415 - an extra
 
         limit = self._limits.request_timeout
         try:
-            # The time of the whole exchange: httpx's own limits start again with every byte.
+            # Limits request and response as a whole: httpx's own timeouts restart at every byte.
             async with asyncio.timeout(limit):
-                async with client.stream("POST", self._url, content=question) as response:
+                async with client.stream("POST", self._url, content=body) as response:
                     return await self._read(response)
         except TimeoutError:
-            return _Again(f"no answer within {limit:g} s")
+            return _Retry(f"no answer within {limit:g} s")
         except httpx.TransportError as error:
-            return _Again(type(error).__name__)
+            return _Retry(type(error).__name__)
         except httpx.HTTPError as error:
             failure = type(error).__name__
-        # Not beside the error, which holds the request with its URL and headers.
+        # Raised outside the except block: as its context, httpx's error would carry the request
+        # with its secret URL and headers.
         raise TermError(f"got {failure}")
 
-    async def _read(self, response: httpx.Response) -> bytes | _Again:
+    async def _read(self, response: httpx.Response) -> bytes | _Retry:
         status = response.status_code
         if status == TOO_MANY_REQUESTS or response.is_server_error:
-            return _Again(f"status {status}", _retry_after(response.headers.get("Retry-After")))
+            return _Retry(f"status {status}", _retry_after(response.headers.get("Retry-After")))
         if not response.is_success:
             raise TermError(f"got status {status}")
         if response.headers.get("Content-Encoding", "identity") != "identity":
@@ -149,17 +157,21 @@ class Endpoint:
         return bytes(body)
 
     def _pause(self, attempt: int, after: float) -> float:
-        """Twice as long each time, with jitter so that not all come back at once."""
+        """Seconds before a retry: exponential backoff with jitter, or `Retry-After` if longer.
+
+        `min(max(backoff · 2^(attempt - 1) · U[0.5, 1], after), max_backoff)`; the jitter spreads
+        requests that failed together.
+        """
         limits = self._limits
         grown = limits.backoff * 2.0 ** (attempt - 1) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
         return min(max(grown, after), limits.max_backoff)
 
 
-async def _closing(client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
-    """Close the client at the end of the loop it is used on.
+async def _close_with_loop(client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
+    """Close the client when the event loop shuts down, or when this generator is collected.
 
-    An event loop closes the generators that were begun on it when it shuts down, or when they
-    are collected; nothing else is told of its end.
+    asyncio has no hook for the end of a loop, but `shutdown_asyncgens` closes all generators that
+    were started on it, and the loop's finalizer hook closes one that is garbage-collected.
     """
     try:
         yield
@@ -167,7 +179,7 @@ async def _closing(client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
         await client.aclose()
 
 
-def _parsed(body: bytes) -> Any:
+def _parse_json(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
@@ -175,7 +187,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _retry_after(header: str | None) -> float:
-    """The seconds a `Retry-After` asks for, as a number or a date; 0 if it asks for none."""
+    """Seconds to wait by a `Retry-After` header, a number or a date; 0 if absent or invalid."""
     if header is None:
         return 0.0
     try:

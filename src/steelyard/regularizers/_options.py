@@ -1,4 +1,4 @@
-"""Checks of the options of regularizers: each returns the value or says the rule."""
+"""Checks of the options of regularizers: each returns the value or raises `SpecError`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from steelyard.errors import SpecError
 from steelyard.spec import is_finite, is_whole, lookup
 
 
-# The checks take `Any`: what comes in is what is being checked.
-def require(kept: bool, option: str, rule: str, value: Any, regularizer: str) -> None:
-    if not kept:
+# The checks take `Any`: the type of the value is part of what they check.
+def require(holds: bool, option: str, rule: str, value: Any, regularizer: str) -> None:
+    """Raise a `SpecError` that states the rule unless it holds."""
+    if not holds:
         raise SpecError(f"{option} must be {rule}, got {value!r} (regularizer {regularizer!r}).")
 
 
@@ -27,8 +28,8 @@ def number(option: str, value: Any, regularizer: str) -> float:
 
 
 def at_least(option: str, value: Any, lowest: float, regularizer: str) -> float:
-    kept = is_finite(value) and value >= lowest
-    require(kept, option, f"a finite number >= {lowest:g}", value, regularizer)
+    holds = is_finite(value) and value >= lowest
+    require(holds, option, f"a finite number >= {lowest:g}", value, regularizer)
     return float(value)
 
 
@@ -38,14 +39,14 @@ def positive(option: str, value: Any, regularizer: str) -> float:
 
 
 def fraction(option: str, value: Any, regularizer: str) -> float:
-    kept = is_finite(value) and 0 <= value <= 1
-    require(kept, option, "a number in [0, 1]", value, regularizer)
+    holds = is_finite(value) and 0 <= value <= 1
+    require(holds, option, "a number in [0, 1]", value, regularizer)
     return float(value)
 
 
 def whole(option: str, value: Any, lowest: int, regularizer: str) -> int:
-    kept = is_whole(value, at_least=lowest)
-    require(kept, option, f"a whole number >= {lowest}", value, regularizer)
+    holds = is_whole(value, at_least=lowest)
+    require(holds, option, f"a whole number >= {lowest}", value, regularizer)
     return int(value)
 
 
@@ -54,22 +55,22 @@ def flag(option: str, value: Any, regularizer: str) -> None:
 
 
 def function(option: str, value: Any, regularizer: str) -> Callable[..., Any]:
-    """A function, or what a config file's `"package.module:attr"` stands for."""
-    found = lookup(value) if isinstance(value, str) and ":" in value else value
+    """Return a function, importing it if a config file names it as `"package.module:attr"`."""
+    resolved = lookup(value) if isinstance(value, str) and ":" in value else value
     rule = "a function, or 'package.module:attr' that names one"
-    require(callable(found), option, rule, value, regularizer)
-    return found  # type: ignore[no-any-return]  # callable
+    require(callable(resolved), option, rule, value, regularizer)
+    return resolved  # type: ignore[no-any-return]  # callable
 
 
-def settle_source(regularizer: Any, option: str, *, optional: bool = False) -> None:
-    """Check where a value of each datum comes from: a field, or a function `(datum, index)`.
+def resolve_source(regularizer: Any, option: str, *, optional: bool = False) -> None:
+    """Check an option that names a field of each datum, or is a function `(datum, index)`.
 
-    A function that a config file names is imported, and takes the place of its name.
+    A `"package.module:attr"` from a config file is replaced by the function it names.
     """
     value = getattr(regularizer, option)
     if (optional and value is None) or (isinstance(value, str) and value and ":" not in value):
         return
     rule = "the name of a field, a function (datum, index), or 'package.module:attr'"
-    kept = callable(value) or (isinstance(value, str) and ":" in value)
-    require(kept, option, rule, value, regularizer.name)
+    holds = callable(value) or (isinstance(value, str) and ":" in value)
+    require(holds, option, rule, value, regularizer.name)
     object.__setattr__(regularizer, option, function(option, value, regularizer.name))

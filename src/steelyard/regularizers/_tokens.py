@@ -1,4 +1,4 @@
-"""The log-probs of a batch, datum by datum, with the tokens that count."""
+"""Log-probs of a batch, datum by datum: masks, fields of each datum, pairs of data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Source: TypeAlias = str | Callable[[Any, int], Any]
 
 @dataclass(frozen=True)
 class DatumRow:
-    """One datum and its log-probs, `[T]` or `[T, K]`.
+    """Datum with its log-probs, `[T]` or `[T, K]`, and its mask.
 
-    `mask` is False for tokens whose `loss_fn_inputs["weights"]` are 0; None: all count.
+    `mask`, `[T]`, is False for tokens whose `loss_fn_inputs["weights"]` are 0; None: all tokens
+    count.
     """
 
     index: int
@@ -28,21 +29,21 @@ class DatumRow:
 
     @property
     def kept(self) -> Tensor:
-        """The log-probs of the tokens that count."""
+        """Log-probs of the unmasked tokens."""
         return self.keep(self.logprobs)
 
     def keep(self, values: Tensor) -> Tensor:
-        """What `values`, one per token, has for the tokens that count."""
+        """Select the unmasked tokens of `values`, `[T]` or `[T, K]`."""
         return values if self.mask is None else values[self.mask]
 
     def read(self, source: Source) -> Any:
-        """What a field of `loss_fn_inputs`, or a function `(datum, index)`, gives for it.
+        """Read a field of `loss_fn_inputs`, or call a function `(datum, index)`.
 
         Raises:
-            InputError: there is no such field, or the function gives None.
+            InputError: the field is missing, or the function returns None.
         """
         if callable(source):
-            value, rule = source(self.datum, self.index), f"a value from {_title(source)}"
+            value, rule = source(self.datum, self.index), f"a value from {_name(source)}"
         else:
             value = loss_fn_input(self.datum, source)
             rule = f"the field {source!r} in its loss_fn_inputs"
@@ -50,25 +51,25 @@ class DatumRow:
             raise InputError(f"datum {self.index} must have {rule}, got none.")
         return value
 
-    def read_like(self, source: Source) -> Tensor:
-        """A constant of the shape of the log-probs, of which the tokens that count are kept.
+    def read_per_token(self, source: Source) -> Tensor:
+        """Read a constant of the shape of the log-probs, and select its unmasked tokens.
 
         Raises:
-            InputError: there is none, or it has another shape.
+            InputError: it is missing, or has another shape.
         """
         given = as_tensor(self.read(source)).detach().to(self.logprobs)
         if given.shape != self.logprobs.shape:
             raise InputError(
-                f"{_title(source)} of datum {self.index} must have the shape of its log-probs, "
+                f"{_name(source)} of datum {self.index} must have the shape of its log-probs, "
                 f"{list(self.logprobs.shape)}, got {list(given.shape)}."
             )
         return self.keep(given)
 
     def read_label(self, source: Source) -> Hashable:
-        """A label: a string, or one number, of which a whole one becomes an int.
+        """Read a label: a string or one number; an integral number becomes an int.
 
         Raises:
-            InputError: there is none, or several.
+            InputError: it is missing, or has several elements.
         """
         value = self.read(source)
         if isinstance(value, str):
@@ -76,19 +77,19 @@ class DatumRow:
         tensor = as_tensor(value)
         if tensor.numel() != 1:
             raise InputError(
-                f"{_title(source)} of datum {self.index} must be one label, got the shape "
+                f"{_name(source)} of datum {self.index} must be one label, got the shape "
                 f"{list(tensor.shape)}."
             )
         number = tensor.item()
         return int(number) if number == int(number) else number
 
 
-def rows_of(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[DatumRow]:
-    """The batch, datum by datum.
+def batch_rows(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[DatumRow]:
+    """Split a batch into one `DatumRow` per datum; `[T, K]` is allowed with `classes`.
 
     Raises:
-        InputError: there are not as many data as log-probs, weights do not fit, or the
-            log-probs are `[T, K]` where only `[T]` is understood.
+        InputError: data and log-probs differ in number, weights have the wrong shape, or the
+            log-probs are `[T, K]` without `classes`.
     """
     tensors = [logprobs] if isinstance(logprobs, Tensor) else list(logprobs)
     items = data if isinstance(data, Sequence) and data else [None] * len(tensors)
@@ -110,8 +111,33 @@ def rows_of(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[Dat
     ]
 
 
+def batch_pairs(rows: Sequence[DatumRow], label: Source | None) -> list[tuple[DatumRow, DatumRow]]:
+    """Pair the data of a batch: neighbours (0 and 1, 2 and 3, …), or data with equal labels.
+
+    Raises:
+        InputError: a datum has no partner, or more than one.
+    """
+    if label is None:
+        if len(rows) % 2:
+            raise InputError(
+                f"paired data must come in twos, got {len(rows)} data: datum {len(rows) - 1} has "
+                f"no partner."
+            )
+        return list(zip(rows[::2], rows[1::2], strict=True))
+    groups: dict[Hashable, list[DatumRow]] = {}
+    for row in rows:
+        groups.setdefault(row.read_label(label), []).append(row)
+    for value, group in groups.items():
+        if len(group) != 2:  # noqa: PLR2004 - a pair
+            raise InputError(
+                f"a pair must have two data, got the data {[row.index for row in group]} for the "
+                f"pair {value!r}."
+            )
+    return [(first, second) for first, second in groups.values()]
+
+
 def mean(values: Tensor) -> Tensor:
-    """The mean; 0 of nothing, where torch gives NaN."""
+    """Mean of all elements; 0 for an empty tensor, where torch gives NaN."""
     return values.sum() / max(values.numel(), 1)
 
 
@@ -121,7 +147,7 @@ def _mask(datum: Any, index: int, logprobs: Tensor) -> Tensor | None:
         return None
     mask = as_tensor(weights) != 0
     if mask.dim() > 1 and mask.shape == logprobs.shape:
-        mask = mask.any(-1)  # a token counts if one of its classes does
+        mask = mask.any(-1)  # weights [T, K]: a token counts if one of its classes does
     if mask.shape != logprobs.shape[:1]:
         raise InputError(
             f"weights of datum {index} must have one number per token, [{logprobs.shape[0]}], "
@@ -130,5 +156,5 @@ def _mask(datum: Any, index: int, logprobs: Tensor) -> Tensor | None:
     return mask.to(logprobs.device)
 
 
-def _title(source: Source) -> str:
+def _name(source: Source) -> str:
     return getattr(source, "__name__", repr(source)) if callable(source) else source

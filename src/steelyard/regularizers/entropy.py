@@ -1,4 +1,4 @@
-"""Entropy: from sampled tokens, or from the listed classes and their tail."""
+"""Entropy and confidence penalty: from sampled tokens, or from listed classes and their tail."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from steelyard import penalties
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._estimate import with_gradient_of
-from steelyard.regularizers._tail import with_tail
-from steelyard.regularizers._tokens import DatumRow, mean, rows_of
+from steelyard.regularizers._estimators import sampled_entropy, with_tail
+from steelyard.regularizers._tokens import DatumRow, batch_rows, mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entropy:
-    """Entropy of the model's predictions, signed by what adding it to a loss is to do.
+    """Entropy of the model's predictions, as a penalty (+H) or a bonus (-H).
 
-    `"penalty"` is +H: adding it lowers entropy. `"bonus"` is -H: adding it raises entropy.
+    `"penalty"` is +H: adding it to a loss lowers entropy. `"bonus"` is -H: adding it raises
+    entropy.
 
-    `[T]`: H is estimated from the sampled tokens, `H = -mean log p`. **The gradient is an
-    estimator**, that of `-½ mean (log p)²`: if the tokens were sampled from the model being
-    trained, its expectation is the gradient of the entropy (differentiating -mean log p would
-    give zero there). On fixed data it is a push: a bonus lifts the data's unlikely tokens, a
-    penalty sinks them further.
+    `[T]`: H is estimated from the sampled tokens, `H = -mean log p`, over all tokens of the batch
+    that count. **The gradient is an estimator**, that of `-½ mean (log p)²`: if the tokens were
+    sampled from the model being trained, its expectation is the gradient of the entropy
+    (differentiating -mean log p would give zero there). On fixed data a bonus makes unlikely
+    tokens more likely, and a penalty makes them less likely.
 
     `[T, K]`: `H = -Σ p log p` over the K classes and one tail class with the remaining mass,
     averaged over tokens; a lower bound of the true entropy. **The gradient is exact.**
@@ -45,7 +45,7 @@ class Entropy:
         vocabulary: the number of classes of the model. `normalize` needs it for `[T]`.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> lp = torch.log(torch.tensor([0.5, 0.25])).requires_grad_()
@@ -53,7 +53,7 @@ class Entropy:
         >>> print(f"{loss:.4f} {metrics['entropy']:.4f}")
         -1.0397 1.0397
         >>> loss.backward()
-        >>> lp.grad  # log p / 2: less likely tokens are lifted more
+        >>> lp.grad  # log p / 2: descent raises less likely tokens more
         tensor([-0.3466, -0.6931])
 
     References:
@@ -75,16 +75,16 @@ class Entropy:
             _options.whole("vocabulary", self.vocabulary, 2, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """The penalty of a batch, and its `entropy` in nats (or in [0, 1] if normalised)."""
-        rows = rows_of(data, logprobs, classes=True)
+        """Compute the penalty of a batch, and its `entropy` in nats (in [0, 1] if normalised)."""
+        rows = batch_rows(data, logprobs, classes=True)
         if rows[0].logprobs.dim() == 1:
-            entropy = _of_samples(rows) / self._classes_of_samples()
+            entropy = _sampled_entropy(rows) / self._sampled_normaliser()
         else:
-            entropy = mean(self._of_classes(rows))
+            entropy = mean(self._token_entropies(rows))
         sign = 1.0 if self.mode == "penalty" else -1.0
         return sign * entropy, {"entropy": entropy.item()}
 
-    def _classes_of_samples(self) -> float:
+    def _sampled_normaliser(self) -> float:
         if self.temperature != 1:
             raise InputError(
                 f"temperature must be 1 for log-probs [T], which are no distributions, got "
@@ -97,25 +97,26 @@ class Entropy:
             )
         return math.log(self.vocabulary) if self.normalize and self.vocabulary else 1.0
 
-    def _of_classes(self, rows: Sequence[DatumRow]) -> Tensor:
-        """One entropy per token."""
-        each = []
+    def _token_entropies(self, rows: Sequence[DatumRow]) -> Tensor:
+        """Entropy of each token of `[T, K]` log-probs, over K classes and their tail: `[N]`."""
+        entropies = []
         for row in rows:
             classes = with_tail(row.kept)
-            rates = penalties.entropy(classes, temperature=self.temperature, reduction="none")
+            each = penalties.entropy(classes, temperature=self.temperature, reduction="none")
             count = self.vocabulary or classes.shape[-1]
-            each.append(rates / math.log(count) if self.normalize else rates)
-        return torch.cat(each)
+            entropies.append(each / math.log(count) if self.normalize else each)
+        return torch.cat(entropies)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidencePenalty:
-    """Penalises predictions that are surer than they may be: entropy below a threshold Γ.
+    """Penalise overconfident predictions: entropy below a threshold Γ.
 
     `[T, K]`: `mean max(0, Γ - H_t)` over tokens, H_t the entropy of the K classes and their
     tail. **The gradient is exact.** `[T]`: `max(0, Γ - H)` with H = -mean log p over the sampled
-    tokens of the batch. **The gradient is an estimator**, that of `½ mean (log p)²` where the
-    penalty is above 0: unbiased if the tokens were sampled from the model being trained.
+    tokens of the batch. **The gradient is an estimator**: where the penalty is above 0 that of
+    `½ mean (log p)²`, which as in `Entropy` estimates -∇H from tokens sampled from the model being
+    trained; elsewhere 0.
 
     Reads from each datum: `weights` (optional), where 0 leaves a token out.
 
@@ -123,7 +124,7 @@ class ConfidencePenalty:
         threshold: Γ in nats, above 0.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> loss, _ = ConfidencePenalty(threshold=0.7).compute([], [torch.tensor([-0.1, -0.3])])
@@ -142,17 +143,16 @@ class ConfidencePenalty:
         _options.positive("threshold", self.threshold, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """The penalty of a batch, and its `entropy` in nats."""
-        rows = rows_of(data, logprobs, classes=True)
+        """Compute the penalty of a batch, and its `entropy` in nats."""
+        rows = batch_rows(data, logprobs, classes=True)
         if rows[0].logprobs.dim() == 1:
-            entropy = _of_samples(rows)
+            entropy = _sampled_entropy(rows)
         else:
-            kept = [with_tail(row.kept) for row in rows]
-            entropy = torch.cat([penalties.entropy(row, reduction="none") for row in kept])
+            classes = [with_tail(row.kept) for row in rows]
+            entropy = torch.cat([penalties.entropy(each, reduction="none") for each in classes])
         penalty = mean((self.threshold - entropy).clamp_min(0))
         return penalty, {"entropy": mean(entropy).item()}
 
 
-def _of_samples(rows: Sequence[DatumRow]) -> Tensor:
-    flat = torch.cat([row.kept for row in rows])
-    return with_gradient_of(-0.5 * mean(flat.square()), value=-mean(flat))
+def _sampled_entropy(rows: Sequence[DatumRow]) -> Tensor:
+    return sampled_entropy(torch.cat([row.kept for row in rows]))

@@ -1,4 +1,4 @@
-"""Validation: what somebody else's service says of each datum."""
+"""External validation: penalties from an HTTP service, one per datum."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ from steelyard.spec import is_finite, title
 
 
 class ExternalValidation:
-    """Penalties that an HTTP endpoint gives, one per datum.
+    """Penalise each datum by the number that an HTTP endpoint returns for it.
 
-    For each datum a JSON question is sent by POST; the answer must be a JSON object with a
-    finite number `penalty`, which may have other members. The value is the mean penalty.
+    For each datum a JSON request is sent by POST; the response must be a JSON object with a
+    finite number `penalty`, and may have other members. The value is the mean penalty.
 
     **The gradient is the score-function estimate**: unbiased for the expected penalty if the
-    data were sampled from the model being trained; on fixed data a push that makes penalised
-    data less likely.
+    data were sampled from the model being trained; on fixed data it makes penalised data less
+    likely.
 
     It is async and runs on the library's event loop; connections stay open from call to call,
-    until `close`, the end of the workers it runs on, or the end of the program. A question is
-    asked again after a 429, a 5xx, a broken connection or a timeout, with growing pauses, or as
-    long as `Retry-After` asks for. A 4xx, a redirect, an answer that is too long or not as
-    described fails at once. What fails, fails the term.
+    until `close`, the end of the workers it runs on, or the end of the program. A request is
+    retried after a 429, a 5xx, a broken connection or a timeout, with exponential backoff, or
+    after the time in `Retry-After`. A 4xx, a redirect, and a response that is too long or invalid
+    fail at once. If a request fails for good, the term fails, unless `unanswered` is set.
 
     Errors, repr and telemetry show the URL without user, password and query, and no header.
     (httpx itself logs the URL with its query, at level INFO: put secrets in headers.)
 
-    Reads from each datum: what `payload` reads; `weights` (optional), where 0 leaves a token
-    out of the gradient. Without `payload` the question is `{"tokens": [...], "target_tokens":
-    [...], "weights": [...]}`: the model input, and of the others what the datum has.
+    Reads from each datum: the fields that `payload` reads; `weights` (optional), where 0 leaves a
+    token out of the gradient. Without `payload` the request is `{"tokens": [...],
+    "target_tokens": [...], "weights": [...]}`: the model input, and those of the other two that
+    the datum has.
 
     Args:
         url: `http://...` or `https://...`.
-        payload: a function `(datum, index)`, or its `"package.module:attr"`, that gives the
-            question, something JSON can hold.
-        headers: sent with every question; for example an `Authorization`.
-        concurrency: how many questions may be under way at once, and connections open.
+        payload: a function `(datum, index)`, or its `"package.module:attr"`, that returns the
+            request, serialisable as JSON.
+        headers: sent with every request; for example an `Authorization`.
+        concurrency: the largest number of concurrent requests, and of open connections.
         request_timeout: seconds one attempt may take, from connecting to the last byte.
-        retries: how often a question is asked again.
+        retries: the largest number of retries of a request.
         backoff: the pause before the first retry, in seconds; each further one is twice as long.
         max_backoff: the longest pause, whatever `Retry-After` says.
-        max_bytes: the longest answer; a longer one is cut off.
-        unanswered: the penalty of data for which no valid answer came; None: that is an error.
-        follow_redirects: whether to follow them.
+        max_bytes: the largest response; reading stops there, and the request fails.
+        unanswered: the penalty of data without a valid response; None: that is an error.
+        follow_redirects: follow redirects instead of failing.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
         MissingExtraError: httpx is not installed.
 
     Example:
@@ -95,7 +96,9 @@ class ExternalValidation:
             max_bytes=_options.whole("max_bytes", max_bytes, 1, name),
         )
         _options.flag("follow_redirects", follow_redirects, name)
-        self._payload = describe if payload is None else _options.function("payload", payload, name)
+        self._payload = (
+            default_payload if payload is None else _options.function("payload", payload, name)
+        )
         self._unanswered = (
             None if unanswered is None else _options.number("unanswered", unanswered, name)
         )
@@ -107,140 +110,141 @@ class ExternalValidation:
         self._sessions: dict[asyncio.AbstractEventLoop, HttpSession] = {}
 
     def __repr__(self) -> str:
-        return f"ExternalValidation(url={self._endpoint.where!r})"
+        return f"ExternalValidation(url={self._endpoint.public_url!r})"
 
     async def compute(
         self,
         data: Any,
         logprobs: LogProbs,  # noqa: ARG002 - the verdict does not depend on them
     ) -> tuple[list[float], dict[str, float]]:
-        """One penalty per datum; how many questions were asked again, or stayed `unanswered`."""
-        questions = [self._question(datum, index) for index, datum in enumerate(data)]
+        """Compute one penalty per datum; the numbers of `retries` and of data `unanswered`."""
+        bodies = [self._body(datum, index) for index, datum in enumerate(data)]
         session = await self._open()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._ask(session, question, index))
-                    for index, question in enumerate(questions)
+                    group.create_task(self._request(session, body, index))
+                    for index, body in enumerate(bodies)
                 ]
         except ExceptionGroup as failed:  # the first failure has cancelled the rest
             raise failed.exceptions[0] from None
-        answers = [task.result() for task in tasks]
+        results = [task.result() for task in tasks]
         metrics = {
-            "retries": float(sum(retries for _, retries in answers)),
-            "unanswered": float(sum(penalty is None for penalty, _ in answers)),
+            "retries": float(sum(retries for _, retries in results)),
+            "unanswered": float(sum(penalty is None for penalty, _ in results)),
         }
-        penalties = [self._unanswered if penalty is None else penalty for penalty, _ in answers]
+        penalties = [self._unanswered if penalty is None else penalty for penalty, _ in results]
         return penalties, metrics  # type: ignore[return-value]  # None only if unanswered is given
 
     def close(self) -> None:
         """Close the connections. A later call opens new ones."""
         try:
-            here = asyncio.get_running_loop()
+            current = asyncio.get_running_loop()
         except RuntimeError:
-            here = None
+            current = None
         while self._sessions:
             loop, session = self._sessions.popitem()
             if loop.is_running():
                 closed = asyncio.run_coroutine_threadsafe(session.close(), loop)
-                if loop is not here:  # there it has to wait for us
+                if loop is not current:  # waiting on our own loop would be a deadlock
                     closed.result(timeout=5.0)
 
     async def _open(self) -> HttpSession:
-        """The connections of the running loop: the library's own as a rule."""
+        """Session of the running loop, usually the library's own; opened on first use."""
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None:
             for other in list(self._sessions):
-                if other.is_closed():  # and has closed its connections
+                if other.is_closed():  # which also closed its connections
                     self._sessions.pop(other, None)
             session = self._sessions[loop] = await self._endpoint.session()
         return session
 
-    async def _ask(
-        self, session: HttpSession, question: str, index: int
+    async def _request(
+        self, session: HttpSession, body: str, index: int
     ) -> tuple[float | None, int]:
+        """Penalty of a datum, None if `unanswered` stands for it, and the number of retries."""
         try:
-            answer, retries = await self._endpoint.ask(session, question)
-            return _penalty(answer), retries
+            response, retries = await self._endpoint.post(session, body)
+            return _penalty(response), retries
         except TermError as error:
             if self._unanswered is not None:
                 return None, 0
             raise TermError(
-                f"the validator at {self._endpoint.where} must answer for datum {index} with a "
-                f"JSON object that has a finite number 'penalty', {error}: mend the service, or "
+                f"the validator at {self._endpoint.public_url} must answer for datum {index} with "
+                f"a JSON object that has a finite number 'penalty', {error}: fix the service, or "
                 f"pass unanswered=... for such data."
             ) from None
 
-    def _question(self, datum: Any, index: int) -> str:
-        question = self._payload(datum, index)
+    def _body(self, datum: Any, index: int) -> str:
+        payload = self._payload(datum, index)
         try:
-            return json.dumps(question, allow_nan=False)
+            return json.dumps(payload, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"payload must give something JSON can hold for datum {index}, got "
-                f"{type(question).__name__}: {error}."
+                f"{type(payload).__name__}: {error}."
             ) from error
 
 
-def describe(datum: Any, index: int) -> dict[str, Any]:
-    """What is sent of a datum unless a payload function says otherwise.
+def default_payload(datum: Any, index: int) -> dict[str, Any]:
+    """Request for a datum without a `payload` function: its tokens, targets and weights.
 
     Raises:
-        InputError: it has neither tokens nor targets.
+        InputError: the datum has neither tokens nor targets.
     """
-    described = {}
+    payload = {}
     tokens = datum.get("model_input") if isinstance(datum, Mapping) else None
     tokens = getattr(datum, "model_input", tokens)
     if tokens is not None:
-        described["tokens"] = tokens.to_ints() if hasattr(tokens, "to_ints") else list(tokens)
+        payload["tokens"] = tokens.to_ints() if hasattr(tokens, "to_ints") else list(tokens)
     for field in ("target_tokens", "weights"):
         value = loss_fn_input(datum, field)
         if value is not None:
-            described[field] = as_tensor(value).tolist()
-    if not described:
+            payload[field] = as_tensor(value).tolist()
+    if not payload:
         raise InputError(
             f"datum {index} must have a model_input or target_tokens to be sent, got neither: "
             f"pass payload=... to say what to send."
         )
-    return described
+    return payload
 
 
-def _penalty(answer: Any) -> float:
-    if not isinstance(answer, dict):
-        raise TermError(f"got a JSON {type(answer).__name__}")
-    if "penalty" not in answer:
+def _penalty(response: Any) -> float:
+    if not isinstance(response, dict):
+        raise TermError(f"got a JSON {type(response).__name__}")
+    if "penalty" not in response:
         raise TermError("got an object without it")
-    penalty = answer["penalty"]
+    penalty = response["penalty"]
     if not is_finite(penalty):
         got = penalty if isinstance(penalty, float) else f"a {type(penalty).__name__}"
         raise TermError(f"got {got} there")
     return float(penalty)
 
 
-# What these two refuse may hold a secret, so they do not show it.
+# The values that these two reject may hold a secret, so their errors do not show them.
 def _check_url(url: Any) -> None:
     try:
         parts = urlsplit(url) if isinstance(url, str) else None
-        good = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname)
-        good = good and (parts is None or parts.port is None or parts.port > 0)
+        valid = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname)
+        valid = valid and (parts is None or parts.port is None or parts.port > 0)
     except ValueError:
-        good = False
-    if not good:
+        valid = False
+    if not valid:
         raise SpecError(
             f"url must be an http:// or https:// address with a host, got a {type(url).__name__} "
-            f"that is none (regularizer 'external_validation')."
+            f"that is not (regularizer 'external_validation')."
         )
 
 
 def _checked_headers(headers: Any) -> dict[str, str]:
     given = {} if headers is None else headers
-    good = isinstance(given, Mapping) and all(
+    valid = isinstance(given, Mapping) and all(
         isinstance(text, str) and text.isascii() and text.isprintable()
         for pair in given.items()
         for text in pair
     )
-    if not good:
+    if not valid:
         raise SpecError(
             "headers must be a mapping of names to values, printable ASCII strings, got "
             "something else (regularizer 'external_validation')."

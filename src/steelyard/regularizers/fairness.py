@@ -1,4 +1,4 @@
-"""Fairness: gaps between groups of data in how likely the model finds them."""
+"""Fairness: gaps between groups of data in the likelihood that the model assigns to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from steelyard._extras import require
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import DatumRow, Source, mean, rows_of
+from steelyard.regularizers._tokens import DatumRow, Source, batch_rows, mean
 from steelyard.spec import title
 
 Outcome: TypeAlias = Literal["logprob", "prob"]
@@ -22,12 +22,12 @@ Test: TypeAlias = Literal["kruskal", "anova", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class DemographicParity:
-    """Gap between groups in the mean outcome of their data, whatever is true of them.
+    """Gap between groups in the mean outcome of their data, whatever their labels.
 
     The outcome of a datum is its mean log-prob per token, or the exponential of that with
     `outcome="prob"` (for an answer of one token, its probability). With m_g the mean outcome of
-    group g, the value is the mean over pairs of groups of `|m_g - m_h|^power`. A batch with
-    fewer than two groups costs nothing.
+    the data of group g, the value is the mean of `|m_g - m_h|^power` over all pairs g < h of
+    groups. It is 0 for a batch with fewer than two groups.
 
     The gradient is exact (at a gap of exactly 0 with `power=1`: 0).
 
@@ -40,10 +40,10 @@ class DemographicParity:
         outcome: `"logprob"` or `"prob"`.
         power: 2 for squared gaps, 1 for absolute ones.
         test: the test of equal outcomes whose `p_value` is reported: `"kruskal"`
-            (Kruskal-Wallis), `"anova"`, or `"none"`. It has no part in the gradient.
+            (Kruskal-Wallis), `"anova"`, or `"none"`. It does not affect value or gradient.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
         MissingExtraError: SciPy is not installed, and `test` is not `"none"`.
 
     Example:
@@ -68,8 +68,8 @@ class DemographicParity:
         _check(self)
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """The penalty; the largest `gap`, each group's mean, the number of `groups`, the test."""
-        rows = rows_of(data, logprobs)
+        """Compute the penalty; the largest `gap`, each group's mean, `groups` and `p_value`."""
+        rows = batch_rows(data, logprobs)
         groups = _grouped(rows, [row.read_label(self.group) for row in rows], self.outcome)
         means = {label: torch.stack(group).mean() for label, group in groups.items()}
         metrics = {f"mean/{label}": value.item() for label, value in means.items()}
@@ -84,9 +84,10 @@ class DemographicParity:
 class EqualizedOdds:
     """Gap between groups in the mean outcome of their data, among data with the same label.
 
-    As `DemographicParity`, taken within each label: the value is the mean, over labels and pairs
-    of groups that both have data of that label, of `|m_gy - m_hy|^power`. A label with fewer than
-    two groups in the batch adds nothing.
+    As `DemographicParity` within each label: with m_gy the mean outcome of the data of group g
+    and label y, the value is the mean of `|m_gy - m_hy|^power` over all labels y and pairs g < h
+    of groups that both have data of that label. A label with fewer than two groups in the batch
+    does not count.
 
     The gradient is exact (at a gap of exactly 0 with `power=1`: 0).
 
@@ -103,7 +104,7 @@ class EqualizedOdds:
             labels by Fisher's method.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
         MissingExtraError: SciPy is not installed, and `test` is not `"none"`.
 
     Example:
@@ -126,17 +127,17 @@ class EqualizedOdds:
 
     def __post_init__(self) -> None:
         _check(self)
-        _options.settle_source(self, "label")
+        _options.resolve_source(self, "label")
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """The penalty; the largest `gap`, the gap of each label, the test."""
-        rows = rows_of(data, logprobs)
+        """Compute the penalty; the largest `gap`, that of each label, and `p_value`."""
+        rows = batch_rows(data, logprobs)
         labels = [row.read_label(self.label) for row in rows]
         gaps, p_values, metrics = [], [], {}
         for label in dict.fromkeys(labels):
-            alike = [row for row, own in zip(rows, labels, strict=True) if own == label]
-            named = [row.read_label(self.group) for row in alike]
-            groups = list(_grouped(alike, named, self.outcome).values())
+            same_label = [row for row, own in zip(rows, labels, strict=True) if own == label]
+            names = [row.read_label(self.group) for row in same_label]
+            groups = list(_grouped(same_label, names, self.outcome).values())
             if len(groups) < 2:  # noqa: PLR2004 - nothing to compare
                 continue
             own_gaps = _gaps([torch.stack(group).mean() for group in groups])
@@ -152,7 +153,7 @@ class EqualizedOdds:
 
 def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
     name = regularizer.name
-    _options.settle_source(regularizer, "group")
+    _options.resolve_source(regularizer, "group")
     _options.one_of("outcome", regularizer.outcome, ("logprob", "prob"), name)
     _options.require(regularizer.power in (1, 2), "power", "1 or 2", regularizer.power, name)
     _options.one_of("test", regularizer.test, ("kruskal", "anova", "none"), name)
@@ -163,10 +164,11 @@ def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
 def _grouped(
     rows: Sequence[DatumRow], labels: Sequence[Hashable], outcome: Outcome
 ) -> Mapping[Hashable, list[Tensor]]:
+    """Outcomes of the data, one scalar each, by group."""
     groups: dict[Hashable, list[Tensor]] = {}
     for row, label in zip(rows, labels, strict=True):
-        own = mean(row.kept)
-        groups.setdefault(label, []).append(own.exp() if outcome == "prob" else own)
+        logprob = mean(row.kept)
+        groups.setdefault(label, []).append(logprob.exp() if outcome == "prob" else logprob)
     return groups
 
 
@@ -180,23 +182,24 @@ def _largest(gaps: Sequence[Tensor]) -> float:
 
 def _penalty(rows: Sequence[DatumRow], gaps: Sequence[Tensor], power: int) -> Tensor:
     if not gaps:
-        return 0.0 * rows[0].kept.sum()
-    each = torch.stack(list(gaps))
-    return (each.abs() if power == 1 else each.square()).mean()
+        return 0.0 * rows[0].kept.sum()  # 0 with a graph, so that the gradient is 0, not missing
+    stacked = torch.stack(list(gaps))
+    return (stacked.abs() if power == 1 else stacked.square()).mean()
 
 
 def _p_value(test: Test, groups: Sequence[Sequence[Tensor]]) -> float:
     samples = [[outcome.item() for outcome in group] for group in groups]
     if len({outcome for sample in samples for outcome in sample}) == 1:
-        return 1.0  # nothing differs; SciPy gives NaN
+        return 1.0  # all outcomes are equal; SciPy gives NaN
     if test == "anova" and all(len(sample) == 1 for sample in samples):
-        return 1.0  # no group shows how much its outcomes vary
+        return 1.0  # without variance within groups the F statistic is undefined
     stats = _stats()
     result = (stats.kruskal if test == "kruskal" else stats.f_oneway)(*samples)
     return float(result.pvalue)
 
 
 def _combined(p_values: Sequence[float]) -> float:
+    """Combine independent p-values by Fisher's method: -2 Σ log pᵢ ~ χ² with 2n degrees."""
     return float(_stats().combine_pvalues(p_values).pvalue)
 
 

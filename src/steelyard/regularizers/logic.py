@@ -1,4 +1,4 @@
-"""Logic: whether what a datum claims can be true together."""
+"""Logic: satisfiability of the constraints of each datum, decided by Z3."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalConsistency:
-    """Penalises data whose constraints contradict each other, as Z3 finds.
+    """Penalise data whose constraints contradict each other, as decided by the SMT solver Z3.
 
-    For each datum, the constraints its function gives are asserted together. Z3's verdict, one
-    of sat, unsat and unknown (it gave up, or ran out of time), has its penalty, is counted and
-    reported. To ask instead whether a claim follows from facts, assert the facts and the claim's
-    negation, and swap the penalties of `sat` and `unsat`.
+    For each datum, the constraints that the function returns are asserted together. Z3's verdict,
+    one of sat, unsat and unknown (undecidable for it, or out of time), selects the penalty of the
+    datum; the verdicts are counted in the metrics. To check instead whether a claim follows from
+    facts, assert the facts and the negation of the claim, and swap the penalties of `sat` and
+    `unsat`.
 
     **The gradient is the score-function estimate**: unbiased for the expected penalty if the
-    data were sampled from the model being trained; on fixed data a push that makes data with a
+    data were sampled from the model being trained; on fixed data it makes data with a
     contradiction less likely. The verdict itself has no gradient.
 
     It runs in a process unless its spec says otherwise. Z3 does not always keep to its own time
-    limit; the term's `timeout` ends the process, and the call fails or drops the term. In a
-    thread nothing can end it, and terms with Z3 wait for each other.
+    limit; the term's `timeout` kills the process, and `on_error` decides whether the call fails
+    or the term is skipped. A thread cannot be killed, and there terms with Z3 run one at a time.
 
-    Reads from each datum: what `constraints` reads; `weights` (optional), where 0 leaves a token
-    out of the gradient.
+    Reads from each datum: the fields that `constraints` reads; `weights` (optional), where 0
+    leaves a token out of the gradient.
 
     Args:
-        constraints: a function `(datum, index)`, or its `"package.module:attr"`, that gives a Z3
-            expression or several. No constraints are satisfiable.
+        constraints: a function `(datum, index)`, or its `"package.module:attr"`, that returns a
+            Z3 expression or a list of them. An empty list is satisfiable.
         solver_timeout: seconds Z3 may take for one datum.
         sat: the penalty of data whose constraints can be true together.
         unsat: the penalty of data whose constraints contradict each other.
         unknown: the penalty of data that Z3 cannot decide.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
         MissingExtraError: Z3 is not installed.
 
     Example:
@@ -72,8 +73,8 @@ class LogicalConsistency:
     gradient: ClassVar[str] = "score"
 
     def __post_init__(self) -> None:
-        found = _options.function("constraints", self.constraints, self.name)
-        object.__setattr__(self, "constraints", found)
+        resolved = _options.function("constraints", self.constraints, self.name)
+        object.__setattr__(self, "constraints", resolved)
         _options.positive("solver_timeout", self.solver_timeout, self.name)
         for option in ("sat", "unsat", "unknown"):
             _options.number(option, getattr(self, option), self.name)
@@ -84,7 +85,7 @@ class LogicalConsistency:
         data: Any,
         logprobs: LogProbs,  # noqa: ARG002 - the verdict does not depend on them
     ) -> tuple[list[float], dict[str, float]]:
-        """One penalty per datum; how many data are `sat`, `unsat` and `unknown`."""
+        """Compute one penalty per datum; the numbers of data `sat`, `unsat` and `unknown`."""
         with _lock:
             verdicts = [self._verdict(datum, index) for index, datum in enumerate(data)]
         metrics = {kind: float(verdicts.count(kind)) for kind in ("sat", "unsat", "unknown")}
@@ -96,7 +97,7 @@ class LogicalConsistency:
         solver = z3.Solver()
         solver.set("timeout", max(1, round(1000 * self.solver_timeout)))
         given = self.constraints(datum, index)
-        # What Z3 parses from SMT-LIB is a vector, which is no Python sequence.
+        # z3.parse_smt2_string returns an AstVector, which is not a Python sequence.
         several = isinstance(given, list | tuple | z3.AstVector)
         for constraint in given if several else [given]:
             if not isinstance(constraint, bool | z3.BoolRef):

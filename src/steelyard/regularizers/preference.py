@@ -1,4 +1,4 @@
-"""Preference: DPO as a base loss, and the terms that steady it."""
+"""Preference optimisation: DPO as a base loss, and two terms that stabilise it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._pairs import pairs_of
-from steelyard.regularizers._tokens import DatumRow, Source, mean, rows_of
+from steelyard.regularizers._tokens import DatumRow, Source, batch_pairs, batch_rows, mean
 from steelyard.regularizers.reference import REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPO:
-    """Direct preference optimisation, a base loss over pairs of a chosen and a rejected datum.
+    """Direct preference optimisation: a base loss over pairs of a chosen and a rejected datum.
 
-    `-mean((1 - s) · log sigmoid(h) + s · log sigmoid(-h))` over pairs, with
-    `h = β · (Δ_chosen - Δ_rejected)`, where Δ is the sum over a datum's tokens of log p - log r,
-    r the reference, and s the label smoothing.
+    `-mean((1 - s) · log sigmoid(h) + s · log sigmoid(-h))` over pairs, with s the label smoothing
+    and `h = β · (Δ_chosen - Δ_rejected)`, where `Δ = Σ_t (log p_t - log r_t)` is a sum, not a
+    mean, over the tokens of a datum, and r the reference.
 
-    The gradient is exact.
+    The gradient is exact; without smoothing ∂loss/∂h = -sigmoid(-h) / (number of pairs).
 
     Reads from each datum: the reference, of the shape of its log-probs `[T]`; `weights`
     (optional), where 0 leaves a token out; `pair`, if that is a field.
@@ -33,12 +32,12 @@ class DPO:
         beta: β > 0.
         reference: the field of `loss_fn_inputs` with the reference's log-probs, or a function
             `(datum, index)` that gives them.
-        label_smoothing: the share s of labels that may be wrong, in [0, 0.5).
+        label_smoothing: the assumed fraction s of wrong labels, in [0, 0.5).
         pair: a field, or a function `(datum, index)`, that gives both data of a pair the same
             label; None: neighbours are pairs. The first of a pair is the chosen one.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> data = [{"loss_fn_inputs": {"reference_logprobs": [-1.0]}} for _ in range(2)]
@@ -60,19 +59,21 @@ class DPO:
 
     def __post_init__(self) -> None:
         _options.positive("beta", self.beta, self.name)
-        _options.settle_source(self, "reference")
-        _options.settle_source(self, "pair", optional=True)
+        _options.resolve_source(self, "reference")
+        _options.resolve_source(self, "pair", optional=True)
         smoothing = _options.fraction("label_smoothing", self.label_smoothing, self.name)
         rule = "a number in [0, 0.5)"
         _options.require(smoothing < 0.5, "label_smoothing", rule, smoothing, self.name)  # noqa: PLR2004 - the rule
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch; `accuracy`, `margin` and the rewards of both sides."""
-        pairs = pairs_of(rows_of(data, logprobs), self.pair)
+        """Compute the loss of a batch; `accuracy`, `margin` and the rewards of both sides."""
+        pairs = batch_pairs(batch_rows(data, logprobs), self.pair)
+        # Implicit rewards β·Δ, one per pair; their difference is h.
         chosen = self.beta * torch.stack([self._log_ratio(first) for first, _ in pairs])
         rejected = self.beta * torch.stack([self._log_ratio(second) for _, second in pairs])
         margins = chosen - rejected
         s = self.label_smoothing
+        # logsigmoid, not log(sigmoid): finite for margins of any size.
         loss = -((1 - s) * F.logsigmoid(margins) + s * F.logsigmoid(-margins)).mean()
         metrics = {
             "accuracy": (margins > 0).double().mean().item(),
@@ -83,14 +84,14 @@ class DPO:
         return loss, metrics
 
     def _log_ratio(self, row: DatumRow) -> Tensor:
-        return (row.kept - row.read_like(self.reference)).sum()
+        return (row.kept - row.read_per_token(self.reference)).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenNLL:
-    """Negative log-likelihood of the chosen data of each pair: keeps DPO from sinking both.
+    """Negative log-likelihood of the chosen data: keeps DPO from making both data less likely.
 
-    `-mean log p` over the tokens of all chosen data.
+    `-mean log p` over the tokens of all chosen data together.
 
     The gradient is exact.
 
@@ -101,7 +102,7 @@ class ChosenNLL:
         pair: as in `DPO`.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> ChosenNLL().compute([], [torch.tensor([-0.5, -1.5]), torch.tensor([-9.0])])
@@ -115,17 +116,17 @@ class ChosenNLL:
     name: ClassVar[str] = "chosen_nll"
 
     def __post_init__(self) -> None:
-        _options.settle_source(self, "pair", optional=True)
+        _options.resolve_source(self, "pair", optional=True)
 
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """The penalty of a batch."""
-        pairs = pairs_of(rows_of(data, logprobs), self.pair)
+        """Compute the penalty of a batch."""
+        pairs = batch_pairs(batch_rows(data, logprobs), self.pair)
         return -mean(torch.cat([first.kept for first, _ in pairs]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredLogRatio:
-    """Mean squared log-ratio to the reference: holds the model near it on all the data.
+    """Mean squared log-ratio to the reference: keeps the model near it on all data.
 
     `mean (log p - log r)²` over the tokens of all data: twice the k2 of `KLToReference`.
 
@@ -138,7 +139,7 @@ class SquaredLogRatio:
         reference: as in `DPO`.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> data = [{"loss_fn_inputs": {"reference_logprobs": [-1.0, -2.0]}}]
@@ -150,9 +151,10 @@ class SquaredLogRatio:
     name: ClassVar[str] = "squared_log_ratio"
 
     def __post_init__(self) -> None:
-        _options.settle_source(self, "reference")
+        _options.resolve_source(self, "reference")
 
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """The penalty of a batch."""
-        ratios = [row.kept - row.read_like(self.reference) for row in rows_of(data, logprobs)]
-        return mean(torch.cat(ratios).square())
+        """Compute the penalty of a batch."""
+        rows = batch_rows(data, logprobs)
+        log_ratios = [row.kept - row.read_per_token(self.reference) for row in rows]
+        return mean(torch.cat(log_ratios).square())

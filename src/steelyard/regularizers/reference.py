@@ -1,42 +1,38 @@
-"""Distance from a reference: another model's log-probs, or a partner's in the same batch."""
+"""Divergence from a reference: another model's log-probs, or a paired datum of the batch."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from steelyard import penalties
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._estimate import with_gradient_of
-from steelyard.regularizers._pairs import pairs_of
-from steelyard.regularizers._tail import with_tail
-from steelyard.regularizers._tokens import DatumRow, Source, mean, rows_of
+from steelyard.regularizers._estimators import sampled_js, sampled_kl, with_tail
+from steelyard.regularizers._tokens import DatumRow, Source, batch_pairs, batch_rows, mean
 
 REFERENCE = "reference_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLToReference:
-    """KL divergence from the model's predictions p to a reference r, averaged over tokens.
+    """KL divergence KL(p‖r) of the model's predictions p from a reference r, mean over tokens.
 
     `[T]`: estimated from the sampled tokens, with δ = log p - log r of each:
 
-    * `"k1"` = δ. Its gradient is the same for every token whatever r is: zero in expectation
-      on policy, so it measures but does not hold.
-    * `"k2"` = ½ δ² (the default). **An estimator** whose gradient δ is, on policy, the
-      unbiased one of KL(p‖r).
-    * `"k3"` = (r/p - 1) - log(r/p), never below 0. The unbiased value of least variance; its
-      gradient 1 - r/p is, on policy, that of KL(r‖p).
+    * `"k1"` = δ. The value is unbiased, but the gradient with respect to log p is 1 whatever r
+      is: zero in expectation on policy, so it measures without regularizing.
+    * `"k2"` = ½ δ² (the default). The value is biased; the gradient δ is, on policy, an unbiased
+      **estimator** of that of KL(p‖r).
+    * `"k3"` = (r/p - 1) - log(r/p), never below 0. The value is unbiased with low variance; the
+      gradient 1 - r/p is, on policy, an estimator of that of KL(r‖p).
 
     On policy means: the tokens were sampled from the model being trained. On fixed data k2
-    and k3 pull each token's log-prob to the reference's.
+    and k3 move each token's log-prob towards the reference's.
 
     `[T, K]`: the divergence over the K classes and one tail class with the remaining mass; a
     lower bound of the true one. **The gradient is exact.**
@@ -52,7 +48,7 @@ class KLToReference:
             their mean.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> data = [{"loss_fn_inputs": {"reference_logprobs": [-1.0, -2.0]}}]
@@ -70,14 +66,14 @@ class KLToReference:
     name: ClassVar[str] = "kl_to_reference"
 
     def __post_init__(self) -> None:
-        _options.settle_source(self, "reference")
+        _options.resolve_source(self, "reference")
         _options.one_of("estimator", self.estimator, ("k1", "k2", "k3"), self.name)
         directions = ("forward", "reverse", "symmetric")
         _options.one_of("direction", self.direction, directions, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """The penalty of a batch; for `[T]` also every estimator's value."""
-        rows = rows_of(data, logprobs, classes=True)
+        """Compute the penalty of a batch; for `[T]` also the value of each estimator."""
+        rows = batch_rows(data, logprobs, classes=True)
         if rows[0].logprobs.dim() == 1:
             return self._from_samples(rows)
         each = [
@@ -92,26 +88,20 @@ class KLToReference:
                 f"direction must be 'forward' for log-probs [T], whose estimators are of KL(p‖r), "
                 f"got {self.direction!r}: use [T, K] targets."
             )
-        ratio = torch.cat([row.kept - row.read_like(self.reference) for row in rows])
-        estimates = {
-            "k1": mean(ratio),
-            "k2": mean(0.5 * ratio.square()),
-            # expm1: the difference r/p - 1 would lose what is left of a ratio near 1.
-            "k3": mean(torch.expm1(-ratio) + ratio),
-        }
+        estimates = sampled_kl(*_tokens_and_reference(rows, self.reference))
         metrics = {key: value.item() for key, value in estimates.items()}
         return estimates[self.estimator], metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class JSToReference:
-    """Jensen-Shannon divergence between the model's predictions p and a reference r.
+    """Jensen-Shannon divergence of the model's predictions p and a reference r, mean over tokens.
 
     `[T]`: estimated from the sampled tokens; with u = r/p of each, the value is the mean of
     `½ (u log u - (1 + u) log((1 + u)/2))`, never below 0. **The gradient is an estimator**,
-    `-½ log((1 + u)/2)` per token: unbiased if the tokens were sampled from the model being
-    trained; on fixed data it pulls each token's log-prob to the reference's, gently where the
-    model is surer than the reference.
+    `-½ log((1 + u)/2)` per token, divided by their number: unbiased if the tokens were sampled
+    from the model being trained. On fixed data it moves each token's log-prob towards the
+    reference's, with a gradient of at most ½ log 2 where the model is more confident (u < 1).
 
     `[T, K]`: over the K classes and one tail class with the remaining mass, between 0 and
     log 2; a lower bound of the true one. **The gradient is exact.**
@@ -123,7 +113,7 @@ class JSToReference:
         reference: as in `KLToReference`.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> data = [{"loss_fn_inputs": {"reference_logprobs": [[-0.6931, -1.6094]]}}]
@@ -139,41 +129,32 @@ class JSToReference:
     name: ClassVar[str] = "js_to_reference"
 
     def __post_init__(self) -> None:
-        _options.settle_source(self, "reference")
+        _options.resolve_source(self, "reference")
 
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """The penalty of a batch."""
-        rows = rows_of(data, logprobs, classes=True)
+        """Compute the penalty of a batch."""
+        rows = batch_rows(data, logprobs, classes=True)
         if rows[0].logprobs.dim() == 1:
-            return self._from_samples(rows)
+            return sampled_js(*_tokens_and_reference(rows, self.reference))
         distributions = _distributions(rows, self.reference)
         each = [penalties.js_divergence(p, r, reduction="none") for p, r in distributions]
         return mean(torch.cat(each))
 
-    def _from_samples(self, rows: list[DatumRow]) -> Tensor:
-        flat = torch.cat([row.kept for row in rows])
-        reference = torch.cat([row.read_like(self.reference) for row in rows])
-        with torch.no_grad():
-            log_u = reference - flat
-            middle = F.softplus(log_u) - math.log(2)
-            # Rounding may leave u = 1 a little below 0.
-            value = (0.5 * (log_u.exp() * (log_u - middle) - middle)).clamp_min(0)
-        return with_gradient_of(mean(-0.5 * middle * flat), value=mean(value))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Consistency:
-    """Disagreement between paired data: the same answer under two prompts, for example.
+    """Disagreement of paired data, for example of the same answer under two prompts.
 
-    Averaged over the tokens of all pairs, with a and b the log-probs of a pair's tokens:
-    `"mse"` (a - b)², `"l1"` |a - b|; `"kl"` the symmetric KL, `"js"` the Jensen-Shannon
-    divergence over K classes and their tail, for `[T, K]`. With `level="sequence"` a and b are
-    the mean log-probs of the two data, which may then differ in length.
+    Mean over the tokens of all pairs, with a and b the log-probs of a pair's tokens: `"mse"`
+    (a - b)², `"l1"` |a - b|; for `[T, K]`, over K classes and their tail, `"kl"` is the symmetric
+    ½ KL(a‖b) + ½ KL(b‖a) and `"js"` the Jensen-Shannon divergence. With `level="sequence"` a and
+    b are the mean log-probs of the two data, which may then differ in length, and the mean is
+    over pairs.
 
-    The gradient is exact, through both.
+    The gradient is exact, and flows into both data of a pair.
 
-    Reads from each datum: `weights` (optional), where 0 leaves a token out; the tokens that
-    are left must be as many in both. `pair`, if that is a field.
+    Reads from each datum: `weights` (optional), where 0 leaves a token out; both data of a pair
+    must have the same number of remaining tokens. `pair`, if that is a field.
 
     Args:
         metric: `"mse"`, `"l1"`, `"kl"` or `"js"`.
@@ -182,7 +163,7 @@ class Consistency:
             label; None: neighbours are pairs (0 and 1, 2 and 3, ...).
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> lps = [torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -4.0])]
@@ -198,18 +179,19 @@ class Consistency:
     def __post_init__(self) -> None:
         _options.one_of("metric", self.metric, ("mse", "l1", "kl", "js"), self.name)
         _options.one_of("level", self.level, ("token", "sequence"), self.name)
-        _options.settle_source(self, "pair", optional=True)
+        _options.resolve_source(self, "pair", optional=True)
         fits = self.level == "token" or self.metric in ("mse", "l1")
         rule = "'token' with metric='kl' or 'js'"
         _options.require(fits, "level", rule, self.level, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """The penalty of a batch."""
-        rows = rows_of(data, logprobs, classes=self.metric in ("kl", "js"))
-        each = [self._between(a, b) for a, b in pairs_of(rows, self.pair)]
+        """Compute the penalty of a batch."""
+        rows = batch_rows(data, logprobs, classes=self.metric in ("kl", "js"))
+        each = [self._disagreement(a, b) for a, b in batch_pairs(rows, self.pair)]
         return mean(torch.cat(each))
 
-    def _between(self, first: DatumRow, second: DatumRow) -> Tensor:
+    def _disagreement(self, first: DatumRow, second: DatumRow) -> Tensor:
+        """Disagreement of each token of a pair, `[T]`, or of the two means, `[1]`."""
         a, b = first.kept, second.kept
         if self.level == "sequence":
             a, b = mean(a).reshape(1), mean(b).reshape(1)
@@ -233,5 +215,12 @@ class Consistency:
         return each
 
 
+def _tokens_and_reference(rows: list[DatumRow], reference: Source) -> tuple[Tensor, Tensor]:
+    """Log-probs of all unmasked tokens of the batch, `[N]`, and those of the reference."""
+    own = torch.cat([row.kept for row in rows])
+    return own, torch.cat([row.read_per_token(reference) for row in rows])
+
+
 def _distributions(rows: list[DatumRow], reference: Source) -> list[tuple[Tensor, Tensor]]:
-    return [(with_tail(row.kept), with_tail(row.read_like(reference))) for row in rows]
+    """`[T, K + 1]` log-probs of model and reference, of each datum."""
+    return [(with_tail(row.kept), with_tail(row.read_per_token(reference))) for row in rows]

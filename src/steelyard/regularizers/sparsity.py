@@ -1,4 +1,4 @@
-"""Sparsity: the size of log-probs, or of probabilities."""
+"""Sparsity: L1, L2 and elastic net of log-probs, or of probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from steelyard import penalties
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import rows_of
+from steelyard.regularizers._tokens import batch_rows
 
 Of: TypeAlias = Literal["logprobs", "probs"]
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -23,10 +23,11 @@ class L1:
 
     `R(|x|)` with x = log p, or p with `of="probs"`; R is the mean or the sum over all tokens
     that count, and all classes of `[T, K]`. Of log-probs, which are never above 0, it is the
-    negative log-likelihood: added to a loss it makes the listed tokens likelier. Of
+    negative log-likelihood: added to a loss it makes the listed tokens more likely. Of
     probabilities it makes them less likely.
 
-    The gradient is exact: sign(x), times p for probabilities.
+    The gradient with respect to log p is exact: sign(x), times p for probabilities; divided by
+    the number of elements for the mean.
 
     Reads from each datum: `weights` (optional), where 0 leaves a token out.
 
@@ -35,7 +36,7 @@ class L1:
         reduction: `"mean"` or `"sum"`.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> data = [{"loss_fn_inputs": {"weights": [0.0, 1.0, 1.0]}}]
@@ -51,7 +52,7 @@ class L1:
         _check(self.of, self.reduction, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """The penalty of a batch."""
+        """Compute the penalty of a batch."""
         value: Tensor = penalties.l1(_values(data, logprobs, self.of), reduction=self.reduction)
         return value
 
@@ -61,22 +62,22 @@ class L2:
     """Mean square of log-probs, or of probabilities.
 
     `R(clamp(x - c, ±clip)²)` with x = log p, or p with `of="probs"`; R is the mean or the sum
-    over all tokens that count, and all classes of `[T, K]`. Of log-probs it pulls the least
-    likely tokens hardest; with `center="mean"` it evens them out.
+    over all tokens that count, and all classes of `[T, K]`. Of log-probs it raises the least
+    likely tokens most; with `center="mean"` it reduces their variance.
 
-    The gradient is exact: that of the formula, 0 beyond `clip`.
+    The gradient is exact: that of the formula, 0 where `clip` is exceeded.
 
     Reads from each datum: `weights` (optional), where 0 leaves a token out.
 
     Args:
         of: `"logprobs"` or `"probs"`.
         reduction: `"mean"` or `"sum"`.
-        clip: the largest distance from the centre that counts; None: all.
+        clip: the distance from the centre to which larger ones are clamped; None: no limit.
         center: c: None for 0, `"mean"` for the mean over the batch, which is differentiated
             too, or a number.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> L2(center="mean").compute([], [torch.tensor([-1.0]), torch.tensor([-3.0])])
@@ -97,7 +98,7 @@ class L2:
             _options.number("center", self.center, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """The penalty of a batch."""
+        """Compute the penalty of a batch."""
         value: Tensor = penalties.l2(
             _values(data, logprobs, self.of),
             reduction=self.reduction,
@@ -119,12 +120,12 @@ class ElasticNet:
     Reads from each datum: `weights` (optional), where 0 leaves a token out.
 
     Args:
-        l1_ratio: the share r of `L1`, in [0, 1].
+        l1_ratio: the weight r of `L1`, in [0, 1].
         of: `"logprobs"` or `"probs"`.
         reduction: `"mean"` or `"sum"`.
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> ElasticNet(l1_ratio=0.25).compute([], [torch.tensor([-2.0])])
@@ -141,7 +142,7 @@ class ElasticNet:
         _options.fraction("l1_ratio", self.l1_ratio, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """The penalty of a batch."""
+        """Compute the penalty of a batch."""
         value: Tensor = penalties.elastic_net(
             _values(data, logprobs, self.of), reduction=self.reduction, l1_ratio=self.l1_ratio
         )
@@ -154,5 +155,6 @@ def _check(of: str, reduction: str, name: str) -> None:
 
 
 def _values(data: Any, logprobs: LogProbs, of: Of) -> Tensor:
-    flat = torch.cat([row.kept.reshape(-1) for row in rows_of(data, logprobs, classes=True)])
+    """All unmasked log-probs, or probabilities, of a batch, flattened."""
+    flat = torch.cat([row.kept.reshape(-1) for row in batch_rows(data, logprobs, classes=True)])
     return flat.exp() if of == "probs" else flat

@@ -1,4 +1,4 @@
-"""Regularizers that remember from batch to batch."""
+"""Regularizers with state: `EMADrift` and the controller `Adaptive`."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor
 from steelyard.errors import SpecError, StateError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import mean, rows_of
+from steelyard.regularizers._tokens import batch_rows, mean
 from steelyard.spec import Regularizer, Stateful, build, entry_point, is_async, is_finite, rejects
 
 
 class EMADrift:
-    """Penalises drift of the mean log-prob from its exponential average over past batches.
+    """Penalise drift of the mean log-prob from its exponential moving average (EMA).
 
-    `(m - e)²` with m the mean log-prob of the batch's tokens and e the average before this
-    batch; then `e ← decay · e + (1 - decay) · m`. The first batch starts the average at its own
-    m and costs nothing.
+    `(m - e)²` with m the mean log-prob over all tokens of the batch (and all classes of `[T, K]`)
+    and e the average before this batch; then `e ← decay · e + (1 - decay) · m`. The first batch
+    sets e to its own m, so its penalty is 0.
 
-    The gradient is exact, with e a constant.
+    The gradient is exact, with e a constant: 2(m - e) / N for each of the N log-probs.
 
     Reads from each datum: `weights` (optional), where 0 leaves a token out.
 
-    It has a state, one update per call: `gradient="numerical"`, which is many calls, is not
-    for it. A batch without a token that counts changes nothing.
+    Each call updates the state once, so `gradient="numerical"`, which makes many calls, must not be
+    used. A batch without a token that counts does not change the state.
 
     Args:
-        decay: how much of the average is kept, in [0, 1].
+        decay: weight of the old average, in [0, 1].
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> drift = EMADrift(decay=0.5)
@@ -56,27 +56,27 @@ class EMADrift:
         return f"EMADrift(decay={self.decay})"
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """The penalty of a batch, its `mean` log-prob and the `average` it is held to."""
-        flat = torch.cat([row.kept.reshape(-1) for row in rows_of(data, logprobs, classes=True)])
+        """Compute the penalty of a batch; its `mean` log-prob m and the `average` e before it."""
+        flat = torch.cat([row.kept.reshape(-1) for row in batch_rows(data, logprobs, classes=True)])
         current = mean(flat)
-        now = current.item()
-        before = now if self._average is None else self._average
-        # What is not finite fails the term, and must not stay in the average.
-        if flat.numel() and is_finite(now):
-            self._average = self.decay * before + (1 - self.decay) * now
-        return (current - before).square(), {"mean": now, "average": before}
+        observed = current.item()
+        before = observed if self._average is None else self._average
+        # A mean that is not finite fails this call, but must not spoil the average for later ones.
+        if flat.numel() and is_finite(observed):
+            self._average = self.decay * before + (1 - self.decay) * observed
+        return (current - before).square(), {"mean": observed, "average": before}
 
     def state_dict(self) -> dict[str, float | None]:
-        """The average; None before the first batch."""
+        """State to save: the average, None before the first batch."""
         return {"average": self._average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            StateError: it is something else.
+            StateError: it has other keys or values out of range.
         """
-        average = _only(state, {"average"}, self.name)["average"]
+        average = _check_keys(state, {"average"}, self.name)["average"]
         if average is not None and not is_finite(average):
             raise StateError(
                 f"average must be a finite number or None, got {average!r} (regularizer "
@@ -86,32 +86,36 @@ class EMADrift:
 
 
 class Adaptive:
-    """Scales a regularizer so that its value is held at a target, as adaptive KL control does.
+    """Scale a regularizer to keep its value at a target, as in adaptive KL control.
 
-    `multiplier · regularizer`; after each batch
-    `multiplier ← clamp(multiplier · (1 + rate · clamp((value - target)/|target|, ±clip)))`. A
-    value above its target raises the multiplier, one below lowers it.
+    The loss is `λ · value` with the current multiplier λ. After each batch a proportional
+    controller updates it:
 
-    The gradient is that of the wrapped regularizer, times the multiplier.
+    * error `e = clamp((value - target) / |target|, ±clip)`,
+    * `λ ← clamp(λ · (1 + rate · e), minimum, maximum)`.
 
-    Reads from each datum: what the wrapped regularizer does.
+    A value above its target raises λ, one below lowers it, also for a negative target.
 
-    It has a state, one update per call: `gradient="numerical"`, which is many calls, is not for
-    it; and it never runs in a process: what would run there by itself runs in a thread.
+    The gradient is that of the wrapped regularizer, times λ, with λ a constant.
+
+    Reads from each datum: the fields of the wrapped regularizer.
+
+    Each call updates the state once, so `gradient="numerical"`, which makes many calls, must not be
+    used. It does not run in a process: a wrapped regularizer that prefers one runs in a thread.
 
     Args:
-        regularizer: what to scale: an object, a function, the name of one, or
+        regularizer: the regularizer to scale: an object, a function, a registered name, or
             `{"fn": ..., "options": {...}}`. It may be async.
-        target: the value to hold, not 0.
-        rate: how fast the multiplier follows, above 0.
-        clip: the largest relative error that counts, above 0.
-        initial: the multiplier of the first batch.
-        minimum: what the multiplier never falls below.
-        maximum: what it never rises above.
+        target: the target value, not 0.
+        rate: gain of the controller, above 0.
+        clip: the relative error to which larger ones are clamped, above 0.
+        initial: λ of the first batch.
+        minimum: lower bound of λ, above 0.
+        maximum: upper bound of λ.
 
     Raises:
-        SpecError: an option breaks its rule.
-        RegistryError: `regularizer` names nothing.
+        SpecError: an option is invalid.
+        RegistryError: `regularizer` is a name that is not registered.
 
     Example:
         >>> size = Adaptive(regularizer="l1", target=1.0, rate=1.0)
@@ -123,7 +127,8 @@ class Adaptive:
         4.32 {'observed': 3.0, 'multiplier': 1.44}
 
     References:
-        Ziegler et al. (2019), "Fine-tuning language models from human preferences".
+        Ziegler et al. (2019), "Fine-tuning language models from human preferences", section 2.2
+        (rate 0.1 and clip 0.2 are theirs).
     """
 
     def __init__(
@@ -138,7 +143,7 @@ class Adaptive:
         maximum: float = 1e4,
     ) -> None:
         self.name = "adaptive"
-        self._inner = _made(regularizer)
+        self._inner = _build_inner(regularizer)
         self.name = f"adaptive_{getattr(self._inner, 'name', 'term')}"
         self.target = _options.number("target", target, self.name)
         _options.require(self.target != 0, "target", "a number other than 0", target, self.name)
@@ -156,32 +161,32 @@ class Adaptive:
 
     @property
     def gradient(self) -> str:
-        """How the wrapped regularizer is differentiated."""
+        """Gradient method of the wrapped regularizer."""
         return str(getattr(self._inner, "gradient", "auto"))
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the wrapped regularizer reads beyond log-probs."""
+        """Extra inputs of the wrapped regularizer, such as `"logits"`."""
         needs: tuple[str, ...] = getattr(self._inner, "needs", ())
         return needs
 
     @property
     def compute(self) -> Any:
-        """The scaled penalty of a batch: a function, async if the wrapped regularizer is."""
+        """Function that computes the scaled penalty; async if the wrapped regularizer is."""
         return self._acompute if is_async(self._inner) else self._compute
 
     def state_dict(self) -> dict[str, Any]:
-        """The multiplier, and what the wrapped regularizer remembers."""
+        """State to save: the multiplier, and the state of the wrapped regularizer."""
         inner = self._inner.state_dict() if isinstance(self._inner, Stateful) else None
         return {"multiplier": self.multiplier, "regularizer": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            StateError: it is something else.
+            StateError: it has other keys or values out of range.
         """
-        state = _only(state, {"multiplier", "regularizer"}, self.name)
+        state = _check_keys(state, {"multiplier", "regularizer"}, self.name)
         multiplier, inner = state["multiplier"], state["regularizer"]
         if not is_finite(multiplier) or not self.minimum <= multiplier <= self.maximum:
             raise StateError(
@@ -200,20 +205,21 @@ class Adaptive:
 
     def _scaled(self, returned: Any) -> tuple[Any, dict[str, float]]:
         loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-        # One number, or one penalty per datum, of which the value is the mean.
+        # A scalar, or with gradient="score" one penalty per datum, whose mean is the value.
         penalty = torch.as_tensor(loss)
         penalty = penalty if penalty.is_floating_point() else penalty.double()
         observed = penalty.detach().double().mean().item()
-        used = self.multiplier
+        used = self.multiplier  # this batch is scaled by the multiplier from before the update
         if is_finite(observed):
             error = (observed - self.target) / abs(self.target)
+            # rate · clip >= 1 may make the factor <= 0; the minimum, above 0, keeps λ positive.
             factor = 1 + self.rate * min(max(error, -self.clip), self.clip)
             self.multiplier = min(max(used * factor, self.minimum), self.maximum)
         return penalty * used, {**(metrics or {}), "observed": observed, "multiplier": used}
 
 
-def _made(regularizer: Any) -> Any:
-    """The regularizer that an option describes."""
+def _build_inner(regularizer: Any) -> Any:
+    """Build the regularizer that the option describes; its options are bound."""
     if isinstance(regularizer, Mapping):
         unknown = sorted(set(regularizer) - {"fn", "options"})
         if unknown or "fn" not in regularizer:
@@ -230,16 +236,16 @@ def _made(regularizer: Any) -> Any:
     _options.require(
         callable(fn) or isinstance(fn, Regularizer), "regularizer", rule, fn, "adaptive"
     )
-    why = rejects(entry_point(fn), options)
-    if why is not None:
+    reason = rejects(entry_point(fn), options)
+    if reason is not None:
         raise SpecError(
-            f"regularizer must accept (data, logprobs) and the options {list(options)}: {why} "
+            f"regularizer must accept (data, logprobs) and the options {list(options)}: {reason} "
             f"(regularizer 'adaptive')."
         )
     return functools.partial(entry_point(fn), **options) if options else fn
 
 
-def _only(state: Any, keys: set[str], name: str) -> Mapping[str, Any]:
+def _check_keys(state: Any, keys: set[str], name: str) -> Mapping[str, Any]:
     if not isinstance(state, Mapping) or set(state) != keys:
         got = sorted(map(str, state)) if isinstance(state, Mapping) else state
         raise StateError(

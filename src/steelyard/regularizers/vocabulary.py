@@ -1,4 +1,4 @@
-"""Terms over the model's whole distributions, computed from its logits."""
+"""`WholeVocabulary`: terms over the model's whole distributions, computed from its logits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from steelyard.errors import InputError, SpecError
 from steelyard.gradients import Joint, LogProbs, as_tensor
 from steelyard.penalties import from_logits
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import DatumRow, Source, rows_of
+from steelyard.regularizers._tokens import DatumRow, Source, batch_rows
 
-# What each kind reads beside the logits.
-_SECOND: Mapping[str, tuple[str, ...]] = {
+# Arguments of each function of `from_logits` besides the logits.
+_EXTRA_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": ("targets",),
     "entropy": (),
     "js": ("reference",),
@@ -30,14 +30,16 @@ _SECOND: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class WholeVocabulary:
-    """A term of `steelyard.penalties.from_logits` over every token that counts.
+    """Term of `steelyard.penalties.from_logits`, averaged over all tokens that count.
 
-    The mean over tokens of `kind`'s value, of the model's distributions over its whole
-    vocabulary. **The gradient is exact**, with respect to the logits (or to the projection that
-    makes them). Several of them in one pipeline are computed together, each logit read once.
+    `Σ_t f(z_t) / N` over the N tokens of the batch that count, with f the function `kind` of the
+    model's distribution over its whole vocabulary, given by the logits z_t `[V]`. **The gradient
+    is exact**, with respect to the logits (or to the projection that produces them). Several of
+    these terms in one pipeline are fused, so that each logit is read once.
 
-    Needs: the logits of each datum, `[T, V]`, which the engine gives; `of="projection"` asks for
-    the hidden states and the weight that make them, and then they are never made as a whole.
+    Needs: the logits of each datum, `[T, V]`, which the engine provides. With `of="projection"` it
+    needs the hidden states and the output weight instead, and the logits are never materialised
+    as a whole.
 
     Reads from each datum: `weights` (optional), where 0 leaves a token out; `target_tokens` for
     `"cross_entropy"`; `reference` for `"kl"` and `"js"`.
@@ -47,10 +49,10 @@ class WholeVocabulary:
         of: `"logits"` or `"projection"`.
         reference: the field with the other distribution's logits, `[T, V]`, or a function
             `(datum, index)` that gives them.
-        options: those of the function: `mode`, `direction`, `temperature`, ….
+        options: options of the function: `mode`, `direction`, `temperature`, ….
 
     Raises:
-        SpecError: an option breaks its rule.
+        SpecError: an option is invalid.
 
     Example:
         >>> logits = [torch.tensor([[0.0, 0.0], [2.0, -2.0]], requires_grad=True)]
@@ -67,13 +69,15 @@ class WholeVocabulary:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _options.one_of("kind", self.kind, tuple(_SECOND), "whole_vocabulary")
+        _options.one_of("kind", self.kind, tuple(_EXTRA_ARGUMENTS), "whole_vocabulary")
         _options.one_of("of", self.of, ("logits", "projection"), self.name)
-        _options.settle_source(self, "reference")
-        one = {"logits": torch.zeros(1, 2), "reference": torch.zeros(1, 2)}
-        one["targets"] = torch.zeros(1, dtype=torch.int64)
+        _options.resolve_source(self, "reference")
+        # The function itself checks its options, so it is called once on a tiny input.
+        sample = {"logits": torch.zeros(1, 2), "reference": torch.zeros(1, 2)}
+        sample["targets"] = torch.zeros(1, dtype=torch.int64)
+        names = ("logits", *_EXTRA_ARGUMENTS[self.kind])
         try:
-            self._sum({name: one[name] for name in ("logits", *_SECOND[self.kind])}, None)
+            self._sum({name: sample[name] for name in names}, None)
         except (InputError, TypeError) as error:
             raise SpecError(
                 f"options must be those of from_logits.{self.kind}, got {self.options!r}: {error} "
@@ -82,25 +86,28 @@ class WholeVocabulary:
 
     @property
     def name(self) -> str:
-        """What it is called unless its spec says otherwise."""
+        """Default name of the term."""
         return f"whole_{self.kind}"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What it reads beyond log-probs."""
+        """Extra input that it reads: `"logits"` or `"projection"`."""
         return (self.of,)
 
     def compute(self, data: Any, logprobs: LogProbs, **needed: Any) -> Tensor:
-        """The mean over the tokens of a batch that count."""
-        rows = rows_of(data, logprobs, classes=True)
+        """Compute the mean over the tokens of a batch that count."""
+        rows = batch_rows(data, logprobs, classes=True)
         sums = [
             self._sum(self._arrays(row, given), row.mask)
-            for row, given in _beside(rows, needed[self.of])
+            for row, given in _with_inputs(rows, needed[self.of])
         ]
         return torch.stack(sums).sum() / _count(rows)
 
     def fuses_with(self, other: object, *, tracked: bool) -> bool:
-        """Whether one kernel computes both; norms by a projection are each term's own."""
+        """Check whether one kernel can compute both terms.
+
+        With a projection, gradient norms have to be computed for each term alone.
+        """
         return (
             isinstance(other, WholeVocabulary)
             and self.of == other.of
@@ -119,34 +126,40 @@ class WholeVocabulary:
         tracked: bool,
         **needed: Any,
     ) -> Joint:
-        """What it and `others` come to, datum by datum, each one's logits read once."""
+        """Compute this term and `others` in one pass over the logits of each datum."""
         terms = (self, *others)
-        rows = rows_of(data, logprobs, classes=True)
+        rows = batch_rows(data, logprobs, classes=True)
         count = _count(rows)
-        asked = [
+        # compose_logits sums over the tokens of one datum; the weight / count makes the sum of its
+        # totals over data the weighted sum of means.
+        fused_terms = [
             (term.kind, {**term.options, "name": str(i), "weight": weight / count})
             for i, (term, weight) in enumerate(zip(terms, weights, strict=True))
         ]
-        found = []
-        for row, given in _beside(rows, needed[self.of]):
+        composed = []
+        for row, given in _with_inputs(rows, needed[self.of]):
             arrays = {name: x for term in terms for name, x in term._arrays(row, given).items()}  # noqa: SLF001
-            found.append(
+            composed.append(
                 from_logits.compose_logits(
-                    **arrays, terms=asked, mask=row.mask, reduction="sum", track_grad_norms=tracked
+                    **arrays,
+                    terms=fused_terms,
+                    mask=row.mask,
+                    reduction="sum",
+                    track_grad_norms=tracked,
                 )
             )
         values = [
-            torch.stack([each.values[str(i)] for each in found]).sum() / count
+            torch.stack([each.values[str(i)] for each in composed]).sum() / count
             for i in range(len(terms))
         ]
-        total = torch.stack([each.total for each in found]).sum()
+        total = torch.stack([each.total for each in composed]).sum()
         if not tracked:
             return Joint(values, total)
-        return Joint(values, total, *_tracked(found, len(terms), count))
+        return Joint(values, total, *_norms_and_cosines(composed, len(terms), count))
 
     @cached_property
     def call(self) -> from_logits.LogitCall:
-        """The call that it makes for each datum, without the arrays."""
+        """Call of `from_logits` that it makes for each datum, without the arrays."""
         return from_logits.LogitCall(self.name, self._fn, {}, 1.0, self.options)
 
     @property
@@ -158,37 +171,44 @@ class WholeVocabulary:
         return self._fn(**arrays, mask=mask, reduction="sum", **self.options)
 
     def _arrays(self, row: DatumRow, logits: Any) -> dict[str, Any]:
-        """What the function reads for a datum, by parameter."""
+        """Arguments of the function for a datum, by parameter."""
         sources = {"targets": "target_tokens", "reference": self.reference}
         device = row.logprobs.device
         return {"logits": logits} | {
-            name: as_tensor(row.read(sources[name])).to(device) for name in _SECOND[self.kind]
+            name: as_tensor(row.read(sources[name])).to(device)
+            for name in _EXTRA_ARGUMENTS[self.kind]
         }
 
 
-def _beside(rows: Sequence[DatumRow], given: Any) -> Iterator[tuple[DatumRow, Any]]:
+def _with_inputs(rows: Sequence[DatumRow], given: Any) -> Iterator[tuple[DatumRow, Any]]:
     items = given if isinstance(given, list | tuple) else [given]
     return zip(rows, items, strict=True)
 
 
 def _count(rows: Sequence[DatumRow]) -> int:
+    """Number of tokens that count, at least 1: the denominator."""
     return max(sum(row.kept.shape[0] for row in rows), 1)
 
 
-def _tracked(
-    found: Sequence[from_logits.ComposedLogits], terms: int, count: int
+def _norms_and_cosines(
+    composed: Sequence[from_logits.ComposedLogits], terms: int, count: int
 ) -> tuple[list[float], dict[tuple[int, int], float]]:
-    """Norms and cosines over all data, whose inner products add up."""
+    """Norm of each term's gradient over all data, and the cosine of each pair of terms.
+
+    The data have separate logits, so a term's gradient is the concatenation of those of the data,
+    and inner products add up: `‖gᵢ‖² = Σ_d ‖gᵢ_d‖²`, `gᵢ·gⱼ = Σ_d cosᵢⱼ_d ‖gᵢ_d‖ ‖gⱼ_d‖`. The
+    gradients of `composed` are of sums over tokens; norms of the means are theirs over `count`.
+    """
     squares = [0.0] * terms
     products = dict.fromkeys(combinations(range(terms), 2), 0.0)
-    for each in found:
+    for each in composed:
         norms = [float(each.grad_norms[str(i)]) for i in range(terms)]
-        squares = [so_far + norm**2 for so_far, norm in zip(squares, norms, strict=True)]
+        squares = [square + norm**2 for square, norm in zip(squares, norms, strict=True)]
         for i, j in products:
             products[i, j] += float(each.cosines[str(i), str(j)]) * norms[i] * norms[j]
-    sizes = [math.sqrt(square) for square in squares]
+    totals = [math.sqrt(square) for square in squares]
     cosines = {
-        (i, j): product / (sizes[i] * sizes[j]) if sizes[i] * sizes[j] else 0.0
+        (i, j): product / (totals[i] * totals[j]) if totals[i] * totals[j] else 0.0
         for (i, j), product in products.items()
     }
-    return [size / count for size in sizes], cosines
+    return [total / count for total in totals], cosines

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that answers well, slowly, wrongly, endlessly or not at all."""
+"""A real HTTP server on loopback with correct, slow, invalid, endless and missing responses."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
-Answer = tuple[int, dict[str, str], bytes]
+Response = tuple[int, dict[str, str], bytes]
 
 
 class Server:
-    """Serves `/<behaviour>`; counts what it saw. Use it as a context manager."""
+    """Serves `/<behaviour>` and records requests and connections. Use it as a context manager."""
 
     def __init__(self) -> None:
         self.connections = 0
         self.open = 0
-        self.under_way = 0
-        self.most_under_way = 0
+        self.in_flight = 0
+        self.most_in_flight = 0
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
-        self.questions: list[Any] = []
+        self.requests: list[Any] = []
         self.seen: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._handlers: dict[str, Callable[[Any], Awaitable[Answer]]] = {
+        self._handlers: dict[str, Callable[[Any], Awaitable[Response]]] = {
             "check": self._check,
             "slow": self._slow,
             "together": self._together,
@@ -48,7 +48,7 @@ class Server:
         return f"http://{user}127.0.0.1:{self._port}/{behaviour}{query}"
 
     def wait_until_alone(self) -> None:
-        """Until the server too has seen that no connection is left."""
+        """Wait until the server has seen all connections close."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.open == 0, timeout=600)
 
@@ -76,34 +76,34 @@ class Server:
         self._count(1)
         try:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                while await self._exchange(reader, writer):
+                while await self._handle(reader, writer):
                     pass
         finally:
             writer.transport.abort()  # closing would wait for a reader that has gone
             self._count(-1)
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request; whether the connection lives on."""
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Handle one request; return whether the connection stays open."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         path = head[0].split(" ")[1]
         headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-        question = json.loads(await reader.readexactly(int(headers.get("content-length", 0))))
+        request = json.loads(await reader.readexactly(int(headers.get("content-length", 0))))
         self.paths.append(path)
         self.headers.append(headers)
-        self.questions.append(question)
+        self.requests.append(request)
         behaviour = path.strip("/").partition("?")[0]
         self.seen[behaviour] += 1
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
-            return await self._answer(behaviour, question, reader, writer)
+            return await self._respond(behaviour, request, reader, writer)
         finally:
-            self.under_way -= 1
+            self.in_flight -= 1
 
-    async def _answer(
+    async def _respond(
         self,
         behaviour: str,
-        question: Any,
+        request: Any,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
@@ -119,42 +119,42 @@ class Server:
                 await writer.drain()
                 await asyncio.sleep(0.001)
         if behaviour in self._handlers:
-            status, headers, body = await self._handlers[behaviour](question)
+            status, headers, body = await self._handlers[behaviour](request)
         else:
-            status, headers, body = self._fixed(behaviour, question)
+            status, headers, body = self._fixed(behaviour, request)
         lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(body)}"]
         lines += [f"{key}: {value}" for key, value in headers.items()]
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         await writer.drain()
         return True
 
-    async def _check(self, question: Any) -> Answer:
-        return 200, {}, json.dumps({"penalty": question.get("penalty", 0.5), "why": ""}).encode()
+    async def _check(self, request: Any) -> Response:
+        return 200, {}, json.dumps({"penalty": request.get("penalty", 0.5), "why": ""}).encode()
 
-    async def _slow(self, question: Any) -> Answer:
-        await asyncio.sleep(question["seconds"])
-        return await self._check(question)
+    async def _slow(self, request: Any) -> Response:
+        await asyncio.sleep(request["seconds"])
+        return await self._check(request)
 
-    async def _together(self, question: Any) -> Answer:
-        """Answers nobody before as many are here as the question says."""
-        if self.under_way >= question["wait_for"]:
+    async def _together(self, request: Any) -> Response:
+        """Respond only once `wait_for` requests are in flight."""
+        if self.in_flight >= request["wait_for"]:
             self._gate.set()
         await self._gate.wait()
-        return await self._check(question)
+        return await self._check(request)
 
-    def _fixed(self, behaviour: str, question: Any) -> Answer:
+    def _fixed(self, behaviour: str, request: Any) -> Response:
         good = json.dumps({"penalty": 0.5}).encode()
-        first = self.seen[behaviour] <= question.get("times", 1)
-        answers: dict[str, Answer] = {
+        first = self.seen[behaviour] <= request.get("times", 1)
+        responses: dict[str, Response] = {
             "busy": (429, {}, b"") if first else (200, {}, good),
-            "busy_for": (429, {"Retry-After": question.get("after", "")}, b"")
+            "busy_for": (429, {"Retry-After": request.get("after", "")}, b"")
             if first
             else (200, {}, good),
             "down": (503, {}, b"") if first else (200, {}, good),
             "broken": (500, {}, b"secret stack trace"),
             "refused": (403, {}, b"secret"),
             "moved": (307, {"Location": "/check"}, b""),
-            "round": (307, {"Location": "/round"}, b""),
+            "redirect_loop": (307, {"Location": "/redirect_loop"}, b""),
             "garbage": (200, {}, b"\xff\xfe<html>secret"),
             "deep": (200, {}, b"[" * 60_000),
             "list": (200, {}, b"[0.5]"),
@@ -169,4 +169,4 @@ class Server:
             "long": (200, {}, b" " * 70_000 + good),
             "zipped": (200, {"Content-Encoding": "gzip"}, gzip.compress(good)),
         }
-        return answers[behaviour]
+        return responses[behaviour]

@@ -13,12 +13,12 @@ def windows(datum: Any, logprobs: Any) -> Any:
     return logprobs.unfold(0, 2, 1)
 
 
-def its_points(datum: Any, logprobs: Any) -> Any:
+def points_field(datum: Any, logprobs: Any) -> Any:
     return datum.loss_fn_inputs["points"].to_torch()
 
 
 def ascending(datum: Any, index: int) -> list[Any]:
-    """The tokens are numbers that somebody claims to be in order."""
+    """Constraints that the tokens, read as numbers, are in ascending order."""
     numbers = [z3.Int(f"n{place}") for place in range(5)]
     given = datum.loss_fn_inputs["target_tokens"].to_torch().tolist()
     values = [number == value for number, value in zip(numbers, given, strict=True)]
