@@ -309,9 +309,7 @@ class RegularizedClient:
 def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:
     wanted = [loss_fn, *specs]
     current = [pipeline.loss_fn, *pipeline.specs]
-    return len(wanted) == len(current) and all(
-        a is b for a, b in zip(wanted, current, strict=True)
-    )
+    return len(wanted) == len(current) and all(a is b for a, b in zip(wanted, current, strict=True))
 
 
 def _submit_backward(forward: ClientPass, output: CustomLossOutput) -> Any:

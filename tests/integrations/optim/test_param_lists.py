@@ -9,7 +9,7 @@ from steelyard.integrations.optim.param_lists import batches
 
 
 def test_batches_are_bounded_aligned_and_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steelyard.integrations.optim.param_lists._ON_CPU", 10)
+    monkeypatch.setattr("steelyard.integrations.optim.param_lists._CPU_BATCH_SIZE", 10)
     # The matrix of 7 rows of 3 is cut into 3, 3 and 1 rows; a row of 12 cannot be cut.
     sizes = [(4,), (5,), (3,), (7, 3), (2,), (2, 12)]
     kinds = [torch.float32] * 4 + [torch.float64, torch.float32]

@@ -298,7 +298,7 @@ def test_large_tensors_are_cut_without_a_trace(transform: Transform, shape: Any)
     whole, cut = Parameter(values[0].double()), Parameter(values[0].clone())
     whole.grad, cut.grad = values[1].double(), values[1].clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("steelyard.integrations.optim.param_lists._ON_CPU", 2**40)
+        patch.setattr("steelyard.integrations.optim.param_lists._CPU_BATCH_SIZE", 2**40)
         transformed(transform, parameters=[whole], lr=0.1)
     transformed(transform, parameters=[cut], lr=0.1)
     close(cut.grad, whole.grad, 1e-5)

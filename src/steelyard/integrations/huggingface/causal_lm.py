@@ -108,7 +108,8 @@ def projection_of(unwrapped: Any, forward: Forward, head: Heard) -> Projection |
 def _rerun_head(unwrapped: Any, forward: Forward) -> Tensor:
     """Run the model again with the recorded output of its backbone, and return its logits.
 
-    Without `labels`, a fused head falls back to the model's plain forward pass.
+    Labels and flags such as TRL's `fused_lm_head=True` are left out, so that the model's plain
+    forward pass runs.
     """
     names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
     inputs = {name: forward.inputs[name] for name in names if name in forward.inputs}
