@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,7 +64,7 @@ def test_slots_are_labelled_by_name_or_by_place() -> None:
     assert [slot.label for slot in named] == ["weight", "bias"]
     assert named[0].parameter is model.weight
     assert named[0].group["lr"] == 0.5
-    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
     assert [slot.label for slot in slots_of(torch.optim.SGD(groups, lr=0.5))] == [
         "parameter 0 of group 0, shape (2, 3)",
         "parameter 0 of group 1, shape (2,)",

@@ -86,7 +86,7 @@ class RegularizedModule(_Mixed):
             inputs: the inputs of the terms, by name.
 
         Raises:
-            InputError: there is no `composite`, or a term reads an input that is not there.
+            InputError: there is no `composite`, or an input of a term is missing.
             SpecError: a schedule yields a bad weight at this step.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
