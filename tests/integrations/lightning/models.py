@@ -147,7 +147,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether all parameters are equal to the last bit."""
+    """True if all parameters are equal bit for bit."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""When transforms run on an optimizer, on which parameters, and how their state is saved."""
+"""Attaching transforms to an optimizer: when they run, on which parameters, their state."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class CapturedForward:
 
     @property
     def logit_free(self) -> bool:
-        """Whether the pass materialized no logits."""
+        """True if the pass materialized no logits."""
         return self.loss is not None and self.loss.rows is not None
 
     def term_inputs(

@@ -132,7 +132,7 @@ def without_logits(
 
 
 def supports_logit_free_loss(model: Any, layer: object) -> bool:
-    """Whether the loss is transformers' own, and the output layer a plain one without hooks."""
+    """True if the loss is transformers' own, and the output layer a plain one without hooks."""
     return (
         getattr(model, "loss_function", None) is ForCausalLMLoss
         and type(layer) is nn.Linear

@@ -163,7 +163,7 @@ class RegularizerCallback(TrainerCallback):
         callbacks.insert(0, self)  # its `on_log` adds to the logs before reporters read them
 
     def _uses_model_loss(self, own: Callable[..., Any]) -> bool:
-        """Whether the trainer takes the model's own loss: any other may read the logits."""
+        """True if the trainer takes the model's own loss; any other loss may read the logits."""
         trainer = self._trainer
         return (
             getattr(own, "__func__", None) is Trainer.compute_loss

@@ -201,7 +201,7 @@ class Attachment:
 
 
 def _will_be_skipped(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer will skip this step, because `GradScaler` found infinities.
+    """True if a fused optimizer will skip this step, because `GradScaler` found infinities.
 
     `GradScaler` gives a fused optimizer its scale and its findings as attributes. For any other it
     unscales the gradients before it calls `step`, or does not call it.
