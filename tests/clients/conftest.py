@@ -22,6 +22,6 @@ def remote(local: LocalTrainingClient) -> Iterator[Answered]:
 
 @pytest.fixture(params=["local", "remote"])
 def either(request: pytest.FixtureRequest) -> LocalTrainingClient | Answered:
-    """The engine's client, and the SDK's."""
+    """The engine's client, then the SDK's."""
     client: LocalTrainingClient | Answered = request.getfixturevalue(request.param)
     return client

@@ -1,7 +1,7 @@
 """The SDK's own `TrainingClient`, its requests answered by the engine instead of a server.
 
 Everything above the requests is the SDK's code: its custom loss, its futures, its event loop
-in a thread. Over the wire it is tested with the server.
+in a thread. The tests of `engine/server` run it over HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from steelyard.engine import LocalServiceClient, LocalTrainingClient
 
 
 class Holder:
-    """The part of the SDK's holder that a training client uses: an event loop in a thread."""
+    """The part of the SDK's internal client holder that a training client uses: its event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -44,7 +44,7 @@ class Holder:
 
 
 class Answered(tinker.TrainingClient):
-    """The SDK's client; what it would send is written down, and computed by the engine."""
+    """The SDK's client; its requests are recorded, and answered by the engine."""
 
     def __init__(self, engine: LocalTrainingClient, holder: Holder) -> None:
         super().__init__(holder, 0, types.ModelID(engine.model_id))  # type: ignore[arg-type]

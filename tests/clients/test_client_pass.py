@@ -1,3 +1,5 @@
+"""The two requests of a custom loss, and their future."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tinker import types
 
 from steelyard.clients.client_pass import MappedFuture, TwoPasses
 from steelyard.errors import InputError
@@ -13,40 +16,71 @@ from tests.engine.by_hand import datum
 
 
 class Plain:
-    """A future that knows nothing of event loops."""
+    """A future without `result_async`."""
 
     def __init__(self) -> None:
-        self.asked: list[float | None] = []
+        self.timeouts: list[float | None] = []
 
     def result(self, timeout: float | None = None) -> int:
-        self.asked.append(timeout)
+        self.timeouts.append(timeout)
         return 20
 
 
-def test_a_future_is_mapped_once() -> None:
-    made: list[Any] = []
+def test_the_result_is_transformed_once() -> None:
+    results: list[Any] = []
 
-    def then(given: int) -> int:
-        made.append(given)
-        return len(made)
+    def transform(result: int) -> int:
+        results.append(result)
+        return len(results)
 
-    future = MappedFuture(Plain(), then)
+    future = MappedFuture(Plain(), transform)
     assert future.result() == future.result(5.0) == 1
-    assert made == [20]
+    assert results == [20]
 
 
-def test_a_plain_future_can_be_awaited_too() -> None:
+def test_a_future_without_result_async_can_be_awaited() -> None:
     plain = Plain()
 
     async def main() -> tuple[int, int]:
-        future = MappedFuture(plain, lambda given: given + 1)
+        future = MappedFuture(plain, lambda result: result + 1)
         return await future, await future.result_async(2.0)
 
     assert asyncio.run(main()) == (21, 21)
-    assert plain.asked == [None, 2.0]
+    assert plain.timeouts == [None, 2.0]
 
 
 def test_two_passes_take_gradients_of_logprobs_alone(remote: Answered) -> None:
-    opened = TwoPasses(remote, [datum([1], [2])])
+    forward = TwoPasses(remote, [datum([1], [2])])
     with pytest.raises(InputError, match=r"log-probs alone, got \['logits'\]"):
-        opened.backward([torch.zeros(1)], {"logits": []}, lambda given: given)
+        forward.backward([torch.zeros(1)], {"logits": []}, lambda result: result)
+
+
+def test_a_datum_without_weights_is_sent_with_zeros(remote: Answered) -> None:
+    TwoPasses(remote, [datum([1, 2], [[3, 4], [5, 6]]), datum([1], [2], weights=[0.5])])
+    [(verb, sent)] = remote.sent
+    assert verb == "forward"
+    assert [each.loss_fn_inputs["weights"].tolist() for each in sent] == [
+        [[0.0, 0.0], [0.0, 0.0]],
+        [0.5],
+    ]
+
+
+def test_the_backward_pass_sends_the_negative_gradient_as_weights(remote: Answered) -> None:
+    forward = TwoPasses(remote, [datum([1, 2], [2, 3]), datum([4], [5])])
+    assert [row.shape for row in forward.logprobs] == [(2,), (1,)]
+    gradients = [torch.tensor([0.5, -1.0]), torch.tensor([2.0])]
+    future = forward.backward(gradients, {}, lambda result: result.metrics["loss:sum"])
+    verb, sent = remote.sent[-1]
+    assert verb == "forward_backward"
+    assert [each.loss_fn_inputs["weights"].tolist() for each in sent] == [[-0.5, 1.0], [-2.0]]
+    # cross_entropy = -Σ logprobs · weights = Σ logprobs · gradient
+    linear = sum((a * b).sum().item() for a, b in zip(forward.logprobs, gradients, strict=True))
+    assert future.result() == pytest.approx(linear, rel=1e-5)
+
+
+def test_data_without_targets_are_refused(remote: Answered) -> None:
+    with pytest.raises(InputError, match="at least one Datum, got none"):
+        TwoPasses(remote, [])
+    with pytest.raises(InputError, match=r"data\[0\].* must hold 'target_tokens', got \[\]"):
+        TwoPasses(remote, [types.Datum(types.ModelInput.from_ints([1]))])
+    assert remote.sent == []

@@ -1,3 +1,5 @@
+"""`regularize` around the engine's client and the SDK's."""
+
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +38,7 @@ STEP = types.AdamParams(learning_rate=0.01)
 
 
 def first(_: Any, logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-    """A loss that touches neither the second datum nor all of the first."""
+    """A loss without gradient for the second datum and the first token."""
     return -logprobs[0][1:].sum() - logprobs[2].square().mean(), {"tokens": 6.0}
 
 
@@ -54,7 +56,7 @@ def spec(fn: Any = l2, weight: Any = 0.1, name: str = "l2", **fields: Any) -> Re
 
 
 class Counter:
-    """A term that remembers how often it was called."""
+    """A stateful term that counts its calls."""
 
     name = "counter"
 
@@ -74,7 +76,7 @@ class Counter:
         self.calls, self.seen = state["calls"], state["seen"]
 
 
-# What is sent.
+# Requests.
 
 
 def sent_by(client: Answered) -> list[tuple[str, list[dict[str, list[float]]]]]:
@@ -85,7 +87,7 @@ def sent_by(client: Answered) -> list[tuple[str, list[dict[str, list[float]]]]]:
     ]
 
 
-def test_without_regularizers_it_sends_what_the_sdk_sends(remote: Answered) -> None:
+def test_without_regularizers_the_requests_are_those_of_the_sdk(remote: Answered) -> None:
     theirs = remote.forward_backward_custom(DATA, every).result()
     expected, remote.sent = sent_by(remote), []
     ours = regularize(remote).forward_backward_custom(DATA, every).result()
@@ -99,7 +101,7 @@ def test_without_regularizers_it_sends_what_the_sdk_sends(remote: Answered) -> N
     assert ours.loss_fn_output_type == theirs.loss_fn_output_type
 
 
-def test_with_several_targets_too(remote: Answered) -> None:
+def test_requests_with_several_targets_are_those_of_the_sdk(remote: Answered) -> None:
     data = [datum([1, 2], [[3, 4, 5], [6, 7, 8]])]
     remote.forward_backward_custom(data, every)
     expected, remote.sent = sent_by(remote), []
@@ -108,7 +110,7 @@ def test_with_several_targets_too(remote: Answered) -> None:
     assert torch.tensor(expected[1][1][0]["weights"]).shape == (2, 3)
 
 
-def test_a_datum_that_nothing_touches_gets_zero_weights(remote: Answered) -> None:
+def test_a_datum_without_gradient_gets_zero_weights(remote: Answered) -> None:
     with pytest.raises(ValueError, match="No gradient"):
         remote.forward_backward_custom(DATA, first)
     remote.sent = []
@@ -133,17 +135,17 @@ def test_other_fields_reach_the_terms_and_are_not_sent(remote: Answered) -> None
         assert [set(fields) for fields in data] == [{"target_tokens", "weights"}]
 
 
-def test_provenance_goes_along(remote: Answered) -> None:
+def test_provenance_is_sent(remote: Answered) -> None:
     spans: types.ProvenanceSpans = [types.PromptProvenanceSpan(sequence_id="s", length=3)]
     marked = DATA[0].with_provenance(model_input=spans, loss_fn_inputs=spans)
     regularize(remote).forward_backward_custom([marked], every).result()
     assert [data[0].model_input_spans for _, data in remote.sent] == [spans, spans]
 
 
-# What comes back.
+# Outputs.
 
 
-def test_the_output_holds_every_part(either: Any) -> None:
+def test_the_output_holds_every_component(either: Any) -> None:
     client = regularize(either)
     output = client.forward_backward_custom(
         DATA, every, regularizers=[spec()], track_grad_norms=True
@@ -166,7 +168,7 @@ def test_the_output_holds_every_part(either: Any) -> None:
     assert CustomLossOutput.from_dict(output.to_dict()) == output
 
 
-def test_both_clients_gather_the_same_gradient(local: LocalTrainingClient) -> None:
+def test_both_clients_accumulate_the_same_gradient(local: LocalTrainingClient) -> None:
     other = Answered(engine(), None)  # type: ignore[arg-type]  # its loop is not needed here
     for client in (local, other):
         regularize(client).forward_backward_custom(DATA, every, regularizers=[spec()]).result()
@@ -176,13 +178,13 @@ def test_both_clients_gather_the_same_gradient(local: LocalTrainingClient) -> No
         torch.testing.assert_close(ours[key], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_dicts_are_specs(either: Any) -> None:
+def test_mappings_are_accepted_as_specs(either: Any) -> None:
     terms = [{"fn": l2, "weight": 0.5, "name": "l2"}]
     output = regularize(either).forward_backward_custom(DATA, every, regularizers=terms).result()
     assert output.regularizers["l2"].weight == 0.5
 
 
-def test_the_async_twin_does_the_same(either: Any) -> None:
+def test_the_async_method_gives_the_same(either: Any) -> None:
     client = regularize(either)
 
     async def main() -> CustomLossOutput:
@@ -197,7 +199,7 @@ def test_the_async_twin_does_the_same(either: Any) -> None:
     assert client.optim_steps == 1
 
 
-def test_a_future_may_be_waited_for_with_a_timeout(either: Any) -> None:
+def test_a_future_takes_a_timeout(either: Any) -> None:
     future = regularize(either).forward_backward_custom(DATA, every)
     assert future.result(timeout=600) is future.result()
 
@@ -205,7 +207,7 @@ def test_a_future_may_be_waited_for_with_a_timeout(either: Any) -> None:
 # Order and threads.
 
 
-def test_a_step_made_right_after_lands_after_it(either: Any) -> None:
+def test_an_optim_step_called_right_after_runs_after_the_backward_pass(either: Any) -> None:
     client = regularize(either)
     before = either.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
     future = client.forward_backward_custom(DATA, every)
@@ -219,25 +221,29 @@ def test_terms_do_not_run_on_the_sdks_loop_and_may_call_the_client(remote: Answe
     client = regularize(remote)
     threads = []
 
-    def nosy(data: Any, logprobs: Sequence[Tensor]) -> Tensor:
+    def calls_client(data: Any, logprobs: Sequence[Tensor]) -> Tensor:
         threads.append(threading.current_thread())
         # Waiting for the SDK's loop: on that loop this would never end.
         remote.holder.run_coroutine_threadsafe(asyncio.sleep(0)).result()
         loss: float = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
         return logprobs[0].sum() * loss
 
-    future = client.forward_backward_custom(DATA, nosy, regularizers=[spec(nosy, name="nosy")])
+    future = client.forward_backward_custom(
+        DATA, calls_client, regularizers=[spec(calls_client, name="calls_client")]
+    )
     future.result()
 
     async def main() -> None:
-        await client.forward_backward_custom_async(DATA, nosy, regularizers=[spec(nosy)])
+        await client.forward_backward_custom_async(
+            DATA, calls_client, regularizers=[spec(calls_client)]
+        )
 
     asyncio.run(main())
     assert len(threads) == 4
     assert remote.holder.thread not in threads  # type: ignore[attr-defined]
 
 
-def test_a_term_may_call_the_engine_it_runs_beside(local: LocalTrainingClient) -> None:
+def test_a_term_may_call_the_engine(local: LocalTrainingClient) -> None:
     client = regularize(local)
 
     def nested(data: Any, logprobs: Sequence[Tensor]) -> Tensor:
@@ -249,17 +255,17 @@ def test_a_term_may_call_the_engine_it_runs_beside(local: LocalTrainingClient) -
 
 def test_cancelling_before_the_backward_pass_sends_nothing(remote: Answered) -> None:
     client = regularize(remote)
-    begun, let_go = threading.Event(), threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     def slow(_: Any, logprobs: Sequence[Tensor]) -> Tensor:
-        begun.set()
-        let_go.wait()
+        started.set()
+        release.wait()
         return logprobs[0].sum()
 
     async def main() -> None:
         call = client.forward_backward_custom_async(DATA, every, regularizers=[spec(slow)])
         task = asyncio.create_task(call)
-        await asyncio.to_thread(begun.wait)
+        await asyncio.to_thread(started.wait)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -267,7 +273,7 @@ def test_cancelling_before_the_backward_pass_sends_nothing(remote: Answered) -> 
     try:
         asyncio.run(main())
     finally:
-        let_go.set()
+        release.set()
     assert [verb for verb, _ in remote.sent] == ["forward"]
 
 
@@ -278,7 +284,7 @@ def broken(_: Any, logprobs: Sequence[Tensor]) -> Tensor:
     raise KeyError("nothing here")
 
 
-def test_if_a_term_fails_nothing_is_sent(either: Any) -> None:
+def test_a_term_that_fails_prevents_the_backward_pass(either: Any) -> None:
     client = regularize(either)
     terms = [spec(), spec(broken, name="broken")]
     with pytest.raises(TermError, match="regularizer 'broken' failed: KeyError"):
@@ -290,18 +296,18 @@ def test_if_a_term_fails_nothing_is_sent(either: Any) -> None:
     assert client.forward_backward_custom(DATA, every, regularizers=[spec()]).result()
 
 
-def test_a_term_that_may_fail_is_left_out(either: Any) -> None:
+def test_a_term_that_may_be_skipped_is_left_out(either: Any) -> None:
     terms = [spec(), spec(broken, name="broken", on_error="skip")]
     output = regularize(either).forward_backward_custom(DATA, every, regularizers=terms).result()
     assert list(output.regularizers) == ["l2"]
     assert "KeyError" in output.skipped["broken"]
 
 
-def test_a_term_that_takes_too_long(either: Any) -> None:
-    let_go = threading.Event()
+def test_a_term_that_takes_too_long_times_out(either: Any) -> None:
+    release = threading.Event()
 
     def slow(_: Any, logprobs: Sequence[Tensor]) -> Tensor:
-        let_go.wait()
+        release.wait()
         return logprobs[0].sum()
 
     client = regularize(either)
@@ -311,7 +317,7 @@ def test_a_term_that_takes_too_long(either: Any) -> None:
                 DATA, every, regularizers=[spec(slow, name="slow")], timeout=0.05
             )
     finally:
-        let_go.set()
+        release.set()
 
 
 @pytest.mark.parametrize(
@@ -321,7 +327,7 @@ def test_a_term_that_takes_too_long(either: Any) -> None:
         ([datum([1], [2]), types.Datum(types.ModelInput.from_ints([1]))], r"data\[1\].*target_tok"),
     ],
 )
-def test_bad_data(either: Any, data: Any, message: str) -> None:
+def test_bad_data_are_refused(either: Any, data: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         regularize(either).forward_backward_custom(data, every)
 
@@ -331,17 +337,17 @@ def test_a_client_without_the_two_methods_is_refused() -> None:
         regularize("client")
 
 
-def test_loss_type_input_has_one_value(either: Any) -> None:
+def test_loss_type_input_must_be_logprobs(either: Any) -> None:
     client = regularize(either)
     assert client.forward_backward_custom(DATA, every, loss_type_input="logprobs").result()
     with pytest.raises(InputError, match="loss_type_input must be 'logprobs' or None"):
         client.forward_backward_custom(DATA, every, loss_type_input="logits")  # type: ignore[arg-type]
 
 
-# Passing through.
+# Everything else is the client's.
 
 
-def test_everything_else_is_the_clients_own(local: LocalTrainingClient) -> None:
+def test_other_attributes_are_the_clients_own(local: LocalTrainingClient) -> None:
     client = regularize(local)
     assert client.client is local
     assert client.model_id == local.model_id
@@ -373,19 +379,19 @@ def test_a_traced_loss_passes_through(remote: Answered) -> None:
         client.forward_backward_custom(data, handle, regularizers=[spec()])
 
 
-def test_telemetry_hears_the_model_id(either: Any) -> None:
-    heard: list[Any] = []
+def test_telemetry_events_have_the_model_id(either: Any) -> None:
+    model_ids: list[Any] = []
     telemetry.attach(
-        "t", "steelyard.custom_loss.stop", lambda *event: heard.append(event[2]["model_id"])
+        "t", "steelyard.custom_loss.stop", lambda *event: model_ids.append(event[2]["model_id"])
     )
     try:
         regularize(either).forward_backward_custom(DATA, every).result()
     finally:
         telemetry.detach("t")
-    assert heard == [either.model_id]
+    assert model_ids == [either.model_id]
 
 
-# Steps, and what is remembered.
+# Steps and state.
 
 
 def test_the_step_is_the_number_of_optim_steps(either: Any) -> None:
@@ -402,14 +408,14 @@ def test_the_step_is_the_number_of_optim_steps(either: Any) -> None:
     assert given.regularizers["l2"].weight == 0.5
 
 
-def test_a_step_that_is_refused_does_not_count(local: LocalTrainingClient) -> None:
+def test_an_optim_step_that_is_refused_is_not_counted(local: LocalTrainingClient) -> None:
     client = regularize(local)
     with pytest.raises(InputError, match="optim_params"):
         client.optim_step(None)
     assert client.optim_steps == 0
 
 
-def test_a_term_given_again_is_warned_of_once(either: Any) -> None:
+def test_a_term_given_again_warns_once(either: Any) -> None:
     client = regularize(either)
     with pytest.warns(DetachedTermWarning):
         client.forward_backward_custom(DATA, every, regularizers=[spec(lambda d, lp: 1.0)]).result()
@@ -419,29 +425,29 @@ def test_a_term_given_again_is_warned_of_once(either: Any) -> None:
         client.forward_backward_custom(DATA, every, regularizers=[spec(lambda d, lp: 2.0)]).result()
 
 
-def test_a_term_named_in_a_mapping_is_made_once(either: Any) -> None:
+def test_a_term_named_in_a_mapping_is_built_once(either: Any) -> None:
     client = regularize(either)
     term: dict[str, Any] = {"fn": "ema_drift", "weight": 1.0, "options": {"decay": 0.5}}
-    made = []
+    specs_used = []
     for changed in ({}, {"weight": 2.0}, {"options": {"decay": 0.25}}):
         specs = [term | changed]
         client.forward_backward_custom(DATA, every, regularizers=specs).result()
-        made.append(client.pipeline.specs[0])  # type: ignore[union-attr]
-    assert made[0].fn is made[1].fn
-    assert (made[0].weight, made[1].weight) == (1.0, 2.0)
-    assert made[2].fn is not made[0].fn
+        specs_used.append(client.pipeline.specs[0])  # type: ignore[union-attr]
+    assert specs_used[0].fn is specs_used[1].fn
+    assert (specs_used[0].weight, specs_used[1].weight) == (1.0, 2.0)
+    assert specs_used[2].fn is not specs_used[0].fn
 
 
-def test_state_goes_with_a_local_client(local: LocalTrainingClient, tmp_path: Any) -> None:
+def test_state_is_saved_with_a_local_checkpoint(local: LocalTrainingClient, tmp_path: Any) -> None:
     client = regularize(engine(checkpoint_dir=tmp_path))
     counter = Counter()
     for _ in range(3):
         client.forward_backward_custom(DATA, every, regularizers=[spec(counter, name="c")]).result()
         client.optim_step(STEP).result()
-    saving = client.save_state("three")
-    # Made before the save has had its turn, perhaps; it must not be in it.
+    saved = client.save_state("three")
+    # Perhaps before the queued save has run; it must not be in the checkpoint.
     client.forward_backward_custom(DATA, every, regularizers=[spec(counter, name="c")]).result()
-    path = saving.result().path
+    path = saved.result().path
     client.optim_step(STEP).result()
     assert (client.optim_steps, counter.calls) == (4, 4)
 
@@ -456,7 +462,7 @@ def test_state_goes_with_a_local_client(local: LocalTrainingClient, tmp_path: An
     assert fresh.seen.tolist() == pytest.approx([0.4, 0.4])
 
 
-def test_state_may_go_to_a_file(remote: Answered, tmp_path: Any) -> None:
+def test_state_can_be_saved_to_a_file(remote: Answered, tmp_path: Any) -> None:
     client = regularize(remote)
     counter, base = Counter(), Counter()
     client.forward_backward_custom(DATA, base, regularizers=[spec(counter, name="c")]).result()
@@ -473,15 +479,15 @@ def test_state_may_go_to_a_file(remote: Answered, tmp_path: Any) -> None:
     assert fresh.seen.dtype == torch.float64
 
 
-def test_a_state_that_is_none(remote: Answered) -> None:
+def test_a_bad_state_is_refused(remote: Answered) -> None:
     with pytest.raises(StateError, match="must hold 'optim_steps' and 'terms'"):
         regularize(remote).load_state_dict({"optim_steps": -1, "terms": {}})
 
 
-# Beyond log-probs.
+# Extra inputs.
 
 
-def test_what_a_client_cannot_give_is_an_error_before_anything_is_sent(remote: Answered) -> None:
+def test_an_input_that_the_client_lacks_is_refused_before_any_request(remote: Answered) -> None:
     term = spec(lambda d, lp, logits: logits[0].sum(), name="wide", needs=("logits",))
     with pytest.raises(SpecError, match=r"\['logits'\] is not.*'wide'"):
         regularize(remote).forward_backward_custom(DATA, every, regularizers=[term])
@@ -490,7 +496,7 @@ def test_what_a_client_cannot_give_is_an_error_before_anything_is_sent(remote: A
 
 @pytest.mark.parametrize("max_tokens", [None, 4])
 def test_terms_on_logits_hidden_states_and_parameters(max_tokens: int | None) -> None:
-    """Against autograd through the whole model, written down by hand."""
+    """Compare with autograd through the whole model, written by hand."""
     local = engine(dtype="float64", max_tokens=max_tokens)
     local.forward_backward(DATA, "cross_entropy")
     local.optim_step(types.AdamParams(learning_rate=0.05)).result()
@@ -549,48 +555,48 @@ def test_terms_on_logits_hidden_states_and_parameters(max_tokens: int | None) ->
     assert output.regularizers["decay"].grad_norm == pytest.approx(2 * squares**0.5)
 
 
-def test_only_what_is_due_is_asked_for(
+def test_only_inputs_of_terms_that_are_due_are_requested(
     local: LocalTrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    opened = local.open_pass
+    requested = []
+    open_pass = local.open_pass
 
     def watch(data: Any, needs: Any) -> Any:
-        asked.append(tuple(needs))
-        return opened(data, needs)
+        requested.append(tuple(needs))
+        return open_pass(data, needs)
 
     monkeypatch.setattr(local, "open_pass", watch)
     client = regularize(local)
     term = spec(lambda d, lp, logits: logits[0].sum(), needs=("logits",), every=2)
     for step in range(2):
         client.forward_backward_custom(DATA, every, regularizers=[term], step=step).result()
-    assert asked == [("logits",), ()]
+    assert requested == [("logits",), ()]
 
 
-def test_anything_with_forward_and_forward_backward_will_do() -> None:
+def test_any_client_with_forward_and_forward_backward_works() -> None:
     class Bare:
-        """A model of one weight, the log-prob of every token; it has no metrics."""
+        """A client of a model with one weight, the log-prob of every token; it has no metrics."""
 
         def __init__(self) -> None:
-            self.weight, self.slope = -2.0, 0.0
+            self.weight, self.gradient = -2.0, 0.0
 
         def forward(self, data: Any, loss_fn: str) -> Any:
             assert loss_fn == "cross_entropy"
-            self.asked = data
+            self.data = data
             return self
 
         def forward_backward(self, data: Any, loss_fn: str) -> Any:
-            self.slope -= sum(sum(d.loss_fn_inputs["weights"].data) for d in data)
+            self.gradient -= sum(sum(d.loss_fn_inputs["weights"].data) for d in data)
             return self.forward(data, loss_fn)
 
         def result(self) -> Any:
-            rows = [torch.full((len(d.model_input.to_ints()),), self.weight) for d in self.asked]
+            rows = [torch.full((len(d.model_input.to_ints()),), self.weight) for d in self.data]
             outputs = [{"logprobs": types.TensorData.from_torch(row)} for row in rows]
             return types.ForwardBackwardOutput("bare", outputs)
 
     bare = Bare()
     output = regularize(bare).forward_backward_custom(DATA, every).result()
     assert output.loss_total == 9 * 4.0 - 2.0
-    assert bare.slope == pytest.approx(9 * 2 * -2.0 + 1.0)
+    assert bare.gradient == pytest.approx(9 * 2 * -2.0 + 1.0)
     assert output.server_metrics == {"loss:sum": output.loss_total}
     assert output.loss_fn_output_type == "bare"

@@ -1,3 +1,5 @@
+"""States of terms as JSON, and files of them."""
+
 from __future__ import annotations
 
 import json
@@ -17,42 +19,42 @@ def through_json(state: Any) -> Any:
     return state_io.decode(json.loads(json.dumps(state_io.encode("t", state))))
 
 
-def test_plain_values_come_back() -> None:
+def test_plain_values_round_trip() -> None:
     state = {"a": 1, "b": 0.1, "c": [True, None, "x"], "d": {"e": math.inf}}
     assert through_json(state) == state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_tensors_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+def test_tensors_round_trip_bit_for_bit(dtype: torch.dtype) -> None:
     tensor = (torch.randn(2, 3, generator=torch.Generator().manual_seed(0)) * 10).to(dtype)
     found = through_json({"x": [tensor]})["x"][0]
     assert found.dtype == dtype
     assert torch.equal(found, tensor)
 
 
-def test_a_scalar_tensor_and_a_bool_one() -> None:
+def test_scalar_and_bool_tensors_round_trip() -> None:
     assert torch.equal(through_json(torch.tensor(2.5)), torch.tensor(2.5))
     assert torch.equal(through_json(torch.tensor([True])), torch.tensor([True]))
 
 
-def test_arrays_come_back() -> None:
+def test_arrays_round_trip() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3) / 7
     found = through_json({"x": array, "y": np.float64(0.1), "z": np.int64(3)})
     np.testing.assert_array_equal(found["x"], array, strict=True)
     assert (found["y"], found["z"]) == (0.1, 3)
 
 
-def test_a_tuple_comes_back_as_a_list() -> None:
+def test_a_tuple_is_decoded_as_a_list() -> None:
     assert through_json((1, 2)) == [1, 2]
 
 
 @pytest.mark.parametrize("state", [{1: "a"}, {"a": object()}, [{1, 2}]])
-def test_what_cannot_be_held(state: Any) -> None:
+def test_other_types_are_refused(state: Any) -> None:
     with pytest.raises(StateError, match="the state of 'ema' must be made of numbers"):
         state_io.encode("ema", state)
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     state_io.write(path, {"a": 1})
     state_io.write(path, {"a": 2})
@@ -60,7 +62,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_files_that_cannot_be(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="must be written to"):
         state_io.write(tmp_path / "none" / "state.json", {})
     with pytest.raises(CheckpointError, match="that of a saved state"):

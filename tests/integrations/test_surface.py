@@ -1,3 +1,5 @@
+"""The names that `steelyard.integrations` exports, and the error without torch."""
+
 from __future__ import annotations
 
 import subprocess
@@ -11,7 +13,7 @@ from steelyard import composition
 from steelyard.integrations import CompositeLoss, aux_loss, collect_aux, reads, term
 
 
-def test_the_package_itself_is_light_and_names_the_extra() -> None:
+def test_importing_needs_no_torch_and_using_it_names_the_pip_command() -> None:
     code = """
 import sys
 sys.modules["torch"] = None
@@ -37,7 +39,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert set(steelyard.integrations.__all__) <= set(dir(steelyard.integrations))
 
 
-def test_the_loss_of_a_torch_loop_is_that_of_the_core() -> None:
+def test_composite_loss_is_the_one_of_composition() -> None:
     assert CompositeLoss is composition.CompositeLoss
     assert (aux_loss, collect_aux) == (composition.aux_loss, composition.collect_aux)
     assert (reads, term) == (composition.reads, composition.term)

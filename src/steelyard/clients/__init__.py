@@ -1,7 +1,8 @@
-"""Training clients with regularizers: `regularize` wraps one, of Tinker, the engine or one's own.
+"""Training clients with regularizers: `regularize` wraps Tinker's, the engine's or your own.
 
-`passes` asks any client for log-probs and gives it their gradient; `regularized` puts a pipeline
-between the two; `states` keeps what terms remember.
+* `client_pass`: asks any client for log-probs and sends their gradient back
+* `regularized`: `regularize`, which evaluates a pipeline between the two
+* `state_io`: saves the state of the terms as JSON
 """
 
 from steelyard.clients.regularized import RegularizedClient, regularize

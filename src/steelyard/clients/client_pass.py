@@ -1,8 +1,8 @@
-"""The one idea all training clients share: they give log-probs, and take d loss / d log-probs.
+"""Forward and backward pass of any training client: log-probs out, d loss / d log-probs in.
 
 A client that can do both around one forward pass has `open_pass`, as `LocalTrainingClient`
-does. Any other is asked twice: `forward` for the log-probs, then `forward_backward` with a loss
-that is linear in them and has that gradient.
+does. Any other makes two: `forward` for the log-probs, then `forward_backward` with a loss that
+is linear in them and has that gradient.
 """
 
 from __future__ import annotations
@@ -21,21 +21,40 @@ T = TypeVar("T")
 
 
 class ClientPass(Protocol):
-    """A forward pass, and the way back through it."""
+    """A forward pass whose backward pass is still to come.
+
+    Attributes:
+        logprobs: of the target tokens, `[T]` or `[T, K]` for each datum.
+        given: the extra inputs of terms, by name: `"logits"`, `"hidden_states"`, ….
+    """
 
     logprobs: list[Tensor]
     given: dict[str, Any]
 
     def backward(
-        self, gradients: Sequence[Tensor], beyond: Mapping[str, Any], then: Callable[[Any], T]
+        self,
+        gradients: Sequence[Tensor],
+        extra_gradients: Mapping[str, Any],
+        transform: Callable[[Any], T],
     ) -> Any:
-        """Submit the backward pass; a future of `then` of what comes back."""
+        """Submit the backward pass.
+
+        Args:
+            gradients: d loss / d logprobs, shaped like `logprobs`.
+            extra_gradients: d loss / d extra inputs, structured like `given`.
+            transform: applied to the client's result.
+
+        Returns:
+            A future of the transformed result.
+        """
 
 
 class TwoPasses:
-    """The way of the SDK: forward, then backward with weights = -d loss / d logprobs.
+    """Two requests, as the SDK's own custom loss makes: `forward`, then `forward_backward`.
 
-    `cross_entropy` is -sum(logprobs * weights), so that is the loss with this gradient.
+    The server computes `cross_entropy` = -Σ logprobsᵢ · weightsᵢ, so d cross_entropy / d logprobsᵢ
+    = -weightsᵢ. With weights = -d loss / d logprobs this linear loss has the gradient of the custom
+    loss, and by the chain rule so have the model's parameters, although its value is another.
     """
 
     def __init__(self, client: Any, data: Sequence[Any]) -> None:
@@ -43,61 +62,74 @@ class TwoPasses:
         self._data = list(data)
         if not self._data:
             raise InputError("data must hold at least one Datum, got none.")
-        asked = [_with_weights(index, datum) for index, datum in enumerate(self._data)]
-        outputs = client.forward(asked, "cross_entropy").result().loss_fn_outputs
+        request = [_with_weights(index, datum) for index, datum in enumerate(self._data)]
+        outputs = client.forward(request, "cross_entropy").result().loss_fn_outputs
         self.logprobs = [_tensor(output["logprobs"]) for output in outputs]
         self.given: dict[str, Any] = {}
 
     def backward(
-        self, gradients: Sequence[Tensor], beyond: Mapping[str, Any], then: Callable[[Any], T]
+        self,
+        gradients: Sequence[Tensor],
+        extra_gradients: Mapping[str, Any],
+        transform: Callable[[Any], T],
     ) -> MappedFuture[T]:
-        """Submit the backward pass; a future of `then` of what comes back."""
-        if beyond:
-            raise InputError(f"the client takes gradients of log-probs alone, got {list(beyond)}.")
-        sent = [
-            _only(datum, weights=-gradient)
+        """Submit the backward pass; see `ClientPass`.
+
+        Raises:
+            InputError: there are gradients of anything but log-probs.
+        """
+        if extra_gradients:
+            raise InputError(
+                f"the client takes gradients of log-probs alone, got {list(extra_gradients)}."
+            )
+        request = [
+            _linear_loss_datum(datum, weights=-gradient)
             for datum, gradient in zip(self._data, gradients, strict=True)
         ]
-        return MappedFuture(self._client.forward_backward(sent, "cross_entropy"), then)
+        return MappedFuture(self._client.forward_backward(request, "cross_entropy"), transform)
 
 
 class MappedFuture(Generic[T]):
-    """A future of `then` of what another future gives; to be waited for or awaited, as the SDK's.
+    """A future of `transform(result)`, where another future gives the result.
+
+    Like the SDK's futures it has `result` for threads and can be awaited in a coroutine.
 
     Args:
         future: it has `result`, and may have `result_async`.
-        then: called once.
+        transform: called once, however often the result is asked for.
     """
 
-    def __init__(self, future: Any, then: Callable[[Any], T]) -> None:
-        self._future, self._then = future, then
-        self._made: list[T] = []
+    def __init__(self, future: Any, transform: Callable[[Any], T]) -> None:
+        self._future, self._transform = future, transform
+        self._cached: list[T] = []  # empty, or the one value: None may be a value
 
     def result(self, timeout: float | None = None) -> T:
-        """The value, within `timeout` seconds.
+        """Wait for the value, at most `timeout` seconds.
 
         Raises:
             TimeoutError: it took longer.
         """
-        given = self._future.result() if timeout is None else self._future.result(timeout)
-        return self._value(given)
+        # A future of one's own may have a `result` without a timeout.
+        result = self._future.result() if timeout is None else self._future.result(timeout)
+        return self._transformed(result)
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - the SDK's
-        """As `result`, awaited."""
+        """Await the value, at most `timeout` seconds."""
         if hasattr(self._future, "result_async"):
-            return self._value(await self._future.result_async(timeout))
+            return self._transformed(await self._future.result_async(timeout))
         return await asyncio.to_thread(self.result, timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
 
-    def _value(self, given: Any) -> T:
-        if not self._made:
-            self._made.append(self._then(given))
-        return self._made[0]
+    def _transformed(self, result: Any) -> T:
+        if not self._cached:
+            self._cached.append(self._transform(result))
+        return self._cached[0]
 
 
 def _with_weights(index: int, datum: Any) -> Any:
+    """The datum of the first request; `cross_entropy` requires weights, zeros do."""
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None:
         raise InputError(
@@ -109,10 +141,10 @@ def _with_weights(index: int, datum: Any) -> Any:
         shape = list(_tensor(targets).shape)
         zeros = torch.zeros(shape).flatten().tolist()
         weights = type(targets)(data=zeros, dtype="float32", shape=shape)
-    return _only(datum, weights=weights)
+    return _linear_loss_datum(datum, weights=weights)
 
 
-def _only(datum: Any, *, weights: Any) -> Any:
+def _linear_loss_datum(datum: Any, *, weights: Any) -> Any:
     """The datum with its targets and these weights, and none of its other fields."""
     targets = datum.loss_fn_inputs["target_tokens"]
     return replace(datum, loss_fn_inputs={"target_tokens": targets, "weights": weights})

@@ -1,4 +1,4 @@
-"""`regularize`: any training client, with named regularizers in its custom loss."""
+"""`regularize`: add named regularizers to the custom loss of any training client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
 from steelyard.spec import BASE, Regularizer, RegularizerSpec, Stateful, TermFn, is_whole
 
-_COMPANION = "steelyard"
+# The name under which a client that can `attach` saves our state with its own checkpoints.
+_ATTACHED_AS = "steelyard"
 
 
 def regularize(
@@ -26,14 +27,15 @@ def regularize(
     check_finite: bool = True,
     workers: Workers | None = None,
 ) -> RegularizedClient:
-    """A training client whose `forward_backward_custom` takes regularizers.
+    """Wrap a training client so that its `forward_backward_custom` takes regularizers.
 
     Args:
         client: `tinker.TrainingClient`, `LocalTrainingClient`, or anything with `forward` and
             `forward_backward` as the SDK has them.
-        max_concurrency: see `Pipeline`; so the next two.
+        max_concurrency: as in `Pipeline`.
         check_finite: treat a NaN or infinite value or gradient as a failure of its term.
-        workers: what terms run on; None is what all pipelines of the process share.
+        workers: the threads and processes that run terms; None: those that all pipelines of the
+            process share.
 
     Raises:
         InputError: the client lacks a method.
@@ -71,14 +73,15 @@ def regularize(
 
 
 class RegularizedClient:
-    """A training client and a pipeline; what it does not define goes to the client untouched.
+    """A training client with a pipeline of regularizers.
 
-    Terms never run on the SDK's event loop: they run in the caller's thread and where their
-    specs say, so a term may block, or call the client.
+    Every attribute that it does not define is the wrapped client's. Terms never run on the SDK's
+    event loop: they run in the caller's thread and where their specs say, so a term may block, or
+    call the client.
 
     Attributes:
-        client: the client underneath.
-        pipeline: the terms of the last call, and what is known of them; None before the first.
+        client: the wrapped client.
+        pipeline: the terms of the last call; None before the first.
         optim_steps: the number of optimizer steps made through this client: the step that
             schedules and `every` follow.
     """
@@ -93,16 +96,20 @@ class RegularizedClient:
         self.client = client
         self.pipeline: Pipeline | None = None
         self.optim_steps = 0
-        self._settings = (max_concurrency, check_finite, workers)
-        self._asked: tuple[bool, bool, float] | None = None
-        self._stateful: dict[str, Stateful] = {}
-        self._waiting: dict[str, Any] = {}
-        self._named: dict[str, tuple[object, object, Any]] = {}
+        self._client_settings = (max_concurrency, check_finite, workers)
+        self._call_settings: tuple[bool, bool, float] | None = None  # of the last call
+        self._stateful_terms: dict[str, Stateful] = {}
+        # Loaded states, encoded, of terms that no call has mentioned since.
+        self._pending_states: dict[str, Any] = {}
+        # Terms built from registry names: {term: (registry name, options, function)}.
+        self._built_terms: dict[str, tuple[object, object, Any]] = {}
         if hasattr(client, "attach"):
-            client.attach(_COMPANION, self)
+            client.attach(_ATTACHED_AS, self)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "client":  # not there yet: copied, or half made
+        # `copy` and `pickle` look up attributes before `client` is set: without this the line
+        # below would recurse for ever.
+        if name == "client":
             raise AttributeError(name)
         return getattr(self.client, name)
 
@@ -120,8 +127,8 @@ class RegularizedClient:
     ) -> Any:
         """Compose the loss of a batch and submit its gradient.
 
-        Returns once the backward pass is submitted, so that an `optim_step` made right after
-        lands after it. If a term fails and may not, nothing is submitted.
+        Returns once the backward pass is submitted, so that an `optim_step` called right after
+        it runs after it. If a term with `on_error="raise"` fails, nothing is submitted.
 
         Args:
             data: the SDK's. Fields beside `target_tokens` reach the terms and are not sent.
@@ -130,25 +137,25 @@ class RegularizedClient:
             track_grad_norms: also compute each term's gradient norm and all cosines.
             parallel: let terms overlap.
             timeout: seconds each term may take, unless its spec says otherwise.
-            step: the number of this step; None is `optim_steps`.
+            step: the number of this step; None: `optim_steps`.
             loss_type_input: the SDK's; it has one value.
 
         Returns:
             A future of a `CustomLossOutput`; of the client's own output for a traced loss.
 
         Raises:
-            SpecError: a spec breaks a rule, or needs what this client does not give.
+            SpecError: a spec breaks a rule, or needs an input that this client does not provide.
             InputError: the data break a rule.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
         if _is_traced(loss_fn, regularizers):
             return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
-        pipeline = self._renewed(loss_fn, regularizers, track_grad_norms, parallel, timeout)
-        due = self.optim_steps if step is None else step
-        opened = self._open_pass(data, pipeline.needs(due))
-        output = pipeline.compute(data, opened.logprobs, due, given=opened.given)
-        return _submitted(opened, output)
+        pipeline = self._update_pipeline(loss_fn, regularizers, track_grad_norms, parallel, timeout)
+        step = self.optim_steps if step is None else step
+        forward = self._open_pass(data, pipeline.needs(step))
+        output = pipeline.compute(data, forward.logprobs, step, given=forward.given)
+        return _submit_backward(forward, output)
 
     async def forward_backward_custom_async(
         self,
@@ -162,45 +169,50 @@ class RegularizedClient:
         step: int | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Any:
-        """As `forward_backward_custom`, without blocking the event loop.
+        """Do the same as `forward_backward_custom`, without blocking the event loop.
 
-        If the caller is cancelled before the backward pass is submitted, it is not.
+        If the caller is cancelled before the backward pass is submitted, none is.
         """
         if _is_traced(loss_fn, regularizers):
             return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
-        pipeline = self._renewed(loss_fn, regularizers, track_grad_norms, parallel, timeout)
-        due = self.optim_steps if step is None else step
-        opened = await asyncio.to_thread(self._open_pass, data, pipeline.needs(due))
-        output = await pipeline.acompute(data, opened.logprobs, due, given=opened.given)
-        return _submitted(opened, output)
+        pipeline = self._update_pipeline(loss_fn, regularizers, track_grad_norms, parallel, timeout)
+        step = self.optim_steps if step is None else step
+        forward = await asyncio.to_thread(self._open_pass, data, pipeline.needs(step))
+        output = await pipeline.acompute(data, forward.logprobs, step, given=forward.given)
+        return _submit_backward(forward, output)
 
     def optim_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The client's own; counted."""
+        """Call the client's `optim_step`, and count it."""
         future = self.client.optim_step(*args, **kwargs)
         self.optim_steps += 1
         return future
 
     async def optim_step_async(self, *args: Any, **kwargs: Any) -> Any:
-        """The client's own; counted."""
+        """Call the client's `optim_step_async`, and count it."""
         future = await self.client.optim_step_async(*args, **kwargs)
         self.optim_steps += 1
         return future
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps, and what the terms remember; ready for JSON.
+        """The number of optimizer steps and the state of every stateful term, ready for JSON.
 
         Raises:
-            StateError: a term remembers something that JSON cannot hold.
+            StateError: the state of a term holds something that JSON cannot.
         """
-        terms = {name: state_io.encode(name, t.state_dict()) for name, t in self._stateful.items()}
-        return {"optim_steps": self.optim_steps, "terms": {**self._waiting, **terms}}
+        terms = {
+            name: state_io.encode(name, term.state_dict())
+            for name, term in self._stateful_terms.items()
+        }
+        return {"optim_steps": self.optim_steps, "terms": {**self._pending_states, **terms}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; a term that comes later has its state then.
+        """Restore what `state_dict` returned.
+
+        The state of a term that no call has mentioned yet is restored when one does.
 
         Raises:
-            StateError: it is something else.
+            StateError: it is not what `state_dict` returns.
         """
         terms, steps = state.get("terms"), state.get("optim_steps")
         if not isinstance(terms, Mapping) or not is_whole(steps, at_least=0):
@@ -209,34 +221,34 @@ class RegularizedClient:
                 f"got {dict(state)!r}."
             )
         self.optim_steps = int(steps)  # type: ignore[arg-type]  # whole
-        self._waiting = dict(terms)
-        for name, term in self._stateful.items():
+        self._pending_states = dict(terms)
+        for name, term in self._stateful_terms.items():
             self._restore(name, term)
 
     def save_pipeline_state(self, path: str | Path) -> None:
-        """Write `state_dict` to a file, for a client that cannot keep it with its own state.
+        """Write `state_dict` to a file, for a client that cannot save it with its checkpoints.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: the file cannot be written.
         """
         state_io.write(path, self.state_dict())
 
     def load_pipeline_state(self, path: str | Path) -> None:
-        """Take back what `save_pipeline_state` wrote.
+        """Restore the file that `save_pipeline_state` wrote.
 
         Raises:
-            CheckpointError: it is not there, or is something else.
+            CheckpointError: the file cannot be read, or is not JSON.
+            StateError: it is not what `state_dict` returns.
         """
         self.load_state_dict(state_io.read(path))
 
     def _open_pass(self, data: Sequence[Any], needs: Sequence[str]) -> ClientPass:
-        """A forward pass of the client: one that it keeps open, or the first of two."""
-        if hasattr(self.client, "open_pass"):
-            opened: ClientPass = self.client.open_pass(data, needs)
-            return opened
+        if hasattr(self.client, "open_pass"):  # it keeps the graph for the backward pass
+            forward: ClientPass = self.client.open_pass(data, needs)
+            return forward
         return TwoPasses(self.client, data)
 
-    def _renewed(
+    def _update_pipeline(
         self,
         loss_fn: Any,
         regularizers: Iterable[RegularizerSpec | Mapping[str, Any]],
@@ -244,73 +256,81 @@ class RegularizedClient:
         parallel: bool,
         timeout: float,
     ) -> Pipeline:
-        specs = [self._spec(given) for given in regularizers]
+        """The pipeline of this call: the last one if nothing changed, else its successor."""
+        specs = [self._to_spec(regularizer) for regularizer in regularizers]
         settings = (track_grad_norms, parallel, timeout)
         last = self.pipeline
-        if last is not None and self._asked == settings and _holds(last, loss_fn, specs):
+        if (
+            last is not None
+            and self._call_settings == settings
+            and _same_terms(last, loss_fn, specs)
+        ):
             return last
-        self._asked = settings
+        self._call_settings = settings
         pipeline = Pipeline(
             loss_fn,
             specs,
             *settings,
-            *self._settings,
+            *self._client_settings,
             gives=getattr(self.client, "gives", ()),
             after=last,
         )
         pipeline.model_id = getattr(self.client, "model_id", None)
         for name, term in [(BASE, loss_fn), *((spec.name, spec.fn) for spec in pipeline.specs)]:
-            if isinstance(term, Stateful) and self._stateful.get(name) is not term:
-                self._stateful[name] = term
+            if isinstance(term, Stateful) and self._stateful_terms.get(name) is not term:
+                self._stateful_terms[name] = term
                 self._restore(name, term)
         self.pipeline = pipeline
         return pipeline
 
-    def _spec(self, given: RegularizerSpec | Mapping[str, Any]) -> RegularizerSpec:
-        """The spec; a mapping that names its `fn` has the one that was made of it before."""
-        if isinstance(given, RegularizerSpec):
-            return given
-        spec = RegularizerSpec.of(given)
-        if not isinstance(given["fn"], str):
+    def _to_spec(self, regularizer: RegularizerSpec | Mapping[str, Any]) -> RegularizerSpec:
+        """The spec of a regularizer.
+
+        A mapping that gives its `fn` as a registry name, with the same options as in an earlier
+        call, gets the object built then, so that a stateful term keeps its state from call to call.
+        """
+        if isinstance(regularizer, RegularizerSpec):
+            return regularizer
+        spec = RegularizerSpec.of(regularizer)
+        if not isinstance(regularizer["fn"], str):
             return spec
-        fn, options = given["fn"], given.get("options")
-        known = self._named.get(spec.name)
-        if known is not None and known[:2] == (fn, options):
-            return replace(spec, fn=known[2])
-        self._named[spec.name] = (fn, options, spec.fn)
+        fn, options = regularizer["fn"], regularizer.get("options")
+        built = self._built_terms.get(spec.name)
+        if built is not None and built[:2] == (fn, options):
+            return replace(spec, fn=built[2])
+        self._built_terms[spec.name] = (fn, options, spec.fn)
         return spec
 
     def _restore(self, name: str, term: Stateful) -> None:
-        if name in self._waiting:
-            term.load_state_dict(state_io.decode(self._waiting.pop(name)))
+        if name in self._pending_states:
+            term.load_state_dict(state_io.decode(self._pending_states.pop(name)))
 
 
-def _holds(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:
-    """Whether a pipeline is made of exactly these things."""
-    given = [loss_fn, *specs]
-    there = [pipeline.loss_fn, *pipeline.specs]
-    return len(given) == len(there) and all(a is b for a, b in zip(given, there, strict=True))
+def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:
+    wanted = [loss_fn, *specs]
+    current = [pipeline.loss_fn, *pipeline.specs]
+    return len(wanted) == len(current) and all(a is b for a, b in zip(wanted, current, strict=True))
 
 
-def _submitted(opened: ClientPass, output: CustomLossOutput) -> Any:
-    def finished(given: Any) -> CustomLossOutput:
-        """The output with every field of the client's."""
-        metrics = dict(given.metrics)
+def _submit_backward(forward: ClientPass, output: CustomLossOutput) -> Any:
+    def with_client_fields(result: Any) -> CustomLossOutput:
+        metrics = dict(result.metrics)
+        # The server's loss is the linear one whose gradient was sent; see `TwoPasses`.
         if "loss:sum" in metrics:
             metrics["surrogate_loss:sum"] = metrics["loss:sum"]
         metrics["loss:sum"] = output.loss_total
         return replace(
             output,
-            loss_fn_outputs=given.loss_fn_outputs,
-            loss_fn_output_type=given.loss_fn_output_type,
+            loss_fn_outputs=result.loss_fn_outputs,
+            loss_fn_output_type=result.loss_fn_output_type,
             server_metrics=metrics,
         )
 
-    return opened.backward(output.gradients, output.beyond, finished)
+    return forward.backward(output.gradients, output.beyond, with_client_fields)
 
 
 def _is_traced(loss_fn: Any, regularizers: Iterable[Any]) -> bool:
-    """Whether the loss is one that `create_custom_loss` has traced.
+    """Report whether the loss is one that `create_custom_loss` has traced.
 
     Raises:
         SpecError: it is, and there are regularizers.

@@ -1,4 +1,4 @@
-"""What terms remember, as JSON: tensors and arrays go in by value."""
+"""Write the state of terms as JSON, with tensors and arrays by value, and read it back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TENSOR, _ARRAY = "__tensor__", "__array__"
 
 
 def encode(term: str, state: Any) -> Any:
-    """A state as what JSON can hold.
+    """Convert the state of a term to what JSON can hold.
 
     Raises:
-        StateError: something in it cannot be held.
+        StateError: it holds something that cannot be converted.
     """
     if state is None or isinstance(state, bool | int | float | str):
         return state
@@ -44,45 +44,45 @@ def encode(term: str, state: Any) -> Any:
 
 
 def decode(state: Any) -> Any:
-    """The inverse of `encode`, but for tuples, which come back as lists."""
+    """Invert `encode`, except that tuples come back as lists."""
     if isinstance(state, list):
         return [decode(item) for item in state]
     if not isinstance(state, dict):
         return state
     if set(state) == {_TENSOR}:
-        held = state[_TENSOR]
-        dtype = getattr(torch, held["dtype"])
-        return torch.tensor(held["data"], dtype=dtype).reshape(held["shape"])
+        tensor = state[_TENSOR]
+        dtype = getattr(torch, tensor["dtype"])
+        return torch.tensor(tensor["data"], dtype=dtype).reshape(tensor["shape"])
     if set(state) == {_ARRAY}:
-        held = state[_ARRAY]
-        return np.array(held["data"], dtype=held["dtype"]).reshape(held["shape"])
+        array = state[_ARRAY]
+        return np.array(array["data"], dtype=array["dtype"]).reshape(array["shape"])
     return {key: decode(value) for key, value in state.items()}
 
 
 def write(path: str | Path, state: Mapping[str, Any]) -> None:
-    """Write an encoded state to a file, whole or not at all.
+    """Write an encoded state to a file, atomically.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the file cannot be written.
     """
     target = Path(path).expanduser()
-    scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             json.dump(state, file)
             file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(target)
+            os.fsync(file.fileno())  # the contents are on disk before the name is
+        temporary.replace(target)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise CheckpointError(f"the state must be written to {target}, and: {error}.") from error
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """What `write` wrote.
+    """Read a file that `write` wrote.
 
     Raises:
-        CheckpointError: it is not there, or is something else.
+        CheckpointError: the file cannot be read, or is not JSON.
     """
     try:
         state: dict[str, Any] = json.loads(Path(path).expanduser().read_text("utf-8"))

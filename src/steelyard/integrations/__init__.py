@@ -1,8 +1,9 @@
-"""Steelyard in other people's training loops, one module each.
+"""Regularizers in other training loops, one folder for each ecosystem.
 
-`torch` is a loss for a plain PyTorch loop, `huggingface` and `lightning` put it into their
-trainers, `optim` transforms gradients before any optimizer steps, and `jax` adds penalties to
-a loss that `jax.grad` differentiates.
+* `torch`: a composite loss for a plain PyTorch loop
+* `huggingface`, `lightning`: the same loss inside their trainers
+* `optim`: gradient transforms for any `torch.optim.Optimizer`
+* `jax`: penalties in a loss that `jax.grad` differentiates
 """
 
 from __future__ import annotations

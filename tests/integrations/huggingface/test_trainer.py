@@ -1,4 +1,4 @@
-"""Terms in the real `Trainer` and the real `SFTTrainer`, against the same training by hand."""
+"""Terms in the real `Trainer`, compared with the same training by hand."""
 
 from __future__ import annotations
 
@@ -14,79 +14,27 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from steelyard import RegularizerSpec, schedules
 from steelyard.engine import tiny
 from steelyard.errors import CheckpointError, InputError, NonFiniteError
 from steelyard.integrations import aux_loss, term
-from steelyard.integrations.huggingface import RegularizerCallback, RegularizerMixin
-
-Batch = dict[str, Tensor]
-
-
-class RegularizedTrainer(RegularizerMixin, Trainer):
-    pass
-
-
-def rows(lengths: Sequence[int]) -> list[Batch]:
-    numbers = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(0, 256, (n,), generator=numbers) for n in lengths]
-    return [{"input_ids": ids, "labels": ids.clone()} for ids in drawn]
-
-
-class Collator:
-    """Pads with ignored labels, and remembers the batches it made."""
-
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-
-    def __call__(self, data: Sequence[Batch]) -> Batch:
-        batch = {
-            name: nn.utils.rnn.pad_sequence([d[name] for d in data], True, padding)
-            for name, padding in (("input_ids", 256), ("labels", -100))
-        }
-        mask = [torch.ones(len(d["labels"]), dtype=torch.long) for d in data]
-        batch["attention_mask"] = nn.utils.rnn.pad_sequence(mask, batch_first=True)
-        self.batches.append(batch)
-        return batch
-
-
-def arguments(folder: Path, **changed: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
-        "average_tokens_across_devices": False,
-        "logging_nan_inf_filter": True,
-    }
-    return TrainingArguments(str(folder), **(settings | changed))
-
-
-def entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean entropy of the predictions that count."""
-    logprobs = logits[:, :-1].log_softmax(-1)[labels[:, 1:] != -100]
-    return -(logprobs.exp() * logprobs).sum(-1).mean()
+from steelyard.integrations.huggingface import RegularizerCallback
+from tests.integrations.huggingface.training import (
+    Batch,
+    Collator,
+    RegularizedTrainer,
+    arguments,
+    assert_same_weights,
+    entropy,
+    rows,
+    surprise,
+)
 
 
 def size(parameters: Mapping[str, Tensor]) -> Tensor:
     return parameters["lm_head.weight"].abs().sum()
-
-
-def surprise(data: Sequence[Mapping[str, Any]], logprobs: Sequence[Tensor]) -> Tensor:
-    """The mean square of the log-probs that count, of terms over `(data, logprobs)`."""
-    weights = [datum["loss_fn_inputs"]["weights"] for datum in data]
-    squares = [w * row.square() for w, row in zip(weights, logprobs, strict=True)]
-    return torch.cat(squares).sum() / torch.cat(weights).sum()
 
 
 def terms() -> list[RegularizerSpec]:
@@ -100,7 +48,7 @@ def terms() -> list[RegularizerSpec]:
 def by_hand(
     batches: Sequence[Batch], accumulation: int
 ) -> tuple[nn.Module, list[dict[str, float]]]:
-    """The same training without Steelyard, and what each step's log should say."""
+    """The same training without Steelyard, and the expected log of each step."""
     model = tiny.build(torch.float32).train()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     logs = []
@@ -146,17 +94,9 @@ def attached(**settings: Any) -> Trainer:
     return trainer
 
 
-def assert_same_weights(model: nn.Module | None, other: nn.Module | None) -> None:
-    assert model is not None
-    assert other is not None
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("build", [mixed_in, attached])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_training_and_its_log_are_as_by_hand(
+def test_training_and_its_log_equal_those_by_hand(
     build: Callable[..., Trainer], accumulation: int, tmp_path: Path
 ) -> None:
     collator = Collator()
@@ -173,7 +113,7 @@ def test_training_and_its_log_are_as_by_hand(
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=2e-6)
 
 
-def test_two_micro_batches_are_one_batch_of_twice_the_size(tmp_path: Path) -> None:
+def test_accumulated_micro_batches_equal_one_large_batch(tmp_path: Path) -> None:
     data = rows([5, 9, 12, 7])
     models = []
     for size_, accumulation in ((4, 1), (2, 2), (1, 4)):
@@ -191,7 +131,7 @@ def test_two_micro_batches_are_one_batch_of_twice_the_size(tmp_path: Path) -> No
 
 
 class Regression(nn.Module):
-    """A model that knows nothing of the trainer's count of items."""
+    """A model that does not take the trainer's `num_items_in_batch`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +155,7 @@ def points() -> list[dict[str, Tensor]]:
     ]
 
 
-def test_a_loss_that_the_trainer_divides_and_auxiliary_and_captured_inputs(tmp_path: Path) -> None:
+def test_aux_losses_and_activations_with_a_loss_divided_by_micro_batches(tmp_path: Path) -> None:
     seen: list[Batch] = []
 
     def collate(data: Sequence[Batch]) -> Batch:
@@ -253,7 +193,7 @@ def test_a_loss_that_the_trainer_divides_and_auxiliary_and_captured_inputs(tmp_p
     assert_same_weights(model, other)
 
 
-def test_an_evaluation_has_the_trainers_own_loss(tmp_path: Path) -> None:
+def test_evaluation_uses_the_trainers_own_loss(tmp_path: Path) -> None:
     data = rows([6, 6])
     trainer = mixed_in(
         model=tiny.build(torch.float32),
@@ -269,7 +209,7 @@ def test_an_evaluation_has_the_trainers_own_loss(tmp_path: Path) -> None:
 
 
 class Memory:
-    """A term that counts its calls, and weighs them in."""
+    """A stateful term: the mean log-prob times the number of calls."""
 
     name = "memory"
 
@@ -297,7 +237,7 @@ def with_memory(folder: Path, **changed: Any) -> RegularizedTrainer:
     )
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = with_memory(tmp_path / "whole")
     whole.train()
     stopped = with_memory(tmp_path / "halves", save_strategy="steps", save_steps=2)
@@ -311,7 +251,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     assert logged[1] == pytest.approx(logged[0], rel=1e-6)
 
 
-def test_a_resumed_run_that_lost_what_its_terms_remember_says_so(tmp_path: Path) -> None:
+def test_a_resumed_run_without_the_state_of_its_terms_is_refused(tmp_path: Path) -> None:
     with_memory(tmp_path, save_strategy="steps", save_steps=2).train()
     (tmp_path / "checkpoint-2" / "steelyard.pt").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint-2/steelyard\.pt cannot be read"):
@@ -319,7 +259,7 @@ def test_a_resumed_run_that_lost_what_its_terms_remember_says_so(tmp_path: Path)
 
 
 class Sink(TrainerCallback):
-    """What a reporter of `report_to` sees."""
+    """Records the keys that a reporter of `report_to` gets."""
 
     def __init__(self) -> None:
         self.seen: list[set[str]] = []
@@ -347,7 +287,7 @@ def test_reporters_see_the_components(tmp_path: Path) -> None:
     assert not components & sink.seen[1]  # the summary of the whole training
 
 
-def test_a_term_that_runs_rarely_counts_where_it_ran(tmp_path: Path) -> None:
+def test_a_term_with_every_is_averaged_over_the_steps_where_it_ran(tmp_path: Path) -> None:
     trainer = RegularizedTrainer(
         model=tiny.build(torch.float32),
         args=arguments(tmp_path, max_steps=4, logging_steps=4),
@@ -363,7 +303,7 @@ def test_a_term_that_runs_rarely_counts_where_it_ran(tmp_path: Path) -> None:
     assert log["base_loss/value"] + 2.0 == pytest.approx(log["loss"])
 
 
-def test_a_term_that_is_not_finite_stops_the_training_unless_it_may_not(tmp_path: Path) -> None:
+def test_a_term_that_is_not_finite_stops_the_training_unless_it_is_skipped(tmp_path: Path) -> None:
     def broken(logits: Tensor) -> Tensor:
         return logits.sum() * float("nan")
 
@@ -382,7 +322,7 @@ def test_a_term_that_is_not_finite_stops_the_training_unless_it_may_not(tmp_path
     assert "regularizers/broken/value" not in log
 
 
-def test_a_missing_input_lists_what_there_is(tmp_path: Path) -> None:
+def test_a_missing_input_lists_the_available_ones(tmp_path: Path) -> None:
     trainer = RegularizedTrainer(
         model=tiny.build(torch.float32),
         args=arguments(tmp_path),
@@ -393,6 +333,18 @@ def test_a_missing_input_lists_what_there_is(tmp_path: Path) -> None:
     message = "regularizer 'router' reads the input 'router_logits', which is not there"
     with pytest.raises(InputError, match=f"{message}.*'input_ids'.*'logits'"):
         trainer.train()
+
+
+def test_a_term_that_needs_a_projection_for_each_datum_is_refused(tmp_path: Path) -> None:
+    spec = RegularizerSpec(lambda d, lp, projection: lp[0].sum(), 1.0, "x", needs=("projection",))
+    with pytest.raises(InputError, match=r"must run on steelyard\.engine.*regularizer 'x'"):
+        RegularizedTrainer(
+            model=tiny.build(torch.float32),
+            args=arguments(tmp_path),
+            train_dataset=rows([6, 6]),
+            data_collator=Collator(),
+            terms=[spec],
+        ).train()
 
 
 def test_a_callback_must_be_attached(tmp_path: Path) -> None:
@@ -413,7 +365,7 @@ def test_a_callback_must_be_attached(tmp_path: Path) -> None:
         callback.attach(trainer)
 
 
-def test_hidden_states_are_asked_for_and_adapters_seen_through(tmp_path: Path) -> None:
+def test_hidden_states_are_requested_and_peft_is_unwrapped(tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=4)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -441,7 +393,7 @@ def test_hidden_states_are_asked_for_and_adapters_seen_through(tmp_path: Path) -
     assert_same_weights(model, other)
 
 
-def test_label_smoothing_and_returned_outputs_keep_their_way(tmp_path: Path) -> None:
+def test_label_smoothing_and_returned_outputs_are_kept(tmp_path: Path) -> None:
     collator = Collator()
     data = rows([6, 9])
     trainer = RegularizedTrainer(
@@ -469,7 +421,7 @@ def test_label_smoothing_and_returned_outputs_keep_their_way(tmp_path: Path) -> 
     assert outputs.logits.shape == (2, 9, 512)
 
 
-def test_tensorboard_gets_keys_with_slashes(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_components(tmp_path: Path) -> None:
     trainer = mixed_in(
         model=tiny.build(torch.float32),
         args=arguments(tmp_path, max_steps=1, report_to="tensorboard"),
@@ -481,7 +433,7 @@ def test_tensorboard_gets_keys_with_slashes(tmp_path: Path) -> None:
     assert b"train/regularizers/entropy/contribution" in file.read_bytes()
 
 
-def test_weights_change_while_it_trains(tmp_path: Path) -> None:
+def test_weights_can_be_changed_while_training(tmp_path: Path) -> None:
     class Switch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
             trainer.regularizers.composite.set_weight("entropy", 0.7)
@@ -499,7 +451,7 @@ def test_weights_change_while_it_trains(tmp_path: Path) -> None:
     assert logged == pytest.approx([0.3, 0.7])
 
 
-def test_a_missing_extra_names_its_cure() -> None:
+def test_missing_transformers_names_the_pip_command() -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "try:\n import steelyard.integrations.huggingface\n"

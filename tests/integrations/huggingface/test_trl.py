@@ -43,7 +43,9 @@ def surprise(data: Any, logprobs: Any) -> Tensor:
     [term(entropy, 0.3), term(from_logits.entropy, 0.3, inputs="projection")],
     ids=["logits", "projection"],
 )
-def test_sft_trains_as_by_hand(accumulation: int, spread: RegularizerSpec, tmp_path: Path) -> None:
+def test_sft_training_equals_the_same_by_hand(
+    accumulation: int, spread: RegularizerSpec, tmp_path: Path
+) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     trainer = RegularizedSFTTrainer(

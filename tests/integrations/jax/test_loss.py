@@ -1,11 +1,10 @@
-"""A base loss with penalties in JAX: values, gradients, norms, training, and bad use."""
+"""A base loss with penalties in JAX: values, gradients, schedules, training, bad arguments."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,68 +19,21 @@ from steelyard import schedules as ours
 from steelyard.errors import InputError
 from steelyard.integrations.jax import loss_with_penalties
 from steelyard.penalties import PenaltyPipeline
-
-Tree = Any
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
-def model(params: Tree, x: Any) -> tuple[Any, Any]:
-    hidden = jnp.tanh(x @ params["first"]["kernel"] + params["first"]["bias"])
-    return hidden, hidden @ params["second"]["kernel"] + params["second"]["bias"]
-
-
-def base(params: Tree, x: Any, y: Any) -> tuple[Any, dict[str, Any]]:
-    hidden, logits = model(params, x)
-    logprobs = jax.nn.log_softmax(logits)
-    loss = -jnp.mean(jnp.take_along_axis(logprobs, y[:, None], axis=1))
-    return loss, {"hidden": hidden, "logprobs": logprobs}
-
-
-def initial() -> Tree:
-    draw = np.random.default_rng(0).normal
-    return {
-        "first": {"kernel": 0.5 * draw(size=(3, 8)), "bias": np.full(8, 0.125)},
-        "second": {"kernel": 0.5 * draw(size=(8, 4)), "bias": np.zeros(4)},
-    }
-
-
-def batch(seed: int, size: int = 6) -> tuple[Any, Any]:
-    generator = np.random.default_rng(100 + seed)
-    return generator.normal(size=(size, 3)), generator.integers(0, 4, size)
-
-
-PIPELINE = PenaltyPipeline(
-    [
-        ("l2", {"weight": 0.01, "inputs": "params/*/kernel"}),
-        ("entropy", {"weight": 0.1, "inputs": "logprobs", "mode": "bonus"}),
-        ("l1", {"weight": 0.05, "inputs": "hidden", "reduction": "mean"}),
-    ]
+from tests.integrations.jax.classifier import (
+    PIPELINE,
+    Tree,
+    assert_trees,
+    base,
+    batch,
+    by_hand,
+    initial,
+    norm,
 )
-
-
-def by_hand(params: Tree, x: Any, y: Any, l2_weight: Any = 0.01) -> Any:
-    loss, outputs = base(params, x, y)
-    logprobs = outputs["logprobs"]
-    square = jnp.sum(params["first"]["kernel"] ** 2) + jnp.sum(params["second"]["kernel"] ** 2)
-    negative_entropy = jnp.mean(jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1))
-    size = jnp.mean(jnp.abs(outputs["hidden"]))
-    return loss + l2_weight * square + 0.1 * negative_entropy + 0.05 * size
-
-
-def assert_trees(found: Tree, expected: Tree, rel: float = 1e-10) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rel, atol=rel)
-
 
 # Values and gradients.
 
 
-def test_value_and_gradient_are_those_written_by_hand() -> None:
+def test_value_and_gradient_equal_those_by_hand() -> None:
     params, (x, y) = initial(), batch(0)
     loss = loss_with_penalties(base, PIPELINE)
     (total, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, x, y)
@@ -101,7 +53,7 @@ def test_value_and_gradient_are_those_written_by_hand() -> None:
     assert metrics["total"] == total
 
 
-def test_without_jit_it_is_the_same() -> None:
+def test_jit_changes_nothing() -> None:
     pipeline = PenaltyPipeline([("l1", {"weight": 0.5}), ("l2", {"weight": 2.0})])
     loss = jax.value_and_grad(
         loss_with_penalties(jnp.sum, pipeline, track_grad_norms=True), has_aux=True
@@ -125,7 +77,7 @@ def test_the_gradient_agrees_with_central_differences() -> None:
     np.testing.assert_allclose(jax.jit(jax.grad(total))(flat), slopes, rtol=1e-6, atol=1e-8)
 
 
-def test_it_can_be_vmapped_and_differentiated_twice() -> None:
+def test_the_loss_can_be_vmapped_and_differentiated_twice() -> None:
     loss = loss_with_penalties(
         lambda p, x: jnp.sum((p - x) ** 2), PenaltyPipeline([("l2", {"weight": 3.0})])
     )
@@ -155,66 +107,6 @@ def test_narrow_losses_are_summed_in_float32_and_keep_their_type() -> None:
     assert float(metrics["l2"]) == 2.0
 
 
-# What penalties read.
-
-
-@pytest.mark.parametrize(
-    ("inputs", "expected"),
-    [
-        ("params", 24 + 8 + 32 + 4),
-        ("params/first", 24 + 8),
-        ("params/first/kernel", 24),
-        ("params/*/bias", 8 + 4),
-        ("params/*l", 24 + 32),
-        (None, 24 + 8 + 32 + 4),
-    ],
-)
-def test_parameters_by_name(inputs: str | None, expected: int) -> None:
-    params = jax.tree.map(jnp.ones_like, initial())
-    pipeline = PenaltyPipeline([("l2", {"inputs": inputs})])
-    loss = loss_with_penalties(lambda p: jnp.float32(1.0), pipeline)
-    total, metrics = loss(params)
-    assert float(metrics["l2"]) == expected
-    assert float(total) == 1.0 + expected
-
-
-def test_one_parameter_keeps_its_shape() -> None:
-    pipeline = PenaltyPipeline([("orthogonality", {"inputs": "params/w", "normalize": False})])
-    loss = loss_with_penalties(lambda p: jnp.float32(0.0), pipeline)
-    total, _ = loss({"w": jnp.array([[1.0, 2.0], [3.0, 1.0]])})
-    assert float(total) == 2 * 25.0  # the two off-diagonal entries of w wᵀ are 5
-
-
-@pytest.mark.parametrize("params", [np.array([3.0, 4.0]), [np.array([3.0]), np.array([4.0])]])
-def test_parameters_need_not_be_a_dict(params: Tree) -> None:
-    loss = loss_with_penalties(lambda p: jnp.float32(0.0), PenaltyPipeline(["l2"]))
-    assert float(loss(params)[0]) == 25.0
-    if isinstance(params, list):
-        second = PenaltyPipeline([("l2", {"inputs": "params/1"})])
-        assert float(loss_with_penalties(lambda p: jnp.float32(0.0), second)(params)[0]) == 16.0
-
-
-def test_one_output_without_a_name() -> None:
-    loss = loss_with_penalties(lambda p, x: (jnp.sum(p), p * x), PenaltyPipeline(["l1"]))
-    total, _ = loss(jnp.array([1.0, -2.0]), 3.0)
-    assert float(total) == -1.0 + 9.0
-
-
-def test_an_output_of_the_base_comes_before_a_parameter() -> None:
-    pipeline = PenaltyPipeline([("l1", {"inputs": "params"})])
-    loss = loss_with_penalties(lambda p: (jnp.float32(0.0), {"params": 2 * p}), pipeline)
-    assert float(loss(jnp.ones(3))[0]) == 6.0
-
-
-def test_what_else_the_base_returns_passes_through() -> None:
-    loss = loss_with_penalties(
-        lambda p, x: (jnp.sum(p * x), None, {"moments": p + x}), PenaltyPipeline(["l2"])
-    )
-    (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.ones(2), jnp.ones(2))
-    assert metrics["aux"]["moments"].tolist() == [2.0, 2.0]
-    assert gradient.tolist() == [3.0, 3.0]
-
-
 def test_disabled_penalties_and_empty_pipelines() -> None:
     off = PenaltyPipeline(["l1", "l2"]).set_enabled("l1", enabled=False)
     for pipeline, total, names in (
@@ -228,58 +120,11 @@ def test_disabled_penalties_and_empty_pipelines() -> None:
         assert set(metrics) == names | tracked
 
 
-# Gradient norms.
-
-
-def norm(tree: Tree) -> float:
-    return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(tree))))
-
-
-def test_norms_are_those_of_separate_gradients() -> None:
-    params, (x, y) = initial(), batch(1)
-    loss = loss_with_penalties(base, PIPELINE, track_grad_norms=True)
-    (_, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, x, y)
-    plain = loss_with_penalties(base, PIPELINE)
-    each = jax.jit(jax.jacrev(lambda p: plain(p, x, y)[1]))(params)
-    for name in ("base", "l2", "entropy", "l1"):
-        np.testing.assert_allclose(metrics[f"{name}_grad_norm"], norm(each[name]), rtol=1e-10)
-    np.testing.assert_allclose(metrics["total_grad_norm"], norm(gradient), rtol=1e-10)
-
-
-def test_a_penalty_that_is_not_differentiable_is_a_constant_without_a_norm() -> None:
-    pipeline = PenaltyPipeline([("l2", {"differentiable": False}), ("l1", {"weight": 2.0})])
-    loss = loss_with_penalties(jnp.sum, pipeline, track_grad_norms=True)
-    (total, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.array([3.0, 1.0]))
-    assert float(total) == 4.0 + 10.0 + 8.0
-    assert gradient.tolist() == [3.0, 3.0]
-    assert "l2_grad_norm" not in metrics
-    np.testing.assert_allclose(metrics["total_grad_norm"], np.sqrt(18.0), rtol=1e-6)
-
-
-def test_norms_are_constants() -> None:
-    loss = loss_with_penalties(jnp.sum, PenaltyPipeline(["l2"]), track_grad_norms=True)
-    slope = jax.jit(jax.grad(lambda p: loss(p)[1]["l2_grad_norm"]))(np.array([3.0, 4.0]))
-    assert slope.tolist() == [0.0, 0.0]
-
-
-def test_terms_are_evaluated_in_one_pass_for_all_norms() -> None:
-    """However many terms, the base is traced twice: for the total, and for the norms."""
-    calls: list[int] = []
-
-    def counted(params: Tree, x: Any, y: Any) -> Any:
-        calls.append(1)
-        return base(params, x, y)
-
-    loss = loss_with_penalties(counted, PIPELINE, track_grad_norms=True)
-    jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(initial(), *batch(0))
-    assert len(calls) == 2
-
-
 # Schedules.
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_a_schedule_of_optax_follows_a_traced_step(wrap: Callable[[Any], Any]) -> None:
+def test_optax_schedules_follow_a_traced_step(wrap: Callable[[Any], Any]) -> None:
     schedule = optax.linear_schedule(0.0, 1.0, 4)
     loss = wrap(
         loss_with_penalties(
@@ -319,7 +164,7 @@ def test_schedules_by_epoch() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_our_own_schedules_follow_a_traced_step(wrap: Callable[[Any], Any]) -> None:
+def test_steelyard_schedules_follow_a_traced_step(wrap: Callable[[Any], Any]) -> None:
     loss = wrap(
         loss_with_penalties(
             lambda p: jnp.float32(0.0),
@@ -350,7 +195,7 @@ def test_schedules_of_the_pipeline_are_followed(wrap: Callable[[Any], Any]) -> N
     assert float(wrap(overridden)(jnp.array([3.0]), step=1)[0]) == 3.0 + 2.25
 
 
-def test_the_metrics_are_those_of_the_pipeline() -> None:
+def test_metrics_are_named_as_the_pipeline_names_them() -> None:
     pipeline = PenaltyPipeline(["l1", ("l2", {"weight": ours.linear(0.0, 1.0, 4)})])
     loss = loss_with_penalties(jnp.sum, pipeline, track_grad_norms=True)
     point = jnp.array([3.0, -1.0])
@@ -363,13 +208,13 @@ def test_the_metrics_are_those_of_the_pipeline() -> None:
     )
 
 
-def test_a_weight_that_has_a_value_is_checked() -> None:
+def test_a_weight_that_is_not_traced_is_checked() -> None:
     pipeline = PenaltyPipeline([("l2", {"weight": ours.exponential(1.0, 1e200)})])
     with pytest.raises(InputError, match=r"weight of penalty 'l2' must be .* got inf at step 2"):
         loss_with_penalties(jnp.sum, pipeline)(jnp.ones(2), step=2)
 
 
-def test_a_schedule_that_cannot_be_traced_works_outside_jit_and_says_so_inside() -> None:
+def test_a_schedule_that_cannot_be_traced_works_outside_jit_and_raises_inside() -> None:
     def stepwise(step: Any) -> float:
         return 1.0 if step > 1 else 0.0
 
@@ -386,11 +231,11 @@ def test_a_schedule_that_cannot_be_traced_works_outside_jit_and_says_so_inside()
     )
 
 
-# Training, beside the same written by hand.
+# Training, compared with the same by hand.
 
 
 def train(loss: Callable[..., Any], optimizer: Any, steps: int) -> Tree:
-    """`loss(params, step, x, y)` gives the gradient to descend."""
+    """Train with `loss(params, step, x, y)`, and return the parameters."""
     params = initial()
     state = jax.jit(optimizer.init)(params)
 
@@ -405,7 +250,7 @@ def train(loss: Callable[..., Any], optimizer: Any, steps: int) -> Tree:
 
 
 @pytest.mark.parametrize(("accumulate", "track"), [(1, False), (4, True)])
-def test_training_is_the_training_written_by_hand(accumulate: int, track: bool) -> None:
+def test_training_equals_the_same_by_hand(accumulate: int, track: bool) -> None:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.05))
     if accumulate > 1:
         optimizer = optax.MultiSteps(optimizer, every_k_schedule=accumulate)
@@ -435,51 +280,7 @@ def test_accumulated_micro_batches_are_the_whole_batch() -> None:
     assert_trees(params, expected, 1e-7)  # optax accumulates in float32
 
 
-# Bad use.
-
-
-def test_a_missing_input_lists_what_there_is() -> None:
-    pipeline = PenaltyPipeline([("kl", {"inputs": ("logprobs", "teacher")})])
-    loss = loss_with_penalties(base, pipeline)
-    with pytest.raises(InputError) as caught:
-        jax.jit(loss)(initial(), *batch(0))
-    assert str(caught.value) == (
-        "penalty 'kl' needs the input 'teacher', got from the base 'hidden', 'logprobs'; "
-        "parameters: 'params', 'params/first/bias', 'params/first/kernel', "
-        "'params/second/bias', 'params/second/kernel'."
-    )
-    nothing = loss_with_penalties(jnp.sum, PenaltyPipeline([("l2", {"inputs": "params/w"})]))
-    with pytest.raises(InputError, match=r"got from the base none; parameters: 'params'\.$"):
-        nothing(jnp.ones(2))
-
-
-def test_half_a_name_is_no_name() -> None:
-    pipeline = PenaltyPipeline([("l2", {"inputs": "params/fir"})])
-    with pytest.raises(InputError, match=r"needs the input 'params/fir', got from the base none"):
-        loss_with_penalties(lambda p: jnp.float32(0.0), pipeline)({"first": np.ones(2)})
-
-
-def test_a_penalty_without_inputs_beside_named_outputs() -> None:
-    loss = loss_with_penalties(base, PenaltyPipeline(["l2"]))
-    with pytest.raises(InputError, match=r"'l2' must say which inputs .* 'hidden', 'logprobs'"):
-        loss(initial(), *batch(0))
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (np.ones(3, np.float32), "got float32[3]: reduce it, for example with jnp.mean."),
-        (np.int32(3), "got int32[]: reduce it"),
-        (None, "got NoneType: reduce it"),
-        ((np.ones((2, 1), np.float32), {}), "got float32[2, 1]: reduce it"),
-        ((np.float32(0.0), {}, {}, {}), "(loss, outputs, aux), got a tuple of 4."),
-        ((np.float32(0.0),), "(loss, outputs, aux), got a tuple of 1."),
-    ],
-)
-def test_a_base_that_gives_no_loss(result: Any, message: str) -> None:
-    loss = loss_with_penalties(lambda p: result, PenaltyPipeline())
-    with pytest.raises(InputError, match=rf"^base must return a .*{re.escape(message)}"):
-        loss(jnp.ones(2))
+# Bad arguments.
 
 
 @pytest.mark.parametrize(
@@ -533,7 +334,7 @@ def test_bad_arguments(arguments: tuple[Any, ...], options: dict[str, Any], mess
     assert str(caught.value) == message
 
 
-def test_bad_steps() -> None:
+def test_a_schedule_needs_a_step_and_returns_a_scalar() -> None:
     pipeline = PenaltyPipeline(["l2"])
     loss = loss_with_penalties(jnp.sum, pipeline, schedules={"l2": optax.constant_schedule(1.0)})
     with pytest.raises(
@@ -548,7 +349,7 @@ def test_bad_steps() -> None:
         vector(jnp.ones(2), step=0)
 
 
-def test_a_missing_jax_names_its_cure() -> None:
+def test_missing_jax_names_the_pip_command() -> None:
     code = """
 import sys; sys.modules["jax"] = None
 from steelyard.errors import MissingExtraError

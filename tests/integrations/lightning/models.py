@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Net(nn.Module):
-    """Leaves an auxiliary loss on its way."""
+    """Two layers; reports the auxiliary loss `router`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def net(seed: int = 0) -> Net:
 
 @dataclass
 class Batches:
-    """What a loader gives; Lightning takes anything that can be iterated over."""
+    """A data loader; Lightning takes any iterable."""
 
     batches: list[Batch]
 
@@ -61,7 +61,7 @@ def batches(*sizes: int, seed: int = 1) -> Batches:
 
 
 class Plain(LightningModule):
-    """A module as a user has it; subclasses write the steps."""
+    """A LightningModule without steps; subclasses write them."""
 
     def __init__(self, model: Net | None = None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Plain(LightningModule):
 
 
 class Recorder(Logger):
-    """Keeps what Lightning logs."""
+    """A logger that records the metrics."""
 
     name = "recorder"
     version = 0
@@ -99,12 +99,12 @@ def trainer(recorder: Recorder | None = None, *, epochs: int = 2, **settings: An
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=Path("/nowhere"),  # nothing is to be written
+        default_root_dir=Path("/nowhere"),  # writing there would fail
         **settings,
     )
 
 
-# What the model is trained on, term by term: `(inputs, step, epoch) -> {key: value}`.
+# Components of the loss: `(inputs, step, epoch) -> {key: value}`.
 Parts = Callable[[Mapping[str, Any], int, int], dict[str, Tensor]]
 
 
@@ -117,7 +117,7 @@ def by_hand(
     accumulate: int = 1,
     clip: float = 0,
 ) -> list[dict[str, float]]:
-    """Train in plain torch; gives the parts of the loss at each batch."""
+    """Train in plain torch, and return the components of the loss at each batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     rows = []
     step = 0
@@ -137,7 +137,7 @@ def by_hand(
 
 
 def read(model: Net, x: Tensor, labels: Tensor) -> dict[str, Any]:
-    """What the parts of the loss are made of."""
+    """Inputs of the components of the loss."""
     logits, hidden = model(x)
     return {"logits": logits, "hidden": hidden, "labels": labels, "router": model.router}
 
@@ -147,13 +147,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether all parameters are equal to the last bit."""
+    """True if all parameters are equal bit for bit."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
 class Drift:
-    """How far the mean is from its moving average, a tensor that is changed in place."""
+    """Squared distance of the mean from its moving average, a tensor changed in place."""
 
     name = "drift"
 

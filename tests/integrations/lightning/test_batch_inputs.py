@@ -1,4 +1,4 @@
-"""What a training step shows of itself."""
+"""Names of the fields of a batch, and of several sources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from steelyard.errors import InputError
-from steelyard.integrations.lightning.batch_inputs import joined, of_batch
+from steelyard.integrations.lightning.batch_inputs import batch_fields, merge_sources
 
 
 @dataclass
@@ -34,18 +34,18 @@ Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - as default_collate leave
         (1, ("x",), {"x": 1}),
     ],
 )
-def test_the_parts_of_a_batch(batch: Any, names: tuple[str, ...], expected: Any) -> None:
-    assert of_batch(batch, names) == expected
+def test_fields_of_a_batch(batch: Any, names: tuple[str, ...], expected: Any) -> None:
+    assert batch_fields(batch, names) == expected
 
 
-def test_each_item_has_a_name() -> None:
+def test_more_items_than_names_are_refused() -> None:
     with pytest.raises(
         InputError, match=r"name each item of a batch, got 1 names \(x\) for 2 items"
     ):
-        of_batch((1, 2), ("x",))
+        batch_fields((1, 2), ("x",))
 
 
-def test_a_name_that_two_have_says_whose_it_is() -> None:
+def test_a_name_with_two_values_gets_its_source() -> None:
     shared, mine, yours = object(), object(), object()
-    found = joined({"batch": {"a": shared, "b": mine}, "outputs": {"a": shared, "b": yours}})
+    found = merge_sources({"batch": {"a": shared, "b": mine}, "outputs": {"a": shared, "b": yours}})
     assert found == {"a": shared, "batch.b": mine, "outputs.b": yours}

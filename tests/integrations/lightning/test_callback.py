@@ -1,4 +1,4 @@
-"""RegularizerCallback under the real Trainer."""
+"""`RegularizerCallback` in the real Trainer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def callback(**settings: Any) -> RegularizerCallback:
 
 
 class ByHand:
-    """The same terms over a model of one's own, whose first layer is captured by a plain hook."""
+    """The same terms by hand; a plain hook captures the first layer."""
 
     def __init__(self, model: Net) -> None:
         self.model = model
@@ -114,7 +114,7 @@ def test_training_equals_the_same_by_hand(kind: type[Plain], accumulate: int) ->
             assert contribution == pytest.approx(value, rel=1e-6)
 
 
-def test_what_runs_outside_the_step_is_not_captured() -> None:
+def test_activations_outside_the_training_step_are_not_captured() -> None:
     class Validates(Returns):
         def validation_step(self, batch: Batch, batch_idx: int) -> None:
             self.net(batch[0])
@@ -125,7 +125,7 @@ def test_what_runs_outside_the_step_is_not_captured() -> None:
     assert same(model.net, hand)
 
 
-def test_the_settings_of_the_logs_reach_lightning() -> None:
+def test_log_settings_reach_lightning() -> None:
     recorder = Recorder()
     log = {"on_step": False, "on_epoch": True}
     trainer(recorder, epochs=1, callbacks=[callback(log=log)]).fit(Returns(), DATA)
@@ -139,20 +139,20 @@ def test_the_settings_of_the_logs_reach_lightning() -> None:
         callback(log={"epoch": True})
 
 
-def test_norms_with_respect_to_the_parameters() -> None:
+def test_gradient_norms_with_respect_to_the_parameters() -> None:
     recorder, model, hand = Recorder(), Returns(), net()
     each = callback(track_grad_norms=True, wrt=model, track_every=2)
     trainer(recorder, epochs=1, callbacks=[each], limit_train_batches=2).fit(model, DATA)
     before = hand.first(DATA.batches[0][0])
-    pulls = torch.autograd.grad(saturation(before), list(hand.first.parameters()))
-    norm = torch.cat([pull.flatten() for pull in pulls]).norm().item()
+    gradients = torch.autograd.grad(saturation(before), list(hand.first.parameters()))
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
     logged = recorder.rows[0]["train/regularizers/saturation/grad_norm"]
     assert logged == pytest.approx(norm, rel=1e-5)
     by_hand(hand, Batches(DATA.batches[:2]), ByHand(hand), epochs=1)
     assert same(model.net, hand)
 
 
-def test_what_a_step_returns_goes_through() -> None:
+def test_other_outputs_of_the_step_are_passed_on() -> None:
     seen: list[Any] = []
 
     class Sees(Callback):
@@ -175,7 +175,7 @@ def test_a_step_may_be_skipped() -> None:
     assert same(model.net, hand)
 
 
-def test_no_term_sees_what_another_source_holds_under_its_name() -> None:
+def test_a_name_in_two_sources_is_read_with_its_source() -> None:
     class Both(ReturnsMore):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {**super().training_step(batch["pair"], batch_idx), "x": batch["x"] + 1}
@@ -194,7 +194,7 @@ def test_no_term_sees_what_another_source_holds_under_its_name() -> None:
     assert found[0][1].tolist() == [1] * 4
 
 
-# Before and after.
+# Cleanup and resuming.
 
 
 def hooks(model: Plain) -> int:
@@ -203,7 +203,7 @@ def hooks(model: Plain) -> int:
     )
 
 
-def test_nothing_is_left_after_training() -> None:
+def test_hooks_and_graphs_are_released_after_training() -> None:
     model, each = Returns(), callback()
     activations: list[Any] = []
     wrapped: list[bool] = []
@@ -227,7 +227,7 @@ def test_nothing_is_left_after_training() -> None:
     assert list(each.composite.output.regularizers) == ["saturation", "sharpness", "size", "router"]
 
 
-def test_nothing_is_left_after_a_failure() -> None:
+def test_hooks_are_removed_after_a_failure() -> None:
     class Fails(Returns):
         def training_step(self, batch: Batch, batch_idx: int) -> Any:
             if batch_idx == 1:
@@ -241,7 +241,7 @@ def test_nothing_is_left_after_a_failure() -> None:
     assert hooks(model) == 0
 
 
-def test_a_step_of_the_instance_is_given_back() -> None:
+def test_a_training_step_on_the_instance_is_restored() -> None:
     model = Returns()
     own: Callable[..., Any] = model.training_step  # as torch.compile leaves it
     model.training_step = own  # type: ignore[method-assign]
@@ -250,7 +250,7 @@ def test_a_step_of_the_instance_is_given_back() -> None:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    def remembering() -> RegularizerCallback:
+    def with_drift() -> RegularizerCallback:
         weight = schedules.by_epoch(schedules.linear(0.5, 3.5, steps=3), len(DATA.batches))
         drift = term(Drift(), weight, inputs="net.first")
         return RegularizerCallback(
@@ -259,14 +259,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
             aux={"router": 0.1},
         )
 
-    whole, all_along = Returns(), remembering()
+    whole, all_along = Returns(), with_drift()
     trainer(epochs=4, callbacks=[all_along]).fit(whole, DATA)
 
-    first = trainer(epochs=2, callbacks=[remembering()])
+    first = trainer(epochs=2, callbacks=[with_drift()])
     first.fit(Returns(), DATA)
     first.save_checkpoint(tmp_path / "half.ckpt")
 
-    rest, again, recorder = Returns(net(seed=5)), remembering(), Recorder()
+    rest, again, recorder = Returns(net(seed=5)), with_drift(), Recorder()
     trainer(recorder, epochs=4, callbacks=[again]).fit(rest, DATA, ckpt_path=tmp_path / "half.ckpt")
     assert same(rest, whole)
     assert again.state_dict() == all_along.state_dict()
@@ -274,10 +274,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert recorder.having("train/regularizers/drift/weight") == [2.5] * 5 + [3.5] * 5
 
 
-# Bad use.
+# Bad arguments.
 
 
-def test_a_module_that_optimizes_by_itself() -> None:
+def test_manual_optimization_is_refused() -> None:
     class Manual(Returns):
         automatic_optimization = False
 
@@ -287,7 +287,7 @@ def test_a_module_that_optimizes_by_itself() -> None:
         trainer(callbacks=[callback()]).fit(Manual(), DATA)
 
 
-def test_a_path_that_matches_nothing_lists_what_exists() -> None:
+def test_a_path_that_matches_no_module_lists_the_paths() -> None:
     wrong = RegularizerCallback(capture="net.middle")
     with pytest.raises(
         InputError, match=r"got 'net\.middle'; there are: 'net', 'net\.first', 'net\.last'"
@@ -295,7 +295,7 @@ def test_a_path_that_matches_nothing_lists_what_exists() -> None:
         trainer(callbacks=[wrong]).fit(Returns(), DATA)
 
 
-def test_a_missing_input_lists_what_exists() -> None:
+def test_a_missing_input_lists_the_available_ones() -> None:
     wrong = RegularizerCallback([term(saturation, 0.1)], capture="net.last", aux={"router": 0.1})
     there = r"'batch\.0', 'batch\.1', 'loss', 'net\.last', 'parameters\.net\..*', 'aux\.router'"
     with pytest.raises(
@@ -304,7 +304,7 @@ def test_a_missing_input_lists_what_exists() -> None:
         trainer(callbacks=[wrong]).fit(Returns(), DATA)
 
 
-def test_two_callbacks_are_one_too_many() -> None:
+def test_two_callbacks_are_refused_by_lightning() -> None:
     with pytest.raises(
         RuntimeError, match=r"more than one stateful callback of type `RegularizerCa"
     ):

@@ -1,4 +1,4 @@
-"""The example, run as a person would."""
+"""The Lightning example, run as a script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_training.py"
 
 
-def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lightning_training(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     rows = [[float(cell) for cell in line.split()] for line in lines if line[4:5].isdigit()]

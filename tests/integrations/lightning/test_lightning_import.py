@@ -1,4 +1,4 @@
-"""Lightning under its two names, and none at all."""
+"""Lightning under either of its package names, and not installed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from steelyard.integrations import CompositeLoss, term
 from tests.integrations.lightning.models import batches, cross_entropy, net
 
 OURS = "steelyard.integrations.lightning"
-Anew = Callable[..., ModuleType]
+Reload = Callable[..., ModuleType]
 
 
 @pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> Anew:
-    """Imports the integration where some packages are not installed."""
+def reload(monkeypatch: pytest.MonkeyPatch) -> Reload:
+    """Import the integration as if some packages were not installed."""
 
     def load(*missing: str) -> ModuleType:
         monkeypatch.setattr(steelyard.integrations, "lightning", None, raising=False)
@@ -34,18 +34,18 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Anew:
     return load
 
 
-def test_without_lightning_the_error_names_the_cure(anew: Anew) -> None:
+def test_missing_lightning_names_the_pip_command(reload: Reload) -> None:
     with pytest.raises(
         MissingExtraError,
         match=r"^steelyard\.integrations\.lightning needs lightning, which is not installed: "
         r'pip install "steelyard\[lightning\]"\.$',
     ):
-        anew("lightning", "lightning.pytorch", "pytorch_lightning")
+        reload("lightning", "lightning.pytorch", "pytorch_lightning")
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
-def test_the_older_name_does_as_well(anew: Anew) -> None:
-    ours: Any = anew("lightning", "lightning.pytorch")
+def test_pytorch_lightning_works_too(reload: Reload) -> None:
+    ours: Any = reload("lightning", "lightning.pytorch")
     older: Any = importlib.import_module("pytorch_lightning")
     terms = [term(lambda logits: logits.square().mean(), 0.1, "small")]
 

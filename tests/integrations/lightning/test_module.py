@@ -1,4 +1,4 @@
-"""RegularizedModule under the real Trainer."""
+"""`RegularizedModule` in the real Trainer."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_training_equals_the_same_by_hand(accumulate: int, clip: float) -> None:
     assert totals == pytest.approx([sum(row.values()) for row in rows], rel=1e-6)
 
 
-def test_double_precision() -> None:
+def test_training_in_double_precision() -> None:
     recorder, model, hand = Recorder(), Model(), net().double()
     trainer(recorder, precision="64-true").fit(model, DATA)
     rows = by_hand(hand, Batches([(x.double(), labels) for x, labels in DATA]), parts)
@@ -166,7 +166,7 @@ def test_manual_optimization_equals_the_same_by_hand() -> None:
 # Validation.
 
 
-def remembering() -> CompositeLoss:
+def with_drift() -> CompositeLoss:
     weight = schedules.by_epoch(schedules.linear(0.5, 2.5, steps=2), len(DATA.batches))
     return CompositeLoss(cross_entropy, [term(Drift(), weight), *terms()], aux={"router": 0.2})
 
@@ -181,8 +181,8 @@ class DriftByHand:
         return {"base": found.pop("base"), "drift": drift, **found}
 
 
-def test_validation_leaves_training_as_it_was() -> None:
-    recorder, model, hand = Recorder(), Evaluated(remembering()), net()
+def test_validation_does_not_change_training() -> None:
+    recorder, model, hand = Recorder(), Evaluated(with_drift()), net()
     trainer().test(model, HELD_OUT, verbose=False)  # in inference mode, unlike the validation below
     trainer(recorder, num_sanity_val_steps=1).fit(model, DATA, HELD_OUT)
     drift = DriftByHand()
@@ -193,14 +193,14 @@ def test_validation_leaves_training_as_it_was() -> None:
     assert model.composite.step == 9
 
 
-def test_validation_logs_what_the_terms_are_there() -> None:
-    recorder, model = Recorder(), Evaluated(remembering())
+def test_validation_logs_the_components_on_its_own_data() -> None:
+    recorder, model = Recorder(), Evaluated(with_drift())
     trainer(recorder).fit(model, DATA, HELD_OUT)
     hand, drift = net(), DriftByHand()
     by_hand(hand, DATA, drift)
     expected: dict[str, float] = {}
     for x, labels in HELD_OUT:
-        kept = deepcopy(drift)  # each batch is held against what training left
+        kept = deepcopy(drift)  # each batch sees the state that training left
         found = kept(read(hand, x, labels), 9, 1)
         for name, value in found.items():  # the mean of an epoch weighs batches by their size
             expected[name] = expected.get(name, 0.0) + value.item() * len(x) / 8
@@ -212,7 +212,7 @@ def test_validation_logs_what_the_terms_are_there() -> None:
         assert logged == pytest.approx(expected[name], rel=1e-6)
 
 
-def test_a_test_run_has_its_own_names() -> None:
+def test_a_test_run_logs_with_its_own_prefix() -> None:
     recorder = Recorder()
     trainer(recorder).test(Evaluated(), HELD_OUT, verbose=False)
     assert "test/regularizers/activity/value" in recorder.rows[-1]
@@ -223,15 +223,15 @@ def test_a_test_run_has_its_own_names() -> None:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = Evaluated(remembering())
+    whole = Evaluated(with_drift())
     trainer(epochs=4).fit(whole, DATA, HELD_OUT)
 
-    half = Evaluated(remembering())
+    half = Evaluated(with_drift())
     first = trainer(epochs=2)
     first.fit(half, DATA, HELD_OUT)
     first.save_checkpoint(tmp_path / "half.ckpt")
 
-    rest, recorder = Evaluated(remembering(), net(seed=5)), Recorder()
+    rest, recorder = Evaluated(with_drift(), net(seed=5)), Recorder()
     trainer(recorder, epochs=4).fit(rest, DATA, HELD_OUT, ckpt_path=tmp_path / "half.ckpt")
     assert same(rest, whole)
     drift = whole.composite.get_extra_state()
@@ -241,27 +241,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_evaluated_with_the_weights_it_was_trained_with(tmp_path: Path) -> None:
-    model = Evaluated(remembering())
+    model = Evaluated(with_drift())
     done = trainer()
     done.fit(model, DATA, HELD_OUT)
     done.save_checkpoint(tmp_path / "done.ckpt")
     recorder = Recorder()
-    fresh = Evaluated(remembering(), net(seed=5))
+    fresh = Evaluated(with_drift(), net(seed=5))
     trainer(recorder).test(fresh, HELD_OUT, ckpt_path=tmp_path / "done.ckpt", verbose=False)
     row = recorder.rows[-1]
     assert row["test/regularizers/drift/weight"] == 1.5  # the last epoch's
     assert row["test/regularizers/activity/weight"] == pytest.approx(0.3)
 
 
-def test_a_weight_may_follow_the_epoch() -> None:
+def test_a_weight_can_follow_the_epoch() -> None:
     recorder = Recorder()
-    trainer(recorder, epochs=3).fit(Model(remembering()), DATA)
+    trainer(recorder, epochs=3).fit(Model(with_drift()), DATA)
     weights = recorder.having("train/regularizers/drift/weight")
     assert weights == [0.5] * 5 + [1.5] * 5 + [2.5] * 5
 
 
 def test_a_module_can_be_copied() -> None:
-    model = Model(remembering())
+    model = Model(with_drift())
     copied = deepcopy(model)  # as weight averaging does
     copied.training_step(DATA.batches[0], 0)
     copied.composite.set_weight("activity", 7.0)
@@ -273,7 +273,7 @@ def test_a_module_can_be_copied() -> None:
 # Logging.
 
 
-def test_the_settings_of_the_logs_reach_lightning() -> None:
+def test_log_settings_reach_lightning() -> None:
     class Epochs(Model):
         log_settings: ClassVar[Mapping[str, Any]] = {"on_step": False, "on_epoch": True}
 
@@ -284,7 +284,7 @@ def test_the_settings_of_the_logs_reach_lightning() -> None:
     assert recorder.having("train/base_loss/value") == [pytest.approx(mean, rel=1e-6)]
 
 
-def test_a_batch_may_say_how_large_it_is() -> None:
+def test_batch_size_weighs_the_mean_of_an_epoch() -> None:
     class Counted(Model):
         log_settings: ClassVar[Mapping[str, Any]] = {"on_step": False, "on_epoch": True}
 
@@ -300,7 +300,7 @@ def test_a_batch_may_say_how_large_it_is() -> None:
     assert recorder.having("train/base_loss/value") == [pytest.approx(mean, rel=1e-6)]
 
 
-def test_a_setting_that_log_dict_does_not_know() -> None:
+def test_an_unknown_log_setting_is_refused() -> None:
     with pytest.raises(
         SpecError, match=r"arguments of log_dict, got 'on_steps'; there are: .*on_step,"
     ):
@@ -327,7 +327,7 @@ def test_a_prediction_is_not_logged() -> None:
 # Auxiliary losses.
 
 
-def test_deposits_are_those_since_the_last_composition() -> None:
+def test_a_step_that_composes_twice_counts_each_auxiliary_loss_once() -> None:
     class Twice(Model):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             first = super().training_step(batch, batch_idx)
@@ -338,7 +338,7 @@ def test_deposits_are_those_since_the_last_composition() -> None:
     assert total.item() == pytest.approx(2 * Model().training_step(DATA.batches[0], 0).item())
 
 
-def test_a_step_may_compose_what_another_computed() -> None:
+def test_a_step_may_compose_what_the_parent_step_computed() -> None:
     class Computes(Model):
         def training_step(self, batch: Batch, batch_idx: int) -> Any:
             return self.net(batch[0])
@@ -352,7 +352,7 @@ def test_a_step_may_compose_what_another_computed() -> None:
     assert torch.equal(total, Model().training_step(DATA.batches[0], 0))
 
 
-def test_a_step_that_fails_closes_its_collection() -> None:
+def test_a_step_that_fails_stops_collecting_auxiliary_losses() -> None:
     class Fails(Model):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             self.net(batch[0])
@@ -367,7 +367,7 @@ def test_a_step_that_fails_closes_its_collection() -> None:
     assert model._aux is None
 
 
-def test_an_auxiliary_loss_without_a_weight_is_told() -> None:
+def test_an_auxiliary_loss_without_a_weight_warns() -> None:
     model = Model(CompositeLoss(cross_entropy, terms()))
     with pytest.warns(
         UserWarning, match=r"leaves the auxiliary loss 'router', which has no weight"
@@ -375,17 +375,17 @@ def test_an_auxiliary_loss_without_a_weight_is_told() -> None:
         model.training_step(DATA.batches[0], 0)
 
 
-def test_an_input_of_that_name_is_an_input_like_others() -> None:
+def test_an_input_called_aux_is_an_ordinary_input() -> None:
     composite = CompositeLoss(cross_entropy, [term(lambda aux: aux.sum(), 0.5, "mine")])
     logits = torch.zeros(1, 4, requires_grad=True)
     total = composite(logits=logits, labels=torch.tensor([1]), aux=logits + 1)
     assert total.item() == pytest.approx(torch.tensor(4.0).log().item() + 2)
 
 
-# Bad use.
+# Bad arguments.
 
 
-def test_a_module_without_a_composite() -> None:
+def test_a_module_without_a_composite_is_refused() -> None:
     class Bare(RegularizedModule, Plain):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             return self.compose(logits=batch[0])
@@ -397,7 +397,7 @@ def test_a_module_without_a_composite() -> None:
         trainer().fit(Bare(), DATA)
 
 
-def test_a_missing_input_lists_what_exists() -> None:
+def test_a_missing_input_lists_the_available_ones() -> None:
     class Forgets(Model):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             logits, _ = self.net(batch[0])

@@ -1,7 +1,7 @@
 """Train on two ranks with strategy "ddp", which starts this script a second time.
 
-Each rank has batches of its own, and one term fails on rank 1 at step 1. A rank writes what was
-logged there, and its parameters, into the folder given.
+Each rank has batches of its own, and one term fails on rank 1 at step 1. A rank writes what it
+logged, and its parameters, to a JSON file in the given folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def activity(hidden: Tensor) -> Tensor:
     return hidden.square().mean()
 
 
-def moody(hidden: Tensor, rank: int, step: int) -> Tensor:
+def unreliable(hidden: Tensor, rank: int, step: int) -> Tensor:
     if (rank, step) == (1, 1):
         raise ConnectionError("the judge is out")
     return hidden.abs().mean()
@@ -49,7 +49,7 @@ class Model(RegularizedModule, Plain):
         super().__init__()
         self.composite = CompositeLoss(
             cross_entropy,
-            [term(activity, 0.5, "activity"), term(moody, 0.3, "moody", on_error="skip")],
+            [term(activity, 0.5, "activity"), term(unreliable, 0.3, "unreliable", on_error="skip")],
             aux={"router": 0.2},
         )
 
@@ -80,23 +80,23 @@ def numbers(model: Plain) -> list[float]:
 def main(folder: Path) -> None:
     settings: dict[str, Any] = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    told: dict[str, Any] = {}
+    records: dict[str, Any] = {}
 
     model, recorder = Model(), Recorder()
     trainer(recorder, epochs=1, **settings).fit(model, DATA[rank])
-    told["mixin"] = {"rows": recorder.rows, "parameters": numbers(model)}
+    records["mixin"] = {"rows": recorder.rows, "parameters": numbers(model)}
 
     evaluated, recorder = Evaluated(), Recorder()
     trainer(recorder, **settings).test(evaluated, HELD_OUT[rank], verbose=False)
-    told["test"] = {"rows": recorder.rows}
+    records["test"] = {"rows": recorder.rows}
 
-    for how, log in (("callback", {}), ("apart", {"sync_dist": False})):
+    for how, log in (("callback", {}), ("without sync", {"sync_dist": False})):
         called, recorder = Called(), Recorder()
         added = RegularizerCallback([term(activity, 0.5, "activity")], aux={"router": 0.2}, log=log)
         trainer(recorder, epochs=1, callbacks=[added], **settings).fit(called, DATA[rank])
-        told[how] = {"rows": recorder.rows, "parameters": numbers(called)}
+        records[how] = {"rows": recorder.rows, "parameters": numbers(called)}
 
-    (folder / f"rank{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    (folder / f"rank{rank}.json").write_text(json.dumps(records), encoding="utf-8")
 
 
 if __name__ == "__main__":

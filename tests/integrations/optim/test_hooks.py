@@ -1,4 +1,4 @@
-"""When transforms run on an optimizer, on what, and how their state is kept."""
+"""Attaching transforms to an optimizer: when they run, on which parameters, their state."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from torch.nn import Parameter
 from steelyard import schedules
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.integrations.optim import (
-    Slot,
     Transform,
     attach,
     centralize,
@@ -42,7 +39,7 @@ def ones(*shape: int, gradient: bool = True) -> Parameter:
 # Attaching and removing.
 
 
-def test_removed_transforms_do_nothing_more() -> None:
+def test_removed_transforms_are_not_applied() -> None:
     weights = ones(2)
     optimizer = torch.optim.SGD([weights], lr=0.0)
     attached = attach(optimizer, [l2_decay(1.0)])
@@ -61,14 +58,14 @@ def test_removed_transforms_do_nothing_more() -> None:
     assert again.step == 1
 
 
-def test_a_block_that_fails_removes_them_too() -> None:
+def test_an_exception_in_the_block_removes_the_transforms() -> None:
     optimizer = torch.optim.SGD([ones(2)], lr=0.0)
     with pytest.raises(ZeroDivisionError), attach(optimizer, [centralize()]):
         _ = 1 / 0
     attach(optimizer, [])
 
 
-def test_one_attachment_at_a_time() -> None:
+def test_a_second_attachment_is_refused() -> None:
     optimizer, other = (torch.optim.SGD([ones(2)], lr=0.0) for _ in range(2))
     attached = attach(optimizer, [centralize(), l2_decay(1.0)])
     attach(other, [l1_decay(1.0)])
@@ -91,20 +88,20 @@ def test_an_attachment_does_not_keep_the_optimizer_alive() -> None:
     attached.remove()
 
 
-def test_a_copy_has_none() -> None:
+def test_a_copy_of_the_optimizer_has_no_transforms() -> None:
     optimizer = torch.optim.SGD([ones(2)], lr=0.0)
     attach(optimizer, [l2_decay(1.0)])
     assert "steelyard" not in copy.deepcopy(optimizer).state_dict()
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As accelerate's, which wants the whole process set up: it never calls its base class."""
+    """A wrapper like accelerate's: it never calls the constructor of its base class."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
 
-def test_what_is_no_optimizer_or_transform() -> None:
+def test_attach_refuses_what_is_no_optimizer_or_transform() -> None:
     with pytest.raises(InputError, match=r"^optimizer must be a torch\.optim\.Optimizer, got Lin"):
         attach(nn.Linear(2, 2), [])  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"got Wrapper: attach to the optimizer that"):
@@ -115,57 +112,7 @@ def test_what_is_no_optimizer_or_transform() -> None:
         attach(torch.optim.SGD([ones(2)]), [l2_decay])  # type: ignore[list-item]
 
 
-def test_a_choice_of_nothing_lists_what_there_is() -> None:
-    optimizer = torch.optim.SGD(list(nn.Linear(3, 2).named_parameters()), lr=0.1)
-    with pytest.raises(SpecError) as caught:
-        attach(optimizer, [l2_decay(0.1, where=lambda p: p.ndim == 4)])
-    assert str(caught.value) == (
-        "where must choose a parameter, got none (l2_decay); there are: weight; bias."
-    )
-    many = torch.optim.SGD([ones(n + 1) for n in range(9)], lr=0.1)
-    message = r"there are: parameter 0 of group 0, shape \(1,\); .*, shape \(8,\); …\.$"
-    with pytest.raises(SpecError, match=message):
-        attach(many, [l2_decay(0.1, where=lambda p: False)])
-
-
-def test_decoupled_decay_needs_a_learning_rate() -> None:
-    class Plain(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {"speed": 1.0})
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Stay."""
-
-    weights = ones(2)
-    optimizer = Plain([weights])
-    with pytest.raises(SpecError) as caught:
-        attach(optimizer, [l1_decay(0.1, decoupled=True)])
-    assert str(caught.value) == (
-        "l1_decay with decoupled=True must have a learning rate 'lr' in every group, got the "
-        "options 'speed' in group 0: use decoupled=False."
-    )
-    with attach(optimizer, [l1_decay(0.5)]):
-        optimizer.step()
-    assert weights.grad.tolist() == [1.5, 1.5]  # type: ignore[union-attr]  # set above
-
-
-def test_a_transform_of_ones_own() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Flip(Transform):
-        def apply(self, slots: Sequence[Slot], step: int, *, first: bool) -> None:
-            for slot in slots:
-                slot.gradient.mul_(-1 if step == 0 else 3)
-
-    weights = ones(2)
-    optimizer = torch.optim.SGD([weights], lr=0.0)
-    attach(optimizer, [Flip(name="flip"), l2_decay(0.5)])
-    optimizer.step()
-    assert weights.grad.tolist() == [-0.5, -0.5]  # type: ignore[union-attr]  # set above
-    optimizer.step()
-    assert weights.grad.tolist() == [-1.0, -1.0]  # type: ignore[union-attr]  # set above
-
-
-# Which parameters.
+# Selected parameters.
 
 
 def test_where_leaves_out_biases_and_norms() -> None:
@@ -177,7 +124,7 @@ def test_where_leaves_out_biases_and_norms() -> None:
     assert bias.grad.tolist() == [1.0, 1.0]  # type: ignore[union-attr]  # set above
 
 
-def test_each_group_can_have_its_own() -> None:
+def test_each_group_can_have_its_own_transform() -> None:
     first, second = ones(4), ones(4)
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.0)
     groups = [set(group["params"]) for group in optimizer.param_groups]
@@ -194,7 +141,7 @@ def test_each_group_can_have_its_own() -> None:
     assert second.grad.tolist() == [2.0] * 4  # type: ignore[union-attr]  # set above
 
 
-def test_missing_gradients_are_left_out() -> None:
+def test_parameters_without_gradient_are_left_out() -> None:
     there, missing = ones(2, 2), ones(2, 2, gradient=False)
     optimizer = torch.optim.SGD([there, missing], lr=0.1)
     attach(
@@ -214,7 +161,7 @@ def test_missing_gradients_are_left_out() -> None:
     assert not torch.equal(there, missing)
 
 
-def test_a_step_without_any_gradient_lists_what_there_is() -> None:
+def test_a_step_without_any_gradient_lists_the_parameters() -> None:
     weights = ones(2, 3, gradient=False)
     optimizer = torch.optim.SGD([weights, ones(1, gradient=False)], lr=0.1)
     attached = attach(optimizer, [centralize()])
@@ -228,7 +175,7 @@ def test_a_step_without_any_gradient_lists_what_there_is() -> None:
     assert attached.step == 0
 
 
-def test_groups_added_later_take_part() -> None:
+def test_groups_added_later_are_transformed() -> None:
     late = ones(2)
     optimizer = torch.optim.SGD([ones(2)], lr=0.0)
     attach(optimizer, [l2_decay(1.0)])
@@ -237,7 +184,7 @@ def test_groups_added_later_take_part() -> None:
     assert late.grad.tolist() == [2.0, 2.0]  # type: ignore[union-attr]  # set above
 
 
-def test_nothing_is_recorded_by_autograd() -> None:
+def test_transforms_are_not_recorded_by_autograd() -> None:
     weights = ones(2, 2)
     optimizer = torch.optim.SGD([weights], lr=0.1)
     attach(optimizer, [l2_decay(0.1, decoupled=True), elastic_net_decay(0.1), centralize()])
@@ -252,7 +199,7 @@ def test_nothing_is_recorded_by_autograd() -> None:
 
 
 @pytest.mark.parametrize("keyword", [True, False])
-def test_a_closure_is_evaluated_before_they_apply(keyword: bool) -> None:
+def test_transforms_run_after_the_closure(keyword: bool) -> None:
     weights = Parameter(torch.tensor([2.0]))
     optimizer = torch.optim.SGD([weights], lr=0.1)
     attached = attach(optimizer, [l2_decay(0.5), l2_decay(0.25, decoupled=True)])
@@ -311,7 +258,7 @@ def test_decoupled_decay_shrinks_once_a_step_however_often_the_closure_runs() ->
     assert weights.item() == 0.5625
 
 
-# Precision with a scaler.
+# `GradScaler`.
 
 
 def scaled_step(fused: bool, gradient: float, *, unscale: bool) -> tuple[Parameter, int]:
@@ -327,7 +274,7 @@ def scaled_step(fused: bool, gradient: float, *, unscale: bool) -> tuple[Paramet
 
 
 @pytest.mark.parametrize(("fused", "unscale"), [(False, True), (False, False), (True, True)])
-def test_a_scaler_has_unscaled_before_they_apply(fused: bool, unscale: bool) -> None:
+def test_gradients_are_unscaled_before_transforms_run(fused: bool, unscale: bool) -> None:
     weights, steps = scaled_step(fused, 5.0, unscale=unscale)
     torch.testing.assert_close(weights.grad, torch.full((2,), 0.5**0.5))
     torch.testing.assert_close(weights.detach(), torch.full((2,), 0.9 - 0.1))
@@ -335,12 +282,12 @@ def test_a_scaler_has_unscaled_before_they_apply(fused: bool, unscale: bool) -> 
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_a_scaler_skips_is_skipped_whole(fused: bool) -> None:
+def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
     weights, steps = scaled_step(fused, float("inf"), unscale=True)
     assert (weights.tolist(), steps) == ([1.0, 1.0], 0)
 
 
-def test_a_fused_optimizer_that_would_unscale_too_late_is_an_error() -> None:
+def test_a_fused_optimizer_that_unscales_after_the_transforms_is_refused() -> None:
     with pytest.raises(InputError, match=r"call scaler\.unscale_\(optimizer\) before scaler\.step"):
         scaled_step(fused=True, gradient=5.0, unscale=False)
 
@@ -363,7 +310,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> Non
         optimizer.step()
 
 
-def test_a_run_resumed_from_a_file_goes_on_to_the_same_bits() -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     twin = copy.deepcopy(model)
@@ -384,7 +331,7 @@ def test_a_run_resumed_from_a_file_goes_on_to_the_same_bits() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_state_without_theirs_is_refused_and_changes_nothing() -> None:
+def test_a_state_dict_without_transforms_is_refused_and_changes_nothing() -> None:
     model = nn.Linear(3, 2)
     bare = adamw(model).state_dict()
     optimizer = adamw(model)
@@ -404,7 +351,7 @@ def test_a_state_without_theirs_is_refused_and_changes_nothing() -> None:
     assert attach(optimizer, fading()).step == 0
 
 
-def test_the_state_of_other_transforms_is_refused() -> None:
+def test_a_state_dict_of_other_transforms_is_refused() -> None:
     model = nn.Linear(3, 2)
     saving, loading = adamw(model), adamw(model)
     attach(saving, fading())
@@ -423,7 +370,7 @@ def test_the_state_of_other_transforms_is_refused() -> None:
     assert attached.step == 0
 
 
-def test_the_steps_stay_when_the_optimizer_refuses_the_state() -> None:
+def test_the_step_stays_when_the_optimizer_refuses_the_state_dict() -> None:
     model = nn.Linear(3, 2)
     optimizer = adamw(model)
     attached = attach(optimizer, [centralize()])
@@ -435,7 +382,7 @@ def test_the_steps_stay_when_the_optimizer_refuses_the_state() -> None:
     assert attached.step == 0
 
 
-def test_an_optimizer_without_transforms_passes_over_their_state() -> None:
+def test_an_optimizer_without_transforms_ignores_their_state() -> None:
     model = nn.Linear(3, 2)
     saving, loading = adamw(model), adamw(model)
     attach(saving, fading())
@@ -446,7 +393,7 @@ def test_an_optimizer_without_transforms_passes_over_their_state() -> None:
 # Without torch.
 
 
-def test_a_missing_torch_names_its_cure() -> None:
+def test_missing_torch_names_the_pip_command() -> None:
     code = """
 import sys; sys.modules["torch"] = None
 from steelyard.errors import MissingExtraError

@@ -1,4 +1,4 @@
-"""Real training with transforms, beside the same training written by hand."""
+"""Train with transforms, and compare with the same training written by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from steelyard.integrations.optim import (
 )
 
 RATE = 0.05
-# What is done to the parameters and their gradients before a step, in plain torch.
+# A change to parameters and gradients before a step, in plain torch.
 ByHand = Callable[[list[nn.Parameter], int], None]
 
 
@@ -52,7 +52,7 @@ def train(
     accumulate: int = 1,
     before_step: ByHand | None = None,
 ) -> list[Tensor]:
-    """Twelve batches; the parameters in the end."""
+    """Train on twelve batches, and return the parameters."""
     for number, (x, y) in enumerate(batches(12), start=1):
         (cross_entropy(model(x), y) / accumulate).backward()  # type: ignore[no-untyped-call]
         if number % accumulate == 0:
@@ -111,7 +111,7 @@ def center(parameters: list[nn.Parameter], _: int) -> None:
             p.grad = gradient(p) - gradient(p).flatten(1).mean(1).view(-1, *[1] * (p.ndim - 1))
 
 
-def decay_matrices_less_and_less(parameters: list[nn.Parameter], step: int) -> None:
+def decay_matrices_by_schedule(parameters: list[nn.Parameter], step: int) -> None:
     for p in parameters:
         if p.ndim > 1:
             p.grad = gradient(p) + 0.2 / (1 + step) * p
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[list[Transform], ByHand]] = {
     "centralize": ([centralize()], center),
     "scheduled": (
         [l2_decay(lambda step: 0.2 / (1 + step), where=lambda p: p.ndim > 1)],
-        decay_matrices_less_and_less,
+        decay_matrices_by_schedule,
     ),
     "stack": (
         [centralize(), adaptive_clip(0.02), clip_by_global_norm(0.5), elastic_net_decay(0.1, 0.3)],
@@ -143,7 +143,7 @@ CASES: dict[str, tuple[list[Transform], ByHand]] = {
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_the_training_written_by_hand(case: str, accumulate: int) -> None:
+def test_training_equals_the_same_by_hand(case: str, accumulate: int) -> None:
     transforms, before_step = CASES[case]
     first, second, untouched = classifier(), classifier(), classifier()
     optimizer = torch.optim.Adam(first.parameters(), lr=RATE)
@@ -166,7 +166,7 @@ def test_training_is_the_training_written_by_hand(case: str, accumulate: int) ->
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_l2_decay_is_sgds_own_to_the_bit(foreach: bool, accumulate: int) -> None:
+def test_l2_decay_is_sgds_weight_decay_bit_for_bit(foreach: bool, accumulate: int) -> None:
     first, second = classifier(), classifier()
     ours = torch.optim.SGD(first.parameters(), lr=RATE, momentum=0.9, foreach=foreach)
     attach(ours, [l2_decay(0.1)])
@@ -180,7 +180,7 @@ def test_l2_decay_is_sgds_own_to_the_bit(foreach: bool, accumulate: int) -> None
 
 @pytest.mark.parametrize("rate", [RATE, torch.tensor(RATE)])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_decoupled_l2_decay_is_adamws_own_to_the_bit(rate: float, foreach: bool) -> None:
+def test_decoupled_l2_decay_is_adamws_weight_decay_bit_for_bit(rate: float, foreach: bool) -> None:
     if isinstance(rate, Tensor) and foreach:
         rate = RATE  # torch takes a tensor there only with capturable=True
     first, second = classifier(), classifier()
@@ -191,7 +191,7 @@ def test_decoupled_l2_decay_is_adamws_own_to_the_bit(rate: float, foreach: bool)
         assert torch.equal(one, other)
 
 
-def test_a_learning_rate_that_changes_is_followed() -> None:
+def test_decoupled_decay_follows_a_learning_rate_schedule() -> None:
     first, second = classifier(), classifier()
     ours = torch.optim.AdamW(first.parameters(), lr=RATE, weight_decay=0.0)
     theirs = torch.optim.AdamW(second.parameters(), lr=RATE, weight_decay=0.3)
@@ -225,7 +225,7 @@ def test_noise_is_added_once_to_accumulated_gradients() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_a_sparse_embedding_trains_as_the_dense_one() -> None:
+def test_a_sparse_embedding_trains_like_a_dense_one() -> None:
     results = []
     for sparse in (True, False):
         torch.manual_seed(0)
@@ -246,7 +246,7 @@ def test_a_sparse_embedding_trains_as_the_dense_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, on import
-def test_a_compiled_step_applies_them() -> None:
+def test_a_compiled_step_applies_transforms() -> None:
     first, second = classifier(), classifier()
     transforms = [centralize(), clip_by_global_norm(0.5), l2_decay(0.3, decoupled=True)]
     plain = torch.optim.AdamW(first.parameters(), lr=RATE, weight_decay=0.0)

@@ -1,3 +1,5 @@
+"""Activations captured with hooks: paths, values, training, cleanup."""
+
 from __future__ import annotations
 
 import gc
@@ -13,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from steelyard import DetachedTermWarning
 from steelyard.errors import InputError
 from steelyard.integrations import CompositeLoss, capture, term
+from steelyard.integrations.torch.activations import hooked
 from tests.composition.models import batch, cross_entropy, gradients
 
 
 class Attention(nn.Module):
-    """Gives a tuple, as attention layers do: what is not a tensor, the output, the weights."""
+    """Returns a tuple, as attention layers do: a None, the output, the attention weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ def test_paths_and_wildcards(names: Any, expected: list[str]) -> None:
     assert hooks(model) == 0
 
 
-def test_the_values_are_the_outputs() -> None:
+def test_values_are_the_outputs_of_the_modules() -> None:
     model, x = Model(), batch()[0]
     with capture(model, ["layers.0.attention", "layers.0.mlp", "norm"]) as activations:
         model(x)
@@ -97,7 +100,7 @@ def test_the_values_are_the_outputs() -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_training_with_an_activity_penalty_is_that_by_hand(checkpointed: bool) -> None:
+def test_training_with_an_activity_penalty_equals_the_same_by_hand(checkpointed: bool) -> None:
     def deep(activations: dict[str, Tensor]) -> Tensor:
         return torch.stack([a.square().mean() for a in activations.values()]).sum()
 
@@ -151,7 +154,7 @@ def test_reentrant_checkpoints_have_no_graph_inside() -> None:
         loss(model(x.requires_grad_()), labels=labels, activations=activations)
 
 
-def test_nothing_is_kept_after_the_block() -> None:
+def test_graphs_are_released_after_the_block() -> None:
     model, (x, labels) = Model(), batch()
     loss = CompositeLoss(cross_entropy, [term(lambda a: a.mean(), 1.0, "a", inputs="acts.head")])
     with capture(model, ["head", "layers.1.mlp"]) as acts:
@@ -178,18 +181,18 @@ def test_an_exception_leaves_no_hook() -> None:
     with capture(model, "layers.?") as activations:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             model(torch.ones(2, 5))
-        model.layers[0](batch()[0])  # a part called alone is no pass
+        model.layers[0](batch()[0])  # a submodule called alone is not recorded
         assert activations == {}
         model(batch()[0])
         assert len(activations) == 3
 
 
-def test_another_hook_that_fails_does_no_harm() -> None:
-    def refuse(*_: object) -> None:
+def test_another_hook_that_raises_does_not_break_the_capture() -> None:
+    def fail(*_: object) -> None:
         raise ValueError("a hook")
 
     model = Model()
-    handle = model.register_forward_pre_hook(refuse)
+    handle = model.register_forward_pre_hook(fail)
     with capture(model, "head") as activations:
         with pytest.raises(ValueError, match="a hook"):
             model(batch()[0])
@@ -198,7 +201,7 @@ def test_another_hook_that_fails_does_no_harm() -> None:
         assert list(activations) == ["head"]
 
 
-def test_a_path_that_matches_nothing_lists_what_there_is() -> None:
+def test_a_path_that_matches_no_module_lists_the_paths() -> None:
     message = r"got 'layer.0'; there are: 'layers', 'layers.0', 'layers.0.attention', .*'head'\."
     model = Model()
     with pytest.raises(InputError, match=message), capture(model, ["head", "layer.0"]):
@@ -208,20 +211,20 @@ def test_a_path_that_matches_nothing_lists_what_there_is() -> None:
         pass
 
 
-class Nothing(nn.Module):
+class ReturnsMapping(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"x": x}
 
 
-def test_a_module_without_a_tensor_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Nothing())
+def test_a_module_that_returns_no_tensor_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), ReturnsMapping())
     message = r"must give a tensor or a tuple with one, got dict \(module '1'\): capture a module"
     with capture(model, "1"), pytest.raises(InputError, match=message):
         model(batch()[0])
     assert hooks(model) == 0
 
 
-def test_a_module_with_two_names() -> None:
+def test_a_shared_module_is_recorded_under_its_first_path() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     model.append(model[0])
     with capture(model, "2") as activations:
@@ -232,7 +235,7 @@ def test_a_module_with_two_names() -> None:
         assert list(activations) == ["0", "1", "0#2"]
 
 
-def test_a_model_that_calls_itself_is_one_pass() -> None:
+def test_a_model_that_calls_itself_is_one_forward_pass() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,3 +249,19 @@ def test_a_model_that_calls_itself_is_one_pass() -> None:
     with capture(model, "inner") as activations:
         model(batch()[0])
         assert list(activations) == ["inner", "inner#2"]
+
+
+def test_hooked_records_between_begin_and_end() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with hooked(model, "0") as captured:
+        model(batch()[0])
+        assert captured.values == {}
+        captured.begin()
+        output = model[0](batch()[0])
+        captured.end()
+        model(batch()[0])
+        assert list(captured.values) == ["0"]
+        assert captured.values["0"] is output
+        captured.begin()  # a new pass clears the last one
+        assert captured.values == {}
+    assert hooks(model) == 0

@@ -1,4 +1,4 @@
-"""The examples for a plain PyTorch loop, run as a reader would."""
+"""The examples for a plain PyTorch loop, run as scripts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def printed(name: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [line.replace("|", " ").split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_loop(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pytorch_loop(capsys: pytest.CaptureFixture[str]) -> None:
     _, *rows = printed("pytorch_loop.py", capsys)
     assert [int(row[0]) for row in rows] == [0, 20, 40, 60]
     numbers = [[float(word) for word in row[1:]] for row in rows]
     for total, base, *terms in numbers:
-        contributions, pulls = terms[::2], terms[1::2]
+        contributions, grad_norms = terms[::2], terms[1::2]
         assert total == pytest.approx(base + sum(contributions), abs=3e-3)
-        assert all(pull > 0 for pull in pulls)
+        assert all(norm > 0 for norm in grad_norms)
     assert numbers[-1][1] < 0.5 * numbers[0][1]  # it learns
     assert numbers[0][2] == 0.0  # the schedule starts there
     assert numbers[-1][2] < 0.0  # confidence is minus an entropy
@@ -31,8 +31,8 @@ def test_the_loop(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_activity_regularization(capsys: pytest.CaptureFixture[str]) -> None:
     _, *rows = printed("activity_regularization.py", capsys)
-    without, weighed = ([float(word.rstrip("%")) for word in row] for row in rows)
-    assert without[0] == 0.0 < weighed[0]
-    assert weighed[2] > without[2] + 5  # more silent units in both layers
-    assert weighed[3] > without[3] + 5
-    assert weighed[1] < 0.01  # and it fits
+    without, regularized = ([float(word.rstrip("%")) for word in row] for row in rows)
+    assert without[0] == 0.0 < regularized[0]
+    assert regularized[2] > without[2] + 5  # more silent units in both layers
+    assert regularized[3] > without[3] + 5
+    assert regularized[1] < 0.01  # and it fits

@@ -1,8 +1,10 @@
-"""Hugging Face: terms in the loss of `Trainer`, and of TRL's trainers that build on it.
+"""Hugging Face: add terms to the loss of `Trainer`, and of TRL's trainers that build on it.
 
-`RegularizerMixin` goes in front of a trainer class; `RegularizerCallback` is for a trainer that
-is already built. Either way every component is logged, raw and weighted, with the same scaling
-as the loss under gradient accumulation.
+* `trainer`: `RegularizerMixin` for a trainer class, `RegularizerCallback` for a trainer object
+* `forward_capture`: runs the trainer's loss and collects the inputs of terms from its forward pass
+* `causal_lm`: logits, log-probs and labels of a causal language model
+* `logit_free_loss`: the model's own loss and the rows terms read, without materialized logits
+* `metric_accumulator`: the components of the loss from micro-batch to log line
 """
 
 from steelyard.integrations.huggingface.trainer import RegularizerCallback, RegularizerMixin

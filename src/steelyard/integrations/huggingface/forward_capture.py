@@ -1,4 +1,4 @@
-"""A trainer's own loss as it is computed, and what terms read of its forward pass."""
+"""Run the loss of a trainer, and collect from its forward pass the inputs of terms."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from steelyard.integrations.huggingface.causal_lm import (
     Forward,
     data_of,
     logits_of,
-    observed,
     output_layer,
     projection_of,
+    record_forward,
     target_logprobs,
 )
 from steelyard.integrations.huggingface.logit_free_loss import (
-    Counted,
-    OwnLoss,
-    can_stand_in,
-    counted,
-    standing_in,
+    LabelledRows,
+    LogitFreeLoss,
+    labelled_rows,
+    supports_logit_free_loss,
+    without_logits,
 )
 from steelyard.integrations.torch.activations import capture
 from steelyard.penalties.from_logits.lm_head import Heard, overheard
@@ -35,120 +35,147 @@ class CapturedForward:
     """One forward pass of a trainer.
 
     Attributes:
-        result: what the trainer's own loss gave.
-        inner: the model without its wrappers.
-        beside: auxiliary losses and captured activations.
-        seen: what the model read and gave.
-        heard: what its output layer read and gave, if terms read that.
-        own_loss: the model's own loss without logits, if it was tried.
+        result: what the trainer's own loss function returned.
+        unwrapped: the model without its wrappers.
+        extra_inputs: auxiliary losses and captured activations.
+        forward: inputs and outputs of the model.
+        head: the last call of the output layer, if a term reads `projection`.
+        loss: the model's own loss without logits, if it was tried.
     """
 
     result: Any
-    inner: Any
-    beside: Mapping[str, Any]
-    seen: Forward
-    heard: Heard | None
-    own_loss: OwnLoss | None
+    unwrapped: Any
+    extra_inputs: Mapping[str, Any]
+    forward: Forward
+    head: Heard | None
+    loss: LogitFreeLoss | None
 
     @property
-    def lean(self) -> bool:
-        """Whether it made no logits."""
-        return self.own_loss is not None and self.own_loss.counted is not None
+    def logit_free(self) -> bool:
+        """True if the pass materialized no logits."""
+        return self.loss is not None and self.loss.rows is not None
 
-    def readable(
-        self, batch: Mapping[str, Any], asked: set[str], *, shifted: bool
+    def term_inputs(
+        self, batch: Mapping[str, Any], names: set[str], *, shifted: bool
     ) -> dict[str, Any]:
-        """What terms read of it, by name; what is dear only if it is asked for.
+        """Inputs of terms, by name.
+
+        Logits, log-probs, data and parameters are computed only if `names` has them.
 
         Args:
-            batch: what the trainer gave to the model.
-            asked: the names that terms read.
-            shifted: whether the loss compares with the label of the next position.
+            batch: the keyword arguments that the trainer passed to the model.
+            names: the names of all inputs that terms read.
+            shifted: whether the loss compares a position with the label of the next one.
 
         Raises:
-            InputError: the model has no logits that a projection could stand for.
+            InputError: a term reads `projection`, and the model changes its logits after the
+                output layer, or that layer is of an unknown kind.
         """
-        seen, inner = self.seen, self.inner
-        named = {k: v for k, v in dict(seen.outputs or {}).items() if v is not None}
+        forward, unwrapped = self.forward, self.unwrapped
+        inputs = {k: v for k, v in dict(forward.outputs or {}).items() if v is not None}
         logits: Any = None
-        if self.lean:
-            named.pop("logits", None)  # what stood in for them
-            logits = self.heard.projection if self.heard and "logprobs" in asked else None
-        elif asked & {"logits", "logprobs"}:
-            logits = logits_of(inner, seen)
-            named |= {} if logits is None else {"logits": logits}
-        logprobs = target_logprobs(seen, logits) if "logprobs" in asked else None
-        named |= {} if logprobs is None else {"logprobs": logprobs}
-        labels = seen.inputs.get("labels")
-        if "data" in asked and "logprobs" in named and labels is not None:
-            named["data"] = data_of(labels)
-        if "parameters" in asked:
-            named["parameters"] = dict(inner.named_parameters())
-        rows = self._rows(batch, shifted=shifted)
-        lined_up = {} if rows is None else rows._asdict()
-        free = {k: v for k, v in lined_up.items() if v is not None and k not in batch}
-        return {**free, **named}
+        if self.logit_free:
+            inputs.pop("logits", None)  # the placeholder
+            logits = self.head.projection if self.head and "logprobs" in names else None
+        elif names & {"logits", "logprobs"}:
+            logits = logits_of(unwrapped, forward)
+            inputs |= {} if logits is None else {"logits": logits}
+        logprobs = target_logprobs(forward, logits) if "logprobs" in names else None
+        inputs |= {} if logprobs is None else {"logprobs": logprobs}
+        labels = forward.inputs.get("labels")
+        if "data" in names and "logprobs" in inputs and labels is not None:
+            inputs["data"] = data_of(labels)
+        if "parameters" in names:
+            inputs["parameters"] = dict(unwrapped.named_parameters())
+        rows = self._labelled_rows(batch, shifted=shifted)
+        row_fields = {} if rows is None else rows._asdict()
+        # A field of the batch that happens to be called `targets` or `mask` stays the batch's.
+        free = {k: v for k, v in row_fields.items() if v is not None and k not in batch}
+        return {**free, **inputs}
 
-    def _rows(self, batch: Mapping[str, Any], *, shifted: bool) -> Counted | None:
-        if self.own_loss is not None and self.own_loss.counted is not None:
-            return self.own_loss.counted
-        found = None if self.heard is None else projection_of(self.inner, self.seen, self.heard)
-        return None if found is None else counted(found, batch, shifted=shifted)
+    def _labelled_rows(self, batch: Mapping[str, Any], *, shifted: bool) -> LabelledRows | None:
+        if self.loss is not None and self.loss.rows is not None:
+            return self.loss.rows
+        if self.head is None:
+            return None
+        projection = projection_of(self.unwrapped, self.forward, self.head)
+        return None if projection is None else labelled_rows(projection, batch, shifted=shifted)
 
 
 class ForwardCapture:
-    """The forward passes of a trainer.
+    """Runs the loss of a trainer and captures its forward pass.
 
     Args:
         paths: of modules whose outputs terms read.
-        often: whether the loss is differentiated several times.
+        retain_graph: whether the loss is differentiated several times.
     """
 
-    def __init__(self, paths: Sequence[str], *, often: bool = False) -> None:
+    def __init__(self, paths: Sequence[str], *, retain_graph: bool = False) -> None:
         self._paths = paths
-        self._often = often
-        # Whether the model's own loss can do without logits; None until it is tried.
-        self._lean: bool | None = None
+        self._retain_graph = retain_graph
+        # Whether the model's own loss can be computed without logits; None until it is tried.
+        self._logit_free: bool | None = None
 
     def run(
-        self, own: Callable[[], Any], model: nn.Module, inner: Any, *, projected: bool, lean: bool
+        self,
+        compute_loss: Callable[[], Any],
+        model: nn.Module,
+        unwrapped: Any,
+        *,
+        projected: bool,
+        logit_free: bool,
     ) -> CapturedForward:
-        """Compute the trainer's own loss, and watch.
+        """Compute the trainer's own loss, and capture its forward pass.
+
+        The first call with `logit_free` tries whether the model's loss can be computed without
+        logits. If the model fails then, or does not call its loss function with the placeholder,
+        the pass is repeated with logits, and so are all later ones.
 
         Args:
-            own: gives the loss.
-            model: what it calls.
-            inner: the model without its wrappers.
-            projected: whether terms read a projection.
-            lean: whether nobody reads logits. That the model's own loss can do without them is
-                found out by trying; if it cannot, they are made ever after.
+            compute_loss: returns the trainer's own loss.
+            model: the module that it calls.
+            unwrapped: the model without its wrappers.
+            projected: whether a term reads `projection`.
+            logit_free: whether nothing reads the logits.
         """
-        if lean and projected and self._lean is not False:
-            passed = None
+        if logit_free and projected and self._logit_free is not False:
+            captured = None
             try:
-                passed = self._once(own, model, inner, projected=projected, lean=True)
+                captured = self._run_once(
+                    compute_loss, model, unwrapped, projected=projected, logit_free=True
+                )
             except Exception:
-                if self._lean:
-                    raise
-            self._lean = passed is not None and passed.lean
-            if passed is not None and (passed.lean or passed.own_loss is None):
-                return passed
-        return self._once(own, model, inner, projected=projected, lean=False)
+                if self._logit_free:
+                    raise  # it has worked before: the placeholder is not to blame
+            self._logit_free = captured is not None and captured.logit_free
+            if captured is not None and (captured.logit_free or captured.loss is None):
+                return captured
+        return self._run_once(compute_loss, model, unwrapped, projected=projected, logit_free=False)
 
-    def _once(
-        self, own: Callable[[], Any], model: nn.Module, inner: Any, *, projected: bool, lean: bool
+    def _run_once(
+        self,
+        compute_loss: Callable[[], Any],
+        model: nn.Module,
+        unwrapped: Any,
+        *,
+        projected: bool,
+        logit_free: bool,
     ) -> CapturedForward:
-        layer = output_layer(inner) if projected else None
-        heard = loss = None
+        layer = output_layer(unwrapped) if projected else None
+        head = loss = None
         with ExitStack() as stack:
-            seen = stack.enter_context(observed(model, inner))
-            deposits = stack.enter_context(collect_aux())
-            captured = stack.enter_context(capture(inner, self._paths)) if self._paths else {}
-            if layer is not None and lean and can_stand_in(inner, layer):
-                loss = stack.enter_context(standing_in(inner, layer, often=self._often))
-                heard = loss.heard
+            forward = stack.enter_context(record_forward(model, unwrapped))
+            aux = stack.enter_context(collect_aux())
+            activations = (
+                stack.enter_context(capture(unwrapped, self._paths)) if self._paths else {}
+            )
+            if layer is not None and logit_free and supports_logit_free_loss(unwrapped, layer):
+                loss = stack.enter_context(
+                    without_logits(unwrapped, layer, retain_graph=self._retain_graph)
+                )
+                head = loss.head
             elif layer is not None:
-                heard = stack.enter_context(overheard(layer))
-            result = own()
-            beside = {"aux": deposits, "activations": dict(captured)}
-        return CapturedForward(result, inner, beside, seen, heard, loss)
+                head = stack.enter_context(overheard(layer))
+            result = compute_loss()
+            extra_inputs = {"aux": aux, "activations": dict(activations)}
+        return CapturedForward(result, unwrapped, extra_inputs, forward, head, loss)

@@ -1,4 +1,10 @@
-"""Hugging Face models whose logits nobody reads: their own loss, and terms, from a projection."""
+"""The loss of a Hugging Face causal LM from the hidden states, without materialized logits.
+
+The logits `[B, T, V]` of a large vocabulary are most of a step's memory. If no term reads them,
+the output layer is replaced during the forward pass by one that returns a placeholder, and the
+model's `loss_function` by one that computes the same cross-entropy from the layer's input, in
+chunks (`penalties.from_logits.Projection`).
+"""
 
 from __future__ import annotations
 
@@ -10,18 +16,18 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from steelyard.integrations.huggingface.causal_lm import IGNORED, next_labels
+from steelyard.integrations.huggingface.causal_lm import IGNORE_INDEX, next_labels
 from steelyard.penalties.from_logits import Projection, cross_entropy
 from steelyard.penalties.from_logits.lm_head import Heard, overheard, stand_in
 
 
-class Counted(NamedTuple):
-    """What terms read of a projection.
+class LabelledRows(NamedTuple):
+    """The positions of a batch that its loss counts: those whose label is not -100.
 
     Attributes:
-        projection: the rows whose label counts, `[N, V]`; without labels, all of them.
-        targets: the labels of these rows, `[N]`; None without labels.
-        mask: where these rows are in the batch, `[B, T]`; None without labels.
+        projection: the rows of these positions, `[N, V]`; without labels, of all positions.
+        targets: their labels, `[N]`; None without labels.
+        mask: their places in the batch, `[B, T]`; None without labels.
     """
 
     projection: Projection
@@ -29,35 +35,38 @@ class Counted(NamedTuple):
     mask: Tensor | None
 
 
-def counted(projection: Projection, inputs: Mapping[str, Any], *, shifted: bool = True) -> Counted:
-    """The rows of a projection whose label counts.
+def labelled_rows(
+    projection: Projection, inputs: Mapping[str, Any], *, shifted: bool = True
+) -> LabelledRows:
+    """Select the rows of a projection whose label is not -100.
 
     Args:
-        projection: of a whole batch.
-        inputs: with `labels`, or `shift_labels`.
-        shifted: whether the loss compares with the label of the next position.
+        projection: of a whole batch, `[B, T, V]`.
+        inputs: with `labels`, or `shift_labels`, `[B, T]`.
+        shifted: whether the loss compares a position with the label of the next one.
     """
     labels = next_labels(inputs, shifted=shifted)
     if labels is None or tuple(labels.shape) != projection.shape[:-1]:
-        return Counted(projection, None, None)
-    mask = labels.to(projection.hidden.device) != IGNORED
-    return Counted(projection[mask], labels.to(mask.device)[mask], mask)
+        return LabelledRows(projection, None, None)
+    mask = labels.to(projection.hidden.device) != IGNORE_INDEX
+    return LabelledRows(projection[mask], labels.to(mask.device)[mask], mask)
 
 
 @dataclass(eq=False)
-class OwnLoss:
-    """A model's own loss, as transformers computes it, from what the output layer read.
+class LogitFreeLoss:
+    """transformers' `ForCausalLMLoss`, computed from the input of the output layer.
 
     Attributes:
-        heard: what the output layer read.
-        often: whether its graph is gone through several times, for norms. The gradient is made
-            in the backward pass then, which costs one projection more.
-        counted: what the loss was computed from; None if it was not.
+        head: the last call of the output layer.
+        retain_graph: whether the loss is differentiated several times, for gradient norms. The
+            gradient is then computed in the backward pass, which costs one projection more; else
+            it is computed with the loss.
+        rows: the rows that the loss was computed from; None if it was not computed.
     """
 
-    heard: Heard
-    often: bool = False
-    counted: Counted | None = None
+    head: Heard
+    retain_graph: bool = False
+    rows: LabelledRows | None = None
 
     def __call__(
         self,
@@ -65,51 +74,67 @@ class OwnLoss:
         labels: Tensor,
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = IGNORED,
+        ignore_index: int = IGNORE_INDEX,
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """What `ForCausalLMLoss` gives; nothing of use if the logits are no longer the layer's."""
-        projection = self.heard.projection
-        same = self.heard.untouched(logits) and ignore_index == IGNORED
+        """Compute the loss with the signature of `ForCausalLMLoss`.
+
+        If the model has changed the logits after the output layer, or asks for another loss, the
+        value is meaningless and `rows` stays None: the caller runs the model again with logits.
+
+        Args:
+            logits: the placeholder that the output layer returned.
+            labels: `[B, T]`.
+            vocab_size: V.
+            num_items_in_batch: the divisor of the sum; None: the number of labelled rows.
+            ignore_index: must be -100.
+            shift_labels: labels that are already aligned with the positions, `[B, T]`.
+        """
+        projection = self.head.projection
+        same = self.head.untouched(logits) and ignore_index == IGNORE_INDEX
         if projection is None or not same or projection.shape[-1] != vocab_size:
             return logits.sum()
-        found = counted(projection, {"labels": labels, "shift_labels": shift_labels})
+        found = labelled_rows(projection, {"labels": labels, "shift_labels": shift_labels})
         rows, targets, _mask = found
         if targets is None:
             return logits.sum()
-        self.counted = found
+        self.rows = found
+        # reduction="sum" computes the gradient together with the value, once.
         total: Tensor = cross_entropy(
-            rows, targets, reduction="none" if self.often else "sum"
+            rows, targets, reduction="none" if self.retain_graph else "sum"
         ).sum()
         return total / (rows.shape[0] if num_items_in_batch is None else num_items_in_batch)
 
 
 @contextmanager
-def standing_in(model: Any, layer: nn.Module, *, often: bool = False) -> Iterator[OwnLoss]:
-    """Let a model compute its own loss without logits, for as long as the block lasts.
+def without_logits(
+    model: Any, layer: nn.Module, *, retain_graph: bool = False
+) -> Iterator[LogitFreeLoss]:
+    """Let a model compute its own loss without logits until the block ends.
 
     Args:
-        model: one of transformers'.
+        model: one of transformers', which `supports_logit_free_loss`.
         layer: its output layer.
-        often: whether the loss is differentiated several times.
+        retain_graph: whether the loss is differentiated several times.
     """
-    own, mine = model.loss_function, "_loss_function" in vars(model)
-    with overheard(layer, stand_in) as heard:
-        loss = OwnLoss(heard, often)
+    original, was_set = model.loss_function, "_loss_function" in vars(model)
+    with overheard(layer, stand_in) as head:
+        loss = LogitFreeLoss(head, retain_graph)
         model.loss_function = loss
         try:
             yield loss
         finally:
-            model.loss_function = own
-            if not mine:
-                del model._loss_function  # noqa: SLF001 - where its setter has put it
+            model.loss_function = original
+            # `loss_function` is a property whose setter creates this attribute.
+            if not was_set:
+                del model._loss_function  # noqa: SLF001
 
 
-def can_stand_in(model: Any, layer: object) -> bool:
-    """Whether the loss is transformers' own, and the output layer one that nobody watches."""
+def supports_logit_free_loss(model: Any, layer: object) -> bool:
+    """True if the loss is transformers' own, and the output layer a plain one without hooks."""
     return (
         getattr(model, "loss_function", None) is ForCausalLMLoss
         and type(layer) is nn.Linear
-        and not layer._forward_hooks  # noqa: SLF001 - nothing public says it
+        and not layer._forward_hooks  # noqa: SLF001 - torch has no public name for it
     )

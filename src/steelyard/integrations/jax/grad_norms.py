@@ -1,4 +1,4 @@
-"""Norms of the gradients of all terms, by one vmapped VJP."""
+"""Gradient norms of all terms, with one vmapped VJP."""
 
 from __future__ import annotations
 
@@ -16,36 +16,42 @@ def gradient_norms(
     params: Tree,
     weights: Mapping[str, Any],  # numbers and traced scalars
 ) -> dict[str, jax.Array]:
-    """The norm of each value's gradient with respect to `params`, and of their weighted sum.
+    """Norm of each value's gradient with respect to `params`, and of their weighted sum.
 
-    The values are stacked to one vector, which is evaluated once; its VJP is vmapped over the
-    rows of the identity. The gradients of all terms are there at once: memory for as many copies
-    of the parameters.
+    With K values v(θ) stacked to one vector `[K]`, row k of the Jacobian is ∂vₖ/∂θ = eₖᵀJ: the VJP
+    of one evaluation, vmapped over the rows of the identity, gives all gradients. They exist at the
+    same time, which takes memory for K copies of the parameters.
+
+    Args:
+        values: the values at given parameters, by name.
+        params: a tree of arrays.
+        weights: one for each value.
 
     Returns:
-        The norm of each, unweighted, by name, and that of the `"total"`.
+        ‖∂vₖ/∂θ‖, unweighted, by name, and ‖Σₖ weightₖ ∂vₖ/∂θ‖ as `"total"`.
     """
     names: list[str] = []
 
     def stacked(point: Tree) -> jax.Array:
-        found = values(point)
-        names[:] = found
-        return jnp.stack([wide(value) for value in found.values()])
+        by_name = values(point)
+        names[:] = by_name  # known once it is traced
+        return jnp.stack([at_least_float32(value) for value in by_name.values()])
 
-    rows, pull_back = jax.vjp(stacked, params)
-    [gradients] = jax.vmap(pull_back)(jnp.eye(len(names), dtype=rows.dtype))
-    leaves = [wide(leaf).reshape(len(names), -1) for leaf in jax.tree.leaves(gradients)]
-    norms = _joint([jnp.linalg.norm(leaf, axis=1) for leaf in leaves])
-    shares = jnp.stack([jnp.asarray(weights[name], rows.dtype) for name in names])
-    total = _joint([jnp.linalg.norm(shares @ leaf) for leaf in leaves])
+    stack, vjp = jax.vjp(stacked, params)
+    [gradients] = jax.vmap(vjp)(jnp.eye(len(names), dtype=stack.dtype))
+    # [K, P] for each leaf of P parameters. The norm of the whole tree is that of its leaves' norms.
+    leaves = [at_least_float32(leaf).reshape(len(names), -1) for leaf in jax.tree.leaves(gradients)]
+    norms = _norm_of_norms([jnp.linalg.norm(leaf, axis=1) for leaf in leaves])
+    factors = jnp.stack([jnp.asarray(weights[name], stack.dtype) for name in names])
+    total = _norm_of_norms([jnp.linalg.norm(factors @ leaf) for leaf in leaves])
     return {**dict(zip(names, norms, strict=True)), "total": total}
 
 
-def wide(value: Any) -> jax.Array:  # an array, or what can be one
-    """In float32 at least."""
+def at_least_float32(value: Any) -> jax.Array:  # an array, or what can be one
+    """The value as an array, float16 and bfloat16 as float32."""
     array = jnp.asarray(value)
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
-def _joint(norms: list[jax.Array]) -> jax.Array:
+def _norm_of_norms(norms: list[jax.Array]) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(jnp.stack(norms)), axis=0))

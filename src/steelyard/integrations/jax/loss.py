@@ -1,4 +1,4 @@
-"""A base loss and its penalties as one function that JAX can differentiate and compile."""
+"""Join a base loss and its penalties to one function that JAX can differentiate and compile."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from steelyard.errors import InputError
-from steelyard.integrations.jax.grad_norms import gradient_norms, wide
+from steelyard.integrations.jax.grad_norms import at_least_float32, gradient_norms
 from steelyard.integrations.jax.penalty_inputs import PenaltyInputs, Tree, read_base
 from steelyard.penalties import PenaltyPipeline
 from steelyard.spec import listed
 
 
 class LossFunction(Protocol):
-    """What `loss_with_penalties` gives; the arguments are the base's, hence `Any`."""
+    """Type of what `loss_with_penalties` returns; the arguments are the base's, hence `Any`."""
 
     def __call__(
         self, params: Tree, *args: Any, step: Any = None, **kwargs: Any
@@ -33,12 +33,12 @@ def loss_with_penalties(
 ) -> LossFunction:
     """Join a base loss and penalties: `total = base + Σ weightᵢ · penaltyᵢ`.
 
-    What comes back is for `jax.value_and_grad(…, has_aux=True)`, inside `jax.jit` or not.
+    The result is a loss for `jax.value_and_grad(…, has_aux=True)`, inside `jax.jit` or not.
 
     Args:
         base: `base(params, *args, **kwargs)` returns a scalar loss; or `(loss, outputs)`, where
-            `outputs` is what penalties may read, one array or a dict of them; or
-            `(loss, outputs, aux)`, where `aux` is any tree and comes back as `metrics["aux"]`.
+            `outputs`, an array or a dict of arrays, is available to penalties; or
+            `(loss, outputs, aux)`, where `aux` is any tree and is returned as `metrics["aux"]`.
         pipeline: The penalties. Their `inputs` name outputs of the base, or parameters:
             `"params"` is all of them as one vector, `"params/dense/kernel"` one,
             `"params/dense"` those below it, `"params/*/kernel"` those that match. A penalty
@@ -46,18 +46,19 @@ def loss_with_penalties(
             may be schedules: those of `steelyard.schedules` and of optax work on a traced step.
         schedules: Schedules in place of the pipeline's weights, `{name: step -> weight}`.
         track_grad_norms: Add the norms of the gradients with respect to the parameters. It
-            costs a backward pass more for the base and for each term, run as one vmapped pass,
+            costs one more backward pass for the base and for each term, run as one vmapped pass,
             and memory for as many copies of the parameters.
 
     Returns:
-        A function of the base's arguments, and of `step=` for the schedules, that gives the
+        A function of the base's arguments, and of `step=` for the schedules, that returns the
         total and the metrics, which are arrays: `base`, `name` (raw), `name_weighted`, `total`;
-        tracked, also `base_grad_norm`, `name_grad_norm` (unweighted) and `total_grad_norm` (of
-        the weighted total). A penalty with `differentiable=False` has no norm.
+        if norms are tracked, also `base_grad_norm`, `name_grad_norm` (unweighted) and
+        `total_grad_norm` (of the weighted total). A penalty with `differentiable=False` has no
+        norm.
 
     Raises:
         InputError: An argument breaks its rule. While tracing: an input is missing, the base
-            or a penalty gives no scalar, a schedule cannot be traced or lacks its `step`.
+            or a penalty returns no scalar, a schedule cannot be traced or lacks its `step`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -89,39 +90,41 @@ def loss_with_penalties(
     def values(params: Tree, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Tree]:
         loss, outputs, aux = read_base(base(params, *args, **kwargs))
         inputs = PenaltyInputs(params, outputs)
-        found = {
+        by_name = {
             term.name: jnp.asarray(term.evaluate(inputs.read(term.name, term.inputs)))
             for term in terms
         }
-        return {"base": loss, **found}, aux
+        return {"base": loss, **by_name}, aux
 
     def loss(
         params: Tree, *args: Any, step: Any = None, **kwargs: Any
     ) -> tuple[jax.Array, dict[str, Any]]:
         weights = pipeline.weights(step)
-        found, aux = values(params, *args, **kwargs)
-        total = wide(found["base"])
+        by_name, aux = values(params, *args, **kwargs)
+        # Summed in float32, rounded to the base's dtype once at the end: in bfloat16 the sum
+        # 256 + 0.5 + 0.5 would be 256.
+        total = at_least_float32(by_name["base"])
         for name, weight in weights.items():
-            total = total + weight * wide(found[name])
-        total = total.astype(found["base"].dtype)
+            total = total + weight * at_least_float32(by_name[name])
+        total = total.astype(by_name["base"].dtype)
         norms: dict[str, jax.Array] = {}
         if track_grad_norms:
-            point, fixed, named = _constant((params, args, kwargs))
+            point, constant_args, constant_kwargs = _stop_gradient((params, args, kwargs))
             tracked = ["base", *(term.name for term in terms if term.differentiable)]
 
-            def steep(at: Tree) -> dict[str, Any]:
-                every, _ = values(at, *fixed, **named)
-                return {name: every[name] for name in tracked}
+            def tracked_values(params: Tree) -> dict[str, Any]:
+                all_values, _ = values(params, *constant_args, **constant_kwargs)
+                return {name: all_values[name] for name in tracked}
 
-            norms = gradient_norms(steep, point, {"base": 1.0, **weights})
-        metrics = pipeline.metrics(found, weights, norms, total)
+            norms = gradient_norms(tracked_values, point, {"base": 1.0, **weights})
+        metrics = pipeline.metrics(by_name, weights, norms, total)
         return total, metrics if aux is None else {**metrics, "aux": aux}
 
     return loss
 
 
-def _constant(tree: Tree) -> Tree:
-    """Cut from what is being differentiated: norms are metrics, and need no second derivative."""
+def _stop_gradient(tree: Tree) -> Tree:
+    """Detach all arrays: norms are metrics, and `jax.grad` must not differentiate them again."""
     return jax.tree.map(
         lambda leaf: jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf, tree
     )
@@ -142,7 +145,7 @@ def _check_pipeline(pipeline: PenaltyPipeline) -> None:
 
 
 def _scheduled(pipeline: PenaltyPipeline, schedules: Any) -> PenaltyPipeline:
-    """The pipeline with each of the schedules as the weight of the penalty that it names."""
+    """Copy of the pipeline in which the schedules replace the weights of their penalties."""
     if not isinstance(schedules, Mapping):
         raise InputError(
             f"schedules must map names of penalties to functions of the step, got {schedules!r}."

@@ -1,4 +1,4 @@
-"""What penalties read: what the base loss gives beside its loss, and the parameters, by name."""
+"""Arrays that penalties read, by name: outputs of the base loss, and parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ Tree: TypeAlias = Any
 
 
 def read_base(result: Any) -> tuple[jax.Array, Tree, Tree]:
-    """The loss, what penalties may read, and what only passes through, as a base gives them."""
+    """Split the result of a base loss into its loss, its outputs for penalties, and its aux.
+
+    Raises:
+        InputError: it is a tuple of another length, or its loss is no floating-point scalar.
+    """
     loss, outputs, aux = result, None, None
     if isinstance(result, tuple):
         if len(result) not in (2, 3):
@@ -37,7 +41,12 @@ def read_base(result: Any) -> tuple[jax.Array, Tree, Tree]:
 
 
 class PenaltyInputs:
-    """The arrays that penalties may ask for."""
+    """Arrays that are available to penalties.
+
+    Args:
+        params: a tree of parameters, read as `params/…`.
+        outputs: of the base: a dict of arrays, one array, or None.
+    """
 
     def __init__(self, params: Tree, outputs: Tree) -> None:
         self._outputs = outputs
@@ -47,35 +56,39 @@ class PenaltyInputs:
         }
 
     def read(self, term: str, names: tuple[str, ...] | None) -> Tree:
-        """The arrays that the penalty `term` names; if it names none, the one there is.
+        """Arrays that a penalty reads.
+
+        Args:
+            term: the name of the penalty.
+            names: of its inputs; None: the base's outputs, or without any all parameters.
 
         Raises:
-            InputError: There is none of that name, or it cannot be told which is meant.
+            InputError: there is no array of that name.
         """
         if names is not None:
-            return {name: self._named(name, term) for name in names}
-        # Of named outputs none is meant: the penalty itself says so, and lists them.
-        return self._named(PARAMS, term) if self._outputs is None else self._outputs
+            return {name: self._lookup(name, term) for name in names}
+        # A dict is ambiguous here: the penalty that gets it raises, and lists its keys.
+        return self._lookup(PARAMS, term) if self._outputs is None else self._outputs
 
-    def _named(self, name: str, term: str) -> Any:
-        """An output; or one parameter as it is; or several, or all, as one vector."""
+    def _lookup(self, name: str, term: str) -> Any:
+        """The output `name`; or one parameter in its shape, or several as one flat vector."""
         outputs = self._outputs if isinstance(self._outputs, Mapping) else {}
         if name in outputs:
             return outputs[name]
-        found = [
+        matches = [
             leaf
             for path, leaf in self._leaves.items()
             if path == name or path.startswith(f"{name}/") or fnmatchcase(path, name)
         ]
-        if not found:
+        if not matches:
             parameters = listed(dict.fromkeys([PARAMS, *self._leaves]))
             raise InputError(
                 f"penalty {term!r} needs the input {name!r}, got from the base {listed(outputs)}; "
                 f"parameters: {parameters}."
             )
-        if len(found) == 1:
-            return jnp.asarray(found[0])
-        return jnp.concatenate([jnp.ravel(leaf) for leaf in found])
+        if len(matches) == 1:
+            return jnp.asarray(matches[0])
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in matches])
 
 
 def _path(path: Any) -> str:  # a tuple of JAX's kinds of keys

@@ -1,7 +1,10 @@
-"""Lightning: a mixin for your own module, and a callback for a module that is to stay as it is.
+"""Lightning: a mixin for your own module, and a callback for a module that stays as it is.
 
-`module` composes inside the steps that you write; `callback` adds to the loss that a
-`training_step` returns, over the `inputs` it finds; `logs` takes the numbers to `log_dict`.
+* `module`: `RegularizedModule`, which composes the loss inside the steps that you write
+* `callback`: `RegularizerCallback`, which adds terms to the loss that `training_step` returns
+* `batch_inputs`: names for the fields of a batch, for the callback's terms
+* `metric_logging`: the components of the loss, sent to `log_dict`
+* `lightning_import`: Lightning under either of its package names
 """
 
 from steelyard._extras import cure as _cure

@@ -1,4 +1,4 @@
-"""What a `training_step` shows of itself from outside, by name."""
+"""Name the fields of a batch, and of what `training_step` returns, as inputs of terms."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from steelyard.errors import InputError
 from steelyard.gradients import fields_of
 
 
-def of_batch(batch: object, names: Sequence[str]) -> Mapping[str, Any]:
-    """The parts of a batch: its fields; or its items, under `names` or as `batch.0`, `batch.1`.
+def batch_fields(batch: object, names: Sequence[str]) -> Mapping[str, Any]:
+    """Fields of a batch, by name.
+
+    The items of a tuple are called by `names`, or else `batch.0`, `batch.1`, …; a single tensor
+    is called by the first of `names`, or else `batch`.
 
     Raises:
         InputError: there are more or fewer items than names.
@@ -30,10 +33,10 @@ def of_batch(batch: object, names: Sequence[str]) -> Mapping[str, Any]:
     return dict(zip(names, batch, strict=True))
 
 
-def joined(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """All inputs by their name; one that several sources have, as `source.name`."""
-    every = {(name, id(value)) for fields in sources.values() for name, value in fields.items()}
-    counts = Counter(name for name, _ in every)
+def merge_sources(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the fields of all sources; a name with two different values becomes `source.name`."""
+    distinct = {(name, id(value)) for fields in sources.values() for name, value in fields.items()}
+    counts = Counter(name for name, _ in distinct)
     return {
         name if counts[name] == 1 else f"{source}.{name}": value
         for source, fields in sources.items()

@@ -1,4 +1,4 @@
-"""`RegularizerCallback`: terms on the loss of a LightningModule that stays as it is."""
+"""`RegularizerCallback`: add terms to the loss of a LightningModule without changing its code."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from torch import Tensor
 
-from steelyard.composition import CompositeLoss, TermLike, collect_aux, reads
+from steelyard.composition import CompositeLoss, TermLike, collect_aux, itself, reads
 from steelyard.errors import InputError
-from steelyard.integrations.lightning.batch_inputs import joined, of_batch
+from steelyard.integrations.lightning.batch_inputs import batch_fields, merge_sources
 from steelyard.integrations.lightning.lightning_import import Callback, LightningModule, Trainer
-from steelyard.integrations.lightning.metric_logging import checked, log
+from steelyard.integrations.lightning.metric_logging import check_log_settings, log_components
 from steelyard.integrations.torch.activations import Captured, hooked
 from steelyard.spec import Schedule
 
 
 class RegularizerCallback(Callback):
-    """A callback that adds terms to the loss that `training_step` returns, and logs every part.
+    """Adds terms to the loss that `training_step` returns, and logs every component.
 
-    Lightning gives callbacks no say in the loss, so the module's `training_step` is wrapped from
-    the beginning of `fit` to its end. Terms read, by name: what the batch holds, what
-    `training_step` returns beside its `"loss"`, captured activations, `aux`, `parameters` (all
+    Lightning has no callback hook that can change the loss, so the module's `training_step` is
+    wrapped from the beginning of `fit` to its end. Terms read, by name: the fields of the batch,
+    what `training_step` returns beside its `"loss"`, captured activations, `aux`, `parameters` (all
     of the module, by name) and `loss` itself. A name that two of them have is read as `batch.x`,
     `outputs.x` or `activations.x`.
 
-    The step and what terms remember are saved with the trainer's checkpoints.
+    The step and the state of the terms are saved with the trainer's checkpoints.
 
     Args:
         terms: as for `CompositeLoss`.
@@ -63,17 +63,17 @@ class RegularizerCallback(Callback):
         log: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        self.composite = CompositeLoss(reads(_as_it_is, "loss"), terms, aux=aux, **settings)
+        self.composite = CompositeLoss(reads(itself, "loss"), terms, aux=aux, **settings)
         self._capture = capture
-        self._batch = tuple(batch)
-        self._log = checked(log or {})
-        self._undo = ExitStack()
+        self._batch_names = tuple(batch)
+        self._log_settings = check_log_settings(log or {})
+        self._cleanup = ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrap the module's `training_step`.
 
         Raises:
-            InputError: the module optimizes by itself, or a path matches no module.
+            InputError: the module uses manual optimization, or a path matches no module.
         """
         if not pl_module.automatic_optimization:
             raise InputError(
@@ -81,12 +81,12 @@ class RegularizerCallback(Callback):
                 f"{type(pl_module).__name__} optimizes by itself (automatic_optimization=False): "
                 f"compose in the step, with RegularizedModule."
             )
-        activations = self._undo.enter_context(hooked(pl_module, self._capture))
+        activations = self._cleanup.enter_context(hooked(pl_module, self._capture))
         self._wrap(trainer, pl_module, activations)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - the signature is Lightning's
-        """Give the module its own `training_step` back."""
-        self._undo.close()
+        """Restore the module's own `training_step`."""
+        self._cleanup.close()
 
     def on_exception(
         self,
@@ -94,15 +94,15 @@ class RegularizerCallback(Callback):
         pl_module: LightningModule,  # noqa: ARG002
         exception: BaseException,  # noqa: ARG002
     ) -> None:
-        """The same, when training breaks off."""
-        self._undo.close()
+        """Restore the module's own `training_step` after an error."""
+        self._cleanup.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and what the terms remember."""
+        """The step, and the state of the terms."""
         return self.composite.get_extra_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.composite.set_extra_state(state_dict)
 
     def _wrap(self, trainer: Trainer, module: LightningModule, activations: Captured) -> None:
@@ -110,7 +110,7 @@ class RegularizerCallback(Callback):
         parameters = dict(module.named_parameters())
 
         @wraps(step)
-        def regularized(*args: Any, **kwargs: Any) -> Any:
+        def regularized_step(*args: Any, **kwargs: Any) -> Any:
             with collect_aux() as aux:
                 activations.begin()
                 try:
@@ -121,29 +121,23 @@ class RegularizerCallback(Callback):
             if not isinstance(outputs, Mapping) or outputs.get("loss") is None:
                 return returned  # a batch that is skipped, or an error that Lightning explains
             sources = {
-                "batch": of_batch(args[0], self._batch),
+                "batch": batch_fields(args[0], self._batch_names),
                 "outputs": outputs,
                 "activations": activations.values,
             }
-            inputs = {**joined(sources), "parameters": parameters, "loss": outputs["loss"]}
-            total = self._weighed(trainer, {**inputs, "aux": aux} if aux else inputs)
+            inputs = {**merge_sources(sources), "parameters": parameters, "loss": outputs["loss"]}
+            if aux:
+                inputs["aux"] = aux
+            self.composite.step = trainer.global_step
+            total = self.composite(inputs)  # as a mapping: a batch may hold any names
             activations.values.clear()
-            log(module, self.composite, self._log)
+            log_components(module, self.composite, self._log_settings)
             return total if isinstance(returned, Tensor) else {**outputs, "loss": total}
 
-        # torch.compile leaves a step of its own on the instance.
-        own = vars(module).get("training_step")
-        module.training_step = regularized  # type: ignore[method-assign]
-        if own is None:
-            self._undo.callback(delattr, module, "training_step")
+        # `torch.compile` puts a step of its own on the instance, which hides that of the class.
+        instance_step = vars(module).get("training_step")
+        module.training_step = regularized_step  # type: ignore[method-assign]
+        if instance_step is None:
+            self._cleanup.callback(delattr, module, "training_step")
         else:
-            self._undo.callback(setattr, module, "training_step", own)
-
-    def _weighed(self, trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor:
-        self.composite.step = trainer.global_step
-        total: Tensor = self.composite(inputs)  # a batch may hold any names
-        return total
-
-
-def _as_it_is(loss: Tensor) -> Tensor:
-    return loss
+            self._cleanup.callback(setattr, module, "training_step", instance_step)

@@ -1,4 +1,7 @@
-"""Lightning under the name it has here: `lightning.pytorch`, or else `pytorch_lightning`."""
+"""Import Lightning under whichever name is installed: `lightning.pytorch` or `pytorch_lightning`.
+
+The two packages hold separate copies of every class: a module of one does not train in the other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of a composite on their way to `log_dict`."""
+"""Log the components of a composite loss with Lightning's `log_dict`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from steelyard.integrations.torch import CompositeLoss
 _OPTIONS = inspect.signature(LightningModule.log_dict).parameters.keys() - {"self", "dictionary"}
 
 
-def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings for `log_dict`; `sync_dist` unless they say otherwise.
+def check_log_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the arguments for `log_dict`, and switch `sync_dist` on unless they have it.
 
     Raises:
-        SpecError: `log_dict` does not know one.
+        SpecError: `log_dict` has no such argument.
     """
     for name in settings:
         if name not in _OPTIONS:
@@ -31,27 +31,32 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"sync_dist": True, **settings}
 
 
-def log(module: LightningModule, composite: CompositeLoss, settings: Mapping[str, Any]) -> None:
-    """Hand every number to `log_dict`, under the stage's name.
+def log_components(
+    module: LightningModule, composite: CompositeLoss, settings: Mapping[str, Any]
+) -> None:
+    """Log every metric of the last output, as `train/…`, `val/…` or `test/…`.
 
-    With `sync_dist` each is averaged over the ranks that have it: a term may have been skipped on
-    one of them, where `log_dict` alone would wait forever for a key that does not come.
+    With `sync_dist` each metric is averaged over the ranks that have it. A term may have been
+    skipped on one of them; `log_dict` alone would deadlock there, since it reduces key by key and
+    waits for the rank that has no such key.
     """
     output = composite.output
-    idle = (*output.not_run, *output.skipped)
+    absent = (*output.not_run, *output.skipped)
     skippable = [str(spec.name) for spec in composite.specs if spec.on_error == "skip"]
-    # Lightning repeats what a key was last: a term that did not run added nothing, and one that
-    # was not skipped says so.
+    # Lightning shows the last value of a key that is not logged again, so a term that did not run
+    # is logged with a contribution of 0, and one that was not skipped with a flag of 0.
     metrics = {
         **output.metrics,
-        **{f"regularizers/{name}/contribution": 0.0 for name in idle},
+        **{f"regularizers/{name}/contribution": 0.0 for name in absent},
         **{f"skipped/{name}": float(name in output.skipped) for name in skippable},
     }
     training = module.trainer.training
     sync = settings["sync_dist"]
     if sync and dist.is_available() and dist.is_initialized():
-        averages = _averages(metrics)
-        # The mean of an epoch is left to Lightning, which knows the sizes of the batches.
+        averages = _average_over_ranks(metrics)
+        # Lightning computes the mean of an epoch itself, weighted by the sizes of the batches:
+        # it gets this rank's own values, and the averages for keys that this rank lacks, so that
+        # every rank has the same keys.
         sync = settings.get("on_epoch") or not training
         metrics = averages | metrics if sync else averages
     stage = "train" if training else "test" if module.trainer.testing else "val"
@@ -59,8 +64,9 @@ def log(module: LightningModule, composite: CompositeLoss, settings: Mapping[str
     module.log_dict(named, **{**settings, "sync_dist": bool(sync)})
 
 
-def _averages(metrics: dict[str, float]) -> dict[str, float]:
+def _average_over_ranks(metrics: dict[str, float]) -> dict[str, float]:
     ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, metrics)
-    names = dict.fromkeys(name for each in ranks for name in each)  # in one order everywhere
-    return {name: fmean(each[name] for each in ranks if name in each) for name in names}
+    # A dict keeps the order of insertion: every rank logs the keys in the same order.
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {name: fmean(rank[name] for rank in ranks if name in rank) for name in names}

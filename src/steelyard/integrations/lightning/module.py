@@ -1,4 +1,4 @@
-"""`RegularizedModule`: a composite loss inside the steps of a LightningModule."""
+"""`RegularizedModule`: compute a composite loss inside the steps of a LightningModule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from steelyard.composition import CompositeLoss, Deposits, collect_aux
 from steelyard.errors import InputError
 from steelyard.integrations.lightning.lightning_import import LightningModule, Trainer
-from steelyard.integrations.lightning.metric_logging import checked, log
+from steelyard.integrations.lightning.metric_logging import check_log_settings, log_components
 
 if TYPE_CHECKING:
     _Mixed = LightningModule
@@ -25,13 +25,13 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class RegularizedModule(_Mixed):
-    """A mixin: `compose` in a step gives the composite loss and logs every part of it.
+    """Mixin whose `compose` computes the composite loss in a step and logs every component.
 
     Put it before `LightningModule`, and set `composite` in `__init__`. In training, schedules
     and `every` follow the trainer's optimizer steps; validation and test use the weights of the
-    last training step, and what terms remember stays as it was.
-    What modules leave with `aux_loss` during a step is collected. The composite is a submodule,
-    so the step and what terms remember are in every checkpoint.
+    last training step, and do not change the state of the terms. Auxiliary losses that modules
+    report with `aux_loss` during a step are collected. The composite is a submodule, so the step
+    and the state of the terms are in every checkpoint.
 
     Attributes:
         composite: the loss.
@@ -39,7 +39,7 @@ class RegularizedModule(_Mixed):
             on unless they say otherwise.
 
     Raises:
-        SpecError: `log_settings` has something that `log_dict` does not know.
+        SpecError: `log_settings` has an argument that `log_dict` does not.
 
     Example:
         >>> from lightning.pytorch import LightningModule
@@ -69,23 +69,24 @@ class RegularizedModule(_Mixed):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        checked(cls.log_settings)
-        # Hooks such as on_train_batch_start would do, if nobody forgot to call super().
+        check_log_settings(cls.log_settings)
+        # The steps are wrapped, rather than hooks such as on_train_batch_start overridden: a
+        # subclass with such a hook may not call super().
         for name in _STEPS:
             step = getattr(cls, name, None)
             if step is not None and not getattr(step, "collects_aux", False):
                 setattr(cls, name, _collecting(step))
 
     def compose(self, *outputs: object, batch_size: int | None = None, **inputs: Any) -> Tensor:
-        """The weighted total of `composite`; its parts are logged.
+        """Compute the weighted total of `composite`, and log its components.
 
         Args:
             outputs: mappings and dataclasses whose fields are inputs.
-            batch_size: what an epoch's means weigh this batch by; None leaves it to Lightning.
-            inputs: what the terms read, by name.
+            batch_size: the weight of this batch in an epoch's means; None: Lightning's guess.
+            inputs: the inputs of the terms, by name.
 
         Raises:
-            InputError: there is no `composite`, or something that a term reads is not there.
+            InputError: there is no `composite`, or an input of a term is missing.
             SpecError: a schedule yields a bad weight at this step.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
@@ -93,7 +94,7 @@ class RegularizedModule(_Mixed):
         if self._aux:
             inputs.setdefault("aux", dict(self._aux))
             self._aux.clear()  # a step may compose twice
-        trainer = self._attached()
+        trainer = self._attached_trainer()
         if trainer is None or trainer.predicting:
             total: Tensor = composite(*outputs, **inputs)
             return total
@@ -101,12 +102,12 @@ class RegularizedModule(_Mixed):
             composite.step = trainer.global_step
             total = composite(*outputs, **inputs)
         else:
-            with _unchanged(composite):
+            with _state_restored(composite):
                 total = composite(*outputs, **inputs)
-        settings = checked(self.log_settings)
+        settings = check_log_settings(self.log_settings)
         if batch_size is not None:
             settings["batch_size"] = batch_size
-        log(self, composite, settings)
+        log_components(self, composite, settings)
         return total
 
     def _composite(self) -> CompositeLoss:
@@ -118,19 +119,19 @@ class RegularizedModule(_Mixed):
             )
         return composite
 
-    def _attached(self) -> Trainer | None:
+    def _attached_trainer(self) -> Trainer | None:
         try:
             return self.trainer if self.fabric is None else None
-        except RuntimeError:
+        except RuntimeError:  # raised by Lightning's property where there is no trainer
             return None
 
 
 def _collecting(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step, with auxiliary losses collected while it runs."""
+    """Wrap a step so that auxiliary losses are collected while it runs."""
 
     @wraps(step)
-    def collected(self: RegularizedModule, *args: Any, **kwargs: Any) -> Any:
-        if self._aux is not None:  # called by the step of a subclass
+    def collecting_step(self: RegularizedModule, *args: Any, **kwargs: Any) -> Any:
+        if self._aux is not None:  # called by the step of a subclass, which collects
             return step(self, *args, **kwargs)
         with collect_aux() as deposits:
             self._aux = deposits
@@ -139,14 +140,14 @@ def _collecting(step: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 self._aux = None
 
-    collected.collects_aux = True  # type: ignore[attr-defined]
-    return collected
+    collecting_step.collects_aux = True  # type: ignore[attr-defined]
+    return collecting_step
 
 
 @contextmanager
-def _unchanged(composite: CompositeLoss) -> Iterator[None]:
-    """What the terms remember, and the step, are afterwards what they were before."""
-    # `validate` and `test` run in inference mode; a tensor made there cannot be trained with.
+def _state_restored(composite: CompositeLoss) -> Iterator[None]:
+    """Restore the state of the terms, and the step, at the end of the block."""
+    # `validate` and `test` run in inference mode, and autograd refuses tensors made there.
     with torch.inference_mode(mode=False):
         before = deepcopy(composite.get_extra_state())
     try:

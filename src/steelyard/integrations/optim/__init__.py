@@ -1,10 +1,12 @@
 """Gradient transforms for any `torch.optim.Optimizer`: `attach` them, and step as before.
 
-* `attaching`: `attach` and the `Attachment` it gives: order, closures, state
+* `hooks`: `attach` and the `Attachment` it returns: order, closures, state
 * `decay`: `l2_decay`, `l1_decay`, `elastic_net_decay`
 * `clipping`: `clip_by_global_norm`, `adaptive_clip`
-* `noise`: `gradient_noise`; `centring`: `centralize`
-* `transform`: what they have in common; `slots`: parameters beside their gradients
+* `noise`: `gradient_noise`
+* `centralization`: `centralize`
+* `transform`: the base class of all of them
+* `param_lists`: parameters with their gradients, in lists for torch's `foreach` functions
 """
 
 from steelyard._extras import cure as _cure

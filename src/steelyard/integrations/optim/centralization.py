@@ -1,11 +1,11 @@
-"""Gradients with mean zero."""
+"""Gradient centralization: subtract from each output unit's gradient its mean."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steelyard.integrations.optim.param_lists import Slot, batches, wide
+from steelyard.integrations.optim.param_lists import Slot, batches, reduction_dtype
 from steelyard.integrations.optim.transform import Transform, Where
 
 
@@ -15,17 +15,19 @@ class _Centralize(Transform):
         matrices = [slot.gradient for slot in slots if slot.parameter.ndim > 1]
         for (gradients,) in batches(matrices):
             for gradient in gradients:
+                # g ← g − mean(g) over all axes but the first; `batches` cuts along the first
+                # only, so a piece holds whole output units.
                 axes = tuple(range(1, gradient.ndim))
-                gradient.sub_(gradient.mean(axes, keepdim=True, dtype=wide(gradient)))
+                gradient.sub_(gradient.mean(axes, keepdim=True, dtype=reduction_dtype(gradient)))
 
 
 def centralize(*, where: Where | None = None) -> Transform:
-    """Subtract from each output unit's gradient its mean: over all axes but the first.
+    """Subtract from each output unit's gradient its mean, over all axes but the first.
 
     Tensors of rank 0 and 1 are left as they are.
 
     Args:
-        where: Which parameters.
+        where: Selects the parameters; None: all.
 
     Raises:
         SpecError: `where` is not a function.

@@ -1,4 +1,4 @@
-"""Clipping: all gradients together, or each output unit by the size of its weights."""
+"""Gradient clipping: by the global norm, or by the norm of each output unit's weights."""
 
 from __future__ import annotations
 
@@ -10,39 +10,45 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import NonFiniteError, SpecError
-from steelyard.integrations.optim.param_lists import Slot, batches, pieces, wide
+from steelyard.integrations.optim.param_lists import (
+    Slot,
+    batches,
+    reduction_dtype,
+    split_large,
+)
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
 from steelyard.spec import is_finite
 
-_BLOCK = 1024
+_BLOCK = 1024  # elements in one block of `_blockwise_norm`
 _norm: Callable[..., Tensor] = torch.linalg.vector_norm  # torch leaves it untyped
 
 
 @dataclass(frozen=True, kw_only=True)
 class _GlobalNorm(Transform):
-    largest: Strength
+    max_norm: Strength
     check_finite: bool
 
     def apply(self, slots: Sequence[Slot], step: int, *, first: bool) -> None:  # noqa: ARG002
-        largest = self.largest.at(step)
+        max_norm = self.max_norm.at(step)
         gradients = [slot.gradient for slot in slots]
         norm = _global_norm(gradients)
         scale: float | Tensor
         if self.check_finite:
-            size = norm.item()
-            if not math.isfinite(size):
+            value = norm.item()
+            if not math.isfinite(value):
                 raise NonFiniteError(
-                    f"the norm of all gradients must be finite, got {size} at step {step} "
-                    f"({self.name}); not finite: {_culprits(slots)}. Skip such a step, or pass "
+                    f"the norm of all gradients must be finite, got {value} at step {step} "
+                    f"({self.name}); not finite: {_non_finite(slots)}. Skip such a step, or pass "
                     "check_finite=False to let it through.",
                     term=self.name,
-                    kind="nan" if math.isnan(size) else "inf",
+                    kind="nan" if math.isnan(value) else "inf",
                 )
-            if size <= largest:
+            if value <= max_norm:
                 return
-            scale = largest / size
-        else:  # stays on the device, unread
-            scale = (largest / norm).clamp(max=1.0)
+            scale = max_norm / value
+        else:
+            # Without `item` nothing waits for the device. A norm of 0 gives inf, clamped to 1.
+            scale = (max_norm / norm).clamp(max=1.0)
         for (batch,) in batches(gradients):
             factor = scale.to(batch[0].device) if isinstance(scale, Tensor) else scale
             torch._foreach_mul_(batch, factor)
@@ -56,11 +62,13 @@ class _Adaptive(Transform):
     def apply(self, slots: Sequence[Slot], step: int, *, first: bool) -> None:  # noqa: ARG002
         ratio = self.ratio.at(step)
         for slot in slots:
-            row = (_stored(slot), slot.gradient)
-            for weights, gradient in pieces(*row) if slot.parameter.ndim > 1 else [row]:
-                allowed = _unit_norms(weights).clamp_(min=self.eps).mul_(ratio)
-                # A gradient of zero gives infinity here, and 1 in the end.
-                scale = allowed.div_(_unit_norms(gradient)).clamp_(max=1.0)
+            pair = (_stored_rows(slot), slot.gradient)
+            # A vector is one unit, whose norm needs all of it; a matrix has one unit a row.
+            for weights, gradient in split_large(*pair) if slot.parameter.ndim > 1 else [pair]:
+                max_norms = _unit_norms(weights).clamp_(min=self.eps).mul_(ratio)
+                # A gradient of zero gives inf, clamped to 1.
+                scale = max_norms.div_(_unit_norms(gradient)).clamp_(max=1.0)
+                # Reading `scale` on an accelerator would cost more than multiplying by 1.
                 if scale.device.type != "cpu" or not bool((scale == 1.0).all()):
                     gradient.mul_(scale)
 
@@ -78,9 +86,9 @@ def clip_by_global_norm(
     Args:
         max: A number > 0, or a schedule `step -> float`.
         check_finite: Raise when the norm is NaN or infinite, before the optimizer's state is
-            spoiled. This reads the norm, for which an accelerator is waited for; in return
-            gradients within the limit are not touched. False lets NaN through, as torch does.
-        where: Which parameters; the norm is theirs.
+            spoiled. This waits for the accelerator; in return gradients within the limit are
+            not touched. False lets NaN through, as torch does.
+        where: Selects the parameters, whose joint norm is clipped; None: all.
 
     Raises:
         SpecError: An argument breaks its rule.
@@ -104,7 +112,7 @@ def clip_by_global_norm(
     return _GlobalNorm(
         name="clip_by_global_norm",
         where=where,
-        largest=Strength("max of clip_by_global_norm", max, above_zero=True),
+        max_norm=Strength("max of clip_by_global_norm", max, above_zero=True),
         check_finite=check_finite,
     )
 
@@ -112,15 +120,15 @@ def clip_by_global_norm(
 def adaptive_clip(
     c: float | Schedule, eps: float = 1e-3, *, where: Where | None = None
 ) -> Transform:
-    """Clip each output unit by the size of its weights: g·min(c·max(‖w‖, eps)/‖g‖, 1).
+    """Clip each output unit by the norm of its weights: g·min(c·max(‖w‖, eps)/‖g‖, 1).
 
     A unit is an element of the first axis, as torch's linear and convolution layers have it; a
     tensor of rank 0 or 1 is one unit.
 
     Args:
         c: A number > 0, or a schedule `step -> float`; 0.01 is usual.
-        eps: The least norm of weights, so that units at zero can move.
-        where: Which parameters.
+        eps: Lower bound on ‖w‖, so that units at zero can move.
+        where: Selects the parameters; None: all.
 
     Raises:
         SpecError: An argument breaks its rule.
@@ -151,42 +159,45 @@ def adaptive_clip(
 
 
 def _global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """‖g‖ = sqrt(Σᵢ ‖gᵢ‖²): the norm of the norms of all tensors, a scalar tensor."""
     norms: list[Tensor] = []
     for (batch,) in batches(gradients):
         if batch[0].device.type == "cpu":
-            norms.extend(_norm_in_blocks(gradient) for gradient in batch)
+            norms.extend(_blockwise_norm(gradient) for gradient in batch)
         else:
-            norms.extend(torch._foreach_norm(batch, 2, dtype=wide(batch[0])))  # noqa: SLF001
+            dtype = reduction_dtype(batch[0])
+            norms.extend(torch._foreach_norm(batch, 2, dtype=dtype))  # noqa: SLF001
     return _norm(torch.stack([norm.to(norms[0]) for norm in norms]))
 
 
-def _norm_in_blocks(gradient: Tensor) -> Tensor:
-    """The norm of norms of short blocks.
+def _blockwise_norm(gradient: Tensor) -> Tensor:
+    """Norm of a tensor, as the norm of the norms of its blocks.
 
-    torch 2.13's norm of a whole float32 tensor on the CPU adds one square after the other: for
-    15 million elements it is 6e-4 too small, and slower than this.
+    torch 2.13's norm of a whole float32 tensor on the CPU adds one square after the other, so
+    that small squares are rounded away beside a large sum: for 15 million elements it is 6e-4 too
+    small. Sums over blocks stay short, and are faster.
     """
-    flat, dtype = gradient.reshape(-1), wide(gradient)
-    whole = flat.numel() // _BLOCK * _BLOCK
-    blocks = _norm(flat[:whole].view(-1, _BLOCK), dim=1, dtype=dtype)
-    rest = _norm(flat[whole:], dtype=dtype)
+    flat, dtype = gradient.reshape(-1), reduction_dtype(gradient)
+    in_blocks = flat.numel() // _BLOCK * _BLOCK
+    blocks = _norm(flat[:in_blocks].view(-1, _BLOCK), dim=1, dtype=dtype)
+    rest = _norm(flat[in_blocks:], dtype=dtype)
     return _norm(torch.cat([blocks, rest.view(1)]))
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:
-    """The norm of each element of the first axis, shaped to be multiplied with it."""
+    """Norm of each element of the first axis, `[U, 1, …]`, to be broadcast over the tensor."""
     axes = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
-    return _norm(tensor, dim=axes, keepdim=True, dtype=wide(tensor))
+    return _norm(tensor, dim=axes, keepdim=True, dtype=reduction_dtype(tensor))
 
 
-def _stored(slot: Slot) -> Tensor:
-    """The weights beside the gradient's values: of a sparse one, the rows that it has."""
+def _stored_rows(slot: Slot) -> Tensor:
+    """Weights that belong to the gradient's values: for a sparse gradient, its stored rows."""
     rows = slot.rows
     if rows is None or slot.parameter.ndim == 1:
         return slot.parameter
     return slot.parameter[rows]
 
 
-def _culprits(slots: Sequence[Slot]) -> str:
-    found = [slot.label for slot in slots if not bool(slot.gradient.isfinite().all())]
-    return "; ".join(found) or "only their sum of squares"
+def _non_finite(slots: Sequence[Slot]) -> str:
+    names = [slot.label for slot in slots if not bool(slot.gradient.isfinite().all())]
+    return "; ".join(names) or "only their sum of squares"

@@ -1,4 +1,10 @@
-"""Weight decay: through the gradient, or decoupled from it."""
+"""Weight decay, through the gradient or decoupled from it.
+
+With the penalty gradient p(w) = r·sign(w) + (1 − r)·w, r the L1 ratio:
+
+    coupled      g ← g + d·p(w)       passes through the optimizer's moments and preconditioner
+    decoupled    w ← w − lr·d·p(w)    once a step, before the optimizer's own update
+"""
 
 from __future__ import annotations
 
@@ -51,8 +57,9 @@ class _Decay(Transform):
             refuse_sparse(slots, self.name, cure)
             parameters = [slot.parameter for slot in slots]
             for weights, gradients in batches(parameters, [slot.gradient for slot in slots]):
-                torch._foreach_add_(gradients, _term(weights, self.l1_ratio), alpha=decay)
-        elif first:
+                penalty_gradient = _penalty_gradient(weights, self.l1_ratio)
+                torch._foreach_add_(gradients, penalty_gradient, alpha=decay)
+        elif first:  # a closure may be evaluated several times in a step
             groups = {id(slot.group): slot.group for slot in slots}
             for key, group in groups.items():
                 parameters = [slot.parameter for slot in slots if id(slot.group) == key]
@@ -60,38 +67,42 @@ class _Decay(Transform):
                     _shrink(weights, group["lr"], decay, self.l1_ratio)
 
 
-def _term(weights: list[Tensor], ratio: float) -> list[Tensor]:
-    """What pulls: ratio · sign(w) + (1 − ratio) · w, the weights themselves if that is all."""
-    if ratio == 0:
+def _penalty_gradient(weights: list[Tensor], l1_ratio: float) -> list[Tensor]:
+    """l1_ratio · sign(w) + (1 − l1_ratio) · w; for a ratio of 0 the weights themselves, no copy."""
+    if l1_ratio == 0:
         return weights
-    term = list(torch._foreach_sign(weights))  # noqa: SLF001 - public in all but name
-    if ratio < 1:
-        torch._foreach_mul_(term, ratio)
-        torch._foreach_add_(term, weights, alpha=1 - ratio)
-    return term
+    gradient = list(torch._foreach_sign(weights))  # noqa: SLF001 - torch documents it so
+    if l1_ratio < 1:
+        torch._foreach_mul_(gradient, l1_ratio)
+        torch._foreach_add_(gradient, weights, alpha=1 - l1_ratio)
+    return gradient
 
 
-def _shrink(weights: list[Tensor], lr: float | Tensor, decay: float, ratio: float) -> None:
-    if ratio == 0:  # AdamW's way, so that the bits are AdamW's
+def _shrink(weights: list[Tensor], lr: float | Tensor, decay: float, l1_ratio: float) -> None:
+    """Apply w ← w − lr·decay·p(w) in place."""
+    if l1_ratio == 0:
+        # w·(1 − lr·decay), as AdamW computes it: w − lr·decay·w would round differently.
         torch._foreach_mul_(weights, 1 - lr * decay)
         return
-    term = _term(weights, ratio)
-    torch._foreach_mul_(term, lr * decay)  # a learning rate may be a tensor, an alpha may not
-    torch._foreach_sub_(weights, term)
+    gradient = _penalty_gradient(weights, l1_ratio)
+    # A learning rate may be a tensor, which `alpha` does not take.
+    torch._foreach_mul_(gradient, lr * decay)
+    torch._foreach_sub_(weights, gradient)
 
 
 def l2_decay(
     d: float | Schedule, *, decoupled: bool = False, where: Where | None = None
 ) -> Transform:
-    """Pull the weights to zero in proportion: g + d·w; decoupled, w − lr·d·w.
+    """Add L2 decay to the gradient, g + d·w; decoupled, shrink the weights, w − lr·d·w.
 
-    On SGD the first is its own `weight_decay`, on AdamW the second is, bit for bit.
+    The first is SGD's own `weight_decay`, the second AdamW's, bit for bit.
 
     Args:
         d: A number >= 0, or a schedule `step -> float` that counts the optimizer's steps.
         decoupled: Shrink the weights by lr·d·w, each group with its own `lr`, instead of
             touching the gradient.
-        where: Which parameters; `lambda p: p.ndim > 1` leaves out biases and norms.
+        where: Selects the parameters; None: all. `lambda p: p.ndim > 1` leaves out biases and
+            norms.
 
     Raises:
         SpecError: An argument breaks its rule.
@@ -122,14 +133,14 @@ def l2_decay(
 def l1_decay(
     d: float | Schedule, *, decoupled: bool = False, where: Where | None = None
 ) -> Transform:
-    """Pull the weights to zero at one speed: g + d·sign(w), sign(0) = 0.
+    """Add L1 decay to the gradient, g + d·sign(w) with sign(0) = 0.
 
     Decoupled it is w − lr·d·sign(w), which may carry a small weight across zero.
 
     Args:
         d: As in `l2_decay`, like `decoupled` and `where`.
         decoupled: Shrink the weights instead.
-        where: Which parameters.
+        where: Selects the parameters; None: all.
 
     Raises:
         SpecError: An argument breaks its rule.
@@ -161,13 +172,15 @@ def elastic_net_decay(
     decoupled: bool = False,
     where: Where | None = None,
 ) -> Transform:
-    """Both decays: g + d·(r·sign(w) + (1 − r)·w), so that r = 1 and r = 0 are the two.
+    """Add elastic-net decay to the gradient, g + d·(r·sign(w) + (1 − r)·w).
+
+    r = 1 is `l1_decay`, r = 0 is `l2_decay`.
 
     Args:
         d: As in `l2_decay`, like `decoupled` and `where`.
         l1_ratio: r, in [0, 1].
-        decoupled: Shrink the weights by lr·(that term) instead.
-        where: Which parameters.
+        decoupled: Shrink the weights by lr·d·(r·sign(w) + (1 − r)·w) instead.
+        where: Selects the parameters; None: all.
 
     Raises:
         SpecError: An argument breaks its rule.

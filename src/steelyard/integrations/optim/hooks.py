@@ -1,4 +1,4 @@
-"""Transforms on an optimizer: when they run, and how their state is kept."""
+"""Attach transforms to an optimizer with its hooks: when they run, and how their state is saved."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch.optim import Optimizer
 
 from steelyard.errors import InputError, SpecError, StateError
-from steelyard.integrations.optim.param_lists import chosen, ready, slots_of
+from steelyard.integrations.optim.param_lists import select, slots_of, with_gradients
 from steelyard.integrations.optim.transform import Transform
 from steelyard.spec import is_whole
 
-_KEY = "steelyard"
+_STATE_KEY = "steelyard"  # in the optimizer's state_dict
 _ATTACHED: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()
 
 
 def attach(optimizer: Optimizer, transforms: Iterable[Transform]) -> Attachment:
-    """Have `optimizer` apply `transforms` to its gradients before each step, in the order listed.
+    """Apply `transforms` to the gradients of `optimizer` before each step, in the order listed.
 
     With a closure, as LBFGS needs one, they are applied to the gradients of each evaluation;
     decoupled decay shrinks the weights once a step. Parameters without a gradient are left out.
@@ -31,11 +31,11 @@ def attach(optimizer: Optimizer, transforms: Iterable[Transform]) -> Attachment:
         transforms: `l2_decay`, `clip_by_global_norm`, … or a `Transform` of your own.
 
     Returns:
-        The attachment, to `remove` it; also a context manager.
+        The attachment, which `remove` takes off again; also a context manager.
 
     Raises:
-        InputError: It is no optimizer, or has transforms already. While stepping: there is no
-            gradient at all, or a sparse one where the result would be dense.
+        InputError: It is no optimizer, or has transforms already. While stepping: no parameter
+            has a gradient, or a sparse gradient would become dense.
         SpecError: One is not a transform, or cannot work on this optimizer.
 
     Example:
@@ -53,7 +53,8 @@ def attach(optimizer: Optimizer, transforms: Iterable[Transform]) -> Attachment:
         {'step': 1, 'transforms': ['clip_by_global_norm', 'l1_decay']}
         >>> attached.remove()
     """
-    # Wrappers such as accelerate's are optimizers by name only, and have no place for hooks.
+    # Wrappers such as accelerate's subclass Optimizer without calling its constructor, and so
+    # have no hooks.
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise InputError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__qualname__}: "
@@ -84,37 +85,39 @@ def attach(optimizer: Optimizer, transforms: Iterable[Transform]) -> Attachment:
 
 
 class Attachment:
-    """Transforms on one optimizer, until `remove` or the end of a `with` block.
+    """The transforms of one optimizer, until `remove` or the end of a `with` block.
 
-    It holds no reference to the optimizer. A copy of the optimizer, or one that was pickled,
+    It holds no reference to the optimizer. A copy of the optimizer, or one that was unpickled,
     has no transforms: attach them again.
     """
 
     def __init__(self, optimizer: Optimizer, transforms: tuple[Transform, ...]) -> None:
         self._transforms = transforms
         self._step = 0
-        self._applied = False
-        self._loading = 0
+        self._applied = False  # in the current step
+        self._step_to_load = 0
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(self._saved),
-            optimizer.register_load_state_dict_pre_hook(self._check_loaded),
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_state_dict_post_hook(self._add_state),
+            # Loading is checked before the optimizer changes anything, and takes effect after
+            # it has accepted the rest of the state.
+            optimizer.register_load_state_dict_pre_hook(self._check_state),
+            optimizer.register_load_state_dict_post_hook(self._load_state),
         ]
 
     @property
     def step(self) -> int:
-        """The steps the optimizer has made with these transforms; schedules follow it."""
+        """Number of steps the optimizer has made with these transforms; schedules follow it."""
         return self._step
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the transforms, in order."""
+        """Names of the transforms, in order."""
         return tuple(transform.name for transform in self._transforms)
 
     def remove(self) -> None:
-        """Take the transforms off the optimizer; again does nothing."""
+        """Take the transforms off the optimizer; a second call does nothing."""
         for hook in self._hooks:
             hook.remove()
         for optimizer, attachment in list(_ATTACHED.items()):
@@ -135,7 +138,7 @@ class Attachment:
     def __repr__(self) -> str:
         return f"Attachment({', '.join(self.names)}; step {self._step})"
 
-    # `Any`: what a step takes and gives back is the optimizer's business.
+    # `Any`: arguments and result of a step are the optimizer's own.
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -146,60 +149,65 @@ class Attachment:
         if closure is None:
             self._apply(optimizer)
             return None
-        with_transforms = self._evaluating(optimizer, closure)
+        # The closure computes the gradients during the step, so the transforms run after it.
+        wrapped = self._wrap_closure(optimizer, closure)
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": with_transforms}
-        return (args[0], with_transforms, *args[2:]), kwargs
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
 
-    def _evaluating(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
+    def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def wrapped() -> Any:
             loss = closure()
             self._apply(optimizer)
             return loss
 
-        return evaluate
+        return wrapped
 
     @torch.no_grad()
     def _apply(self, optimizer: Optimizer) -> None:
-        slots = ready(slots_of(optimizer))
+        slots = with_gradients(slots_of(optimizer))
         for transform in self._transforms:
-            concerned = chosen(slots, transform.where)
-            if concerned:
-                transform.apply(concerned, self._step, first=not self._applied)
+            selected = select(slots, transform.where)
+            if selected:
+                transform.apply(selected, self._step, first=not self._applied)
         self._applied = True
 
     def _after_step(self, *_: Any) -> None:
         self._step += self._applied
 
-    def _saved(self, _: Optimizer, state: dict[str, Any]) -> None:
-        state[_KEY] = {"step": self._step, "transforms": list(self.names)}
+    def _add_state(self, _: Optimizer, state: dict[str, Any]) -> None:
+        state[_STATE_KEY] = {"step": self._step, "transforms": list(self.names)}
 
-    def _check_loaded(self, _: Optimizer, state: dict[str, Any]) -> None:
-        """Refuse before anything of the optimizer has changed."""
-        late = "attach after loading, to begin at step 0"
-        if _KEY not in state:
+    def _check_state(self, _: Optimizer, state: dict[str, Any]) -> None:
+        cure = "attach after loading, to begin at step 0"
+        if _STATE_KEY not in state:
             raise StateError(
                 "a state_dict for an optimizer with transforms must hold their state under "
-                f"{_KEY!r}, got {', '.join(map(repr, state))}: it was saved without them; {late}."
+                f"{_STATE_KEY!r}, got {', '.join(map(repr, state))}: it was saved without them; "
+                f"{cure}."
             )
-        saved = state[_KEY]
+        saved = state[_STATE_KEY]
         if saved["transforms"] != list(self.names):
             raise StateError(
                 f"the transforms of a state_dict must be those attached, {list(self.names)}, got "
-                f"{saved['transforms']}: attach the same in the same order, or {late}."
+                f"{saved['transforms']}: attach the same in the same order, or {cure}."
             )
         if not is_whole(saved["step"], at_least=0):
             raise StateError(f"step must be a whole number >= 0, got {saved['step']!r}.")
-        self._loading = int(saved["step"])
+        self._step_to_load = int(saved["step"])
 
-    def _loaded(self, _: Optimizer) -> None:
-        self._step = self._loading
+    def _load_state(self, _: Optimizer) -> None:
+        self._step = self._step_to_load
 
 
 def _will_be_skipped(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer will skip this step, as its `GradScaler` has found infinities.
+    """True if a fused optimizer will skip this step, because `GradScaler` found infinities.
 
-    Other optimizers get gradients that the scaler has unscaled, or no call at all.
+    `GradScaler` gives a fused optimizer its scale and its findings as attributes. For any other it
+    unscales the gradients before it calls `step`, or does not call it.
+
+    Raises:
+        InputError: the fused optimizer is to unscale the gradients itself, after the transforms.
     """
     if getattr(optimizer, "grad_scale", None) is not None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Gaussian noise that fades while training goes on."""
+"""Annealed Gaussian noise on gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import numpy as np
 import torch
 
 from steelyard.errors import SpecError
-from steelyard.integrations.optim.param_lists import Slot, batches, refuse_sparse, wide
+from steelyard.integrations.optim.param_lists import (
+    Slot,
+    batches,
+    reduction_dtype,
+    refuse_sparse,
+)
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
 from steelyard.spec import is_finite, is_whole
 
@@ -23,9 +28,11 @@ class _Noise(Transform):
 
     def apply(self, slots: Sequence[Slot], step: int, *, first: bool) -> None:  # noqa: ARG002
         refuse_sparse(slots, self.name, "choose others with where=, or sparse=False")
-        deviation = math.sqrt(self.variance.at(step) / (1 + step) ** self.decay)
-        if deviation == 0:
+        std = math.sqrt(self.variance.at(step) / (1 + step) ** self.decay)
+        if std == 0:
             return
+        # Generators of this step alone: noise depends on (seed, step, device), never on history,
+        # and torch's global generator is not touched.
         generators: dict[torch.device, torch.Generator] = {}
         for (gradients,) in batches([slot.gradient for slot in slots]):
             device = gradients[0].device
@@ -33,8 +40,8 @@ class _Noise(Transform):
                 seed = _seed(self.seed, step, len(generators))
                 generators[device] = torch.Generator(device).manual_seed(seed)
             noise = [
-                torch.empty_like(gradient, dtype=wide(gradient)).normal_(
-                    0.0, deviation, generator=generators[device]
+                torch.empty_like(gradient, dtype=reduction_dtype(gradient)).normal_(
+                    0.0, std, generator=generators[device]
                 )
                 for gradient in gradients
             ]
@@ -50,14 +57,14 @@ def gradient_noise(
 ) -> Transform:
     """Add Gaussian noise of variance σ²ₜ = variance/(1 + t)^decay, t the optimizer's steps so far.
 
-    What is drawn depends on the seed and on t alone: a run that is resumed goes on with the same
-    noise, and replicas with the same seed stay equal.
+    The noise depends on the seed and on t alone: a resumed run draws the same noise as one that
+    was not interrupted, and replicas with the same seed stay equal.
 
     Args:
         variance: A number >= 0, or a schedule `step -> float`.
-        decay: How fast it fades; 0 keeps it.
+        decay: The exponent of the annealing; 0 keeps the variance.
         seed: A whole number >= 0.
-        where: Which parameters.
+        where: Selects the parameters; None: all.
 
     Raises:
         SpecError: An argument breaks its rule.
@@ -91,5 +98,5 @@ def gradient_noise(
 
 
 def _seed(seed: int, step: int, device: int) -> int:
-    """One number for three, without the likeness that neighbours would have."""
+    """Hash three numbers to one seed, so that neighbouring steps draw independent noise."""
     return int(np.random.SeedSequence((seed, step, device)).generate_state(1, np.uint64)[0])

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer beside their gradients, and lists of them for `foreach`."""
+"""Parameters of an optimizer with their gradients, in lists for torch's `foreach` functions."""
 
 from __future__ import annotations
 
@@ -12,58 +12,64 @@ from torch.optim import Optimizer
 
 from steelyard.errors import InputError
 
-# What a transform may hold beside the gradients, in elements: on a CPU little enough to stay in
-# the cache, elsewhere enough for few launches.
-_ON_CPU, _ELSEWHERE = 2**20, 2**24
-_LISTED = 8
+# The most elements of one `foreach` call, and so of a transform's temporary copies: on a CPU few
+# enough to stay in the cache, elsewhere enough for few kernel launches.
+_CPU_BATCH_SIZE, _DEVICE_BATCH_SIZE = 2**20, 2**24
+_MAX_LABELS = 8
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter and the group it is in."""
+    """A parameter of an optimizer.
+
+    Attributes:
+        parameter: The weights.
+        group: The optimizer's options for them.
+        label: Their name in messages.
+    """
 
     parameter: Tensor
-    group: Mapping[str, Any]  # the optimizer's own options
+    group: Mapping[str, Any]
     label: str
 
     @property
     def gradient(self) -> Tensor:
-        """Its gradient; of a sparse one the stored values, which can be changed in place."""
+        """Gradient of the parameter; of a sparse one the stored values, to be changed in place."""
         gradient = self.parameter.grad
-        assert gradient is not None  # noqa: S101 - `ready` lets no other through
+        assert gradient is not None  # noqa: S101 - `with_gradients` drops all others
         return gradient.values() if gradient.is_sparse else gradient
 
     @property
     def rows(self) -> Tensor | None:
-        """For a gradient with only some rows stored, which: sparse embeddings have such."""
+        """Indices of the stored rows of a sparse gradient; None for a dense one."""
         gradient = self.parameter.grad
         return gradient.indices()[0] if gradient is not None and gradient.is_sparse else None
 
 
 def slots_of(optimizer: Optimizer) -> list[Slot]:
-    """Every parameter; it is called by its name where the optimizer was given names."""
-    found = []
-    for number, group in enumerate(optimizer.param_groups):
+    """Every parameter, labelled by its name if the optimizer was given names."""
+    slots = []
+    for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or ()
-        for place, parameter in enumerate(group["params"]):
-            label = f"parameter {place} of group {number}, shape {tuple(parameter.shape)}"
-            found.append(Slot(parameter, group, names[place] if names else label))
-    return found
+        for index, parameter in enumerate(group["params"]):
+            label = f"parameter {index} of group {group_index}, shape {tuple(parameter.shape)}"
+            slots.append(Slot(parameter, group, names[index] if names else label))
+    return slots
 
 
-def ready(slots: Sequence[Slot]) -> list[Slot]:
-    """Those that have a gradient, sparse ones with each row stored once.
+def with_gradients(slots: Sequence[Slot]) -> list[Slot]:
+    """Slots that have a gradient; sparse gradients are coalesced, each row stored once.
 
     Raises:
-        InputError: None has one, or one has a layout that is neither dense nor by rows.
+        InputError: None has one, or one has a layout that is neither dense nor sparse by rows.
     """
-    there = [slot for slot in slots if slot.parameter.grad is not None]
-    if not there:
+    present = [slot for slot in slots if slot.parameter.grad is not None]
+    if not present:
         raise InputError(
             "an optimizer with transforms must step with gradients, got none for any of its "
             f"{len(slots)} parameters ({labels(slots)}): call loss.backward() before step()."
         )
-    for slot in there:
+    for slot in present:
         gradient = slot.parameter.grad
         if gradient is None or gradient.layout is torch.strided:
             continue
@@ -73,11 +79,15 @@ def ready(slots: Sequence[Slot]) -> list[Slot]:
                 f"{gradient.layout} for {slot.label}: make it dense with to_dense()."
             )
         slot.parameter.grad = gradient.coalesce()
-    return there
+    return present
 
 
 def refuse_sparse(slots: Sequence[Slot], name: str, cure: str) -> None:
-    """Raise if a gradient is sparse, for a transform whose result would not be."""
+    """Raise if a gradient is sparse, for a transform that would make it dense.
+
+    Raises:
+        InputError: One is sparse.
+    """
     for slot in slots:
         if slot.rows is not None:
             raise InputError(
@@ -87,53 +97,61 @@ def refuse_sparse(slots: Sequence[Slot], name: str, cure: str) -> None:
 
 
 def labels(slots: Sequence[Slot]) -> str:
-    """What the parameters are called, the first few of them."""
-    shown = [slot.label for slot in slots[:_LISTED]]
-    return "; ".join([*shown, "…"] if len(slots) > _LISTED else shown)
+    """Labels of the slots, the first few of them."""
+    shown = [slot.label for slot in slots[:_MAX_LABELS]]
+    return "; ".join([*shown, "…"] if len(slots) > _MAX_LABELS else shown)
 
 
 def batches(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Aligned lists of tensors, each of one device and dtype and of bounded size.
+    """Aligned lists of tensors, each list of one device and dtype and of bounded size.
 
-    Large tensors are cut along their first axis, so that temporary copies stay small.
+    Large tensors are split along their first axis, so that temporary copies stay small. The
+    pieces are views: changing them in place changes the tensors.
+
+    Args:
+        columns: lists of equal length; the tensors at one index have equal first axes.
     """
+    # torch's `foreach` functions are fast only for lists of one device and dtype.
     kinds: dict[object, list[tuple[Tensor, ...]]] = {}
     for row in zip(*columns, strict=True):
         kinds.setdefault((row[0].device, row[0].dtype), []).append(row)
     for rows in kinds.values():
-        limit = _limit(rows[0][0])
-        for batch in _filled((piece for row in rows for piece in pieces(*row)), limit):
+        max_size = _max_size(rows[0][0])
+        for batch in _pack((piece for row in rows for piece in split_large(*row)), max_size):
             yield tuple(list(column) for column in zip(*batch, strict=True))
 
 
-def pieces(*row: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one length, cut along their first axis where the first of them is large."""
-    first, limit = row[0], _limit(row[0])
-    if first.numel() <= limit:
+def split_large(*row: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors of one length along their first axis, if the first of them is large."""
+    first, max_size = row[0], _max_size(row[0])
+    if first.numel() <= max_size:
         return iter([row])
-    each = max(1, limit * first.shape[0] // first.numel())
-    return zip(*(torch.split(tensor, each) for tensor in row), strict=True)
+    length = max(1, max_size * first.shape[0] // first.numel())
+    return zip(*(torch.split(tensor, length) for tensor in row), strict=True)
 
 
-def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which to reduce a tensor: float16 and bfloat16 in float32."""
+def reduction_dtype(tensor: Tensor) -> torch.dtype:
+    """Dtype in which to reduce a tensor: float32 for float16 and bfloat16, else its own."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def chosen(slots: Sequence[Slot], where: Callable[[Tensor], bool] | None) -> list[Slot]:
-    """Those whose parameter `where` says yes to."""
+def select(slots: Sequence[Slot], where: Callable[[Tensor], bool] | None) -> list[Slot]:
+    """Slots whose parameter satisfies `where`."""
     return [slot for slot in slots if where is None or where(slot.parameter)]
 
 
-def _limit(tensor: Tensor) -> int:
-    return _ON_CPU if tensor.device.type == "cpu" else _ELSEWHERE
+def _max_size(tensor: Tensor) -> int:
+    return _CPU_BATCH_SIZE if tensor.device.type == "cpu" else _DEVICE_BATCH_SIZE
 
 
-def _filled(pieces: Iterator[tuple[Tensor, ...]], limit: int) -> Iterator[list[tuple[Tensor, ...]]]:
+def _pack(
+    pieces: Iterator[tuple[Tensor, ...]], max_size: int
+) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Group pieces, in order, into batches of at most `max_size` elements of their first tensor."""
     batch: list[tuple[Tensor, ...]] = []
     size = 0
     for piece in pieces:
-        if batch and size + piece[0].numel() > limit:
+        if batch and size + piece[0].numel() > max_size:
             yield batch
             batch, size = [], 0
         batch.append(piece)

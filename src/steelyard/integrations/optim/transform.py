@@ -1,4 +1,4 @@
-"""What every transform has: a name, a choice of parameters, and a strength that may change."""
+"""Base class of gradient transforms: a name, a filter of parameters, a scheduled strength."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steelyard.errors import SpecError
-from steelyard.integrations.optim.param_lists import Slot, chosen, labels, slots_of
+from steelyard.integrations.optim.param_lists import Slot, labels, select, slots_of
 from steelyard.spec import is_finite
 
 Schedule: TypeAlias = Callable[[int], float]
@@ -20,13 +20,13 @@ Where: TypeAlias = Callable[[Tensor], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Transform(ABC):
-    """What changes gradients, or shrinks weights, before an optimizer steps.
+    """Changes gradients, or shrinks weights, before an optimizer steps.
 
-    Made by the functions of this package; a subclass with an `apply` of one's own is one too.
+    The functions of this package build transforms; a subclass with its own `apply` is one too.
 
     Attributes:
-        name: What it is called in messages and in the optimizer's `state_dict`.
-        where: Which parameters it concerns, asked with each; None is all of them.
+        name: Its name in messages and in the optimizer's `state_dict`.
+        where: Selects the parameters, called with each; None: all of them.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Transform(ABC):
             )
 
     def check(self, optimizer: Optimizer) -> None:
-        """Find out when it is attached whether it can work on this optimizer.
+        """Check, when it is attached, that it can work on this optimizer.
 
         Raises:
             SpecError: it cannot.
         """
         slots = slots_of(optimizer)
-        if not chosen(slots, self.where):
+        if not select(slots, self.where):
             raise SpecError(
                 f"where must choose a parameter, got none ({self.name}); there are: "
                 f"{labels(slots)}."
@@ -57,7 +57,7 @@ class Transform(ABC):
         """Change the gradients in place.
 
         Args:
-            slots: The chosen parameters that have gradients.
+            slots: The selected parameters that have gradients.
             step: The number of steps the optimizer has made.
             first: False when a closure is evaluated again within one step.
         """
@@ -65,7 +65,13 @@ class Transform(ABC):
 
 @dataclass(frozen=True)
 class Strength:
-    """A number, or a schedule `step -> float`, with its rule and how it is called."""
+    """A number >= 0, or a schedule `step -> float` of such numbers.
+
+    Attributes:
+        label: Its name in messages.
+        given: The number or the schedule.
+        above_zero: Whether 0 is not allowed.
+    """
 
     label: str
     given: float | Schedule
@@ -76,16 +82,20 @@ class Strength:
             self._checked(self.given, "")
 
     def at(self, step: int) -> float:
-        """The number at `step`."""
+        """The number at `step`.
+
+        Raises:
+            SpecError: the schedule returns a number that is not allowed.
+        """
         if not callable(self.given):
             return float(self.given)
         return self._checked(self.given(step), f" at step {step}")
 
     def _checked(self, value: float, when: str) -> float:
-        least = "> 0" if self.above_zero else ">= 0"
+        rule = "> 0" if self.above_zero else ">= 0"
         if not is_finite(value) or value < 0 or (self.above_zero and value == 0):
             raise SpecError(
-                f"{self.label} must be a finite number {least}, or a schedule that gives such, "
+                f"{self.label} must be a finite number {rule}, or a schedule that gives such, "
                 f"got {value!r}{when}."
             )
         return float(value)

@@ -1,4 +1,8 @@
-"""Plain PyTorch: terms in a training loop that is already there."""
+"""Plain PyTorch: add terms to the loss of an existing training loop.
+
+* `composition.CompositeLoss` (re-exported here): the base loss and its terms
+* `activations`: `capture`, which records the outputs of modules for terms to read
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden activations by name: forward hooks for as long as a `with` block lasts."""
+"""Record hidden activations by module path, with forward hooks inside a `with` block."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from steelyard.errors import InputError
 
 @contextmanager
 def capture(model: nn.Module, names: str | Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """The outputs of modules inside `model`, by their path, for terms to read.
+    """Record the outputs of modules inside `model`, by their path, for terms to read.
 
-    The mapping is filled anew by each call of `model`, and empty after the block, so that it
-    keeps no graph alive. A module that gives a tuple is represented by the first tensor in it;
-    the second call of a module in one pass stands as `"path#2"`, and so on. What runs outside a
-    call of `model` is not seen: neither a part of it called alone, nor the second forward pass
-    of gradient checkpointing.
+    Each call of `model` clears the mapping and fills it again; leaving the block empties it, so
+    that it keeps no graph alive. A module that returns a tuple is represented by the first tensor
+    in it; the second call of a module in one forward pass is recorded as `"path#2"`, and so on.
+    Modules that run outside a call of `model` are not recorded: neither a submodule called alone,
+    nor the recomputation of gradient checkpointing.
 
     Args:
-        model: what is called; capture before it is compiled.
+        model: the module to be called; capture before compiling it.
         names: paths as in `model.named_modules()`, with the wildcards `*`, `?` and `[...]`.
 
     Raises:
-        InputError: a path matches nothing; or, when it is called, a module gives no tensor.
+        InputError: no module matches a path; or, when it is called, a module returns no tensor.
 
     Example:
         >>> import torch
@@ -47,10 +47,12 @@ def capture(model: nn.Module, names: str | Sequence[str]) -> Iterator[dict[str, 
 
 @contextmanager
 def hooked(model: nn.Module, names: str | Sequence[str]) -> Iterator[Captured]:
-    """Hooks on modules inside `model`, for who says himself when a pass begins and ends.
+    """Put recording hooks on modules inside `model`, and remove them at the end of the block.
+
+    Unlike with `capture`, the caller marks the forward passes, with `begin` and `end`.
 
     Raises:
-        InputError: a path matches nothing; or, when it is called, a module gives no tensor.
+        InputError: no module matches a path; or, when it is called, a module returns no tensor.
     """
     captured = Captured()
     chosen = _matching(model, [names] if isinstance(names, str) else list(names))
@@ -62,33 +64,40 @@ def hooked(model: nn.Module, names: str | Sequence[str]) -> Iterator[Captured]:
 
 
 class Captured:
-    """The activations of the pass that is under way, or of the last one."""
+    """The activations of the current forward pass, or of the last one.
+
+    Attributes:
+        values: the outputs, by module path.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
-        self._depth = 0
+        self._depth = 0  # a model may call itself: only the outermost call is a new pass
 
     def begin(self, *_: object) -> None:
-        """A pass begins, or one inside it."""
+        """Mark the beginning of a forward pass; it may be nested."""
         if self._depth == 0:
             self.values.clear()
         self._depth += 1
 
     def end(self, *_: object) -> None:
-        """The pass that began last ends."""
-        # It runs even if another hook has raised before `begin` could.
+        """Mark the end of the innermost forward pass."""
+        # With `always_call=True` torch calls this even if an earlier pre-hook raised, and then
+        # `begin` never ran: the depth must not become negative.
         self._depth = max(0, self._depth - 1)
 
     def hook(self, name: str) -> Any:
-        """A forward hook that keeps what the module of that name gives during a pass."""
+        """A forward hook that records the output of the module called `name`."""
 
-        def keep(_module: nn.Module, _inputs: object, output: object) -> None:
+        def record(_module: nn.Module, _inputs: object, output: object) -> None:
+            # Outside a pass this is a submodule called alone, or the recomputation of a
+            # checkpointed layer in the backward pass.
             if self._depth:
-                self.values[self._free(name)] = _tensor_in(name, output)
+                self.values[self._unused_key(name)] = _first_tensor(name, output)
 
-        return keep
+        return record
 
-    def _free(self, name: str) -> str:
+    def _unused_key(self, name: str) -> str:
         key, count = name, 1
         while key in self.values:
             count += 1
@@ -102,18 +111,18 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
     for pattern in patterns:
         found = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
         if not found:
-            there = ", ".join(repr(name) for name in modules) or "none"
+            paths = ", ".join(repr(name) for name in modules) or "none"
             raise InputError(
-                f"a module path must match one in the model, got {pattern!r}; there are: {there}."
+                f"a module path must match one in the model, got {pattern!r}; there are: {paths}."
             )
         for name, module in found.items():
-            # A module that has several names stands under the first that matches.
+            # A shared module has several paths; it is recorded under the first that matches.
             if not any(module is other for other in chosen.values()):
                 chosen[name] = module
     return chosen
 
 
-def _tensor_in(name: str, output: object) -> Tensor:
+def _first_tensor(name: str, output: object) -> Tensor:
     if isinstance(output, tuple | list):
         output = next((each for each in output if isinstance(each, Tensor)), output)
     if not isinstance(output, Tensor):
