@@ -173,7 +173,7 @@ def test_an_aggregator_does_not_see_terms_without_a_gradient_there() -> None:
     assert (len(values), weights) == (2, [1.0, 0.1])
     assert [len(row) for row in products] == [2, 2]
     torch.testing.assert_close(torch.cat(list(output.gradients)), BASE + 0.5 * WEIGHTED[1])
-    assert output.beyond["logits"].tolist() == [3.0, 3.0]
+    assert output.extra_gradients["logits"].tolist() == [3.0, 3.0]
 
 
 def composed(

@@ -85,7 +85,7 @@ def assert_same(found: CustomLossOutput, wanted: CustomLossOutput) -> None:
         assert (
             mine.grad_norm == pytest.approx(other.grad_norm or 0.0, rel=1e-5) or not other.grad_norm
         )
-    for a, b in zip(found.beyond["logits"], wanted.beyond["logits"], strict=True):
+    for a, b in zip(found.extra_gradients["logits"], wanted.extra_gradients["logits"], strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -129,10 +129,12 @@ def test_a_projection(tracked: bool, together: list[int], monkeypatch: pytest.Mo
     monkeypatch.setattr(Evaluator, "_groups", lambda *_args, **_kwargs: [])
     wanted = compute(*terms, track_grad_norms=tracked)
     assert found.loss_total == pytest.approx(wanted.loss_total, rel=1e-5)
-    for mine, other in zip(found.beyond["projection"], wanted.beyond["projection"], strict=True):
+    for mine, other in zip(
+        found.extra_gradients["projection"], wanted.extra_gradients["projection"], strict=True
+    ):
         torch.testing.assert_close(mine.hidden, other.hidden)
         torch.testing.assert_close(mine.weight, other.weight)
-        assert mine.weight is found.beyond["projection"][0].weight
+        assert mine.weight is found.extra_gradients["projection"][0].weight
         assert mine.bias is None
 
 
@@ -140,7 +142,7 @@ def test_the_callers_mode_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> No
     alone = count_alone(monkeypatch)
     with torch.no_grad():
         found = compute(*[term("entropy", 0.1), term("z_loss", 0.1)])
-    assert found.beyond["logits"][0].any()
+    assert found.extra_gradients["logits"][0].any()
     assert alone == []
 
 
@@ -186,7 +188,7 @@ def test_a_value_that_is_not_finite(together: list[int]) -> None:
     found = compute(*TERMS[:2], skipped, spoiled=math.nan)
     assert list(found.skipped) == ["whole_kl"]
     assert together == [3, 3]
-    for gradient in found.beyond["logits"]:
+    for gradient in found.extra_gradients["logits"]:
         assert gradient.isfinite().all()
 
 
@@ -217,7 +219,7 @@ def test_a_gradient_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     found = compute(*fine, term("kl", 0.3, on_error="skip"))
     assert list(found.skipped) == ["whole_kl"]
     wanted = compute(*fine)
-    for a, b in zip(found.beyond["logits"], wanted.beyond["logits"], strict=True):
+    for a, b in zip(found.extra_gradients["logits"], wanted.extra_gradients["logits"], strict=True):
         torch.testing.assert_close(a, b)
 
 

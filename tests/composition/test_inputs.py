@@ -50,11 +50,13 @@ def test_gradients_are_weighted_sums_in_each_space(run_in: Any) -> None:
         RegularizerSpec(l2, 0.1, "l2"),
         track_grad_norms=True,
     )
-    first, second = output.beyond["logits"]
+    first, second = output.extra_gradients["logits"]
     torch.testing.assert_close(first, 0.5 * 2 * LOGITS[0] + 3.0)
     torch.testing.assert_close(second, 0.5 * 2 * LOGITS[1] + 2.0 * -2.0)
-    torch.testing.assert_close(output.beyond["parameters"]["a"], 2.0 * 0.5 * torch.tensor([-1, 2]))
-    assert output.beyond["parameters"]["b"] is None
+    torch.testing.assert_close(
+        output.extra_gradients["parameters"]["a"], 2.0 * 0.5 * torch.tensor([-1, 2])
+    )
+    assert output.extra_gradients["parameters"]["b"] is None
     flat = torch.cat(LOGPROBS)
     expected = -torch.full_like(flat, 1 / 6) + 0.1 * 2 * flat
     expected[:3] += 3.0 * 2
@@ -80,7 +82,7 @@ def test_async_terms_too() -> None:
     async def later(_: Any, logprobs: Any, logits: Sequence[Tensor]) -> Tensor:
         return logits[0].sum()
 
-    assert compute(spec(later)).beyond["logits"][0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert compute(spec(later)).extra_gradients["logits"][0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_a_score_term_reads_and_pulls_on_the_logprobs() -> None:
@@ -90,7 +92,7 @@ def test_a_score_term_reads_and_pulls_on_the_logprobs() -> None:
     output = compute(spec(costs, gradient="score"), track_grad_norms=True)
     assert output.regularizers["costs"].grad_space == "logprobs"
     assert ("base", "costs") in output.cosines
-    assert output.beyond == {}
+    assert output.extra_gradients == {}
 
 
 def test_a_term_that_pulls_nothing_is_warned_of() -> None:
@@ -114,7 +116,7 @@ def test_a_gradient_that_is_not_finite_fails_the_term(on_error: Any) -> None:
         return
     output = compute(*terms)
     assert list(output.skipped) == ["steep"]
-    torch.testing.assert_close(output.beyond["logits"][1], 2 * LOGITS[1])
+    torch.testing.assert_close(output.extra_gradients["logits"][1], 2 * LOGITS[1])
 
 
 def test_a_large_gradient_is_finite() -> None:

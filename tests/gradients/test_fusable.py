@@ -72,7 +72,7 @@ def test_fusable_terms_are_computed_together(monkeypatch: pytest.MonkeyPatch) ->
     assert output.regularizers["t0"].value == pytest.approx(one.item())
     assert output.regularizers["t1"].value == pytest.approx(two.item())
     (expected,) = torch.autograd.grad(0.5 * one + 1.0 * two, flat)
-    torch.testing.assert_close(torch.cat(list(output.beyond["logits"])), expected)
+    torch.testing.assert_close(torch.cat(list(output.extra_gradients["logits"])), expected)
 
 
 def test_terms_that_do_not_fuse_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,7 +326,7 @@ def _submit_backward(forward: ClientPass, output: CustomLossOutput) -> Any:
             server_metrics=metrics,
         )
 
-    return forward.backward(output.gradients, output.beyond, with_client_fields)
+    return forward.backward(output.gradients, output.extra_gradients, with_client_fields)
 
 
 def _is_traced(loss_fn: Any, regularizers: Iterable[Any]) -> bool:

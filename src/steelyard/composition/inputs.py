@@ -282,12 +282,12 @@ class FlatInputs(Inputs):
     def gradients(self, totals: Mapping[str, Row]) -> dict[str, Any]:
         """Total gradients in the structure of the inputs, as fields of the output."""
         (total,) = totals.get(LOGPROBS, [None])
-        beyond = {
+        extra = {
             need: filled(self._given[need], r) for need, r in totals.items() if need != LOGPROBS
         }
         layout, flat = self._flat
         gradients = layout.split(torch.zeros_like(flat) if total is None else total)
-        return {"gradients": gradients, "beyond": beyond}
+        return {"gradients": gradients, "extra_gradients": extra}
 
     def _total_gradients(self, total: Tensor, term: Term) -> Mapping[str, Row]:
         extra = {need: self._extra[need] for need in term.spec.needs}

@@ -21,7 +21,8 @@ class CustomLossOutput:
         regularizer_total: sum of their contributions.
         total_grad_norm: L2 norm of d loss_total / d logprobs; None unless tracked.
         gradients: d loss_total / d logprobs, structured like the log-probs; not serialised.
-        beyond: d loss_total / d the extra inputs that terms need, by need; not serialised.
+        extra_gradients: d loss_total / d the extra inputs that terms need, by need; not
+            serialised.
         cosines: cosine between the gradients of two terms, by pair of names in the order of
             the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero.
         skipped: reasons, by name, of terms that failed and were skipped (`on_error="skip"`).
@@ -48,7 +49,7 @@ class CustomLossOutput:
     total_grad_norm: float | None = None
     # A torch tensor or a list of them; comparing tensors has no single answer.
     gradients: Any = field(default=None, compare=False, repr=False)
-    beyond: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    extra_gradients: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
@@ -60,6 +61,11 @@ class CustomLossOutput:
     def loss(self) -> float:
         """The same as `loss_total`."""
         return self.loss_total
+
+    @property
+    def beyond(self) -> Mapping[str, Any]:
+        """The name of `extra_gradients` in 0.1.0."""
+        return self.extra_gradients
 
     @property
     def metrics(self) -> dict[str, float]:

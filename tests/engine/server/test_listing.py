@@ -8,7 +8,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.checkpoints import Checkpoints, CheckpointEntry
+from steelyard.engine.checkpoints import CheckpointEntry, Checkpoints
 from steelyard.engine.server import listing
 from steelyard.engine.server.futures import ServerFutures
 from steelyard.engine.server.sequencer import Sequencer
