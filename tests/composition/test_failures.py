@@ -56,6 +56,19 @@ def bad_metrics(_: Any, logprobs: list[Tensor]) -> Any:
     return logprobs[0].sum(), {"when": "yesterday"}
 
 
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no message")
+
+
+def unreadable(_: Any, logprobs: list[Tensor]) -> Tensor:
+    raise UnreadableError
+
+
+def leaving(_: Any, logprobs: list[Tensor]) -> Tensor:
+    raise SystemExit(2)
+
+
 FAULTS = [
     (broken, TermError, "regularizer 't' failed: KeyError: 'nothing here'"),
     (nan_value, NonFiniteError, "the value of regularizer 't' must be finite, got nan"),
@@ -63,6 +76,12 @@ FAULTS = [
     (nan_gradient, NonFiniteError, "the gradient of regularizer 't' must be finite, got"),
     (vector, TermResultError, r"regularizer 't' must return a scalar, got the shape \[3\]"),
     (text, TermResultError, "regularizer 't' must return a scalar tensor or a number, got str"),
+    (
+        unreadable,
+        TermError,
+        r"regularizer 't' failed: UnreadableError \(its message cannot be read",
+    ),
+    (leaving, TermError, "regularizer 't' failed: SystemExit: 2"),
     (bad_metrics, TermResultError, "the metric 'when' of regularizer 't' must be a number"),
 ]
 

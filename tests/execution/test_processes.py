@@ -214,3 +214,36 @@ def test_a_worker_is_killed_and_not_asked_to_end(workers: Workers, tmp_path: Pat
     assert failing.started is not None
     assert failing.ended is not None
     assert failing.ended - failing.started < 3.0 + pebble.CONSTS.term_timeout
+
+
+def announce_and_wait(folder: Path) -> int:
+    """Tell that it runs, and wait for a file."""
+    (folder / f"{os.getpid()}.pid").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    return os.getpid()
+
+
+def test_a_term_is_run_again_if_the_fork_server_dies(tmp_path: Path) -> None:
+    """It dies of something else than the term; the worker, which nothing controls now, ends."""
+    with Workers(processes=1) as workers:
+        waiting = job(announce_and_wait, tmp_path, timeout=200.0)
+        with Batch([waiting], workers.executors, 1) as batch:
+            wait_until(lambda: any(tmp_path.glob("*.pid")), within=100)
+            (first,) = tmp_path.glob("*.pid")
+            psutil.Process(int(first.stem)).parent().kill()
+            wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, within=100)
+            (tmp_path / "go").touch()
+            list(batch.settled())
+        assert waiting.result() != int(first.stem)
+        wait_until(lambda: gone(int(first.stem)))
+
+
+def test_an_idle_worker_that_is_killed_fails_no_term(workers: Workers) -> None:
+    pids = [job(os.getpid) for _ in range(6)]
+    run(workers, *pids)
+    for worker in {ticket.result() for ticket in pids}:
+        os.kill(worker, signal.SIGKILL)
+    again = [job(os.getpid) for _ in range(6)]
+    run(workers, *again)
+    assert {t.result() for t in again}.isdisjoint({t.result() for t in pids})

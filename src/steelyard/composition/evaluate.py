@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter
@@ -129,7 +129,7 @@ class Evaluator:
             else:
                 call = inputs.isolated(term, check_finite=self._check)
                 self._accept(result, call.run_whole())
-        except Exception as error:  # noqa: BLE001 - whatever the term raised
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the term raised
             self.fail(result, error)
 
     def check_gradients(self, results: Sequence[TermResult]) -> None:
@@ -181,15 +181,14 @@ class Evaluator:
         if self._events is not None:
             for result in group:
                 self._events.term_started(result)
-        began = perf_counter()
-        try:
+        began, found = perf_counter(), None
+        # Also a sys.exit() of a term: it is raised again when the terms run one by one.
+        with suppress(Exception, SystemExit):
             found = self._inputs.compute_together(
                 [result.term for result in group],
                 [float(result.weight) for result in group],
                 tracked=tracked,
             )
-        except Exception:  # noqa: BLE001 - whatever one of them raised
-            found = None
         if found is not None:
             for result, value in zip(group, found.joint.values, strict=True):
                 result.value, result.group = value, found

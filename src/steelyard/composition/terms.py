@@ -16,7 +16,7 @@ from steelyard.errors import TermBusyError, TermError
 from steelyard.execution import Ticket
 from steelyard.gradients import Fusable, Joint, Method, Row
 from steelyard.penalties.from_logits import is_fusable
-from steelyard.spec import BASE, RegularizerSpec, title
+from steelyard.spec import BASE, RegularizerSpec, describe, title
 
 
 class DetachedTermWarning(UserWarning):
@@ -115,7 +115,7 @@ class Term:
         """Wrap an error as a `TermError` of this term, unless it is one already."""
         if isinstance(error, TermError) and error.term == self.name:
             return error
-        message = f"{title(self.name)} failed: {type(error).__name__}: {error}"
+        message = f"{title(self.name)} failed: {describe(error)}"
         failure = TermError(message, term=self.name)
         failure.__cause__ = error
         return failure
@@ -196,7 +196,7 @@ class TermResult:
         if self.term.is_base or self.term.spec.on_error == "raise":
             raise failure
         self.value, self.number, self.gradients, self.group = None, None, {}, None
-        self.skipped = f"{type(failure).__name__}: {failure}"
+        self.skipped = describe(failure)
 
 
 def _levels_to_the_caller() -> int:

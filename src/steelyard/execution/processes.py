@@ -20,8 +20,9 @@ from steelyard.errors import ClosedError, UnpicklableError, WorkerDiedError
 from steelyard.execution import worker_process
 from steelyard.execution.batch import Cancelled, Ticket
 from steelyard.execution.executor import Executor
-from steelyard.execution.spawn_context import kill_group, worker_context
+from steelyard.execution.spawn_context import kill_group, lost_workers, worker_context
 from steelyard.execution.transport import Message, Parcel
+from steelyard.spec import describe
 
 
 class ProcessExecutor(Executor):
@@ -59,7 +60,7 @@ class ProcessExecutor(Executor):
             ticket.end(error=unpicklable(ticket.term, error))
             return
         if ticket.start():
-            self._send(ticket, parcel, retry=True)
+            self._send(ticket, parcel)
         else:
             parcel.remove()
 
@@ -74,10 +75,10 @@ class ProcessExecutor(Executor):
             error = ClosedError("the workers were closed while a term ran on them.")
             self._finish(ticket, parcel, error=error)
 
-    def _running_pool(self) -> ProcessPool:
+    def _running_pool(self, broken: ProcessPool | None = None) -> ProcessPool:
         with self._lock:
-            if self._pool is not None and not self._pool.active:
-                # It broke. This may be a thread of the pool, which cannot join itself.
+            if self._pool is not None and (self._pool is broken or not self._pool.active):
+                # This may be a thread of the pool, which cannot join itself.
                 threading.Thread(target=self._end_pool, daemon=True).start()
                 self._pool = None
             if self._pool is None:
@@ -95,20 +96,27 @@ class ProcessExecutor(Executor):
                 self._end_pool = Finalize(self, _end, (self._pool,), exitpriority=100)
             return self._pool
 
-    def _send(self, ticket: Ticket, parcel: Parcel, *, retry: bool) -> None:
+    def _send(self, ticket: Ticket, parcel: Parcel, broken: ProcessPool | None = None) -> None:
+        """Send a call to a worker, the second time if the pool broke that it was sent to."""
         self._waiting[ticket] = parcel
         try:
-            future = self._running_pool().schedule(
+            pool = self._running_pool(broken)
+            future = pool.schedule(
                 worker_process.work, args=(parcel.message, sys.path), timeout=ticket.timeout
             )
         except Exception as error:  # noqa: BLE001 - raised where the ticket is waited for
             self._finish(ticket, parcel, error=error)
             return
         ticket.stop = future.cancel
-        future.add_done_callback(partial(self._settle, ticket, parcel, retry))
+        again = pool if broken is None else None
+        future.add_done_callback(partial(self._settle, ticket, parcel, again))
 
     def _settle(
-        self, ticket: Ticket, parcel: Parcel, retry: bool, future: Future[tuple[bool, Message]]
+        self,
+        ticket: Ticket,
+        parcel: Parcel,
+        pool: ProcessPool | None,
+        future: Future[tuple[bool, Message]],
     ) -> None:
         """Read the worker's reply, in the pool's thread."""
         try:
@@ -117,9 +125,9 @@ class ProcessExecutor(Executor):
             ticket.overrun()
             value = error = None
         except Exception as failure:  # noqa: BLE001 - raised where the ticket is waited for
-            # An idle worker that dies breaks the whole pool: not a failure of this term.
-            if isinstance(failure, BrokenProcessPool) and retry and not ticket.settled:
-                self._send(ticket, parcel, retry=False)
+            # The death of an idle worker or of the fork server is not a failure of this term.
+            if isinstance(failure, BrokenProcessPool) and pool is not None and not ticket.settled:
+                self._send(ticket, parcel, broken=pool)
                 return
             value, error = None, failure
         self._finish(ticket, parcel, value, error)
@@ -141,6 +149,8 @@ def _answer(
     except CancelledError:
         return None, Cancelled()
     except ProcessExpired as error:
+        if error.pid in lost_workers:
+            raise BrokenProcessPool("the fork server died") from error
         if error.pid:
             kill_group(error.pid)  # the processes that the term has started
         return None, _died(term, error)
@@ -176,7 +186,7 @@ def unpicklable(
     term: str, why: Exception | str, what: str = "the term or its data"
 ) -> UnpicklableError:
     """Build the error for an object that cannot be pickled, or not unpickled in the worker."""
-    why = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+    why = why if isinstance(why, str) else describe(why)
     return UnpicklableError(
         f"with run_in='process' everything must pickle, and {what} does not: "
         f"{why} (regularizer {term!r}); "

@@ -18,6 +18,9 @@ else:
     from multiprocessing.context import SpawnContext as StartContext
     from multiprocessing.context import SpawnProcess as StartedProcess
 
+# Process ids of workers that were killed because their fork server died, not because of a term.
+lost_workers: set[int] = set()
+_UNKNOWN = 255  # multiprocessing's code where the fork server cannot say how a process ended
 _ours = contextvars.ContextVar("_ours", default=False)
 _preparation_data = spawn.get_preparation_data
 
@@ -48,6 +51,18 @@ class _Process(StartedProcess):
             kill_group(self.pid)
             super().kill()  # one that has just started does not lead a group yet
 
+    def is_alive(self) -> bool:
+        """Whether the worker runs, as far as the fork server knows.
+
+        If the server itself dies, its workers go on and count as dead, with the code 255. They
+        are killed then, since nothing could stop them later.
+        """
+        alive, pid = super().is_alive(), self.pid
+        if not alive and pid and self.exitcode == _UNKNOWN and _exists(pid):
+            lost_workers.add(pid)
+            kill_group(pid)
+        return alive
+
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name
         token = _ours.set(True)
@@ -59,6 +74,14 @@ class _Process(StartedProcess):
 
 class _Context(StartContext):
     Process = _Process
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 def lead_group() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from steelyard.execution.spawn_context import kill_group, lead_group
 from steelyard.execution.transport import Message, receive, reply
+from steelyard.spec import describe
 
 
 def prepare(threads: int) -> None:
@@ -50,7 +51,7 @@ class TransportError(Exception):  # the parent turns it into an UnpicklableError
 
     def __init__(self, what: str, why: Exception | str) -> None:
         self.what = what
-        self.why = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+        self.why = why if isinstance(why, str) else describe(why)
         super().__init__(what, self.why)
 
 
@@ -61,7 +62,7 @@ def _picklable(error: BaseException) -> BaseException:
         error.add_note(f"In the worker process:\n{trace}")
         pickle.loads(cloudpickle.dumps(error))  # noqa: S301 - just made
         return error
-    plain = RuntimeError(f"{type(error).__name__}: {error}")
+    plain = RuntimeError(describe(error))
     plain.add_note(f"In the worker process:\n{trace}")
     return plain
 

@@ -2,6 +2,7 @@
 
 from steelyard.spec import schedules
 from steelyard.spec.callables import entry_point, is_async, listed, options_of, rejects
+from steelyard.spec.messages import describe
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
@@ -30,6 +31,7 @@ __all__ = [
     "build",
     "check_timeout",
     "check_weight",
+    "describe",
     "entry_point",
     "is_async",
     "is_finite",

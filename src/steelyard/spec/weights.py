@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from steelyard.errors import InputError, SpecError
+from steelyard.spec.messages import describe
 from steelyard.spec.numbers import is_array, is_finite, is_traced
 
 
@@ -110,5 +111,5 @@ def _why_it_raised(weight: object, step: Any, title: str, error: Exception) -> s
         )
     return (
         f"weight must be a schedule that gives a number for every step, and it raised "
-        f"{type(error).__name__}: {error} at step {step} ({title})."
+        f"{describe(error)} at step {step} ({title})."
     )
