@@ -26,7 +26,7 @@ from steelyard.penalties.from_logits._components import (
     components_of,
     needs_reference,
     needs_targets,
-    read_terms,
+    parse_terms,
 )
 from tests.penalties.from_logits.cases import TERMS, by_autograd, inputs, written
 
@@ -58,7 +58,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.double().cpu() - wanted).norm() / (size or 1))
 
 
-def swept(
+def run_sweep(
     launch: ModuleType,
     names: list[str],
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -71,7 +71,7 @@ def swept(
     """A sweep into poisoned memory."""
     logits, reference, targets = (x.to(DEVICE) for x in tensors)
     options: dict[str, Any] = {"temperature": temperature}
-    terms = read_terms(
+    terms = parse_terms(
         [
             (kind, {**own, **options, **({"max_log_ratio": limit} if kind == "kl" else {})})
             for kind, own in written(names)
@@ -79,7 +79,7 @@ def swept(
         logits.shape[1],
     )
     components = components_of(terms)
-    weights = [sum(t.weight * s for t in terms for c, s in t.parts if c == k) for k in components]
+    weights = [sum(t.weight * s for t in terms for c, s in t.components if c == k) for k in components]
     assert launch.fits(logits, reference, components)
     return launch.sweep(
         logits,
@@ -103,7 +103,7 @@ def check(
 ) -> None:
     rows = len(tensors[0])
     compares = any(name in ("forward", "reverse", "js", "symmetric") for name in names)
-    found = swept(
+    found = run_sweep(
         launch, names, tensors, scale, logits=True, reference=compares, gram=True, **options
     )
     share = torch.ones(rows) if scale is None else scale
@@ -131,7 +131,7 @@ def check(
     torch.testing.assert_close(
         sums[: len(kinds)] * sign, torch.stack([values[n] for n in kinds]), rtol=1e-5, atol=1e-6
     )
-    alone = swept(launch, names, tensors, scale, logits=True, **options).logits
+    alone = run_sweep(launch, names, tensors, scale, logits=True, **options).logits
     wanted = torch.as_tensor(sum(weights[n] * gradients[n][0] for n in names))
     rounded = 1.02 * relative(wanted.to(alone.dtype), wanted)
     assert relative(alone, wanted) < max(tolerance, rounded), "without inner products"
@@ -164,14 +164,14 @@ def test_hard_rows_and_scales(launch: ModuleType, limit: float) -> None:
     scale = torch.tensor([1.0, 0.5, 2.0, 0.3, 0.7, 1.0, 0.0, 0.1])
     for names in (["entropy", "forward", "reverse", "js"], ["entropy"], ["reverse"]):
         check(launch, names, tensors, scale, limit=limit)
-    found = swept(launch, ["z_loss", "cross_entropy"], tensors, scale, logits=True)
+    found = run_sweep(launch, ["z_loss", "cross_entropy"], tensors, scale, logits=True)
     assert torch.all(found.logits[6] == 0)
     assert torch.all(found.values[:, 6] == 0)
 
 
 def test_the_exact_ratio_may_be_infinite(launch: ModuleType) -> None:
     tensors = inputs(23, 6, 40, torch.float32, hard=True)
-    found = swept(launch, ["forward", "reverse"], tensors, None, limit=None)
+    found = run_sweep(launch, ["forward", "reverse"], tensors, None, limit=None)
     infinite = found.values[:2].cpu().isinf()
     assert infinite.tolist() == [
         [False, False, True, False, False, False],
@@ -182,7 +182,7 @@ def test_the_exact_ratio_may_be_infinite(launch: ModuleType) -> None:
 def test_no_probability_at_all(launch: ModuleType) -> None:
     z = torch.full((1, 20), -torch.inf)
     tensors = (z, z.clone(), torch.zeros(1, dtype=torch.int64))
-    found = swept(launch, ["entropy", "forward", "js", "z_loss"], tensors, None, logits=True)
+    found = run_sweep(launch, ["entropy", "forward", "js", "z_loss"], tensors, None, logits=True)
     assert found.values[:4, 0].tolist() == [0, 0, 0, torch.inf]
     assert torch.all(found.logits == 0)
 
@@ -191,7 +191,7 @@ def test_nan_is_seen(launch: ModuleType) -> None:
     for place in (0, 1):
         tensors = inputs(24, 2, 300, torch.float32)
         tensors[place][1, 250] = torch.nan
-        found = swept(launch, ["forward", "reverse", "js"], tensors, None, logits=True)
+        found = run_sweep(launch, ["forward", "reverse", "js"], tensors, None, logits=True)
         assert found.values.isnan().any(0).tolist() == [False, True]
         assert found.logits.isnan().any(1).tolist() == [False, True]
 

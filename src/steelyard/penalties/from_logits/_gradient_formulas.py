@@ -1,4 +1,4 @@
-"""The plain formulas with their gradients, written out: no automatic differentiation."""
+"""Plain formulas of the components' gradients in closed form, without autograd."""
 
 from __future__ import annotations
 
@@ -16,35 +16,41 @@ from steelyard.penalties.from_logits._components import (
     REVERSE,
     Component,
 )
-from steelyard.penalties.from_logits._value_formulas import log_probs, log_sum, taken
+from steelyard.penalties.from_logits._value_formulas import log_probs, log_sum, target_logprob
 
-# Values by row, and the gradients by logits and by reference, None being 0 throughout; an array
-# is `Any`, which takes in None.
-Slope: TypeAlias = tuple[Array, Array, Array]
+# Values by row, and the gradients by the logits and by the reference; None stands for 0 (`Array` is
+# `Any`, which includes None).
+ComponentGradients: TypeAlias = tuple[Array, Array, Array]
 
 
-def component_slopes(
+def component_gradients(
     xp: Namespace,
     components: Sequence[Component],
     logits: Array,
     reference: Array | None,
     targets: Array | None,
-) -> list[Slope]:
-    """Each component's value and gradients by row; arguments as in `component_rows`.
+) -> list[ComponentGradients]:
+    """Value and gradients by row for each component; arguments as in `component_values`.
 
-    With `a = log p` and `b = log q` of `p = softmax(logits / T)` and `q` of the reference, a
-    function f of a and b has the gradient `(∂f/∂a - p · Σ ∂f/∂a) / T` by the logits.
+    With `a = log p`, `b = log q`, `p = softmax(logits / T)` and `q` of the reference, a function f
+    of a and b has the gradient `(∂f/∂a - p · Σ ∂f/∂a) / T` by the logits, and the same with b and q
+    by the reference. That gives
+
+        entropy H         -p · (a + H) / T
+        cross-entropy     (p - onehot(target)) / T
+        z-loss            2 · logsumexp(logits / T) · p / T
+        KL, JS            see `_kl` and `_js`
     """
-    return [_slope(xp, each, logits, reference, targets) for each in components]
+    return [_component_gradients(xp, each, logits, reference, targets) for each in components]
 
 
-def _slope(
+def _component_gradients(
     xp: Namespace,
     component: Component,
     logits: Array,
     reference: Array | None,
     targets: Array,
-) -> Slope:
+) -> ComponentGradients:
     kind, temperature, limit = component
     a = log_probs(xp, logits, temperature)
     p = xp.exp(a)
@@ -53,8 +59,12 @@ def _slope(
         value = -xp.sum(p * a, axis=-1)
         return value, -p * (a + value[:, None]) / temperature, None
     if kind == CROSS_ENTROPY:
-        hit = xp.arange(a.shape[-1], device=_device(a))[None, :] == targets[:, None]
-        return -taken(xp, a, targets), (p - xp.astype(hit, p.dtype)) / temperature, None
+        is_target = xp.arange(a.shape[-1], device=_device(a))[None, :] == targets[:, None]
+        return (
+            -target_logprob(xp, a, targets),
+            (p - xp.astype(is_target, p.dtype)) / temperature,
+            None,
+        )
     if kind in (FORWARD, REVERSE, JS):
         b = log_probs(xp, reference, temperature)
         q = xp.exp(b)
@@ -66,11 +76,18 @@ def _slope(
             value, by_b, by_a = _kl(xp, b, a, q, p, limit)
         return value, by_a / temperature, by_b / temperature
     level = log_sum(xp, logits, temperature)
-    slope = xp.where(level == -math.inf, 0.0, 2.0 * level / temperature)
-    return level**2, slope[:, None] * p, None
+    factor = xp.where(level == -math.inf, 0.0, 2.0 * level / temperature)
+    return level**2, factor[:, None] * p, None
 
 
-def _kl(xp: Namespace, a: Array, b: Array, p: Array, q: Array, limit: float) -> Slope:
+def _kl(xp: Namespace, a: Array, b: Array, p: Array, q: Array, limit: float) -> ComponentGradients:
+    """KL(p‖q) with its gradients by a and b; reverse KL swaps the arguments.
+
+    KL = Σ p · ratio, where ratio = a - b, clamped to ±limit. `inside` is 1 where the clamp passes
+    a gradient, and `mass = Σ p · inside` (1 without a limit):
+
+        by a:  p · (ratio + inside - KL - mass)        by b:  q · mass - p · inside
+    """
     known = clamp(xp, a, LOG_ZERO)
     if limit == math.inf:
         ratio = xp.where((p == 0) & ~xp.isnan(b), 0.0, known - b)
@@ -85,7 +102,13 @@ def _kl(xp: Namespace, a: Array, b: Array, p: Array, q: Array, limit: float) -> 
     return value, by_a, q * mass[:, None] - p * inside
 
 
-def _js(xp: Namespace, a: Array, b: Array, p: Array, q: Array) -> Slope:
+def _js(xp: Namespace, a: Array, b: Array, p: Array, q: Array) -> ComponentGradients:
+    """JS = (Σ p · (a - m) + Σ q · (b - m)) / 2, m = log((p + q) / 2), with its gradients.
+
+    The derivative of m cancels, since Σ (p + q) / 2 is constant:
+
+        by a:  p · (a - m - Σ p · (a - m)) / 2         by b:  the same with q and b
+    """
     a, b = clamp(xp, a, LOG_ZERO), clamp(xp, b, LOG_ZERO)
     middle = logaddexp(xp, a, b) - math.log(2)
     from_p = xp.sum(p * (a - middle), axis=-1)
@@ -96,5 +119,5 @@ def _js(xp: Namespace, a: Array, b: Array, p: Array, q: Array) -> Slope:
 
 
 def _device(x: Array) -> object:
-    """Where to make another array; a traced JAX array does not say."""
+    """Device for another array; None for a traced JAX array, which has none."""
     return x.device if hasattr(type(x), "__torch_function__") else None

@@ -1,14 +1,35 @@
-"""The second visit to a piece: the gradients, and their inner products."""
+"""Second visit to a piece of a row: the gradients and their inner products.
+
+With `p = softmax(z / T)`, `q` of the reference, ratio = ln p - ln q, M = (p + q) / 2 and e_t the
+one-hot target, the gradients of the components by the scaled logits z / T are
+
+    entropy H             -p (ln p + H)
+    forward KL            p (ratio - KL)                  limited: p (ratio - KL + inside - mass)
+    reverse KL            p - q                           limited: p mass - q inside
+    JS                    p (ln p - ln M - K_P) / 2       K_P = sum p ln(p / M)
+    z-loss                2 lse p                         lse = ln sum exp(z / T)
+    cross-entropy         p - e_t
+
+and by the scaled reference
+
+    forward KL            q - p                           limited: q mass - p inside
+    reverse KL            q (-ratio - KL)                 limited: q (-ratio - KL + inside - mass)
+    JS                    q (ln q - ln M - K_Q) / 2       K_Q = sum q ln(q / M)
+
+"Limited" is a row in which a log ratio exceeds the limit: `ratio` is clamped, `inside` is 1 where
+the clamp passes a gradient, `mass` is the probability (of the distribution that weights the ratio)
+with inside = 1. Every gradient is a backward pass of softmax: `df/da - p sum df/da`, a = ln p.
+"""
 
 import triton
 import triton.language as tl
 
 from steelyard.penalties.from_logits._kernel_signals import (
-    BEYOND,
     K_F,
     K_P,
     K_Q,
     K_R,
+    LIMIT_HIT,
     MASS_F,
     MASS_R,
     R_LEVEL,
@@ -16,34 +37,34 @@ from steelyard.penalties.from_logits._kernel_signals import (
     Z_LEVEL,
     Z_TOP,
     H,
-    settled,
+    wait_for,
 )
 from steelyard.penalties.from_logits._kernel_statistics import (
-    FEW,
+    SMALL_TILE,
 )
 from steelyard.penalties.from_logits._kernel_tiles import (
     LN2,
     LOG2E,
     TINY,
+    both_halves,
+    clamped_log2,
     columns_of,
     dot_by_thread,
-    floats,
-    halves,
+    limit_ratio,
     load_tile,
     log2,
-    logs,
-    offsets,
+    log2_offset,
     store_tile,
-    within,
+    to_float32,
 )
 
 
 @triton.jit
-def _separate(
-    p, q, a, d, mean, hit, h, k_f, mass_f, mass_r, k_p, whole, limit_f, limit_r,
+def _component_gradients(
+    p, q, a, d, mean, is_target, h, k_f, mass_f, mass_r, k_p, two_lse, limit_f, limit_r,
     KINDS: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Each component's gradient for itself, times the temperature."""
+    """Gradient of each component by the scaled logits; p in the place of those not computed."""
     g_ent = p
     g_fwd = p
     g_rev = p
@@ -54,35 +75,35 @@ def _separate(
         g_ent = p * (a + h) * -LN2
     if (KINDS >> 1) & 1:
         if LIMITED:
-            ratio, inside = within(p, d, limit_f * LOG2E)
+            ratio, inside = limit_ratio(p, d, limit_f * LOG2E)
             g_fwd = tl.where(p == 0, 0.0, p * ((ratio - k_f) * LN2 + inside - mass_f))
         else:
             g_fwd = p * (d - k_f) * LN2
     if (KINDS >> 2) & 1:
         if LIMITED:
-            ratio, inside = within(q, -d, limit_r * LOG2E)
+            ratio, inside = limit_ratio(q, -d, limit_r * LOG2E)
             g_rev = p * mass_r - q * inside
         else:
             g_rev = p - q
     if (KINDS >> 3) & 1:
         g_js = p * (a - mean - k_p) * (0.5 * LN2)
     if (KINDS >> 4) & 1:
-        g_z = p * whole
+        g_z = p * two_lse
     if (KINDS >> 5) & 1:
-        g_ce = tl.where(hit, p - 1.0, p)
+        g_ce = tl.where(is_target, p - 1.0, p)
     return g_ent, g_fwd, g_rev, g_js, g_z, g_ce
 
 
 @triton.jit
-def _product(so_far, a, b, both: tl.constexpr):
+def _add_product(partial, a, b, both: tl.constexpr):
     if both:
-        return dot_by_thread(so_far, a, b)
-    return so_far
+        return dot_by_thread(partial, a, b)
+    return partial
 
 
 @triton.jit
-def _added(s, g, KINDS: tl.constexpr):
-    """Each thread's inner products so far, with those of one more tile: 6 · 7 / 2 pairs."""
+def _add_products(s, g, KINDS: tl.constexpr):
+    """Add one tile to each thread's inner products: `[32]` for each of the 6 · 7 / 2 pairs."""
     E: tl.constexpr = KINDS & 1
     F: tl.constexpr = (KINDS >> 1) & 1
     R: tl.constexpr = (KINDS >> 2) & 1
@@ -90,29 +111,58 @@ def _added(s, g, KINDS: tl.constexpr):
     Z: tl.constexpr = (KINDS >> 4) & 1
     C: tl.constexpr = (KINDS >> 5) & 1
     return (
-        _product(s[0], g[0], g[0], E), _product(s[1], g[0], g[1], E & F),
-        _product(s[2], g[0], g[2], E & R), _product(s[3], g[0], g[3], E & J),
-        _product(s[4], g[0], g[4], E & Z), _product(s[5], g[0], g[5], E & C),
-        _product(s[6], g[1], g[1], F), _product(s[7], g[1], g[2], F & R),
-        _product(s[8], g[1], g[3], F & J), _product(s[9], g[1], g[4], F & Z),
-        _product(s[10], g[1], g[5], F & C), _product(s[11], g[2], g[2], R),
-        _product(s[12], g[2], g[3], R & J), _product(s[13], g[2], g[4], R & Z),
-        _product(s[14], g[2], g[5], R & C), _product(s[15], g[3], g[3], J),
-        _product(s[16], g[3], g[4], J & Z), _product(s[17], g[3], g[5], J & C),
-        _product(s[18], g[4], g[4], Z), _product(s[19], g[4], g[5], Z & C),
-        _product(s[20], g[5], g[5], C),
+        _add_product(s[0], g[0], g[0], E), _add_product(s[1], g[0], g[1], E & F),
+        _add_product(s[2], g[0], g[2], E & R), _add_product(s[3], g[0], g[3], E & J),
+        _add_product(s[4], g[0], g[4], E & Z), _add_product(s[5], g[0], g[5], E & C),
+        _add_product(s[6], g[1], g[1], F), _add_product(s[7], g[1], g[2], F & R),
+        _add_product(s[8], g[1], g[3], F & J), _add_product(s[9], g[1], g[4], F & Z),
+        _add_product(s[10], g[1], g[5], F & C), _add_product(s[11], g[2], g[2], R),
+        _add_product(s[12], g[2], g[3], R & J), _add_product(s[13], g[2], g[4], R & Z),
+        _add_product(s[14], g[2], g[5], R & C), _add_product(s[15], g[3], g[3], J),
+        _add_product(s[16], g[3], g[4], J & Z), _add_product(s[17], g[3], g[5], J & C),
+        _add_product(s[18], g[4], g[4], Z), _add_product(s[19], g[4], g[5], Z & C),
+        _add_product(s[20], g[5], g[5], C),
     )  # fmt: skip
 
 
 @triton.jit
 def _tiles(
-    z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, items, start, tiles, classes,
-    target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q,
-    whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+    z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, gram_piece, items, start, tiles, classes,
+    target, grad_scale, log2_scale, constant, top, level, top_r, level_r, h, k_f, mass_f, k_r,
+    mass_r, k_p, k_q, two_lse, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
     KINDS: tl.constexpr, LIMITED: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr,
     GRAM: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some tiles, once all of the row's coefficients are known."""
+    """Write the gradients of some tiles, given the row's coefficients.
+
+    Inputs:
+        z: First tile of the logits, loaded before the coefficients were waited for.
+        r: The same of the reference.
+        z_next: Second tile of the logits.
+        r_next: The same of the reference.
+        z_row: Pointer to the row's logits, `[classes]`; then the reference's.
+        gz_row: Pointer to the row of the gradient by the logits; then by the reference.
+        gram_piece: Pointer to the piece in `[pairs, items]`.
+        items: Rows times pieces.
+        start: First class of the piece.
+        tiles: Number of tiles in the piece.
+        classes: Length of the row.
+        target: The row's target, or -1.
+        grad_scale: row_scale / T, the factor of all gradients.
+        log2_scale: log2(e) / T.
+        constant: grad_scale times all that is multiplied by p alone.
+        top: Coefficients of the row, as in `_kernel_signals`, until `k_q`.
+        two_lse: 2 logsumexp(z / T), for the z-loss.
+        w_ent: Weight of the entropy; then those of the other components, and the limits.
+        KINDS: Bit k is set if component kind k is computed.
+        LIMITED: Whether a log ratio of the row may exceed the limit.
+        GZ: Whether to write the gradient by the logits.
+        GR: Whether to write the gradient by the reference.
+        GRAM: Whether to write the inner products of the components' gradients.
+        VECTOR: Elements in 16 bytes.
+        PACKED: Whether 16-bit floats are loaded two to a word.
+        UNROLL: Tiles in one turn of the loop.
+    """
     ENT: tl.constexpr = KINDS & 1
     FWD: tl.constexpr = (KINDS >> 1) & 1
     REV: tl.constexpr = (KINDS >> 2) & 1
@@ -120,35 +170,38 @@ def _tiles(
     CE: tl.constexpr = (KINDS >> 5) & 1
     COMPARES: tl.constexpr = (KINDS & 14) != 0
     TILE: tl.constexpr = 64 * VECTOR
-    # Where nothing needs p and q themselves, the row's sums go into the few coefficients.
+    # The total gradient is p (constant + by_a a + by_d d + by_mean (a - mean)) + by_q q - e_t. If
+    # nothing needs p and q themselves, the normalization and all row sums go into these few
+    # coefficients, and an element takes one fused multiply-add for each.
     PLAIN: tl.constexpr = not (GRAM or LIMITED or GR)
-    nothing = tl.zeros([32], tl.float32)
+    zeros = tl.zeros([32], tl.float32)
     sums = (
-        nothing, nothing, nothing, nothing, nothing, nothing, nothing,
-        nothing, nothing, nothing, nothing, nothing, nothing, nothing,
-        nothing, nothing, nothing, nothing, nothing, nothing, nothing,
+        zeros, zeros, zeros, zeros, zeros, zeros, zeros,
+        zeros, zeros, zeros, zeros, zeros, zeros, zeros,
+        zeros, zeros, zeros, zeros, zeros, zeros, zeros,
     )  # fmt: skip
     bound = tl.minimum(start + tiles * TILE, classes)
     z_type: tl.constexpr = z_row.dtype.element_ty
     r_type: tl.constexpr = r_row.dtype.element_ty
-    by_a = -by * w_ent * LN2
-    by_d = by * w_fwd * LN2
-    by_q = -by * w_rev
-    by_mean = 0.5 * by * w_js * LN2
-    apart = level_r - level
+    by_a = -grad_scale * w_ent * LN2
+    by_d = grad_scale * w_fwd * LN2
+    by_q = -grad_scale * w_rev
+    by_mean = 0.5 * grad_scale * w_js * LN2
+    level_gap = level_r - level
     half = 0.5
     if PLAIN:
-        # With p and q times 2 ** level; without JS q is taken as it comes.
-        over = tl.exp2(-level)
+        # In the loop a = x - m without its level, so p is 2^level too large; so is q with JS, which
+        # adds them. Without JS b is y - m', and q is 2^level' too large. Undo it here, once a row.
+        inv_sum = tl.exp2(-level)
         constant -= by_a * level
-        by_q *= over
+        by_q *= inv_sum
         if not JSD:
-            constant += by_d * apart
-            by_q *= tl.exp2(-apart)
-        constant *= over
-        by_a *= over
-        by_d *= over
-        by_mean *= over
+            constant += by_d * level_gap
+            by_q *= tl.exp2(-level_gap)
+        constant *= inv_sum
+        by_a *= inv_sum
+        by_d *= inv_sum
+        by_mean *= inv_sum
     else:
         half *= tl.exp2(level)
     for first in range(0, tiles, UNROLL):
@@ -158,45 +211,46 @@ def _tiles(
             r_last = z_last
             if COMPARES:
                 r_last = load_tile(r_row, here + 2 * TILE, bound, VECTOR, PACKED, "evict_first")
-            a = floats(z, z_type, VECTOR, PACKED)
+            a = to_float32(z, z_type, VECTOR, PACKED)
             if not PLAIN:
-                a = logs(a, unit, top) - level
+                a = clamped_log2(a, log2_scale, top) - level
             elif ENT or FWD or JSD:
-                a = logs(a, unit, top)
+                a = clamped_log2(a, log2_scale, top)
             else:
-                a = offsets(a, unit, top)
+                a = log2_offset(a, log2_scale, top)
             p = tl.exp2(a)
             if COMPARES:
-                b = floats(r, r_type, VECTOR, PACKED)
+                b = to_float32(r, r_type, VECTOR, PACKED)
                 if not PLAIN:
-                    b = logs(b, unit, top_r) - level_r
+                    b = clamped_log2(b, log2_scale, top_r) - level_r
                 elif JSD:
-                    b = logs(b, unit, top_r) - apart
+                    b = clamped_log2(b, log2_scale, top_r) - level_gap
                 elif FWD:
-                    b = logs(b, unit, top_r)
+                    b = clamped_log2(b, log2_scale, top_r)
                 else:
-                    b = offsets(b, unit, top_r)
+                    b = log2_offset(b, log2_scale, top_r)
                 q = tl.exp2(b)
                 d = a - b
             if JSD:
-                mean = log2(tl.maximum((p + q) * half, TINY))  # precise near 1
+                # log2 M, of a number near 1, where `log2` is most precise: 2^level M.
+                mean = log2(tl.maximum((p + q) * half, TINY))
                 if not PLAIN:
                     mean -= level
             if GRAM or LIMITED:
-                slopes = _separate(
+                gradients = _component_gradients(
                     p, q if COMPARES else p, a, d if COMPARES else p, mean if JSD else p,
-                    halves(here + columns_of(VECTOR), VECTOR) == target, h, k_f, mass_f, mass_r,
-                    k_p, whole, limit_f, limit_r, KINDS, LIMITED,
+                    both_halves(here + columns_of(VECTOR), VECTOR) == target, h, k_f, mass_f,
+                    mass_r, k_p, two_lse, limit_f, limit_r, KINDS, LIMITED,
                 )  # fmt: skip
                 if GZ:
                     weights = (w_ent, w_fwd, w_rev, w_js, w_z, w_ce)
                     total = tl.zeros_like(p)
                     for k in tl.static_range(6):
                         if (KINDS >> k) & 1:
-                            total = tl.fma(slopes[k], by * weights[k], total)
+                            total = tl.fma(gradients[k], grad_scale * weights[k], total)
                     store_tile(gz_row, here, total, bound, VECTOR)
                 if GRAM:
-                    sums = _added(sums, slopes, KINDS)
+                    sums = _add_products(sums, gradients, KINDS)
             elif GZ:
                 inner = tl.zeros_like(p) + constant
                 if ENT:
@@ -209,28 +263,29 @@ def _tiles(
                 if REV:
                     total = tl.fma(q, by_q, total)
                 if CE:
+                    # One tile of the row holds the target; the others skip the comparison.
                     if (target >= here) & (target < here + TILE):
-                        hit = halves(here + columns_of(VECTOR), VECTOR) == target
-                        total = tl.where(hit, total - by * w_ce, total)
+                        is_target = both_halves(here + columns_of(VECTOR), VECTOR) == target
+                        total = tl.where(is_target, total - grad_scale * w_ce, total)
                 store_tile(gz_row, here, total, bound, VECTOR)
             if GR:
-                pull_r = tl.zeros_like(p)
+                grad_r = tl.zeros_like(p)
                 if FWD:
                     if LIMITED:
-                        ratio, inside = within(p, d, limit_f * LOG2E)
-                        pull_r += w_fwd * (q * mass_f - p * inside)
+                        ratio, inside = limit_ratio(p, d, limit_f * LOG2E)
+                        grad_r += w_fwd * (q * mass_f - p * inside)
                     else:
-                        pull_r += w_fwd * (q - p)
+                        grad_r += w_fwd * (q - p)
                 if REV:
                     if LIMITED:
-                        ratio, inside = within(q, -d, limit_r * LOG2E)
-                        pull = (ratio - k_r) * LN2 + inside - mass_r
-                        pull_r += w_rev * tl.where(q == 0, 0.0, q * pull)
+                        ratio, inside = limit_ratio(q, -d, limit_r * LOG2E)
+                        inner = (ratio - k_r) * LN2 + inside - mass_r
+                        grad_r += w_rev * tl.where(q == 0, 0.0, q * inner)
                     else:
-                        pull_r += (w_rev * LN2) * q * (-d - k_r)
+                        grad_r += (w_rev * LN2) * q * (-d - k_r)
                 if JSD:
-                    pull_r += (0.5 * w_js * LN2) * q * (b - mean - k_q)
-                store_tile(gr_row, here, by * pull_r, bound, VECTOR)
+                    grad_r += (0.5 * w_js * LN2) * q * (b - mean - k_q)
+                store_tile(gr_row, here, grad_scale * grad_r, bound, VECTOR)
             z = z_next
             r = r_next
             z_next = z_last
@@ -240,19 +295,39 @@ def _tiles(
         for i in tl.static_range(6):
             for j in tl.static_range(i, 6):
                 if (KINDS >> i) & (KINDS >> j) & 1:
+                    # Pair (i, j), i <= j, of six is at i (11 - i) / 2 + j.
                     product = tl.sum(sums[i * (11 - i) // 2 + j], 0)
-                    tl.store(products + n * items, product * (by * by))
+                    tl.store(gram_piece + n * items, product * (grad_scale * grad_scale))
                     n += 1
 
 
 @triton.jit
-def slopes_of(
-    z_row, r_row, t_row, gz_row, gr_row, products, coefs, items, piece, tiles, classes, share,
-    slope, unit, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+def gradient_piece(
+    z_row, r_row, t_row, gz_row, gr_row, gram_piece, coefs, items, piece, tiles, classes, row_scale,
+    inv_temperature, log2_scale, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
     KINDS: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr, GRAM: tl.constexpr,
     VECTOR: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One piece of the gradients."""
+    """Wait for the row's coefficients and write the gradients of one piece.
+
+    Inputs:
+        z_row: Pointer to the row's logits, `[classes]`.
+        r_row: The same for the reference.
+        t_row: Pointer to the row's target.
+        gz_row: Pointer to the row of the gradient by the logits.
+        gr_row: Pointer to the row of the gradient by the reference.
+        gram_piece: Pointer to the piece in `[pairs, items]`, inner products by piece.
+        coefs: Pointer to the row's coefficients, `[COEFFICIENTS]`.
+        items: Rows times pieces.
+        piece: Which piece of the row.
+        tiles: Number of tiles in a piece.
+        classes: Length of the row.
+        row_scale: Factor of the row.
+        inv_temperature: 1 / T.
+        log2_scale: log2(e) / T.
+        w_ent: Weight of the entropy; then those of the other components, and the limits.
+        KINDS: Bit k is set if component kind k is computed; the others as for `_tiles`.
+    """
     TILE: tl.constexpr = 64 * VECTOR
     ENT: tl.constexpr = KINDS & 1
     FWD: tl.constexpr = (KINDS >> 1) & 1
@@ -263,6 +338,7 @@ def slopes_of(
     COMPARES: tl.constexpr = (KINDS & 14) != 0
     start = piece * (tiles * TILE)
     bound = tl.minimum(start + tiles * TILE, classes)
+    # Before waiting for the coefficients, start to load. This is the last use: evict it first.
     z = load_tile(z_row, start, bound, VECTOR, PACKED, "evict_first")
     z_next = load_tile(z_row, start + TILE, bound, VECTOR, PACKED, "evict_first")
     r = z
@@ -270,7 +346,7 @@ def slopes_of(
     if COMPARES:
         r = load_tile(r_row, start, bound, VECTOR, PACKED, "evict_first")
         r_next = load_tile(r_row, start + TILE, bound, VECTOR, PACKED, "evict_first")
-    # A first look at everything, at once; then it is waited for one by one.
+    # Issue all loads at once, then wait for one after the other: the latencies overlap.
     top_bits = tl.load(coefs + Z_TOP, volatile=True)
     level_bits = tl.load(coefs + Z_LEVEL, volatile=True)
     h_bits = 0
@@ -295,15 +371,15 @@ def slopes_of(
         k_r_bits = tl.load(coefs + K_R, volatile=True)
         mass_r_bits = tl.load(coefs + MASS_R, volatile=True)
     if FWD or REV:
-        limited_bits = tl.load(coefs + BEYOND, volatile=True)
+        limited_bits = tl.load(coefs + LIMIT_HIT, volatile=True)
     if JSD:
         k_p_bits = tl.load(coefs + K_P, volatile=True)
         k_q_bits = tl.load(coefs + K_Q, volatile=True)
     target = -1
     if CE:
         target = tl.load(t_row).to(tl.int32)
-    top = settled(coefs + Z_TOP, top_bits)
-    level = settled(coefs + Z_LEVEL, level_bits)
+    top = wait_for(coefs + Z_TOP, top_bits)
+    level = wait_for(coefs + Z_LEVEL, level_bits)
     h = 0.0
     top_r = 0.0
     level_r = 0.0
@@ -315,29 +391,29 @@ def slopes_of(
     k_q = 0.0
     limited = False
     if ENT:
-        h = settled(coefs + H, h_bits)
+        h = wait_for(coefs + H, h_bits)
     if COMPARES:
-        top_r = settled(coefs + R_TOP, top_r_bits)
-        level_r = settled(coefs + R_LEVEL, level_r_bits)
+        top_r = wait_for(coefs + R_TOP, top_r_bits)
+        level_r = wait_for(coefs + R_LEVEL, level_r_bits)
     if FWD:
-        k_f = settled(coefs + K_F, k_f_bits)
-        mass_f = settled(coefs + MASS_F, mass_f_bits)
+        k_f = wait_for(coefs + K_F, k_f_bits)
+        mass_f = wait_for(coefs + MASS_F, mass_f_bits)
     if REV:
-        k_r = settled(coefs + K_R, k_r_bits)
-        mass_r = settled(coefs + MASS_R, mass_r_bits)
+        k_r = wait_for(coefs + K_R, k_r_bits)
+        mass_r = wait_for(coefs + MASS_R, mass_r_bits)
     if FWD or REV:
-        limited = settled(coefs + BEYOND, limited_bits) != 0
+        limited = wait_for(coefs + LIMIT_HIT, limited_bits) != 0
     if JSD:
-        k_p = settled(coefs + K_P, k_p_bits)
-        k_q = settled(coefs + K_Q, k_q_bits)
-    whole = 2.0 * (top + level) * LN2  # of the z-loss: 2 logsumexp
-    by = share * slope
-    # The gradient is p · (a row's constant + a few functions) + what is no multiple of p.
+        k_p = wait_for(coefs + K_P, k_p_bits)
+        k_q = wait_for(coefs + K_Q, k_q_bits)
+    two_lse = 2.0 * (top + level) * LN2
+    grad_scale = row_scale * inv_temperature
+    # All that multiplies p and is the same for the whole row.
     constant = 0.0
     if ENT:
         constant -= w_ent * LN2 * h
     if ZL:
-        constant += w_z * whole
+        constant += w_z * two_lse
     if CE:
         constant += w_ce
     if JSD:
@@ -346,22 +422,25 @@ def slopes_of(
         constant -= w_fwd * LN2 * k_f
     if REV:
         constant += w_rev
-    constant *= by
-    if limited:  # seldom
+    constant *= grad_scale
+    # Rare. Small tiles, so that this path does not raise the kernel's number of registers.
+    if limited:
         _tiles(
-            load_tile(z_row, start, bound, FEW // 64, False, "evict_first"),
-            load_tile(r_row, start, bound, FEW // 64, False, "evict_first"),
-            load_tile(z_row, start + FEW, bound, FEW // 64, False, "evict_first"),
-            load_tile(r_row, start + FEW, bound, FEW // 64, False, "evict_first"),
-            z_row, r_row, gz_row, gr_row, products, items, start, tiles * (TILE // FEW),
-            classes, target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
-            k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-            KINDS, True, GZ, GR, GRAM, FEW // 64, False, 1,
+            load_tile(z_row, start, bound, SMALL_TILE // 64, False, "evict_first"),
+            load_tile(r_row, start, bound, SMALL_TILE // 64, False, "evict_first"),
+            load_tile(z_row, start + SMALL_TILE, bound, SMALL_TILE // 64, False, "evict_first"),
+            load_tile(r_row, start + SMALL_TILE, bound, SMALL_TILE // 64, False, "evict_first"),
+            z_row, r_row, gz_row, gr_row, gram_piece, items, start, tiles * (TILE // SMALL_TILE),
+            classes, target, grad_scale, log2_scale, constant, top, level, top_r, level_r, h, k_f,
+            mass_f, k_r, mass_r, k_p, k_q, two_lse, w_ent, w_fwd, w_rev, w_js, w_z, w_ce,
+            limit_f, limit_r,
+            KINDS, True, GZ, GR, GRAM, SMALL_TILE // 64, False, 1,
         )  # fmt: skip
     else:
         _tiles(
-            z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, items, start, tiles,
-            classes, target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
-            k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+            z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, gram_piece, items, start, tiles,
+            classes, target, grad_scale, log2_scale, constant, top, level, top_r, level_r, h, k_f,
+            mass_f, k_r, mass_r, k_p, k_q, two_lse, w_ent, w_fwd, w_rev, w_js, w_z, w_ce,
+            limit_f, limit_r,
             KINDS, False, GZ, GR, GRAM, VECTOR, PACKED, UNROLL,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The plain formulas: one value per row for each component, on any kind of array."""
+"""Plain formulas of the components: one value per row, on any kind of array."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from steelyard.penalties.from_logits._components import (
     Component,
 )
 
-ELEMENTS = 2**20  # of a block of rows: 4 MB in float32
+ELEMENTS = 2**20  # in a block of rows: 4 MB in float32
 
 
-def rows_at_once(classes: int) -> int:
+def block_rows(classes: int) -> int:
     return max(ELEMENTS // max(classes, 1), 1)
 
 
-def component_rows(
+def component_values(
     xp: Namespace,
     components: Sequence[Component],
     logits: Array,
     reference: Array | None,
     targets: Array | None,
 ) -> list[Array]:
-    """One value per row for each component, differentiable where the arrays are.
+    """Values by row for each component, differentiable where the arrays are.
 
     Args:
-        xp: The namespace of the arrays.
-        components: What to compute.
+        xp: Namespace of the arrays.
+        components: Components to compute.
         logits: `[rows, classes]`.
-        reference: The same shape; for those that compare.
-        targets: `[rows]`; for cross-entropy.
+        reference: The same shape, for the components that need it.
+        targets: `[rows]`, for the components that need them.
     """
     logs: dict[tuple[bool, float], Array] = {}
 
@@ -60,7 +60,7 @@ def component_rows(
         elif kind == JS:
             rows = js_rows(xp, p, logs_of(True, temperature), -1)
         elif kind == CROSS_ENTROPY:
-            rows = -taken(xp, p, targets)
+            rows = -target_logprob(xp, p, targets)
         else:
             rows = log_sum(xp, logits, temperature) ** 2
         found.append(rows)
@@ -68,29 +68,31 @@ def component_rows(
 
 
 def log_probs(xp: Namespace, x: Array, temperature: float) -> Array:
-    # -inf is put back at the end, so that nothing but a constant reaches it and its gradient is 0.
-    dead = x == -math.inf
-    return xp.where(dead, -math.inf, log_softmax(xp, _scaled(xp, x, dead, temperature), -1))
+    """`log_softmax(x / T)` along the last axis; a class at -inf has gradient 0."""
+    # -inf is put back at the end as a constant, so its gradient is 0 and not NaN.
+    no_mass = x == -math.inf
+    return xp.where(no_mass, -math.inf, log_softmax(xp, _scaled(xp, x, no_mass, temperature), -1))
 
 
 def log_sum(xp: Namespace, x: Array, temperature: float) -> Array:
-    dead = x == -math.inf
-    scaled = _scaled(xp, x, dead, temperature)
+    """`logsumexp(x / T)` along the last axis; -inf for a row of all -inf."""
+    no_mass = x == -math.inf
+    scaled = _scaled(xp, x, no_mass, temperature)
     if is_torch(x):
         rows = scaled.logsumexp(-1)
     else:
         most = constant(xp.max(scaled, axis=-1, keepdims=True))
         rows = most[..., 0] + xp.log(xp.sum(xp.exp(scaled - most), axis=-1))
-    return xp.where(xp.all(dead, axis=-1), -math.inf, rows)
+    return xp.where(xp.all(no_mass, axis=-1), -math.inf, rows)
 
 
-def _scaled(xp: Namespace, x: Array, dead: Array, temperature: float) -> Array:
-    return xp.where(dead, LOG_ZERO, x if temperature == 1 else x / temperature)
+def _scaled(xp: Namespace, x: Array, no_mass: Array, temperature: float) -> Array:
+    return xp.where(no_mass, LOG_ZERO, x if temperature == 1 else x / temperature)
 
 
-def taken(xp: Namespace, logs: Array, targets: Array) -> Array:
-    """The log-probability of each row's target; NaN where there is no such class."""
-    there = (targets >= 0) & (targets < logs.shape[-1])
-    index = xp.astype(xp.where(there, targets, 0), xp.int64)
-    taken = xp.take_along_axis(logs, index[..., None], axis=-1)[..., 0]
-    return xp.where(there, taken, math.nan)
+def target_logprob(xp: Namespace, logs: Array, targets: Array) -> Array:
+    """Log-probability of each row's target; NaN for a target that is no class."""
+    is_class = (targets >= 0) & (targets < logs.shape[-1])
+    index = xp.astype(xp.where(is_class, targets, 0), xp.int64)
+    logprob = xp.take_along_axis(logs, index[..., None], axis=-1)[..., 0]
+    return xp.where(is_class, logprob, math.nan)
