@@ -118,8 +118,8 @@ def sweep(
     sweep_kernel[(programs,)](
         z, r, _pointer(targets, shared), _pointer(scale, values), values, _pointer(by_logits, z),
         _pointer(by_reference, r), _pointer(products, values), shared[1:], shared[size:], shared,
-        rows, classes, pieces, tiles, lag,
-        z.stride(0), r.stride(0), _pointer(by_logits, z).stride(0), _pointer(by_reference, r).stride(0),
+        rows, classes, pieces, tiles, lag, z.stride(0), r.stride(0),
+        _pointer(by_logits, z).stride(0), _pointer(by_reference, r).stride(0),
         1.0 / components[0].temperature, *(by_kind.get(kind, 0.0) for kind in range(_KINDS)),
         limits.get(FORWARD, math.inf), limits.get(REVERSE, math.inf),
         KINDS=sum(1 << kind for kind in kinds), COUNT=len(kinds),
