@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from steelyard.penalties._arrays import Array, Namespace, gram, is_torch, widen
 from steelyard.penalties.from_logits._components import Component
-from steelyard.penalties.from_logits._gradient_formulas import (
+from steelyard.penalties.from_logits._formulas import (
     ComponentGradients,
+    block_rows,
     component_gradients,
+    component_values,
 )
-from steelyard.penalties.from_logits._value_formulas import block_rows, component_values
 
 
 class Wants(NamedTuple):

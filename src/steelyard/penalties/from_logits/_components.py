@@ -16,6 +16,8 @@ from steelyard.penalties._options import flag, one_of, positive
 from steelyard.spec import Schedule, check_weight, listed, options_of, weight_at
 
 ENTROPY, FORWARD, REVERSE, JS, Z_LOSS, CROSS_ENTROPY = range(6)
+_NEED_REFERENCE = frozenset({FORWARD, REVERSE, JS})
+_NEED_TARGETS = frozenset({CROSS_ENTROPY})
 
 # A term as the caller gives it: a name, or a pair of a name and its weight or its options.
 _Settings: TypeAlias = float | Schedule | Mapping[str, Any]
@@ -79,6 +81,7 @@ def single_component(kind: int, *, temperature: float = 1.0) -> WeightedComponen
     return [(Component(kind, positive("temperature", temperature)), 1.0)]
 
 
+# Terms by name, with the function that checks a term's options and gives its components.
 _BUILDERS: Mapping[str, Callable[..., WeightedComponents]] = {
     "entropy": entropy_components,
     "kl": kl_components,
@@ -86,6 +89,7 @@ _BUILDERS: Mapping[str, Callable[..., WeightedComponents]] = {
     "z_loss": partial(single_component, Z_LOSS),
     "cross_entropy": partial(single_component, CROSS_ENTROPY),
 }
+TERM_NAMES = tuple(_BUILDERS)
 # Looked up at import: Dynamo traces the functions below and cannot inspect a signature.
 _OPTIONS = {
     kind: options_of(build, positional=kind == "entropy") for kind, build in _BUILDERS.items()
@@ -139,8 +143,12 @@ def _parse_term(like: LogitTermLike, classes: int, step: Any) -> LogitTerm:
         weight = weight_at(weight, step, name, negative=True, kind="term")
     else:
         weight = check_weight(weight, name, negative=True, kind="term")
-    build = _BUILDERS[kind]
-    return LogitTerm(name, weight, build(classes, **own) if kind == "entropy" else build(**own))
+    return LogitTerm(name, weight, _build(kind, classes, own))
+
+
+def _build(name: str, classes: int, options: Mapping[str, Any]) -> WeightedComponents:
+    build = _BUILDERS[name]
+    return build(classes, **options) if name == "entropy" else build(**options)
 
 
 def can_share_kernel(first: WeightedComponents, second: WeightedComponents) -> bool:
@@ -169,8 +177,18 @@ def component_shares(
 
 
 def needs_reference(components: Sequence[Component]) -> bool:
-    return any(component.kind in (FORWARD, REVERSE, JS) for component in components)
+    return any(component.kind in _NEED_REFERENCE for component in components)
 
 
 def needs_targets(components: Sequence[Component]) -> bool:
-    return any(component.kind == CROSS_ENTROPY for component in components)
+    return any(component.kind in _NEED_TARGETS for component in components)
+
+
+def names_that(need: Callable[[Sequence[Component]], bool]) -> str:
+    """Names of the terms whose components need an input, as `"kl and js"`.
+
+    Args:
+        need: `needs_reference` or `needs_targets`.
+    """
+    components = {name: [each for each, _ in _build(name, 2, {})] for name in TERM_NAMES}
+    return " and ".join(name for name, own in components.items() if need(own))

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 from steelyard.penalties._arrays import Array, namespace, widen
 from steelyard.penalties.from_logits._blockwise import SweepResult
 from steelyard.penalties.from_logits._components import Component
-from steelyard.penalties.from_logits._gradient_formulas import component_gradients
-from steelyard.penalties.from_logits._value_formulas import block_rows, component_values
+from steelyard.penalties.from_logits._formulas import (
+    block_rows,
+    component_gradients,
+    component_values,
+)
 
 
 def value_rows(

@@ -14,6 +14,7 @@ from steelyard.penalties.from_logits._components import (
     LogitTermsLike,
     component_shares,
     components_of,
+    names_that,
     needs_reference,
     needs_targets,
     parse_terms,
@@ -133,9 +134,11 @@ def _drop_unused_inputs(
         InputError: A component needs the reference or the targets, and they are missing.
     """
     if needs_reference(components) and reference is None:
-        raise InputError("reference must be given, since kl and js compare with it, got None.")
+        names = names_that(needs_reference)
+        raise InputError(f"reference must be given, since {names} compare with it, got None.")
     if needs_targets(components) and targets is None:
-        raise InputError("targets must be given, since cross_entropy reads them, got None.")
+        names = names_that(needs_targets)
+        raise InputError(f"targets must be given, since {names} reads them, got None.")
     if not needs_reference(components):
         given = given._replace(reference=None)
     if needs_targets(components):

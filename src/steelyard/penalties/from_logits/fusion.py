@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,21 +10,24 @@ from typing import Any
 
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array
+from steelyard.penalties.from_logits import logit_terms
 from steelyard.penalties.from_logits._components import (
+    TERM_NAMES,
     WeightedComponents,
     can_share_kernel,
     parse_terms,
 )
 from steelyard.penalties.from_logits.composed_logits import ComposedLogits, compose_logits
-from steelyard.penalties.from_logits.logit_terms import cross_entropy, entropy, js, kl, z_loss
+
+
+def _positional(fn: Callable[..., Array]) -> tuple[str, ...]:
+    parameters = inspect.signature(fn).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+
 
 # Functions whose calls can be fused, with the arrays that each takes by position.
-_KINDS: Sequence[tuple[Callable[..., Array], tuple[str, ...]]] = (
-    (cross_entropy, ("logits", "targets")),
-    (entropy, ("logits",)),
-    (js, ("logits", "reference")),
-    (kl, ("logits", "reference")),
-    (z_loss, ("logits",)),
+_FUNCTIONS: Sequence[tuple[Callable[..., Array], tuple[str, ...]]] = tuple(
+    (fn, _positional(fn)) for fn in (getattr(logit_terms, name) for name in TERM_NAMES)
 )
 
 
@@ -126,7 +130,7 @@ def is_fusable(fn: Callable[..., Array]) -> bool:
 
 def parameters_of(fn: Callable[..., Array]) -> tuple[str, ...] | None:
     """Arrays that `fn` takes by position; None if its calls cannot be fused."""
-    return next((names for each, names in _KINDS if each is fn), None)
+    return next((names for each, names in _FUNCTIONS if each is fn), None)
 
 
 def fusable(calls: Iterable[LogitCall]) -> list[Fused]:
@@ -144,6 +148,7 @@ def fusable(calls: Iterable[LogitCall]) -> list[Fused]:
 
     Example:
         >>> import numpy as np
+        >>> from steelyard.penalties.from_logits import cross_entropy, kl
         >>> z, teacher, labels = np.zeros((2, 3)), np.ones((2, 3)), np.array([0, 2])
         >>> calls = [
         ...     LogitCall("ce", cross_entropy, {"logits": z, "targets": labels}),
