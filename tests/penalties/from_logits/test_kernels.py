@@ -1,9 +1,9 @@
-"""The Triton kernels: for real on a GPU, elsewhere through Triton's interpreter."""
+"""The Triton kernels: on a GPU if there is one, else through Triton's interpreter."""
 
 from __future__ import annotations
 
 from itertools import combinations_with_replacement
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from steelyard.penalties.from_logits import (
 )
 from steelyard.penalties.from_logits._blockwise import Wants
 from steelyard.penalties.from_logits._components import (
-    Component,
     components_of,
     needs_reference,
     needs_targets,
@@ -47,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernels, cut so small that a row has several pieces, and a piece several tiles."""
+    """The kernels with a small shape: several pieces in a row, several tiles in a piece."""
     monkeypatch.setattr(_operators, "_has_kernels", lambda x: True)
     monkeypatch.setattr(_launch, "shape_for", lambda kinds, wants: _launch.Shape(2, 2))
     return _launch
@@ -68,7 +67,7 @@ def run_sweep(
     temperature: float = 1.0,
     **wants: bool,
 ) -> Any:
-    """A sweep into poisoned memory."""
+    """Sweep into memory that is filled with NaN."""
     logits, reference, targets = (x.to(DEVICE) for x in tensors)
     options: dict[str, Any] = {"temperature": temperature}
     terms = parse_terms(
@@ -79,7 +78,9 @@ def run_sweep(
         logits.shape[1],
     )
     components = components_of(terms)
-    weights = [sum(t.weight * s for t in terms for c, s in t.components if c == k) for k in components]
+    weights = [
+        sum(t.weight * s for t in terms for c, s in t.components if c == k) for k in components
+    ]
     assert launch.fits(logits, reference, components)
     return launch.sweep(
         logits,
@@ -169,7 +170,7 @@ def test_hard_rows_and_scales(launch: ModuleType, limit: float) -> None:
     assert torch.all(found.values[:, 6] == 0)
 
 
-def test_the_exact_ratio_may_be_infinite(launch: ModuleType) -> None:
+def test_kl_without_limit_may_be_infinite(launch: ModuleType) -> None:
     tensors = inputs(23, 6, 40, torch.float32, hard=True)
     found = run_sweep(launch, ["forward", "reverse"], tensors, None, limit=None)
     infinite = found.values[:2].cpu().isinf()
@@ -179,7 +180,7 @@ def test_the_exact_ratio_may_be_infinite(launch: ModuleType) -> None:
     ]
 
 
-def test_no_probability_at_all(launch: ModuleType) -> None:
+def test_a_row_of_minus_infinity(launch: ModuleType) -> None:
     z = torch.full((1, 20), -torch.inf)
     tensors = (z, z.clone(), torch.zeros(1, dtype=torch.int64))
     found = run_sweep(launch, ["entropy", "forward", "js", "z_loss"], tensors, None, logits=True)
@@ -187,7 +188,7 @@ def test_no_probability_at_all(launch: ModuleType) -> None:
     assert torch.all(found.logits == 0)
 
 
-def test_nan_is_seen(launch: ModuleType) -> None:
+def test_nan_propagates(launch: ModuleType) -> None:
     for place in (0, 1):
         tensors = inputs(24, 2, 300, torch.float32)
         tensors[place][1, 250] = torch.nan
@@ -201,12 +202,12 @@ def test_nan_is_seen(launch: ModuleType) -> None:
 def test_narrow_floats(
     launch: ModuleType, dtype: torch.dtype, tolerance: float, classes: int
 ) -> None:
-    """In pairs, and where an odd number of classes leaves none; rounding is all that is lost."""
+    """Two to a word, and an odd number of classes, which cannot be packed."""
     check(launch, FOUR, inputs(25, 2, classes, dtype), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("names", [FOUR, ["forward"], ["js"], ["entropy", "z_loss"]])
-def test_as_it_is_cut_in_earnest(
+def test_the_default_shape(
     launch: ModuleType, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     monkeypatch.undo()
@@ -218,27 +219,6 @@ def test_mixed_floats(launch: ModuleType) -> None:
     logits, _, targets = inputs(26, 2, 64, torch.float32)
     reference = inputs(27, 2, 64, torch.bfloat16)[1]
     check(launch, ["forward"], (logits, reference, targets), tolerance=2e-3)
-
-
-def test_what_does_not_fit(launch: ModuleType) -> None:
-    z = torch.zeros(2, 3, device=DEVICE)
-    one, other = Component(1, 1.0, 100.0), Component(1, 1.0, 5.0)
-    assert launch.fits(z, z, [one])
-    assert not launch.fits(z, z, [one, other])
-    assert not launch.fits(z, z, [one, Component(3, 2.0)])
-    assert not launch.fits(z.double(), z, [one])
-    assert not launch.fits(z[:0], z[:0], [one])
-
-
-def test_programs_are_as_many_as_processors(
-    launch: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(multi_processor_count=device.index),
-    )
-    assert launch._processors(torch.device("cuda", 7)) == 7
 
 
 # Through the front door.
@@ -264,7 +244,7 @@ def test_functions_and_backward() -> None:
 
 
 def test_backward_twice() -> None:
-    """What `CompositeLoss` does to track the norms of its terms."""
+    """`CompositeLoss` does this to track the norms of its terms."""
     logits, reference, _ = (x.to(DEVICE) for x in inputs(32, 3, 40, torch.bfloat16))
     z = logits.requires_grad_()
     total = compose_logits(z, written(["reverse", "z_loss"]), reference=reference).total
@@ -276,8 +256,8 @@ def test_backward_twice() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_rows_that_are_summed(masked: bool) -> None:
-    """Then the gradient that comes to them is one number for all."""
+def test_an_expanded_upstream_gradient(masked: bool) -> None:
+    """The upstream gradient of a sum over rows is one number, expanded with stride 0."""
     z, _, targets = (x.to(DEVICE) for x in inputs(33, 6, 40, torch.float32))
     mask = torch.tensor([True, False, True, True, True, False], device=DEVICE) if masked else None
     z.requires_grad_()
