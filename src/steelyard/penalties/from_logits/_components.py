@@ -16,8 +16,8 @@ from steelyard.penalties._options import flag, one_of, positive
 from steelyard.spec import Schedule, check_weight, listed, options_of, weight_at
 
 ENTROPY, FORWARD, REVERSE, JS, Z_LOSS, CROSS_ENTROPY = range(6)
-_NEED_REFERENCE = frozenset({FORWARD, REVERSE, JS})
-_NEED_TARGETS = frozenset({CROSS_ENTROPY})
+NEED_REFERENCE = frozenset({FORWARD, REVERSE, JS})
+NEED_TARGETS = frozenset({CROSS_ENTROPY})
 
 # A term as the caller gives it: a name, or a pair of a name and its weight or its options.
 _Settings: TypeAlias = float | Schedule | Mapping[str, Any]
@@ -177,11 +177,11 @@ def component_shares(
 
 
 def needs_reference(components: Sequence[Component]) -> bool:
-    return any(component.kind in _NEED_REFERENCE for component in components)
+    return any(component.kind in NEED_REFERENCE for component in components)
 
 
 def needs_targets(components: Sequence[Component]) -> bool:
-    return any(component.kind in _NEED_TARGETS for component in components)
+    return any(component.kind in NEED_TARGETS for component in components)
 
 
 def names_that(need: Callable[[Sequence[Component]], bool]) -> str:

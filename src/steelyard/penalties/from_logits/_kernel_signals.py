@@ -12,19 +12,11 @@ import triton.language as tl
 # 0xFFFFFFFF, a NaN that arithmetic does not produce (NVIDIA's is 0x7FFFFFFF); see `publish`.
 UNSET = tl.constexpr(-1)
 
-# Places of a row's coefficients, which the second visit reads. Logarithms are to the base 2.
-#   Z_TOP, Z_LEVEL   a shift m near the largest scaled logit x, and log2(sum 2^(x - m)), the level:
-#                    log2 p = x - m - level
-#   R_TOP, R_LEVEL   the same of the reference, for log2 q
-#   H                entropy -sum p log2 p
-#   K_F, MASS_F      forward KL: sum p * ratio, and the mass of p whose ratio is within the limit
-#   K_R, MASS_R      reverse KL: the same by q
-#   LIMIT_HIT        1.0 if some log ratio of the row may exceed the limit
-#   K_P, K_Q         JS: sum p log2(p / m) and sum q log2(q / m), m = (p + q) / 2
-Z_TOP, Z_LEVEL, R_TOP, R_LEVEL, H, K_F, MASS_F, K_R, MASS_R, LIMIT_HIT, K_P, K_Q = (
-    tl.constexpr(i) for i in range(12)
-)
-COEFFICIENTS = tl.constexpr(12)
+# Places of a row's coefficients that all kinds share; those of single kinds follow them, in
+# `_kernel_components`. Z_TOP is a shift m near the largest scaled logit x, and Z_LEVEL is
+# log2(sum 2^(x - m)), so that log2 p = x - m - level; R_TOP and R_LEVEL are those of the reference.
+Z_TOP, Z_LEVEL, R_TOP, R_LEVEL = (tl.constexpr(i) for i in range(4))
+SHARED_COEFFICIENTS = 4
 
 
 @triton.jit

@@ -4,10 +4,8 @@ With x the logits and y the reference's, both times log2(e) / T, a shift m for e
 largest number), `e = 2^(x - m)`, `f = 2^(y - m')` and `d = (x - m) - (y - m')`, a piece hands on
 
     m, sum e                    softmax: p = e / sum e
-    sum e * (x - m)             entropy
     m', sum f                   softmax of the reference: q = f / sum f
-    sum e * d, sum f * (-d)     forward and reverse KL
-    max |d|                     whether a log ratio may exceed the limit
+    sums of single components   `_kernel_components.add_to_sums`
 
 `_kernel_row_values.combine_row` adds the pieces up, each corrected by its own shift. That is the
 one-pass ("online") softmax, with one correction for each piece rather than for each element:
@@ -17,19 +15,24 @@ Milakov & Gimelshein (2018), "Online normalizer calculation for softmax", arXiv:
 import triton
 import triton.language as tl
 
+from steelyard.penalties.from_logits._kernel_components import (
+    WITH_REFERENCE,
+    add_to_sums,
+    new_sums,
+    publish_sums,
+)
 from steelyard.penalties.from_logits._kernel_signals import (
     publish,
 )
 from steelyard.penalties.from_logits._kernel_tiles import (
+    SMALL_TILE,
     clamped_log2,
-    dot_by_thread,
     load_tile,
     max_by_thread,
     sum_by_thread,
     to_float32,
 )
 
-SMALL_TILE = tl.constexpr(256)  # classes at a time on rare paths, which must not cost registers
 OVERFLOW = tl.constexpr(1e30)  # a sum of 2^(x - m) this large (float32 ends at 3e38) is not trusted
 
 
@@ -65,10 +68,7 @@ def piece_statistics(
         PACKED: Whether 16-bit floats are loaded two to a word.
         UNROLL: Tiles in one turn of the loop.
     """
-    ENT: tl.constexpr = KINDS & 1
-    FWD: tl.constexpr = (KINDS >> 1) & 1
-    REV: tl.constexpr = (KINDS >> 2) & 1
-    COMPARES: tl.constexpr = (KINDS & 14) != 0
+    COMPARES: tl.constexpr = (WITH_REFERENCE & KINDS) != 0
     TILE: tl.constexpr = 64 * VECTOR
     start = piece * (tiles * TILE)
     bound = tl.minimum(start + tiles * TILE, classes)
@@ -93,19 +93,13 @@ def piece_statistics(
     attempt = 0
     total = 0.0
     total_r = 0.0
-    moment = 0.0
-    cross_f = 0.0
-    cross_r = 0.0
-    max_ratio = 0.0
+    sums = new_sums()
     while attempt < 2:
         base = tl.where(top == float("-inf"), 0.0, top)
         base_r = tl.where(top_r == float("-inf"), 0.0, top_r)
         sum_e = tl.zeros([32], tl.float32)
-        sum_ex = tl.zeros([32], tl.float32)
         sum_f = tl.zeros([32], tl.float32)
-        sum_ed = tl.zeros([32], tl.float32)
-        sum_fd = tl.zeros([32], tl.float32)
-        max_d = tl.zeros([32], tl.float32)
+        sums = new_sums()
         for first in range(0, tiles, UNROLL):
             for second in tl.static_range(UNROLL):
                 here = start + (first + second + 2) * TILE
@@ -116,34 +110,20 @@ def piece_statistics(
                 x = clamped_log2(to_float32(z, z_type, VECTOR, PACKED), log2_scale, base)
                 e = tl.exp2(x)
                 sum_e += sum_by_thread(e)
-                if ENT:
-                    sum_ex = dot_by_thread(sum_ex, e, x)
                 if COMPARES:
                     y = clamped_log2(to_float32(r, r_type, VECTOR, PACKED), log2_scale, base_r)
                     f = tl.exp2(y)
                     sum_f += sum_by_thread(f)
-                    d = x - y
-                    if FWD:
-                        sum_ed = dot_by_thread(sum_ed, e, d)
-                    if REV:
-                        sum_fd = dot_by_thread(sum_fd, f, d)
-                    if FWD or REV:
-                        max_d = tl.maximum(max_d, max_by_thread(tl.abs(d)))
+                    sums = add_to_sums(sums, e, x, f, x - y, KINDS)
+                else:
+                    sums = add_to_sums(sums, e, x, e, x, KINDS)
                 z = z_next
                 r = r_next
                 z_next = z_last
                 r_next = r_last
         total = tl.sum(sum_e, 0)
-        if ENT:
-            moment = tl.sum(sum_ex, 0)
         if COMPARES:
             total_r = tl.sum(sum_f, 0)
-        if FWD:
-            cross_f = tl.sum(sum_ed, 0)
-        if REV:
-            cross_r = -tl.sum(sum_fd, 0)
-        if FWD or REV:
-            max_ratio = tl.max(max_d, 0)
         is_exact = (top != float("-inf")) & (total < OVERFLOW)
         if COMPARES:
             is_exact = is_exact & (top_r != float("-inf")) & (total_r < OVERFLOW)
@@ -160,19 +140,9 @@ def piece_statistics(
                 r_next = load_tile(r_row, start + TILE, bound, VECTOR, PACKED, "evict_last")
     publish(stats + piece, top)
     publish(stats + pieces + piece, total)
-    slot = stats + 2 * pieces + piece
-    if ENT:
-        publish(slot, moment)
-        slot += pieces
+    place = stats + 2 * pieces + piece
     if COMPARES:
-        publish(slot, top_r)
-        publish(slot + pieces, total_r)
-        slot += 2 * pieces
-    if FWD:
-        publish(slot, cross_f)
-        slot += pieces
-    if REV:
-        publish(slot, cross_r)
-        slot += pieces
-    if FWD or REV:
-        publish(slot, max_ratio)
+        publish(place, top_r)
+        publish(place + pieces, total_r)
+        place += 2 * pieces
+    publish_sums(place, pieces, sums, KINDS)

@@ -18,6 +18,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG_ZERO = tl.constexpr(-1e30)  # stands for log 0, as in `divergences`: 0 * LOG_ZERO is 0, not NaN
 HUGE = tl.constexpr(1e29)  # a log ratio above it has LOG_ZERO on one side
 TINY = tl.constexpr(1e-37)  # smallest argument of `log2`, which flushes subnormal numbers to 0
+SMALL_TILE = tl.constexpr(256)  # classes at a time on rare paths, which must not cost registers
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 

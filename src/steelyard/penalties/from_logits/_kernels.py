@@ -7,10 +7,10 @@ has to follow while the data is still in a cache, which one program for each row
 
 **Work items.** A row is cut into pieces; a work item is one piece of one row. Programs are
 persistent and draw work ids from an atomic counter, in order. Work id t stands for the statistics
-of item t and then the gradient of item t - lag. (With JS there are three visits: in between are the
-divergences from the mean, of item t - lag, and the gradient is that of item t - 2 lag.) The program
-with the last piece of a row combines its pieces, in their order: the numbers do not depend on the
-schedule.
+of item t and then the gradient of item t - lag. (Kinds with a middle pass, such as JS, need three
+visits: the middle pass is that of item t - lag, and the gradient that of item t - 2 lag.) The
+program with the last piece of a row combines its pieces, in their order: the numbers do not depend
+on the schedule.
 
 **Lag 0**: a program waits for the other pieces of its row and then finds its own piece in its
 processor's L1 cache. It draws its next work id only after that wait, so every drawn id but those of
@@ -26,8 +26,8 @@ flag (`_kernel_signals`). A program is a single warp, so that other warps of the
 while it waits; each thread sums up its own share of a piece, and only the sums cross the warp.
 
 Inside, everything is float32; logarithms are to the base 2 and relative to (nearly) the row's
-largest logit. The formulas are in `_kernel_statistics` (first visit), `_kernel_row_values` (values)
-and `_kernel_gradients` (second visit).
+largest logit. This file, `_kernel_statistics` (first visit), `_kernel_row_values` and
+`_kernel_gradients` (second visit) know no single kind of component: `_kernel_components` does.
 
 References:
     Milakov & Gimelshein (2018), "Online normalizer calculation for softmax", arXiv:1805.02867:
@@ -39,18 +39,17 @@ References:
 import triton
 import triton.language as tl
 
+from steelyard.penalties.from_logits._kernel_components import (
+    COEFFICIENTS,
+    WITH_MIDDLE,
+    middle_piece,
+    wait_for_row,
+)
 from steelyard.penalties.from_logits._kernel_gradients import (
     gradient_piece,
 )
 from steelyard.penalties.from_logits._kernel_row_values import (
     combine_row,
-    js_piece,
-)
-from steelyard.penalties.from_logits._kernel_signals import (
-    COEFFICIENTS,
-    K_P,
-    Z_TOP,
-    wait_for,
 )
 from steelyard.penalties.from_logits._kernel_statistics import (
     piece_statistics,
@@ -66,7 +65,7 @@ from steelyard.penalties.from_logits._kernel_tiles import (
 def sweep_kernel(
     z_ptr, r_ptr, t_ptr, scale_ptr, values, gz_ptr, gr_ptr, gram_ptr, stats_ptr, coefs_ptr,
     counter_ptr, rows, classes, pieces, tiles, lag, z_stride, r_stride, gz_stride, gr_stride,
-    inv_temperature, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+    inv_temperature, weights, limits,
     KINDS: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, GZ: tl.constexpr,
     GR: tl.constexpr, GRAM: tl.constexpr, STATS: tl.constexpr, PAIRS: tl.constexpr,
     VECTOR: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr,
@@ -78,8 +77,8 @@ def sweep_kernel(
         r_ptr: Reference, the same shape, with `r_stride`.
         t_ptr: Targets, `[rows]`.
         scale_ptr: Factor of each row, `[rows]`, read if SCALED; a row of factor 0 is not read.
-        values: `[COUNT + 1 (+ 1 with JS), rows]`: each component, the weighted total without JS,
-            what JS adds to it.
+        values: `[COUNT + 1, rows]`: each component, then their weighted total. With a middle pass
+            there is one more row: what its kinds add to the total.
         gz_ptr: Gradient by the logits, written if GZ.
         gr_ptr: Gradient by the reference, written if GR.
         gram_ptr: `[PAIRS, rows, pieces]`: inner products of the components' gradients, if GRAM.
@@ -88,21 +87,22 @@ def sweep_kernel(
         counter_ptr: The last work id drawn, -1 at first.
         rows: Number of rows; then of classes, of pieces in a row and of tiles in a piece.
         lag: Work ids between an item's first visit and its next.
-        inv_temperature: 1 / T; then the components' weights and the limits of the log ratios.
+        inv_temperature: 1 / T.
+        weights: Weights of the components, a tuple by kind, 0 for kinds that are not computed.
+        limits: Limits of the log ratios in nats, a tuple by kind.
         KINDS: Bit k is set if component kind k is computed; COUNT of them.
         VECTOR: Elements in 16 bytes.
         PACKED: Whether 16-bit floats are loaded two to a word.
         PIECES: `pieces`, rounded up to a power of 2.
     """
-    JSD: tl.constexpr = (KINDS >> 3) & 1
-    BEFORE: tl.constexpr = (KINDS & 1) + ((KINDS >> 1) & 1) + ((KINDS >> 2) & 1)
+    MIDDLE: tl.constexpr = 1 if (WITH_MIDDLE & KINDS) != 0 else 0
     GRADIENTS: tl.constexpr = GZ or GR or GRAM
     # Two tiles in a turn save moves between registers; inner products leave too few registers.
     UNROLL: tl.constexpr = 1 if GRAM else 2
     log2_scale = inv_temperature * LOG2E
     items = rows * pieces
     total_lag = 0
-    if JSD:
+    if MIDDLE:
         total_lag += lag
     if GRADIENTS:
         total_lag += lag
@@ -132,12 +132,12 @@ def sweep_kernel(
                     combine_row(
                         z_row, r_row, t_ptr + row, values + row, coefs_ptr + row * COEFFICIENTS,
                         stats, rows, classes, pieces, row_scale, log2_scale,
-                        w_ent, w_fwd, w_rev, w_z, w_ce, limit_f, limit_r, KINDS, PIECES,
+                        weights, limits, KINDS, COUNT, PIECES,
                     )  # fmt: skip
             elif piece == 0:
-                for i in tl.static_range(COUNT + 1 + JSD):
+                for i in tl.static_range(COUNT + 1 + MIDDLE):
                     tl.store(values + i * rows + row, 0.0)
-        if JSD:
+        if MIDDLE:
             item = work_id - lag
             if (item >= 0) & (item < items):
                 row = item // pieces
@@ -146,11 +146,11 @@ def sweep_kernel(
                     row_scale = tl.load(scale_ptr + row)
                 if row_scale != 0:
                     sums = stats_ptr + row.to(tl.int64) * (STATS * pieces) + (STATS - 2) * pieces
-                    js_piece(
+                    middle_piece(
                         z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
-                        values + BEFORE * rows + row, values + (COUNT + 1) * rows + row,
-                        coefs_ptr + row * COEFFICIENTS, sums, item - row * pieces, tiles, classes,
-                        pieces, row_scale, log2_scale, w_js, VECTOR, PACKED, PIECES,
+                        values + row, coefs_ptr + row * COEFFICIENTS, sums, item - row * pieces,
+                        tiles, classes, pieces, rows, row_scale, log2_scale, weights,
+                        KINDS, COUNT, VECTOR, PACKED, PIECES,
                     )  # fmt: skip
         if lag == 0:
             # Wait for the row before drawing: otherwise programs could wait for the statistics of
@@ -161,8 +161,7 @@ def sweep_kernel(
                 if SCALED:
                     row_scale = tl.load(scale_ptr + row)
                 if row_scale != 0:
-                    place = coefs_ptr + row * COEFFICIENTS + (K_P if JSD else Z_TOP)
-                    wait_for(place, tl.load(place, volatile=True))
+                    wait_for_row(coefs_ptr + row * COEFFICIENTS, KINDS)
             drawn = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
         if GRADIENTS:
             item = work_id - total_lag
@@ -180,8 +179,7 @@ def sweep_kernel(
                         z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
                         t_ptr + row, gz_row, gr_row, gram_piece, coefs_ptr + row * COEFFICIENTS,
                         items, piece, tiles, classes, row_scale, inv_temperature, log2_scale,
-                        w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-                        KINDS, GZ, GR, GRAM, VECTOR, PACKED, UNROLL,
+                        weights, limits, KINDS, GZ, GR, GRAM, VECTOR, PACKED, UNROLL,
                     )  # fmt: skip
                 else:
                     for i in range(tiles):

@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from steelyard.penalties.from_logits._blockwise import SweepResult, Wants
-from steelyard.penalties.from_logits._components import ENTROPY, FORWARD, JS, REVERSE, Component
-from steelyard.penalties.from_logits._kernel_signals import COEFFICIENTS
+from steelyard.penalties.from_logits._components import NEED_REFERENCE, Component
+from steelyard.penalties.from_logits._kernel_components import (
+    COEFFICIENTS,
+    KERNEL_KINDS,
+    has_middle_pass,
+    statistics_count,
+)
 from steelyard.penalties.from_logits._kernels import scale_kernel, sweep_kernel
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _NARROW = (torch.bfloat16, torch.float16)
-_KINDS = 6
 
 
 class Shape(NamedTuple):
@@ -43,19 +47,24 @@ def shape_for(kinds: Sequence[int], wants: Wants) -> Shape:
     """Shape that measured best on an H200, at 128256 classes of bfloat16."""
     if wants.gram:
         return Shape(16, 20, 128, waits=False)
-    if JS in kinds:
+    if has_middle_pass(kinds):
         return Shape(16, 20, 96, waits=False)
-    if FORWARD in kinds or REVERSE in kinds:
+    if NEED_REFERENCE.intersection(kinds):
         return Shape(8, 20, None if wants.reference else 96)
     return Shape(8, 24)
 
 
 def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Component]) -> bool:
-    """Return whether the kernels support the inputs: each kind once, all at one temperature."""
+    """Return whether the kernels support the inputs.
+
+    They need floats of at most 32 bits, each kind once, all at one temperature, and pieces of their
+    own for each kind (`_kernel_components`). Other inputs take the plain formulas.
+    """
     kinds = [each.kind for each in components]
     return (
         all(x is None or x.dtype in _FLOATS for x in (logits, reference))
         and logits.numel() > 0
+        and all(kind in KERNEL_KINDS for kind in kinds)
         and all(a < b for a, b in pairwise(kinds))
         and len({each.temperature for each in components}) == 1
     )
@@ -95,14 +104,14 @@ def sweep(
     shape = shape or shape_for(kinds, wants)
     tiles = min(shape.tiles, _cdiv(classes, 64 * vector))
     pieces = _cdiv(classes, 64 * vector * tiles)
-    # The components' values, then the weighted total without JS, then what JS adds to it: its value
-    # is known later, and two programs cannot add to one number without an order.
-    values = z.new_empty((len(kinds) + 1 + (JS in kinds), rows), dtype=torch.float32)
+    # The components' values, then the weighted total without the kinds of the middle pass, then
+    # what those add to it: they are known later, and two programs would add in no fixed order.
+    values = z.new_empty((len(kinds) + 1 + has_middle_pass(kinds), rows), dtype=torch.float32)
     by_logits = (torch.empty_like(z) if into is None else into) if wants.logits else None
     by_reference = torch.empty_like(r) if wants.reference else None
     pairs = len(kinds) * (len(kinds) + 1) // 2
     products = z.new_empty((pairs, rows, pieces), dtype=torch.float32) if wants.gram else None
-    statistics = _statistics(kinds)
+    statistics = statistics_count(kinds)
     # One allocation, filled with UNSET (-1): the counter of work ids, the pieces' statistics
     # `[rows, statistics, pieces]`, the rows' coefficients `[rows, COEFFICIENTS]`.
     size = 1 + rows * pieces * statistics
@@ -120,8 +129,8 @@ def sweep(
         _pointer(by_reference, r), _pointer(products, values), shared[1:], shared[size:], shared,
         rows, classes, pieces, tiles, lag, z.stride(0), r.stride(0),
         _pointer(by_logits, z).stride(0), _pointer(by_reference, r).stride(0),
-        1.0 / components[0].temperature, *(by_kind.get(kind, 0.0) for kind in range(_KINDS)),
-        limits.get(FORWARD, math.inf), limits.get(REVERSE, math.inf),
+        1.0 / components[0].temperature, tuple(by_kind.get(kind, 0.0) for kind in KERNEL_KINDS),
+        tuple(limits.get(kind, math.inf) for kind in KERNEL_KINDS),
         KINDS=sum(1 << kind for kind in kinds), COUNT=len(kinds),
         SCALED=scale is not None, GZ=wants.logits, GR=wants.reference, GRAM=wants.gram,
         STATS=statistics, PAIRS=pairs, VECTOR=vector, PACKED=_is_packed(z, r),
@@ -142,14 +151,6 @@ def scale(x: Tensor, factor: Tensor) -> None:
 def _cdiv(a: int, b: int) -> int:
     """Ceiling of a / b; `triton.cdiv` takes 20 µs a call."""
     return -(-a // b)
-
-
-def _statistics(kinds: Sequence[int]) -> int:
-    """Count the numbers that a piece publishes, as in `_kernel_statistics`; 2 more for JS."""
-    compares = any(kind in kinds for kind in (FORWARD, REVERSE, JS))
-    ratios = sum(kind in kinds for kind in (FORWARD, REVERSE))
-    own = 2 + (ENTROPY in kinds) + 2 * compares
-    return own + ratios + (ratios > 0) + 2 * (JS in kinds)
 
 
 def _gram(products: Tensor, count: int) -> Tensor:
