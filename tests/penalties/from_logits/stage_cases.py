@@ -77,7 +77,7 @@ class Row:
         """All coefficients of the row, by place."""
         ratio, mean = np.log2(self.p / self.q), (self.p + self.q) / 2
         top, top_r = float(self.x.max()), float(self.y.max())
-        by_name: list[tuple[Any, float]] = [
+        by_name: list[tuple[Any, Any]] = [
             (signals.Z_TOP, top),
             (signals.Z_LEVEL, self._lse(self.x) - top),
             (signals.R_TOP, top_r),

@@ -48,7 +48,9 @@ def test_a_sweep_against_autograd(module: Any, monkeypatch: pytest.MonkeyPatch) 
     if module is numpy_namespace:
         arrays = [x.numpy() for x in arrays]
     components = [Component(REVERSE, 1.0, 100.0), Component(Z_LOSS, 1.0)]
-    found = sweep(module, *arrays, components, [2.0, -3.0], Wants(True, True, True))
+    z, r, t, share = arrays
+    wants = Wants(logits=True, reference=True, gram=True)
+    found = sweep(module, z, r, t, share, components, [2.0, -3.0], wants)
     sums = np.asarray(found.values).sum(-1)
     wanted = [float(values[name]) for name in names]
     np.testing.assert_allclose(sums, [*wanted, 2 * wanted[0] - 3 * wanted[1]], rtol=1e-12)

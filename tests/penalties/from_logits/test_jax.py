@@ -72,6 +72,6 @@ def test_gradient_and_inner_products_against_autograd() -> None:
     components = [Component(REVERSE, 1.0, 100.0), Component(Z_LOSS, 1.0)]
     found = _jax.gradient_and_gram(z, r, t, jnp.asarray(scale.numpy()), components, [2.0, -3.0])
     exact = 2 * gradients["reverse"][0] - 3 * gradients["z_loss"][0]
-    np.testing.assert_allclose(found.logits, exact.numpy(), rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(np.asarray(found.logits), exact.numpy(), rtol=1e-9, atol=1e-14)
     each = torch.stack([gradients[name][0].flatten() for name in names])
-    np.testing.assert_allclose(found.gram, (each @ each.T).numpy(), rtol=1e-9)
+    np.testing.assert_allclose(np.asarray(found.gram), (each @ each.T).numpy(), rtol=1e-9)

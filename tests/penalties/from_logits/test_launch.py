@@ -27,6 +27,7 @@ def test_inputs_that_do_not_fit() -> None:
     assert not _launch.fits(z, z, [one, Component(3, 2.0)])
     assert not _launch.fits(z.double(), z, [one])
     assert not _launch.fits(z[:0], z[:0], [one])
+    assert not _launch.fits(z, z, [one, Component(6, 1.0)])  # a kind without a kernel
 
 
 def test_processors_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,10 @@
 
 A component is one formula of the softmax with a gradient in closed form. `kl` with
 `direction="symmetric"`, for example, is half of FORWARD and half of REVERSE.
+
+A new kind gets its number, its inputs and its term here, its formulas in `_formulas`, and its
+function in `logit_terms`. It then works on every backend. Its pieces in `_kernel_components` make
+it part of the Triton kernels; without them, calls with it take the plain formulas on a GPU too.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ class _Block:
     def __init__(
         self, xp: Namespace, logits: Array, reference: Array | None, targets: Array | None
     ) -> None:
-        self.xp, self.logits, self.reference, self.targets = xp, logits, reference, targets
+        self.xp, self.logits = xp, logits
+        # None if no component needs them, and then not read.
+        self.reference: Array = reference
+        self.targets: Array = targets
         self._logs: dict[tuple[bool, float], Array] = {}
 
     def log_p(self, component: Component) -> Array:

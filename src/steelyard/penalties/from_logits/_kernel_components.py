@@ -48,6 +48,8 @@ the results to nats), the stages are:
    `df/da - p sum df/da` for a = ln p.
 """
 
+from collections.abc import Collection
+
 import triton
 import triton.language as tl
 
@@ -122,14 +124,14 @@ H, K_F, MASS_F, K_R, MASS_R, LIMIT_HIT, K_P, K_Q = (
 COEFFICIENTS = tl.constexpr(SHARED_COEFFICIENTS + 8)
 
 
-def statistics_count(kinds):
+def statistics_count(kinds: Collection[int]) -> int:
     """Count the numbers that a piece publishes, in all passes; see `publish_sums`."""
     shared = 4 if NEED_REFERENCE.intersection(kinds) else 2
     ratios = sum(kind in kinds for kind in (FORWARD, REVERSE))
     return shared + (ENTROPY in kinds) + ratios + (ratios > 0) + 2 * has_middle_pass(kinds)
 
 
-def has_middle_pass(kinds):
+def has_middle_pass(kinds: Collection[int]) -> bool:
     return JS in kinds
 
 
@@ -159,20 +161,39 @@ def add_to_sums(sums, e, x, f, d, KINDS: tl.constexpr):
 
 
 @triton.jit
-def publish_sums(place, pieces, sums, KINDS: tl.constexpr):
-    """Reduce the sums across the warp and publish those of the kinds, `pieces` apart."""
+def reduce_sums(sums, other, KINDS: tl.constexpr):
+    """Reduce the sums across the warp; `other` where not computed."""
     sum_ex, sum_ed, sum_fd, max_d = sums
+    moment = other
+    cross_f = other
+    cross_r = other
+    max_ratio = other
     if (ENT & KINDS) != 0:
-        publish(place, tl.sum(sum_ex, 0))
+        moment = tl.sum(sum_ex, 0)
+    if (FWD & KINDS) != 0:
+        cross_f = tl.sum(sum_ed, 0)
+    if (REV & KINDS) != 0:
+        cross_r = -tl.sum(sum_fd, 0)
+    if (WITH_LIMIT & KINDS) != 0:
+        max_ratio = tl.max(max_d, 0)
+    return moment, cross_f, cross_r, max_ratio
+
+
+@triton.jit
+def publish_sums(place, pieces, reduced, KINDS: tl.constexpr):
+    """Publish the reduced sums of the kinds, one after the other, at a distance of `pieces`."""
+    moment, cross_f, cross_r, max_ratio = reduced
+    if (ENT & KINDS) != 0:
+        publish(place, moment)
         place += pieces
     if (FWD & KINDS) != 0:
-        publish(place, tl.sum(sum_ed, 0))
+        publish(place, cross_f)
         place += pieces
     if (REV & KINDS) != 0:
-        publish(place, -tl.sum(sum_fd, 0))
+        publish(place, cross_r)
         place += pieces
     if (WITH_LIMIT & KINDS) != 0:
-        publish(place, tl.max(max_d, 0))
+        publish(place, max_ratio)
 
 
 # 2. Values of a row, and the coefficients of its gradients.

@@ -20,6 +20,7 @@ from steelyard.penalties.from_logits._kernel_components import (
     add_to_sums,
     new_sums,
     publish_sums,
+    reduce_sums,
 )
 from steelyard.penalties.from_logits._kernel_signals import (
     publish,
@@ -91,9 +92,9 @@ def piece_statistics(
     # own. It is good enough unless the sum overflows (which takes a logit that is larger by 70) or
     # the first tile is all -inf; then the piece is summed up once more by its true maximum.
     attempt = 0
-    total = 0.0
-    total_r = 0.0
-    sums = new_sums()
+    total = tl.full([], 0.0, tl.float32)
+    total_r = total
+    reduced = reduce_sums(new_sums(), total, 0)
     while attempt < 2:
         base = tl.where(top == float("-inf"), 0.0, top)
         base_r = tl.where(top_r == float("-inf"), 0.0, top_r)
@@ -124,6 +125,7 @@ def piece_statistics(
         total = tl.sum(sum_e, 0)
         if COMPARES:
             total_r = tl.sum(sum_f, 0)
+        reduced = reduce_sums(sums, total, KINDS)
         is_exact = (top != float("-inf")) & (total < OVERFLOW)
         if COMPARES:
             is_exact = is_exact & (top_r != float("-inf")) & (total_r < OVERFLOW)
@@ -145,4 +147,4 @@ def piece_statistics(
         publish(place, top_r)
         publish(place + pieces, total_r)
         place += 2 * pieces
-    publish_sums(place, pieces, sums, KINDS)
+    publish_sums(place, pieces, reduced, KINDS)
