@@ -138,7 +138,7 @@ def _weighted(
     like: Array,
 ) -> Array:
     total = xp.zeros_like(like)
-    for slope, weight in zip(gradients, weights, strict=True):
-        if slope is not None:
-            total = total + weight * slope
+    for gradient, weight in zip(gradients, weights, strict=True):
+        if gradient is not None:
+            total = total + weight * gradient
     return _scaled(xp, total, share)

@@ -138,7 +138,7 @@ def _entropy_values(block: _Block, component: Component) -> Array:
 
 
 def _entropy_gradients(block: _Block, component: Component) -> ComponentGradients:
-    """By the logits -p · (a + H) / T."""
+    """Gradient by the logits: -p · (a + H) / T."""
     xp, a = block.xp, block.log_p(component)
     p = xp.exp(a)
     a = clamp(xp, a, LOG_ZERO)
@@ -195,7 +195,7 @@ def _js_values(block: _Block, component: Component) -> Array:
 
 
 def _js_gradients(block: _Block, component: Component) -> ComponentGradients:
-    """By the logits p · (a - m - Σ p · (a - m)) / 2T, and the same with q and b.
+    """Gradient by the logits: p · (a - m - Σ p · (a - m)) / 2T; the reference's with q and b.
 
     The derivative of m drops out, since Σ (p + q) / 2 is constant.
     """
@@ -219,7 +219,7 @@ def _z_loss_values(block: _Block, component: Component) -> Array:
 
 
 def _z_loss_gradients(block: _Block, component: Component) -> ComponentGradients:
-    """By the logits 2 · lse · p / T; 0 for a row of all -inf, whose value is infinite."""
+    """Gradient by the logits: 2 · lse · p / T; 0 for a row of all -inf, whose value is infinite."""
     xp, temperature = block.xp, component.temperature
     level = log_sum(xp, block.logits, temperature)
     factor = xp.where(level == -math.inf, 0.0, 2.0 * level / temperature)
@@ -234,7 +234,7 @@ def _cross_entropy_values(block: _Block, component: Component) -> Array:
 
 
 def _cross_entropy_gradients(block: _Block, component: Component) -> ComponentGradients:
-    """By the logits (p - onehot(target)) / T."""
+    """Gradient by the logits: (p - onehot(target)) / T."""
     xp, a, targets = block.xp, block.log_p(component), block.targets
     p = xp.exp(a)
     is_target = xp.arange(a.shape[-1], device=_device(a))[None, :] == targets[:, None]

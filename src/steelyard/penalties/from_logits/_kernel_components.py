@@ -92,7 +92,8 @@ from steelyard.penalties.from_logits._kernel_tiles import (
     to_float32,
 )
 
-# Kinds that the kernels compute. Others run by the plain formulas: `_launch.fits` says no.
+# Kinds that the kernels compute, 0, 1, … without a gap: a kind's number is its bit in KINDS and its
+# place in tuples by kind. Other kinds run by the plain formulas: `_launch.fits` says no.
 KERNEL_KINDS = (ENTROPY, FORWARD, REVERSE, JS, Z_LOSS, CROSS_ENTROPY)
 KIND_COUNT = tl.constexpr(len(KERNEL_KINDS))
 # Each kind as a bit of KINDS, and its place in tuples by kind. (A bit stands before KINDS in `&`,
@@ -140,7 +141,7 @@ def has_middle_pass(kinds: Collection[int]) -> bool:
 
 @triton.jit
 def new_sums():
-    """Each thread's sums before the first tile, `[32]` each."""
+    """Sums of each thread before the first tile, `[32]` each."""
     zeros = tl.zeros([32], tl.float32)
     return zeros, zeros, zeros, zeros
 
@@ -463,7 +464,7 @@ def wait_for_coefficients(coefs, bits, other, KINDS: tl.constexpr):
 
 @triton.jit
 def exceeds_limit(row):
-    """Whether a log ratio of the row may exceed the limit; of kinds WITH_LIMIT only."""
+    """Return whether a log ratio of the row may exceed the limit; of kinds WITH_LIMIT only."""
     return row[5] != 0
 
 
@@ -655,7 +656,7 @@ def _add_product(partial, a, b, both: tl.constexpr):
 
 @triton.jit
 def new_products():
-    """Each thread's inner products before the first tile: `[32]` for each of the 21 pairs."""
+    """Inner products of each thread before the first tile: `[32]` for each of the 21 pairs."""
     zeros = tl.zeros([32], tl.float32)
     return (
         zeros, zeros, zeros, zeros, zeros, zeros, zeros,
