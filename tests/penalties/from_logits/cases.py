@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard import penalties
+from steelyard import penalties, schedules
+from tests.penalties.backends import Backend
 
 # Every kind of term, with a weight of its own.
 TERMS: dict[str, dict[str, Any]] = {
@@ -23,14 +24,14 @@ KINDS = {"forward": "kl", "reverse": "kl", "symmetric": "kl"}
 
 
 def written(names: Any, **options: Any) -> list[Any]:
-    """Terms as a caller writes them."""
+    """Terms as a caller passes them."""
     return [(KINDS.get(n, n), {"name": n, **TERMS[n], **options}) for n in names]
 
 
 def inputs(
     seed: int, rows: int, classes: int, dtype: torch.dtype = torch.float64, hard: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, reference and targets; hard: classes without probability, and far ones."""
+    """Logits, reference and targets; hard: classes at -inf, and log ratios above the limit."""
     made = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(rows, classes, generator=made, dtype=torch.float64)
     reference = logits + torch.randn(rows, classes, generator=made, dtype=torch.float64)
@@ -39,7 +40,7 @@ def inputs(
         logits[0, 1] = reference[0, 1] = -torch.inf
         logits[1, 2] = reference[2, 3] = -torch.inf
         reference[3] += 500  # an offset changes nothing
-        reference[4, 0], logits[4, 5] = -300, 250  # beyond the limit of the ratio
+        reference[4, 0], logits[4, 5] = -300, 250  # the log ratio exceeds its limit
         logits[5, : classes // 2] = -torch.inf
         targets[:] = classes - 1
     return logits.to(dtype), reference.to(dtype), targets
@@ -81,3 +82,18 @@ def by_autograd(
         found = torch.autograd.grad(values[name], (z, r), allow_unused=True)
         gradients[name] = [torch.zeros_like(z) if g is None else g.nan_to_num(0.0) for g in found]
     return {name: value.detach() for name, value in values.items()}, gradients
+
+
+PLANS: list[Any] = [
+    [("entropy", schedules.warmup(1.0, 4)), ("z_loss", {"weight": schedules.linear(1.0, -1.0, 4)})],
+    {"entropy": {"weight": schedules.warmup(1.0, 4)}, "z_loss": schedules.linear(1.0, -1.0, 4)},
+]
+
+
+def arguments(backend: Backend, *tensors: torch.Tensor) -> tuple[Any, Any, Any]:
+    logits, reference, targets = tensors
+    return (
+        backend.array(logits.numpy()),
+        backend.array(reference.numpy()),
+        backend.array(targets.numpy(), "int64"),
+    )

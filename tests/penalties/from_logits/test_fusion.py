@@ -1,4 +1,4 @@
-"""Calls of a loss that go together, and come to the same numbers."""
+"""Fusion of calls: which are grouped, and that the results equal separate calls."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def group(*calls: LogitCall) -> list[tuple[str, ...]]:
     return [each.names for each in fusable(calls)]
 
 
-def test_the_numbers_are_those_of_the_calls() -> None:
+def test_fused_results_equal_separate_calls() -> None:
     [fused] = fusable(CALLS)
     found = fused.compute(track_grad_norms=True)
-    apart = {c.name: c.fn(**c.arrays, **c.options) for c in CALLS}
-    for name, value in apart.items():
+    separate = {c.name: c.fn(**c.arrays, **c.options) for c in CALLS}
+    for name, value in separate.items():
         torch.testing.assert_close(found.values[name], value.detach())
-    wanted = torch.autograd.grad(sum(c.weight * apart[c.name] for c in CALLS), (Z, R))
+    wanted = torch.autograd.grad(sum(c.weight * separate[c.name] for c in CALLS), (Z, R))
     for a, b in zip(torch.autograd.grad(found.total, (Z, R)), wanted, strict=True):
         torch.testing.assert_close(a, b)
     assert set(found.grad_norms) == {"ce", "spread", "drift", "total"}
 
 
-def test_a_sum_stays_a_sum() -> None:
+def test_the_reduction_sum_is_kept() -> None:
     calls = [LogitCall(n, f.entropy, {"logits": Z}, 1.0, {"reduction": "sum"}) for n in ("a", "b")]
     [fused] = fusable(calls)
     alone = f.entropy(Z, reduction="sum").detach()
@@ -69,18 +69,18 @@ def test_a_sum_stays_a_sum() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together(other: LogitCall) -> None:
+def test_calls_that_cannot_be_fused(other: LogitCall) -> None:
     assert group(*CALLS, other) == [("ce", "spread", "drift")]
 
 
-def test_a_call_that_cannot_be_fused_fits_none() -> None:
+def test_a_call_that_cannot_be_fused_fits_no_other() -> None:
     other = LogitCall("x", torch.sum, READ)
     assert not other.fits(CALLS[0])
     assert not CALLS[0].fits(other)
     assert CALLS[0].fits(CALLS[1])
 
 
-def test_two_ways_of_one_kind_go_together() -> None:
+def test_directions_and_modes_of_one_kind_are_fused() -> None:
     calls = [
         LogitCall("there", f.kl, {**READ, "reference": R}),
         LogitCall("back", f.kl, {**READ, "reference": R}, 1.0, {"direction": "reverse"}),
@@ -91,13 +91,13 @@ def test_two_ways_of_one_kind_go_together() -> None:
     assert group(*calls) == [("there", "back", "both", "sure", "open")]
 
 
-def test_a_second_group() -> None:
+def test_calls_over_other_logits_form_a_second_group() -> None:
     more = [LogitCall(n, f.entropy, {"logits": R}) for n in ("c", "d")]
     assert group(more[0], *CALLS, more[1]) == [("c", "d"), ("ce", "spread", "drift")]
     assert group() == []
 
 
-def test_a_call_from_its_arguments() -> None:
+def test_a_call_is_built_from_its_arguments() -> None:
     given = LogitCall.of("drift", f.kl, [Z, R], {"mask": MASK}, 0.3, {"direction": "reverse"})
     assert given is not None
     assert given.fits(CALLS[0])

@@ -1,9 +1,9 @@
-"""The Triton kernels: for real on a GPU, elsewhere through Triton's interpreter."""
+"""The Triton kernels: on a GPU if there is one, else through Triton's interpreter."""
 
 from __future__ import annotations
 
 from itertools import combinations_with_replacement
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,11 +22,10 @@ from steelyard.penalties.from_logits import (
 )
 from steelyard.penalties.from_logits._blockwise import Wants
 from steelyard.penalties.from_logits._components import (
-    Component,
     components_of,
     needs_reference,
     needs_targets,
-    read_terms,
+    parse_terms,
 )
 from tests.penalties.from_logits.cases import TERMS, by_autograd, inputs, written
 
@@ -47,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernels, cut so small that a row has several pieces, and a piece several tiles."""
+    """The kernels with a small shape: several pieces in a row, several tiles in a piece."""
     monkeypatch.setattr(_operators, "_has_kernels", lambda x: True)
     monkeypatch.setattr(_launch, "shape_for", lambda kinds, wants: _launch.Shape(2, 2))
     return _launch
@@ -58,7 +57,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.double().cpu() - wanted).norm() / (size or 1))
 
 
-def swept(
+def run_sweep(
     launch: ModuleType,
     names: list[str],
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -68,10 +67,10 @@ def swept(
     temperature: float = 1.0,
     **wants: bool,
 ) -> Any:
-    """A sweep into poisoned memory."""
+    """Sweep into memory that is filled with NaN."""
     logits, reference, targets = (x.to(DEVICE) for x in tensors)
     options: dict[str, Any] = {"temperature": temperature}
-    terms = read_terms(
+    terms = parse_terms(
         [
             (kind, {**own, **options, **({"max_log_ratio": limit} if kind == "kl" else {})})
             for kind, own in written(names)
@@ -79,7 +78,9 @@ def swept(
         logits.shape[1],
     )
     components = components_of(terms)
-    weights = [sum(t.weight * s for t in terms for c, s in t.parts if c == k) for k in components]
+    weights = [
+        sum(t.weight * s for t in terms for c, s in t.components if c == k) for k in components
+    ]
     assert launch.fits(logits, reference, components)
     return launch.sweep(
         logits,
@@ -103,7 +104,7 @@ def check(
 ) -> None:
     rows = len(tensors[0])
     compares = any(name in ("forward", "reverse", "js", "symmetric") for name in names)
-    found = swept(
+    found = run_sweep(
         launch, names, tensors, scale, logits=True, reference=compares, gram=True, **options
     )
     share = torch.ones(rows) if scale is None else scale
@@ -131,7 +132,7 @@ def check(
     torch.testing.assert_close(
         sums[: len(kinds)] * sign, torch.stack([values[n] for n in kinds]), rtol=1e-5, atol=1e-6
     )
-    alone = swept(launch, names, tensors, scale, logits=True, **options).logits
+    alone = run_sweep(launch, names, tensors, scale, logits=True, **options).logits
     wanted = torch.as_tensor(sum(weights[n] * gradients[n][0] for n in names))
     rounded = 1.02 * relative(wanted.to(alone.dtype), wanted)
     assert relative(alone, wanted) < max(tolerance, rounded), "without inner products"
@@ -164,14 +165,14 @@ def test_hard_rows_and_scales(launch: ModuleType, limit: float) -> None:
     scale = torch.tensor([1.0, 0.5, 2.0, 0.3, 0.7, 1.0, 0.0, 0.1])
     for names in (["entropy", "forward", "reverse", "js"], ["entropy"], ["reverse"]):
         check(launch, names, tensors, scale, limit=limit)
-    found = swept(launch, ["z_loss", "cross_entropy"], tensors, scale, logits=True)
+    found = run_sweep(launch, ["z_loss", "cross_entropy"], tensors, scale, logits=True)
     assert torch.all(found.logits[6] == 0)
     assert torch.all(found.values[:, 6] == 0)
 
 
-def test_the_exact_ratio_may_be_infinite(launch: ModuleType) -> None:
+def test_kl_without_limit_may_be_infinite(launch: ModuleType) -> None:
     tensors = inputs(23, 6, 40, torch.float32, hard=True)
-    found = swept(launch, ["forward", "reverse"], tensors, None, limit=None)
+    found = run_sweep(launch, ["forward", "reverse"], tensors, None, limit=None)
     infinite = found.values[:2].cpu().isinf()
     assert infinite.tolist() == [
         [False, False, True, False, False, False],
@@ -179,19 +180,19 @@ def test_the_exact_ratio_may_be_infinite(launch: ModuleType) -> None:
     ]
 
 
-def test_no_probability_at_all(launch: ModuleType) -> None:
+def test_a_row_of_minus_infinity(launch: ModuleType) -> None:
     z = torch.full((1, 20), -torch.inf)
     tensors = (z, z.clone(), torch.zeros(1, dtype=torch.int64))
-    found = swept(launch, ["entropy", "forward", "js", "z_loss"], tensors, None, logits=True)
+    found = run_sweep(launch, ["entropy", "forward", "js", "z_loss"], tensors, None, logits=True)
     assert found.values[:4, 0].tolist() == [0, 0, 0, torch.inf]
     assert torch.all(found.logits == 0)
 
 
-def test_nan_is_seen(launch: ModuleType) -> None:
+def test_nan_propagates(launch: ModuleType) -> None:
     for place in (0, 1):
         tensors = inputs(24, 2, 300, torch.float32)
         tensors[place][1, 250] = torch.nan
-        found = swept(launch, ["forward", "reverse", "js"], tensors, None, logits=True)
+        found = run_sweep(launch, ["forward", "reverse", "js"], tensors, None, logits=True)
         assert found.values.isnan().any(0).tolist() == [False, True]
         assert found.logits.isnan().any(1).tolist() == [False, True]
 
@@ -201,12 +202,12 @@ def test_nan_is_seen(launch: ModuleType) -> None:
 def test_narrow_floats(
     launch: ModuleType, dtype: torch.dtype, tolerance: float, classes: int
 ) -> None:
-    """In pairs, and where an odd number of classes leaves none; rounding is all that is lost."""
+    """Two to a word, and an odd number of classes, which cannot be packed."""
     check(launch, FOUR, inputs(25, 2, classes, dtype), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("names", [FOUR, ["forward"], ["js"], ["entropy", "z_loss"]])
-def test_as_it_is_cut_in_earnest(
+def test_the_default_shape(
     launch: ModuleType, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     monkeypatch.undo()
@@ -218,27 +219,6 @@ def test_mixed_floats(launch: ModuleType) -> None:
     logits, _, targets = inputs(26, 2, 64, torch.float32)
     reference = inputs(27, 2, 64, torch.bfloat16)[1]
     check(launch, ["forward"], (logits, reference, targets), tolerance=2e-3)
-
-
-def test_what_does_not_fit(launch: ModuleType) -> None:
-    z = torch.zeros(2, 3, device=DEVICE)
-    one, other = Component(1, 1.0, 100.0), Component(1, 1.0, 5.0)
-    assert launch.fits(z, z, [one])
-    assert not launch.fits(z, z, [one, other])
-    assert not launch.fits(z, z, [one, Component(3, 2.0)])
-    assert not launch.fits(z.double(), z, [one])
-    assert not launch.fits(z[:0], z[:0], [one])
-
-
-def test_programs_are_as_many_as_processors(
-    launch: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(multi_processor_count=device.index),
-    )
-    assert launch._processors(torch.device("cuda", 7)) == 7
 
 
 # Through the front door.
@@ -264,7 +244,7 @@ def test_functions_and_backward() -> None:
 
 
 def test_backward_twice() -> None:
-    """What `CompositeLoss` does to track the norms of its terms."""
+    """`CompositeLoss` does this to track the norms of its terms."""
     logits, reference, _ = (x.to(DEVICE) for x in inputs(32, 3, 40, torch.bfloat16))
     z = logits.requires_grad_()
     total = compose_logits(z, written(["reverse", "z_loss"]), reference=reference).total
@@ -276,8 +256,8 @@ def test_backward_twice() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_rows_that_are_summed(masked: bool) -> None:
-    """Then the gradient that comes to them is one number for all."""
+def test_an_expanded_upstream_gradient(masked: bool) -> None:
+    """The upstream gradient of a sum over rows is one number, expanded with stride 0."""
     z, _, targets = (x.to(DEVICE) for x in inputs(33, 6, 40, torch.float32))
     mask = torch.tensor([True, False, True, True, True, False], device=DEVICE) if masked else None
     z.requires_grad_()

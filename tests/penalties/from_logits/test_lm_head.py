@@ -1,4 +1,4 @@
-"""Output layers, plain and with peft's LoRA, against what the layer itself gives."""
+"""Output layers, plain and with peft's LoRA, against the output of the layer itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(3, 5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_what_it_reads_makes_what_it_gives(bias: bool) -> None:
+def test_the_recorded_projection_gives_the_layers_output(bias: bool) -> None:
     net = Net(bias)
     with overheard(net.head) as heard:
         assert heard.projection is None
@@ -49,7 +49,7 @@ def test_what_it_reads_makes_what_it_gives(bias: bool) -> None:
     assert "forward" not in vars(net.head)
 
 
-def test_something_else_instead_and_the_method_is_back_after_an_error() -> None:
+def test_a_replaced_forward_is_restored_after_an_error() -> None:
     net = Net()
     with overheard(net.head, lambda hidden: hidden[..., :1]) as heard:
         assert net(X).shape == (3, 1)
@@ -61,7 +61,7 @@ def test_something_else_instead_and_the_method_is_back_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("change", [lambda z: z / 2, lambda z: 30 * torch.tanh(z / 30)])
-def test_a_model_that_changes_its_logits_changes_the_stand_in(change: Any) -> None:
+def test_a_model_that_scales_or_caps_logits_is_detected(change: Any) -> None:
     net = Net()
     with overheard(net.head, stand_in) as heard:
         made = net.head(net.inner(X))
@@ -70,7 +70,7 @@ def test_a_model_that_changes_its_logits_changes_the_stand_in(change: Any) -> No
     assert not heard.untouched(change(made))
 
 
-def test_a_later_pass_without_a_graph_is_not_what_is_heard() -> None:
+def test_a_later_pass_without_a_graph_is_not_recorded() -> None:
     net = Net()
     with overheard(net.head) as heard:
         net(X)
@@ -82,7 +82,7 @@ def test_a_later_pass_without_a_graph_is_not_what_is_heard() -> None:
     assert heard.hidden is not read
 
 
-def test_logits_that_are_no_longer_the_layers() -> None:
+def test_changed_logits_are_not_untouched() -> None:
     net = Net()
     with overheard(net.head) as heard:
         assert not heard.untouched(X)
@@ -94,7 +94,7 @@ def test_logits_that_are_no_longer_the_layers() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_lora_amounts_to_one_weight(bias: bool) -> None:
+def test_lora_is_merged_into_one_weight(bias: bool) -> None:
     model, layer = with_lora(Net(bias), lora_alpha=3)
     with overheard(layer) as heard:
         made = model(X)
@@ -108,7 +108,7 @@ def test_lora_amounts_to_one_weight(bias: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_adapters_that_are_not_in_use_do_not_count() -> None:
+def test_inactive_adapters_are_ignored() -> None:
     model, layer = with_lora(Net())
     bare = layer.base_layer.weight
     with model.disable_adapter():
@@ -123,8 +123,8 @@ def test_adapters_that_are_not_in_use_do_not_count() -> None:
     torch.testing.assert_close(2 * model.base_model.model.inner(X) @ weight.T, made)
 
 
-def test_half_precision_keeps_what_lora_adds() -> None:
-    """In bfloat16 W + B A is W where B A is small."""
+def test_bfloat16_weights_do_not_round_lora_away() -> None:
+    """In bfloat16 W + B A would round to W for a small B A."""
     model, layer = with_lora(Net(dtype=torch.bfloat16), lora_alpha=1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -137,7 +137,7 @@ def test_half_precision_keeps_what_lora_adds() -> None:
     torch.testing.assert_close(weight - bare, added, rtol=0, atol=1e-7)
 
 
-def test_in_autocast_it_is_in_autocasts_dtype() -> None:
+def test_autocast_sets_the_dtype_of_the_projection() -> None:
     net = Net(bias=True, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16), overheard(net.head) as heard:
         net(X.float())
@@ -147,12 +147,12 @@ def test_in_autocast_it_is_in_autocasts_dtype() -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding(3, 4), nn.Sequential(nn.Linear(3, 4))])
-def test_another_kind_of_layer_is_refused(layer: nn.Module) -> None:
+def test_other_kinds_of_layers_are_refused(layer: nn.Module) -> None:
     with pytest.raises(InputError, match=r"needs an output layer that is torch\.nn\.Linear"):
         affine(layer)
 
 
-def test_another_kind_of_adapter_is_refused() -> None:
+def test_other_kinds_of_adapters_are_refused() -> None:
     _, layer = with_lora(Net(), use_dora=True)
     with pytest.raises(InputError, match="needs plain LoRA in the output layer, got a variant"):
         affine(layer)

@@ -1,13 +1,13 @@
-"""Penalties of whole distributions, straight from logits.
+"""Penalties of whole distributions, computed from logits.
 
-* `terms`: `entropy`, `kl`, `js`, `z_loss`, `cross_entropy`, `target_logprobs`
-* `composition`: `compose_logits`: several of them, one read and one write
-* `projection`: `Projection`: stands for logits and does not make them
-* `linear`: `compose_linear`: several terms without ever having all logits
-* `fusion`: `fusable`: which calls of a loss go together
+* `logit_terms`: `entropy`, `kl`, `js`, `z_loss`, `cross_entropy`, `target_logprobs`
+* `composed_logits`: `compose_logits`: several terms with one read and one write of the logits
+* `projection`: `Projection`: hidden states and output layer in place of logits
+* `composed_linear`: `compose_linear`: several terms without all logits in memory at once
+* `fusion`: `fusable`: find the calls of a loss that can be computed together
 * `lm_head`: the output layer of a language model as a `Projection`; needs torch
 
-On CUDA these are Triton kernels; elsewhere the plain formulas, a block of rows at a time.
+On CUDA these run as Triton kernels; elsewhere as plain formulas over blocks of rows.
 """
 
 from steelyard.penalties.from_logits.composed_linear import compose_linear

@@ -1,4 +1,4 @@
-"""The components' values and gradients over all rows, a block of rows at a time."""
+"""Values and gradients of components over all rows, one block of rows at a time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from typing import NamedTuple
 
 from steelyard.penalties._arrays import Array, Namespace, gram, is_torch, widen
 from steelyard.penalties.from_logits._components import Component
-from steelyard.penalties.from_logits._gradient_formulas import Slope, component_slopes
-from steelyard.penalties.from_logits._value_formulas import component_rows, rows_at_once
+from steelyard.penalties.from_logits._formulas import (
+    ComponentGradients,
+    block_rows,
+    component_gradients,
+    component_values,
+)
 
 
 class Wants(NamedTuple):
-    """What is wanted beside the values."""
+    """Outputs of a sweep beside the values.
+
+    Attributes:
+        logits: The gradient of the weighted total by the logits.
+        reference: The gradient by the reference.
+        gram: The inner products of the components' gradients by the logits.
+    """
 
     logits: bool = False
     reference: bool = False
@@ -23,15 +33,16 @@ class Wants(NamedTuple):
         return self.logits or self.reference or self.gram
 
 
-class Swept(NamedTuple):
-    """What came of it; what was not wanted is None.
+class SweepResult(NamedTuple):
+    """Result of a sweep; outputs that were not wanted are None.
 
     Attributes:
-        values: `[components + 1 or more, rows]`, scaled: the components', then what adds up to the
-            weighted total.
+        values: `[components + 1 or more, rows]`, times each row's scale: the components, then rows
+            that add up to the weighted total (the kernels store the share of JS separately).
         logits: Σ weight · scale · gradient by the logits, in their dtype.
         reference: The same by the reference.
-        gram: Inner products of the components' scaled gradients by the logits.
+        gram: `[components, components]`: inner products of the components' scaled gradients by the
+            logits, summed over all rows, in float64.
     """
 
     values: Array
@@ -49,18 +60,20 @@ def sweep(
     components: Sequence[Component],
     weights: Sequence[float],
     wants: Wants,
-) -> Swept:
-    """Go over the rows of NumPy arrays or torch tensors, holding one block's temporaries.
+) -> SweepResult:
+    """Compute values and gradients of NumPy arrays or torch tensors by the plain formulas.
+
+    Rows are independent, so only one block's temporaries exist at a time.
 
     Args:
         xp: The namespace of the arrays.
         logits: `[rows, classes]`.
-        reference: The same shape, or None where no component compares.
+        reference: The same shape, or None if no component needs it.
         targets: `[rows]`, or None.
-        scale: `[rows]`: what each row counts; where 0, it is not looked at. None is 1.
-        components: What to compute.
-        weights: One for each.
-        wants: What else to compute.
+        scale: `[rows]`: factor of each row; a row of factor 0 is not read. None is 1.
+        components: Components to compute.
+        weights: Weight of each component in the total.
+        wants: Outputs to compute beside the values.
     """
     rows, classes = logits.shape
     wide = widen(xp, logits[:0]).dtype
@@ -70,28 +83,28 @@ def sweep(
     by_reference = xp.empty_like(reference) if wants.reference else None
     products = _new(xp, logits, (len(components), len(components)), xp.float64)
     products[...] = 0.0
-    size = rows_at_once(classes)
+    size = block_rows(classes)
     for start in range(0, rows, size):
         at = slice(start, start + size)
         share = None if scale is None else scale[at]
         z, r, t = (_block(xp, x, at, share) for x in (logits, reference, targets))
         if not wants.any:
-            found = component_rows(xp, components, z, r, t)
-            slopes: list[Slope] = []
+            found = component_values(xp, components, z, r, t)
+            gradients: list[ComponentGradients] = []
         else:
-            slopes = component_slopes(xp, components, z, r, t)
-            found = [each[0] for each in slopes]
+            gradients = component_gradients(xp, components, z, r, t)
+            found = [each[0] for each in gradients]
         for i, (each, weight) in enumerate(zip(found, weights, strict=True)):
             values[i, at] = _scaled(xp, each, share)
             values[-1, at] += weight * values[i, at]
         if by_logits is not None:
-            by_logits[at] = _weighed(xp, [each[1] for each in slopes], weights, share, z)
+            by_logits[at] = _weighted(xp, [each[1] for each in gradients], weights, share, z)
         if by_reference is not None:
-            by_reference[at] = _weighed(xp, [each[2] for each in slopes], weights, share, r)
+            by_reference[at] = _weighted(xp, [each[2] for each in gradients], weights, share, r)
         if wants.gram:
-            flat = [xp.reshape(_scaled(xp, each[1], share), (-1,)) for each in slopes]
+            flat = [xp.reshape(_scaled(xp, each[1], share), (-1,)) for each in gradients]
             products += xp.astype(gram(xp, xp.stack(flat)), xp.float64)
-    return Swept(values, by_logits, by_reference, products if wants.gram else None)
+    return SweepResult(values, by_logits, by_reference, products if wants.gram else None)
 
 
 def _new(xp: Namespace, like: Array, shape: tuple[int, ...], dtype: object) -> Array:
@@ -102,7 +115,7 @@ def _block(xp: Namespace, x: Array | None, at: slice, share: Array | None) -> Ar
     if x is None:
         return None
     part = x[at]
-    if share is not None:  # before the formula: 0 · NaN would be NaN
+    if share is not None:  # masked before the formula, since 0 · NaN is NaN
         counts = share != 0
         part = xp.where(counts[:, None] if part.ndim > 1 else counts, part, xp.zeros_like(part))
     return widen(xp, part)
@@ -117,15 +130,15 @@ def _scaled(xp: Namespace, x: Array, share: Array | None) -> Array:
     return xp.where(factor != 0, x * factor, 0.0)
 
 
-def _weighed(
+def _weighted(
     xp: Namespace,
-    slopes: Sequence[Array | None],
+    gradients: Sequence[Array | None],
     weights: Sequence[float],
     share: Array | None,
     like: Array,
 ) -> Array:
     total = xp.zeros_like(like)
-    for slope, weight in zip(slopes, weights, strict=True):
-        if slope is not None:
-            total = total + weight * slope
+    for gradient, weight in zip(gradients, weights, strict=True):
+        if gradient is not None:
+            total = total + weight * gradient
     return _scaled(xp, total, share)

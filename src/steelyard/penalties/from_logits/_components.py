@@ -1,4 +1,12 @@
-"""What terms over logits are made of: each is a sum of a few components with known gradients."""
+"""Components of terms over logits: a term is a weighted sum of components.
+
+A component is one formula of the softmax with a gradient in closed form. `kl` with
+`direction="symmetric"`, for example, is half of FORWARD and half of REVERSE.
+
+A new kind gets its number, its inputs and its term here, its formulas in `_formulas`, and its
+function in `logit_terms`. It then works on every backend. Its pieces in `_kernel_components` make
+it part of the Triton kernels; without them, calls with it take the plain formulas on a GPU too.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +20,42 @@ from steelyard.penalties._options import flag, one_of, positive
 from steelyard.spec import Schedule, check_weight, listed, options_of, weight_at
 
 ENTROPY, FORWARD, REVERSE, JS, Z_LOSS, CROSS_ENTROPY = range(6)
+NEED_REFERENCE = frozenset({FORWARD, REVERSE, JS})
+NEED_TARGETS = frozenset({CROSS_ENTROPY})
 
-# A term as the caller writes it: a name, or a pair of a name and its weight or its options.
+# A term as the caller gives it: a name, or a pair of a name and its weight or its options.
 _Settings: TypeAlias = float | Schedule | Mapping[str, Any]
 LogitTermLike: TypeAlias = str | tuple[str, _Settings]
 LogitTermsLike: TypeAlias = Iterable[LogitTermLike] | Mapping[str, _Settings]
 
 
 class Component(NamedTuple):
-    """One number per row. `limit` is that of the log ratio, infinity for the exact value."""
+    """A formula with one value per row.
+
+    Attributes:
+        kind: One of the kinds above.
+        temperature: T in `softmax(logits / T)`.
+        limit: Limit of the log ratio (KL); infinity for the exact value.
+    """
 
     kind: int
     temperature: float
     limit: float = math.inf
 
 
-# Components with what each counts.
-Parts: TypeAlias = Sequence[tuple[Component, float]]
+# Components with their factors.
+WeightedComponents: TypeAlias = Sequence[tuple[Component, float]]
 
 
 class LogitTerm(NamedTuple):
     name: str
     weight: float  # or a traced scalar, in JAX
-    parts: Parts
+    components: WeightedComponents
 
 
-def of_entropy(
+def entropy_components(
     classes: int, *, mode: str = "penalty", normalize: bool = False, temperature: float = 1.0
-) -> Parts:
+) -> WeightedComponents:
     one_of("mode", mode, ("penalty", "bonus"))
     flag("normalize", normalize)
     sign = 1.0 if mode == "penalty" else -1.0
@@ -48,12 +64,12 @@ def of_entropy(
     return [(Component(ENTROPY, positive("temperature", temperature)), sign)]
 
 
-def of_kl(
+def kl_components(
     *,
     direction: str = "forward",
     temperature: float = 1.0,
     max_log_ratio: float | None = 100.0,
-) -> Parts:
+) -> WeightedComponents:
     one_of("direction", direction, ("forward", "reverse", "symmetric"))
     temperature = positive("temperature", temperature)
     limit = math.inf
@@ -65,35 +81,37 @@ def of_kl(
     return [(forward if direction == "forward" else reverse, 1.0)]
 
 
-def of_one(kind: int, *, temperature: float = 1.0) -> Parts:
+def single_component(kind: int, *, temperature: float = 1.0) -> WeightedComponents:
     return [(Component(kind, positive("temperature", temperature)), 1.0)]
 
 
-_BUILDERS: Mapping[str, Callable[..., Parts]] = {
-    "entropy": of_entropy,
-    "kl": of_kl,
-    "js": partial(of_one, JS),
-    "z_loss": partial(of_one, Z_LOSS),
-    "cross_entropy": partial(of_one, CROSS_ENTROPY),
+# Terms by name, with the function that checks a term's options and gives its components.
+_BUILDERS: Mapping[str, Callable[..., WeightedComponents]] = {
+    "entropy": entropy_components,
+    "kl": kl_components,
+    "js": partial(single_component, JS),
+    "z_loss": partial(single_component, Z_LOSS),
+    "cross_entropy": partial(single_component, CROSS_ENTROPY),
 }
-# Looked up once: Dynamo, which traces what follows, cannot inspect a function.
+TERM_NAMES = tuple(_BUILDERS)
+# Looked up at import: Dynamo traces the functions below and cannot inspect a signature.
 _OPTIONS = {
     kind: options_of(build, positional=kind == "entropy") for kind, build in _BUILDERS.items()
 }
 
 
-def read_terms(likes: LogitTermsLike, classes: int, step: Any = 0) -> list[LogitTerm]:
-    """The terms as written by the caller, with unique names and their weights at `step`.
+def parse_terms(given: LogitTermsLike, classes: int, step: Any = 0) -> list[LogitTerm]:
+    """Parse the terms as the caller gave them, with unique names and their weights at `step`.
 
     Raises:
-        InputError: A term is none of ours, does not take such an option, or is there twice; a
-            weight is not a finite number.
+        InputError: A term or an option is unknown, a name occurs twice, or a weight is not a
+            finite number.
     """
-    if isinstance(likes, str):
-        raise InputError(f"terms must be a list of terms, got {likes!r}; write [{likes!r}].")
+    if isinstance(given, str):
+        raise InputError(f"terms must be a list of terms, got {given!r}; write [{given!r}].")
     terms: list[LogitTerm] = []
-    for like in likes.items() if isinstance(likes, Mapping) else likes:
-        term = _read(like, classes, step)
+    for like in given.items() if isinstance(given, Mapping) else given:
+        term = _parse_term(like, classes, step)
         if any(term.name == other.name for other in terms):
             raise InputError(
                 f"names of terms must be unique, got {term.name!r} twice; set the option 'name'."
@@ -104,7 +122,7 @@ def read_terms(likes: LogitTermsLike, classes: int, step: Any = 0) -> list[Logit
     return terms
 
 
-def _read(like: LogitTermLike, classes: int, step: Any) -> LogitTerm:
+def _parse_term(like: LogitTermLike, classes: int, step: Any) -> LogitTerm:
     kind, options = like if isinstance(like, tuple) and len(like) == 2 else (like, {})  # noqa: PLR2004
     if not isinstance(options, Mapping) and (isinstance(options, int | float) or callable(options)):
         options = {"weight": options}
@@ -129,33 +147,52 @@ def _read(like: LogitTermLike, classes: int, step: Any) -> LogitTerm:
         weight = weight_at(weight, step, name, negative=True, kind="term")
     else:
         weight = check_weight(weight, name, negative=True, kind="term")
-    build = _BUILDERS[kind]
-    return LogitTerm(name, weight, build(classes, **own) if kind == "entropy" else build(**own))
+    return LogitTerm(name, weight, _build(kind, classes, own))
 
 
-def go_together(parts: Parts, others: Parts) -> bool:
-    """Whether one kernel computes both: all at one temperature, and each kind in one way."""
-    components = {component for component, _ in (*parts, *others)}
+def _build(name: str, classes: int, options: Mapping[str, Any]) -> WeightedComponents:
+    build = _BUILDERS[name]
+    return build(classes, **options) if name == "entropy" else build(**options)
+
+
+def can_share_kernel(first: WeightedComponents, second: WeightedComponents) -> bool:
+    """Return whether one kernel computes both: one temperature, and one limit for each kind."""
+    components = {component for component, _ in (*first, *second)}
     kinds = {component.kind for component in components}
     return len(kinds) == len(components) and len({each.temperature for each in components}) == 1
 
 
 def components_of(terms: Sequence[LogitTerm]) -> list[Component]:
-    """Each component once, by kind."""
-    return sorted({component for term in terms for component, _ in term.parts})
+    """Distinct components of all terms, sorted by kind."""
+    return sorted({component for term in terms for component, _ in term.components})
 
 
-def shares_of(terms: Sequence[LogitTerm], components: Sequence[Component]) -> list[list[float]]:
-    """How much of each component each term is: its value is the product with their values."""
+def component_shares(
+    terms: Sequence[LogitTerm], components: Sequence[Component]
+) -> list[list[float]]:
+    """Matrix `[terms, components]` of factors; a term's value is its row times the values."""
     return [
-        [sum(count for part, count in term.parts if part == component) for component in components]
+        [
+            sum(factor for own, factor in term.components if own == component)
+            for component in components
+        ]
         for term in terms
     ]
 
 
 def needs_reference(components: Sequence[Component]) -> bool:
-    return any(component.kind in (FORWARD, REVERSE, JS) for component in components)
+    return any(component.kind in NEED_REFERENCE for component in components)
 
 
 def needs_targets(components: Sequence[Component]) -> bool:
-    return any(component.kind == CROSS_ENTROPY for component in components)
+    return any(component.kind in NEED_TARGETS for component in components)
+
+
+def names_that(need: Callable[[Sequence[Component]], bool]) -> str:
+    """Names of the terms whose components need an input, as `"kl and js"`.
+
+    Args:
+        need: `needs_reference` or `needs_targets`.
+    """
+    components = {name: [each for each, _ in _build(name, 2, {})] for name in TERM_NAMES}
+    return " and ".join(name for name, own in components.items() if need(own))

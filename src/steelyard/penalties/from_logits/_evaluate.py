@@ -1,4 +1,4 @@
-"""Components over logits, on whichever kind of array came."""
+"""Evaluation of components over logits on NumPy, torch and JAX arrays."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, TypeAlias
 from steelyard.penalties._arrays import Array, cast, constant, is_jax, is_torch
 from steelyard.penalties._reduction import reduce
 from steelyard.penalties.from_logits._blockwise import Wants, sweep
-from steelyard.penalties.from_logits._components import Component, Parts
+from steelyard.penalties.from_logits._components import Component, WeightedComponents
 from steelyard.penalties.from_logits._logit_inputs import Rows, check_targets
 from steelyard.penalties.from_logits._projection_inputs import Projected
 
-# The total, differentiable; the components' values; the gradient by the logits, where it was
-# computed; if tracked, the inner products of the components' gradients.
+# The total, differentiable; the components' values; the gradient by the logits, if it was computed;
+# the inner products of the components' gradients, if they are tracked.
 Evaluated: TypeAlias = tuple[Array, Array, Array | None, Array | None]
 
 
-def evaluated(rows: Rows | Projected, parts: Parts, reduction: str) -> Array:
-    """The weighted sum of the components, reduced; differentiable in torch and JAX."""
-    components, weights = [each for each, _ in parts], [count for _, count in parts]
+def weighted_sum(rows: Rows | Projected, terms: WeightedComponents, reduction: str) -> Array:
+    """Weighted sum of components, reduced over rows; differentiable in torch and JAX."""
+    components, weights = [each for each, _ in terms], [factor for _, factor in terms]
     if isinstance(rows, Projected) or is_torch(rows.logits):
         return evaluate(rows, components, weights, reduction)[0]
     values = value_rows(rows, components)
@@ -35,14 +35,14 @@ def evaluate(
     reduction: str,
     tracks: bool = False,
 ) -> Evaluated:
-    """The weighted sum of the components, and what it is made of."""
+    """Weighted sum of components, with their values and, if `tracks`, their inner products."""
     if isinstance(rows, Projected) or is_torch(rows.logits):
-        return _torch(rows, components, weights, reduction, tracks)
-    return _elsewhere(rows, components, weights, reduction, tracks)
+        return _evaluate_torch(rows, components, weights, reduction, tracks)
+    return _evaluate_arrays(rows, components, weights, reduction, tracks)
 
 
 def value_rows(rows: Rows, components: Sequence[Component]) -> Array:
-    """`[components, rows]` of NumPy or JAX arrays."""
+    """Values of the components by row, `[components, rows]`, of NumPy or JAX arrays."""
     if is_jax(rows.logits):
         from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX
 
@@ -61,14 +61,18 @@ def value_rows(rows: Rows, components: Sequence[Component]) -> Array:
     ).values[:-1]
 
 
-def _torch(
+def _evaluate_torch(
     given: Rows | Projected,
     components: Sequence[Component],
     weights: Sequence[float],
     reduction: str,
     tracks: bool,
 ) -> Evaluated:
-    """By the operators over logits, or by those over a projection, which take what those take."""
+    """Evaluate by the torch operators: over logits, or over a projection.
+
+    With the reductions "mean" and "sum" the forward pass computes the gradient as well, unless it
+    is deferred: then each row's factor is known in the backward pass only, as for "none".
+    """
     from steelyard.penalties.from_logits import _linear_operators, _operators  # noqa: PLC0415  # need torch
 
     flat: tuple[Any, ...] = (*_operators.flat(components), list(weights))
@@ -77,15 +81,15 @@ def _torch(
         by_rows, at_once = _linear_operators.rows, _linear_operators.compose_linear
         problem, flat = given.arrays, (*flat, given.chunk)
         wanted = _operators.wanted(*problem[:3])
-        late = given.is_late(wanted)
+        deferred = given.defers_gradient(wanted)
     else:
         by_rows, at_once = _operators.rows, _operators.compose
         problem = (rows.logits, rows.reference, rows.targets)
         wanted = _operators.wanted(rows.logits, rows.reference)
-        late = _operators.is_late(rows.logits, rows.reference)
+        deferred = _operators.defers_gradient(rows.logits, rows.reference)
         wanted[0] |= tracks
     scale, share = rows.scale(reduction)
-    if late or reduction == "none":
+    if deferred or reduction == "none":
         total, values = by_rows(*problem, rows.scale("sum")[0], *flat)
         if reduction == "none":
             return total.reshape(rows.shape), values, None, None
@@ -94,24 +98,24 @@ def _torch(
         )
         if not tracks:
             return total, values.detach(), None, None
-    wants = [*(asked and not late for asked in wanted), tracks]
-    made, values, gradient, *_, products = at_once(*problem, scale, *flat, share, wants)
+    wants = [*(asked and not deferred for asked in wanted), tracks]
+    reduced, values, gradient, *_, products = at_once(*problem, scale, *flat, share, wants)
     return (
-        total if late else made,
+        total if deferred else reduced,
         values.detach(),
         gradient.detach() if wants[0] and isinstance(given, Rows) else None,
         products.detach() if tracks else None,
     )
 
 
-def _elsewhere(
+def _evaluate_arrays(
     rows: Rows,
     components: Sequence[Component],
     weights: Sequence[Any],
     reduction: str,
     tracks: bool,
 ) -> Evaluated:
-    """NumPy and JAX."""
+    """Evaluate NumPy and JAX arrays by the plain formulas."""
     xp = rows.xp
     scale, share = rows.scale(reduction)
     if scale is None:
@@ -125,7 +129,7 @@ def _elsewhere(
     if is_jax(rows.logits):
         from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX
 
-        swept = _jax.tracked(*arrays, scale, components, weights)
+        result = _jax.gradient_and_gram(*arrays, scale, components, weights)
     else:
-        swept = sweep(xp, *arrays, scale, components, weights, Wants(logits=True, gram=True))
-    return total, values, swept.logits, swept.gram
+        result = sweep(xp, *arrays, scale, components, weights, Wants(logits=True, gram=True))
+    return total, values, result.logits, result.gram

@@ -1,4 +1,9 @@
-"""Norms and cosines of the terms' gradients, from the inner products of the components'."""
+"""Norms and cosines of the terms' gradients, from the inner products of the components'.
+
+With G the Gram matrix `[components, components]` and term i's gradient `sum_k S_ik g_k`, the inner
+product of terms i and j is `sum_kl S_ik S_jl G_kl`. Row (i, j) of the matrix of factors
+`S_ik S_jl` (`_outer`) times the flattened G gives them all.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +17,30 @@ from steelyard.penalties._arrays import Array, Namespace, is_torch
 Shares: TypeAlias = tuple[tuple[float, ...], ...]
 
 
-def tracked(
+def grad_norms_and_cosines(
     xp: Namespace, names: Sequence[str], shares: Sequence[Sequence[float]], products: Array
 ) -> tuple[dict[str, Array], dict[tuple[str, str], Array]]:
-    """The norm of each term's gradient and of the total's, and all pairs' cosines.
+    """Norm of each term's gradient and of the total's, and the cosines of all pairs.
 
-    All of it is a handful of operations on one small matrix, of which the results are views: on
-    a GPU each operation costs more than its arithmetic.
+    These are a handful of operations on one small matrix, and the results are views of theirs: on
+    a GPU every operation costs more than its arithmetic.
 
     Args:
-        xp: The namespace of the products.
-        names: The terms'.
-        shares: How much of each component each term is, and, last, the weighted total.
-        products: `[components, components]`.
+        xp: Namespace of the products.
+        names: Names of the terms.
+        shares: `[terms + 1, components]`: factors of the components in each term and, last, in the
+            weighted total.
+        products: `[components, components]`: the Gram matrix.
     """
-    factors, there = _factors(xp, tuple(map(tuple, shares)), products)
-    # Not where the factor is 0: a component that is infinite is none of that term's business.
-    terms = xp.where(there, factors * xp.reshape(products, (-1,)), 0.0)
+    factors, used = _factors(xp, tuple(map(tuple, shares)), products)
+    # A factor of 0 gives 0 even if another term's component is infinite, where 0 · inf is NaN.
+    terms = xp.where(used, factors * xp.reshape(products, (-1,)), 0.0)
     inner = xp.sum(terms, axis=-1)
-    squares = inner[:: len(shares) + 1]
+    squares = inner[:: len(shares) + 1]  # the diagonal
     norms = xp.sqrt(xp.where(squares < 0, 0.0, squares))
     both = xp.reshape(norms[:, None] * norms[None, :], (-1,))
-    nothing = both == 0
-    cosines = list(xp.where(nothing, 0.0, inner / xp.where(nothing, 1.0, both)))
+    zero = both == 0
+    cosines = list(xp.where(zero, 0.0, inner / xp.where(zero, 1.0, both)))
     pairs = combinations(range(len(names)), 2)
     return (
         dict(zip((*names, "total"), norms, strict=True)),
@@ -43,22 +49,22 @@ def tracked(
 
 
 def _factors(xp: Namespace, shares: Shares, like: Array) -> tuple[Array, Array]:
-    """What each product counts in each pair of terms, and where that is not 0, beside `like`."""
+    """Factors `[pairs of terms, products]` and where they are not 0, on the device of `like`."""
     device = None
     if is_torch(like):
         import torch  # noqa: PLC0415  # a tensor proves that it is there
 
-        # What is traced keeps nothing: a graph has them as constants, and Dynamo knows no cache.
+        # Under tracing they become constants of the graph, and Dynamo does not support the cache.
         if type(like) is torch.Tensor and not torch.compiler.is_compiling():
-            return _kept(shares, like.device)
+            return _cached_factors(shares, like.device)
         device = like.device
     factors = xp.asarray(_outer(shares), dtype=like.dtype, device=device)
     return factors, factors != 0
 
 
-# Not for ever: a weight that follows a schedule is another one at every step.
+# Bounded: a weight that follows a schedule gives another key at every step.
 @lru_cache(maxsize=64)
-def _kept(shares: Shares, device: Any) -> tuple[Array, Array]:
+def _cached_factors(shares: Shares, device: Any) -> tuple[Array, Array]:
     import torch  # noqa: PLC0415  # a tensor proves that it is there
 
     factors = torch.tensor(_outer(shares), dtype=torch.float64)

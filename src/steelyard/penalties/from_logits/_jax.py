@@ -1,4 +1,4 @@
-"""The plain formulas over the rows of JAX arrays: traceable, differentiable, in blocks."""
+"""Plain formulas over the rows of JAX arrays: traceable, differentiable, in blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from steelyard.penalties._arrays import Array, namespace, widen
-from steelyard.penalties.from_logits._blockwise import Swept
+from steelyard.penalties.from_logits._blockwise import SweepResult
 from steelyard.penalties.from_logits._components import Component
-from steelyard.penalties.from_logits._gradient_formulas import component_slopes
-from steelyard.penalties.from_logits._value_formulas import component_rows, rows_at_once
+from steelyard.penalties.from_logits._formulas import (
+    block_rows,
+    component_gradients,
+    component_values,
+)
 
 
 def value_rows(
@@ -21,47 +24,47 @@ def value_rows(
     mask: Array | None,
     components: Sequence[Component],
 ) -> Array:
-    """`[components, rows]`; a block is computed again for its gradient rather than kept."""
+    """Values by row, `[components, rows]`; the backward pass recomputes a block (checkpointing)."""
     xp = namespace(logits=logits)
 
     def values(z: Array, r: Array | None, t: Array | None) -> Array:
-        return jnp.stack([rows[0] for rows in component_rows(xp, components, z, r, t)])
+        return jnp.stack([rows[0] for rows in component_values(xp, components, z, r, t)])
 
-    return _mapped(jax.checkpoint(values), logits, reference, targets, mask).T
+    return _map_rows(jax.checkpoint(values), logits, reference, targets, mask).T
 
 
-def tracked(
+def gradient_and_gram(
     logits: Array,
     reference: Array | None,
     targets: Array | None,
     scale: Array,
     components: Sequence[Component],
     weights: Sequence[float],
-) -> Swept:
-    """The gradient of the weighted total by the logits, and the components' inner products."""
+) -> SweepResult:
+    """Gradient of the weighted total by the logits, and the components' inner products."""
     xp = namespace(logits=logits)
 
-    def slopes(z: Array, r: Array | None, t: Array | None) -> tuple[Array, Array, Array]:
-        found = component_slopes(xp, components, z, r, t)
-        rows = jnp.stack([slope[0] for _, slope, _ in found])
+    def gradients(z: Array, r: Array | None, t: Array | None) -> tuple[Array, Array, Array]:
+        found = component_gradients(xp, components, z, r, t)
+        rows = jnp.stack([by_logits[0] for _, by_logits, _ in found])
         total = jnp.asarray(weights, dtype=rows.dtype) @ rows
         products = jnp.matmul(rows, rows.T, precision="highest")
         return jnp.stack([value[0] for value, _, _ in found]), total, products
 
-    values, total, products = _mapped(slopes, logits, reference, targets, scale != 0)
+    values, total, products = _map_rows(gradients, logits, reference, targets, scale != 0)
     gradient = jnp.where((scale != 0)[:, None], total * scale[:, None], 0.0)
     kept = jnp.where((scale != 0)[:, None, None], products * scale[:, None, None] ** 2, 0.0)
-    return Swept(values.T, gradient.astype(logits.dtype), None, kept.sum(0))
+    return SweepResult(values.T, gradient.astype(logits.dtype), None, kept.sum(0))
 
 
-def _mapped(
+def _map_rows(
     fn: Callable[..., Array],
     logits: Array,
     reference: Array | None,
     targets: Array | None,
     mask: Array | None,
 ) -> Array:
-    """Call `fn` with each row as a matrix of one, a block of rows at a time."""
+    """Map `fn` over the rows, each as `[1, classes]`, one block of rows at a time."""
     xp = namespace(logits=logits)
 
     def row(arrays: tuple[Array, Array | None, Array | None, Array | None]) -> Array:
@@ -74,4 +77,4 @@ def _mapped(
         return fn(z, r, t)
 
     arrays = (logits, reference, targets, mask)
-    return jax.lax.map(row, arrays, batch_size=rows_at_once(logits.shape[-1]))
+    return jax.lax.map(row, arrays, batch_size=block_rows(logits.shape[-1]))

@@ -1,156 +1,99 @@
-"""The second visit to a piece: the gradients, and their inner products."""
+"""Second visit to a piece of a row: the gradients and their inner products.
+
+The formulas are in `_kernel_components`. There are two ways through a tile. As a rule (PLAIN) the
+weighted total of all gradients by the logits is one expression, linear in a few functions of the
+class, whose factors are computed once a row. If single gradients are needed, for inner products or
+since a log ratio of the row exceeds the limit, they are computed one by one and then added up.
+"""
 
 import triton
 import triton.language as tl
 
+from steelyard.penalties.from_logits._kernel_components import (
+    KIND_COUNT,
+    WITH_LIMIT,
+    WITH_REFERENCE,
+    WITH_TARGETS,
+    add_products,
+    component_gradients,
+    exceeds_limit,
+    linear_factors,
+    log_mean,
+    log_p,
+    log_q,
+    new_products,
+    peek_coefficients,
+    reference_gradient,
+    total_gradient,
+    wait_for_coefficients,
+)
 from steelyard.penalties.from_logits._kernel_signals import (
-    BEYOND,
-    K_F,
-    K_P,
-    K_Q,
-    K_R,
-    MASS_F,
-    MASS_R,
     R_LEVEL,
     R_TOP,
     Z_LEVEL,
     Z_TOP,
-    H,
-    settled,
-)
-from steelyard.penalties.from_logits._kernel_statistics import (
-    FEW,
+    wait_for,
 )
 from steelyard.penalties.from_logits._kernel_tiles import (
-    LN2,
-    LOG2E,
-    TINY,
+    SMALL_TILE,
+    both_halves,
     columns_of,
-    dot_by_thread,
-    floats,
-    halves,
     load_tile,
-    log2,
-    logs,
-    offsets,
     store_tile,
-    within,
+    to_float32,
 )
-
-
-@triton.jit
-def _separate(
-    p, q, a, d, mean, hit, h, k_f, mass_f, mass_r, k_p, whole, limit_f, limit_r,
-    KINDS: tl.constexpr, LIMITED: tl.constexpr,
-):  # fmt: skip
-    """Each component's gradient for itself, times the temperature."""
-    g_ent = p
-    g_fwd = p
-    g_rev = p
-    g_js = p
-    g_z = p
-    g_ce = p
-    if KINDS & 1:
-        g_ent = p * (a + h) * -LN2
-    if (KINDS >> 1) & 1:
-        if LIMITED:
-            ratio, inside = within(p, d, limit_f * LOG2E)
-            g_fwd = tl.where(p == 0, 0.0, p * ((ratio - k_f) * LN2 + inside - mass_f))
-        else:
-            g_fwd = p * (d - k_f) * LN2
-    if (KINDS >> 2) & 1:
-        if LIMITED:
-            ratio, inside = within(q, -d, limit_r * LOG2E)
-            g_rev = p * mass_r - q * inside
-        else:
-            g_rev = p - q
-    if (KINDS >> 3) & 1:
-        g_js = p * (a - mean - k_p) * (0.5 * LN2)
-    if (KINDS >> 4) & 1:
-        g_z = p * whole
-    if (KINDS >> 5) & 1:
-        g_ce = tl.where(hit, p - 1.0, p)
-    return g_ent, g_fwd, g_rev, g_js, g_z, g_ce
-
-
-@triton.jit
-def _product(so_far, a, b, both: tl.constexpr):
-    if both:
-        return dot_by_thread(so_far, a, b)
-    return so_far
-
-
-@triton.jit
-def _added(s, g, KINDS: tl.constexpr):
-    """Each thread's inner products so far, with those of one more tile: 6 · 7 / 2 pairs."""
-    E: tl.constexpr = KINDS & 1
-    F: tl.constexpr = (KINDS >> 1) & 1
-    R: tl.constexpr = (KINDS >> 2) & 1
-    J: tl.constexpr = (KINDS >> 3) & 1
-    Z: tl.constexpr = (KINDS >> 4) & 1
-    C: tl.constexpr = (KINDS >> 5) & 1
-    return (
-        _product(s[0], g[0], g[0], E), _product(s[1], g[0], g[1], E & F),
-        _product(s[2], g[0], g[2], E & R), _product(s[3], g[0], g[3], E & J),
-        _product(s[4], g[0], g[4], E & Z), _product(s[5], g[0], g[5], E & C),
-        _product(s[6], g[1], g[1], F), _product(s[7], g[1], g[2], F & R),
-        _product(s[8], g[1], g[3], F & J), _product(s[9], g[1], g[4], F & Z),
-        _product(s[10], g[1], g[5], F & C), _product(s[11], g[2], g[2], R),
-        _product(s[12], g[2], g[3], R & J), _product(s[13], g[2], g[4], R & Z),
-        _product(s[14], g[2], g[5], R & C), _product(s[15], g[3], g[3], J),
-        _product(s[16], g[3], g[4], J & Z), _product(s[17], g[3], g[5], J & C),
-        _product(s[18], g[4], g[4], Z), _product(s[19], g[4], g[5], Z & C),
-        _product(s[20], g[5], g[5], C),
-    )  # fmt: skip
 
 
 @triton.jit
 def _tiles(
-    z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, items, start, tiles, classes,
-    target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f, k_r, mass_r, k_p, k_q,
-    whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+    z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, gram_piece, items, start, tiles, classes,
+    target, grad_scale, log2_scale, softmax, row, weights, limits,
     KINDS: tl.constexpr, LIMITED: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr,
     GRAM: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some tiles, once all of the row's coefficients are known."""
-    ENT: tl.constexpr = KINDS & 1
-    FWD: tl.constexpr = (KINDS >> 1) & 1
-    REV: tl.constexpr = (KINDS >> 2) & 1
-    JSD: tl.constexpr = (KINDS >> 3) & 1
-    CE: tl.constexpr = (KINDS >> 5) & 1
-    COMPARES: tl.constexpr = (KINDS & 14) != 0
+    """Write the gradients of some tiles, given the row's coefficients.
+
+    Args:
+        z: First tile of the logits, loaded before the coefficients were waited for.
+        r: The same of the reference.
+        z_next: Second tile of the logits.
+        r_next: The same of the reference.
+        z_row: Pointer to the row's logits, `[classes]`.
+        r_row: The same for the reference.
+        gz_row: Pointer to the row of the gradient by the logits.
+        gr_row: Pointer to the row of the gradient by the reference.
+        gram_piece: Pointer to the piece in `[pairs, items]`.
+        items: Rows times pieces.
+        start: First class of the piece.
+        tiles: Number of tiles in the piece.
+        classes: Length of the row.
+        target: The row's target, or -1.
+        grad_scale: row_scale / T, the factor of all gradients.
+        log2_scale: log2(e) / T.
+        softmax: (shift, level) of the logits and of the reference.
+        row: Coefficients of the row, by `wait_for_coefficients`.
+        weights: Weights of the components, by kind.
+        limits: Limits of the log ratios in nats, by kind.
+        KINDS: Bit k is set if component kind k is computed.
+        LIMITED: Whether a log ratio of the row may exceed the limit.
+        GZ: Whether to write the gradient by the logits.
+        GR: Whether to write the gradient by the reference.
+        GRAM: Whether to write the inner products of the components' gradients.
+        VECTOR: Elements in 16 bytes.
+        PACKED: Whether 16-bit floats are loaded two to a word.
+        UNROLL: Tiles in one turn of the loop.
+    """
+    COMPARES: tl.constexpr = (WITH_REFERENCE & KINDS) != 0
     TILE: tl.constexpr = 64 * VECTOR
-    # Where nothing needs p and q themselves, the row's sums go into the few coefficients.
     PLAIN: tl.constexpr = not (GRAM or LIMITED or GR)
-    nothing = tl.zeros([32], tl.float32)
-    sums = (
-        nothing, nothing, nothing, nothing, nothing, nothing, nothing,
-        nothing, nothing, nothing, nothing, nothing, nothing, nothing,
-        nothing, nothing, nothing, nothing, nothing, nothing, nothing,
-    )  # fmt: skip
+    top, level, top_r, level_r = softmax
+    products = new_products()
     bound = tl.minimum(start + tiles * TILE, classes)
     z_type: tl.constexpr = z_row.dtype.element_ty
     r_type: tl.constexpr = r_row.dtype.element_ty
-    by_a = -by * w_ent * LN2
-    by_d = by * w_fwd * LN2
-    by_q = -by * w_rev
-    by_mean = 0.5 * by * w_js * LN2
-    apart = level_r - level
-    half = 0.5
-    if PLAIN:
-        # With p and q times 2 ** level; without JS q is taken as it comes.
-        over = tl.exp2(-level)
-        constant -= by_a * level
-        by_q *= over
-        if not JSD:
-            constant += by_d * apart
-            by_q *= tl.exp2(-apart)
-        constant *= over
-        by_a *= over
-        by_d *= over
-        by_mean *= over
-    else:
-        half *= tl.exp2(level)
+    factors = linear_factors(row, top, level, level_r, grad_scale, weights, KINDS, PLAIN)
+    half = factors[5]
+    level_gap = factors[6]
     for first in range(0, tiles, UNROLL):
         for second in tl.static_range(UNROLL):
             here = start + (first + second) * TILE
@@ -158,111 +101,95 @@ def _tiles(
             r_last = z_last
             if COMPARES:
                 r_last = load_tile(r_row, here + 2 * TILE, bound, VECTOR, PACKED, "evict_first")
-            a = floats(z, z_type, VECTOR, PACKED)
-            if not PLAIN:
-                a = logs(a, unit, top) - level
-            elif ENT or FWD or JSD:
-                a = logs(a, unit, top)
-            else:
-                a = offsets(a, unit, top)
+            x = to_float32(z, z_type, VECTOR, PACKED)
+            a = log_p(x, log2_scale, top, level, KINDS, PLAIN)
             p = tl.exp2(a)
+            b = a
+            q = p
+            d = a
             if COMPARES:
-                b = floats(r, r_type, VECTOR, PACKED)
-                if not PLAIN:
-                    b = logs(b, unit, top_r) - level_r
-                elif JSD:
-                    b = logs(b, unit, top_r) - apart
-                elif FWD:
-                    b = logs(b, unit, top_r)
-                else:
-                    b = offsets(b, unit, top_r)
+                y = to_float32(r, r_type, VECTOR, PACKED)
+                b = log_q(y, log2_scale, top_r, level_r, level_gap, KINDS, PLAIN)
                 q = tl.exp2(b)
                 d = a - b
-            if JSD:
-                mean = log2(tl.maximum((p + q) * half, TINY))  # precise near 1
-                if not PLAIN:
-                    mean -= level
+            mean = log_mean(p, q, half, level, KINDS, PLAIN)
             if GRAM or LIMITED:
-                slopes = _separate(
-                    p, q if COMPARES else p, a, d if COMPARES else p, mean if JSD else p,
-                    halves(here + columns_of(VECTOR), VECTOR) == target, h, k_f, mass_f, mass_r,
-                    k_p, whole, limit_f, limit_r, KINDS, LIMITED,
-                )  # fmt: skip
+                is_target = both_halves(here + columns_of(VECTOR), VECTOR) == target
+                gradients = component_gradients(
+                    p, q, a, d, mean, is_target, row, top, level, limits, KINDS, LIMITED
+                )
                 if GZ:
-                    weights = (w_ent, w_fwd, w_rev, w_js, w_z, w_ce)
                     total = tl.zeros_like(p)
-                    for k in tl.static_range(6):
+                    for k in tl.static_range(KIND_COUNT):
                         if (KINDS >> k) & 1:
-                            total = tl.fma(slopes[k], by * weights[k], total)
+                            total = tl.fma(gradients[k], grad_scale * weights[k], total)
                     store_tile(gz_row, here, total, bound, VECTOR)
                 if GRAM:
-                    sums = _added(sums, slopes, KINDS)
+                    products = add_products(products, gradients, KINDS)
             elif GZ:
-                inner = tl.zeros_like(p) + constant
-                if ENT:
-                    inner = tl.fma(a, by_a, inner)
-                if JSD:
-                    inner = tl.fma(a - mean, by_mean, inner)
-                if FWD:
-                    inner = tl.fma(d, by_d, inner)
-                total = p * inner
-                if REV:
-                    total = tl.fma(q, by_q, total)
-                if CE:
-                    if (target >= here) & (target < here + TILE):
-                        hit = halves(here + columns_of(VECTOR), VECTOR) == target
-                        total = tl.where(hit, total - by * w_ce, total)
+                total = total_gradient(
+                    p, q, a, d, mean, here, target, factors, grad_scale, weights, KINDS, VECTOR
+                )
                 store_tile(gz_row, here, total, bound, VECTOR)
             if GR:
-                pull_r = tl.zeros_like(p)
-                if FWD:
-                    if LIMITED:
-                        ratio, inside = within(p, d, limit_f * LOG2E)
-                        pull_r += w_fwd * (q * mass_f - p * inside)
-                    else:
-                        pull_r += w_fwd * (q - p)
-                if REV:
-                    if LIMITED:
-                        ratio, inside = within(q, -d, limit_r * LOG2E)
-                        pull = (ratio - k_r) * LN2 + inside - mass_r
-                        pull_r += w_rev * tl.where(q == 0, 0.0, q * pull)
-                    else:
-                        pull_r += (w_rev * LN2) * q * (-d - k_r)
-                if JSD:
-                    pull_r += (0.5 * w_js * LN2) * q * (b - mean - k_q)
-                store_tile(gr_row, here, by * pull_r, bound, VECTOR)
+                by_reference = reference_gradient(
+                    p, q, b, d, mean, row, weights, limits, KINDS, LIMITED
+                )
+                store_tile(gr_row, here, grad_scale * by_reference, bound, VECTOR)
             z = z_next
             r = r_next
             z_next = z_last
             r_next = r_last
     if GRAM:
         n = 0
-        for i in tl.static_range(6):
-            for j in tl.static_range(i, 6):
+        for i in tl.static_range(KIND_COUNT):
+            for j in tl.static_range(i, KIND_COUNT):
                 if (KINDS >> i) & (KINDS >> j) & 1:
-                    product = tl.sum(sums[i * (11 - i) // 2 + j], 0)
-                    tl.store(products + n * items, product * (by * by))
+                    # Pair (i, j), i <= j, of N kinds is at i (2 N - 1 - i) / 2 + j.
+                    product = tl.sum(products[i * (2 * KIND_COUNT - 1 - i) // 2 + j], 0)
+                    tl.store(gram_piece + n * items, product * (grad_scale * grad_scale))
                     n += 1
 
 
 @triton.jit
-def slopes_of(
-    z_row, r_row, t_row, gz_row, gr_row, products, coefs, items, piece, tiles, classes, share,
-    slope, unit, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+def gradient_piece(
+    z_row, r_row, t_row, gz_row, gr_row, gram_piece, coefs, items, piece, tiles, classes, row_scale,
+    inv_temperature, log2_scale, weights, limits,
     KINDS: tl.constexpr, GZ: tl.constexpr, GR: tl.constexpr, GRAM: tl.constexpr,
     VECTOR: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One piece of the gradients."""
+    """Wait for the row's coefficients and write the gradients of one piece.
+
+    Args:
+        z_row: Pointer to the row's logits, `[classes]`.
+        r_row: The same for the reference.
+        t_row: Pointer to the row's target.
+        gz_row: Pointer to the row of the gradient by the logits.
+        gr_row: Pointer to the row of the gradient by the reference.
+        gram_piece: Pointer to the piece in `[pairs, items]`, inner products by piece.
+        coefs: Pointer to the row's coefficients, `[COEFFICIENTS]`.
+        items: Rows times pieces.
+        piece: Which piece of the row.
+        tiles: Number of tiles in a piece.
+        classes: Length of the row.
+        row_scale: Factor of the row.
+        inv_temperature: 1 / T.
+        log2_scale: log2(e) / T.
+        weights: Weights of the components, by kind.
+        limits: Limits of the log ratios in nats, by kind.
+        KINDS: Bit k is set if component kind k is computed.
+        GZ: Whether to write the gradient by the logits.
+        GR: Whether to write the gradient by the reference.
+        GRAM: Whether to write the inner products of the components' gradients.
+        VECTOR: Elements in 16 bytes.
+        PACKED: Whether 16-bit floats are loaded two to a word.
+        UNROLL: Tiles in one turn of the loop.
+    """
     TILE: tl.constexpr = 64 * VECTOR
-    ENT: tl.constexpr = KINDS & 1
-    FWD: tl.constexpr = (KINDS >> 1) & 1
-    REV: tl.constexpr = (KINDS >> 2) & 1
-    JSD: tl.constexpr = (KINDS >> 3) & 1
-    ZL: tl.constexpr = (KINDS >> 4) & 1
-    CE: tl.constexpr = (KINDS >> 5) & 1
-    COMPARES: tl.constexpr = (KINDS & 14) != 0
+    COMPARES: tl.constexpr = (WITH_REFERENCE & KINDS) != 0
     start = piece * (tiles * TILE)
     bound = tl.minimum(start + tiles * TILE, classes)
+    # Before waiting for the coefficients, start to load. This is the last use: evict it first.
     z = load_tile(z_row, start, bound, VECTOR, PACKED, "evict_first")
     z_next = load_tile(z_row, start + TILE, bound, VECTOR, PACKED, "evict_first")
     r = z
@@ -270,98 +197,43 @@ def slopes_of(
     if COMPARES:
         r = load_tile(r_row, start, bound, VECTOR, PACKED, "evict_first")
         r_next = load_tile(r_row, start + TILE, bound, VECTOR, PACKED, "evict_first")
-    # A first look at everything, at once; then it is waited for one by one.
+    # Issue all loads at once, then wait for one after the other: the latencies overlap.
     top_bits = tl.load(coefs + Z_TOP, volatile=True)
     level_bits = tl.load(coefs + Z_LEVEL, volatile=True)
-    h_bits = 0
-    top_r_bits = 0
-    level_r_bits = 0
-    k_f_bits = 0
-    mass_f_bits = 0
-    k_r_bits = 0
-    mass_r_bits = 0
-    limited_bits = 0
-    k_p_bits = 0
-    k_q_bits = 0
-    if ENT:
-        h_bits = tl.load(coefs + H, volatile=True)
     if COMPARES:
         top_r_bits = tl.load(coefs + R_TOP, volatile=True)
         level_r_bits = tl.load(coefs + R_LEVEL, volatile=True)
-    if FWD:
-        k_f_bits = tl.load(coefs + K_F, volatile=True)
-        mass_f_bits = tl.load(coefs + MASS_F, volatile=True)
-    if REV:
-        k_r_bits = tl.load(coefs + K_R, volatile=True)
-        mass_r_bits = tl.load(coefs + MASS_R, volatile=True)
-    if FWD or REV:
-        limited_bits = tl.load(coefs + BEYOND, volatile=True)
-    if JSD:
-        k_p_bits = tl.load(coefs + K_P, volatile=True)
-        k_q_bits = tl.load(coefs + K_Q, volatile=True)
+    bits = peek_coefficients(coefs, top_bits, KINDS)
     target = -1
-    if CE:
+    if (WITH_TARGETS & KINDS) != 0:
         target = tl.load(t_row).to(tl.int32)
-    top = settled(coefs + Z_TOP, top_bits)
-    level = settled(coefs + Z_LEVEL, level_bits)
-    h = 0.0
-    top_r = 0.0
-    level_r = 0.0
-    k_f = 0.0
-    mass_f = 0.0
-    k_r = 0.0
-    mass_r = 0.0
-    k_p = 0.0
-    k_q = 0.0
-    limited = False
-    if ENT:
-        h = settled(coefs + H, h_bits)
+    top = wait_for(coefs + Z_TOP, top_bits)
+    level = wait_for(coefs + Z_LEVEL, level_bits)
+    top_r = top
+    level_r = level
     if COMPARES:
-        top_r = settled(coefs + R_TOP, top_r_bits)
-        level_r = settled(coefs + R_LEVEL, level_r_bits)
-    if FWD:
-        k_f = settled(coefs + K_F, k_f_bits)
-        mass_f = settled(coefs + MASS_F, mass_f_bits)
-    if REV:
-        k_r = settled(coefs + K_R, k_r_bits)
-        mass_r = settled(coefs + MASS_R, mass_r_bits)
-    if FWD or REV:
-        limited = settled(coefs + BEYOND, limited_bits) != 0
-    if JSD:
-        k_p = settled(coefs + K_P, k_p_bits)
-        k_q = settled(coefs + K_Q, k_q_bits)
-    whole = 2.0 * (top + level) * LN2  # of the z-loss: 2 logsumexp
-    by = share * slope
-    # The gradient is p · (a row's constant + a few functions) + what is no multiple of p.
-    constant = 0.0
-    if ENT:
-        constant -= w_ent * LN2 * h
-    if ZL:
-        constant += w_z * whole
-    if CE:
-        constant += w_ce
-    if JSD:
-        constant -= 0.5 * w_js * LN2 * k_p
-    if FWD:
-        constant -= w_fwd * LN2 * k_f
-    if REV:
-        constant += w_rev
-    constant *= by
-    if limited:  # seldom
+        top_r = wait_for(coefs + R_TOP, top_r_bits)
+        level_r = wait_for(coefs + R_LEVEL, level_r_bits)
+    softmax = (top, level, top_r, level_r)
+    row = wait_for_coefficients(coefs, bits, top, KINDS)
+    grad_scale = row_scale * inv_temperature
+    limited = False
+    if (WITH_LIMIT & KINDS) != 0:
+        limited = exceeds_limit(row)
+    # Rare. Small tiles, so that this path does not raise the kernel's number of registers.
+    if limited:
         _tiles(
-            load_tile(z_row, start, bound, FEW // 64, False, "evict_first"),
-            load_tile(r_row, start, bound, FEW // 64, False, "evict_first"),
-            load_tile(z_row, start + FEW, bound, FEW // 64, False, "evict_first"),
-            load_tile(r_row, start + FEW, bound, FEW // 64, False, "evict_first"),
-            z_row, r_row, gz_row, gr_row, products, items, start, tiles * (TILE // FEW),
-            classes, target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
-            k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-            KINDS, True, GZ, GR, GRAM, FEW // 64, False, 1,
+            load_tile(z_row, start, bound, SMALL_TILE // 64, False, "evict_first"),
+            load_tile(r_row, start, bound, SMALL_TILE // 64, False, "evict_first"),
+            load_tile(z_row, start + SMALL_TILE, bound, SMALL_TILE // 64, False, "evict_first"),
+            load_tile(r_row, start + SMALL_TILE, bound, SMALL_TILE // 64, False, "evict_first"),
+            z_row, r_row, gz_row, gr_row, gram_piece, items, start, tiles * (TILE // SMALL_TILE),
+            classes, target, grad_scale, log2_scale, softmax, row, weights, limits,
+            KINDS, True, GZ, GR, GRAM, SMALL_TILE // 64, False, 1,
         )  # fmt: skip
     else:
         _tiles(
-            z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, products, items, start, tiles,
-            classes, target, by, unit, constant, top, level, top_r, level_r, h, k_f, mass_f,
-            k_r, mass_r, k_p, k_q, whole, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+            z, r, z_next, r_next, z_row, r_row, gz_row, gr_row, gram_piece, items, start, tiles,
+            classes, target, grad_scale, log2_scale, softmax, row, weights, limits,
             KINDS, False, GZ, GR, GRAM, VECTOR, PACKED, UNROLL,
         )  # fmt: skip

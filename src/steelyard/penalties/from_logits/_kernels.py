@@ -1,42 +1,58 @@
 """The Triton kernels: every component of a row in two visits, the second from a cache.
 
-A row is cut into pieces; a work item is one piece. Programs draw tickets in order. Ticket t
-stands for the statistics of item t, then the gradient of item t - lag (with JS, in between, the
-divergences from the mean, and 2 lag). Whoever has the last piece of a row combines them, in the
-order of the pieces: the numbers do not depend on the schedule.
+The sums over a row (softmax, entropy, divergences) have to be known before its gradient, so each
+element is visited twice. The floor is memory traffic: to read every input once. So the second visit
+has to follow while the data is still in a cache, which one program for each row would not achieve:
+128256 classes of bfloat16 are 256 KB, and few rows at a time would not fill the GPU.
 
-With the lag 0 a program waits for the rest of the row and then finds its piece in its own
-processor's cache. It draws the next ticket after that wait, so that all drawn tickets but the
-last row's come to an end by themselves: as many programs as a row has pieces have to run at a
-time. With a lag of more than the programs the row's statistics are complete as a rule, and the
-piece is found in the L2, if at all; an item waits only for items of lower tickets, which running
-programs hold, so that any number of programs comes to an end, even one.
+**Work items.** A row is cut into pieces; a work item is one piece of one row. Programs are
+persistent and draw work ids from an atomic counter, in order. Work id t stands for the statistics
+of item t and then the gradient of item t - lag. (Kinds with a middle pass, such as JS, need three
+visits: the middle pass is that of item t - lag, and the gradient that of item t - 2 lag.) The
+program with the last piece of a row combines its pieces, in their order: the numbers do not depend
+on the schedule.
 
-There are no barriers and no fences: a number that another program waits for is its own flag,
-UNSET until it is written. A program is one warp, so that one computes while another waits; each
-thread sums up its own share of a piece, and only the sums go through the warp.
+**Lag 0**: a program waits for the other pieces of its row and then finds its own piece in its
+processor's L1 cache. It draws its next work id only after that wait, so every drawn id but those of
+the last row finishes without further draws. This terminates if as many programs run at a time as a
+row has pieces; `_launch.sweep` makes sure of it.
 
-Logarithms are to the base 2 inside, and relative to the row's largest logit, in float32.
+**Lag > number of programs**: the row's statistics are complete as a rule, and the piece is found in
+the L2 cache, if at all. An item waits only for items with lower work ids, which running programs
+hold, so any number of programs terminates, even one.
+
+**Signals.** There are no barriers and no fences: a number that another program waits for is its own
+flag (`_kernel_signals`). A program is a single warp, so that other warps of the processor compute
+while it waits; each thread sums up its own share of a piece, and only the sums cross the warp.
+
+Inside, everything is float32; logarithms are to the base 2 and relative to (nearly) the row's
+largest logit. This file, `_kernel_statistics` (first visit), `_kernel_row_values` and
+`_kernel_gradients` (second visit) know no single kind of component: `_kernel_components` does.
+
+References:
+    Milakov & Gimelshein (2018), "Online normalizer calculation for softmax", arXiv:1805.02867:
+    a softmax from the partial maxima and sums of pieces.
+    Merrill & Garland (2016), "Single-pass parallel prefix scan with decoupled look-back": programs
+    that draw work in order and wait for their predecessors' published numbers.
 """
 
 import triton
 import triton.language as tl
 
+from steelyard.penalties.from_logits._kernel_components import (
+    COEFFICIENTS,
+    WITH_MIDDLE,
+    middle_piece,
+    wait_for_row,
+)
 from steelyard.penalties.from_logits._kernel_gradients import (
-    slopes_of,
+    gradient_piece,
 )
 from steelyard.penalties.from_logits._kernel_row_values import (
-    combine,
-    means,
-)
-from steelyard.penalties.from_logits._kernel_signals import (
-    COEFFICIENTS,
-    K_P,
-    Z_TOP,
-    settled,
+    combine_row,
 )
 from steelyard.penalties.from_logits._kernel_statistics import (
-    statistics,
+    piece_statistics,
 )
 from steelyard.penalties.from_logits._kernel_tiles import (
     LOG2E,
@@ -44,121 +60,144 @@ from steelyard.penalties.from_logits._kernel_tiles import (
 )
 
 
-# Whether these are multiples of 16 is of no use: no kernel of its own for that.
+# Compiling again where one of these is a multiple of 16, Triton's default, gains nothing.
 @triton.jit(do_not_specialize=["rows", "pieces", "tiles", "lag"])
 def sweep_kernel(
-    z_ptr, r_ptr, t_ptr, scale_ptr, values, gz_ptr, gr_ptr, gram_ptr, stats_ptr, coefs_ptr, drawn,
-    rows, classes, pieces, tiles, lag, z_stride, r_stride, gz_stride, gr_stride,
-    slope, w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
+    z_ptr, r_ptr, t_ptr, scale_ptr, values, gz_ptr, gr_ptr, gram_ptr, stats_ptr, coefs_ptr,
+    counter_ptr, rows, classes, pieces, tiles, lag, z_stride, r_stride, gz_stride, gr_stride,
+    inv_temperature, weights, limits,
     KINDS: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, GZ: tl.constexpr,
     GR: tl.constexpr, GRAM: tl.constexpr, STATS: tl.constexpr, PAIRS: tl.constexpr,
     VECTOR: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Sweep over all rows; what each argument is says `_launch.sweep`."""
-    JSD: tl.constexpr = (KINDS >> 3) & 1
-    BEFORE: tl.constexpr = (KINDS & 1) + ((KINDS >> 1) & 1) + ((KINDS >> 2) & 1)
-    SLOPES: tl.constexpr = GZ or GR or GRAM
-    # Two tiles at a time save moves between registers, unless there are too few of them.
+    """Compute the values and gradients of all rows; `_launch.sweep` documents the inputs.
+
+    Inputs:
+        z_ptr: Logits, `[rows, classes]`, with `z_stride`.
+        r_ptr: Reference, the same shape, with `r_stride`.
+        t_ptr: Targets, `[rows]`.
+        scale_ptr: Factor of each row, `[rows]`, read if SCALED; a row of factor 0 is not read.
+        values: `[COUNT + 1, rows]`: each component, then their weighted total. With a middle pass
+            there is one more row: what its kinds add to the total.
+        gz_ptr: Gradient by the logits, written if GZ.
+        gr_ptr: Gradient by the reference, written if GR.
+        gram_ptr: `[PAIRS, rows, pieces]`: inner products of the components' gradients, if GRAM.
+        stats_ptr: Workspace `[rows, STATS, pieces]`, UNSET.
+        coefs_ptr: Workspace `[rows, COEFFICIENTS]`, UNSET.
+        counter_ptr: The last work id drawn, -1 at first.
+        rows: Number of rows; then of classes, of pieces in a row and of tiles in a piece.
+        lag: Work ids between an item's first visit and its next.
+        inv_temperature: 1 / T.
+        weights: Weights of the components, a tuple by kind, 0 for kinds that are not computed.
+        limits: Limits of the log ratios in nats, a tuple by kind.
+        KINDS: Bit k is set if component kind k is computed; COUNT of them.
+        VECTOR: Elements in 16 bytes.
+        PACKED: Whether 16-bit floats are loaded two to a word.
+        PIECES: `pieces`, rounded up to a power of 2.
+    """
+    MIDDLE: tl.constexpr = 1 if (WITH_MIDDLE & KINDS) != 0 else 0
+    GRADIENTS: tl.constexpr = GZ or GR or GRAM
+    # Two tiles in a turn save moves between registers; inner products leave too few registers.
     UNROLL: tl.constexpr = 1 if GRAM else 2
-    unit = slope * LOG2E
+    log2_scale = inv_temperature * LOG2E
     items = rows * pieces
-    behind = 0
-    if JSD:
-        behind += lag
-    if SLOPES:
-        behind += lag
+    total_lag = 0
+    if MIDDLE:
+        total_lag += lag
+    if GRADIENTS:
+        total_lag += lag
     thread = tl.arange(0, 32)
-    counter = drawn + thread * 0
-    ticket = tl.atomic_add(drawn, 1, sem="relaxed") + 1
-    while ticket < items + behind:
-        draw = thread * 0
+    counter = counter_ptr + thread * 0
+    work_id = tl.atomic_add(counter_ptr, 1, sem="relaxed") + 1
+    while work_id < items + total_lag:
+        drawn = thread * 0
         if lag > 0:
-            # By the first thread alone, and looked at only at the end: the others do not wait.
-            draw = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
-        if ticket < items:
-            row = ticket // pieces
-            piece = ticket - row * pieces
-            share = 1.0
+            # Drawn early, by the first thread alone, and read at the end: its latency is hidden.
+            drawn = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
+        if work_id < items:
+            row = work_id // pieces
+            piece = work_id - row * pieces
+            row_scale = 1.0
             if SCALED:
-                share = tl.load(scale_ptr + row)
-            if share != 0:
+                row_scale = tl.load(scale_ptr + row)
+            if row_scale != 0:
                 z_row = z_ptr + row.to(tl.int64) * z_stride
                 r_row = r_ptr + row.to(tl.int64) * r_stride
                 stats = stats_ptr + row.to(tl.int64) * (STATS * pieces)
-                statistics(
-                    z_row, r_row, piece, tiles, classes, unit, stats, pieces,
+                piece_statistics(
+                    z_row, r_row, piece, tiles, classes, log2_scale, stats, pieces,
                     KINDS, VECTOR, PACKED, UNROLL,
                 )  # fmt: skip
                 if piece == pieces - 1:
-                    combine(
+                    combine_row(
                         z_row, r_row, t_ptr + row, values + row, coefs_ptr + row * COEFFICIENTS,
-                        stats, rows, classes, pieces, share, unit,
-                        w_ent, w_fwd, w_rev, w_z, w_ce, limit_f, limit_r, KINDS, PIECES,
+                        stats, rows, classes, pieces, row_scale, log2_scale,
+                        weights, limits, KINDS, COUNT, PIECES,
                     )  # fmt: skip
             elif piece == 0:
-                for i in tl.static_range(COUNT + 1 + JSD):
+                for i in tl.static_range(COUNT + 1 + MIDDLE):
                     tl.store(values + i * rows + row, 0.0)
-        if JSD:
-            item = ticket - lag
+        if MIDDLE:
+            item = work_id - lag
             if (item >= 0) & (item < items):
                 row = item // pieces
-                share = 1.0
+                row_scale = 1.0
                 if SCALED:
-                    share = tl.load(scale_ptr + row)
-                if share != 0:
+                    row_scale = tl.load(scale_ptr + row)
+                if row_scale != 0:
                     sums = stats_ptr + row.to(tl.int64) * (STATS * pieces) + (STATS - 2) * pieces
-                    means(
+                    middle_piece(
                         z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
-                        values + BEFORE * rows + row, values + (COUNT + 1) * rows + row,
-                        coefs_ptr + row * COEFFICIENTS, sums, item - row * pieces, tiles, classes,
-                        pieces, share, unit, w_js, VECTOR, PACKED, PIECES,
+                        values + row, coefs_ptr + row * COEFFICIENTS, sums, item - row * pieces,
+                        tiles, classes, pieces, rows, row_scale, log2_scale, weights,
+                        KINDS, COUNT, VECTOR, PACKED, PIECES,
                     )  # fmt: skip
         if lag == 0:
-            if SLOPES:  # wait for the row first: others may wait for what is drawn
-                row = ticket // pieces
-                share = 1.0
+            # Wait for the row before drawing: otherwise programs could wait for the statistics of
+            # an item that is held by a program which itself still waits for its row.
+            if GRADIENTS:
+                row = work_id // pieces
+                row_scale = 1.0
                 if SCALED:
-                    share = tl.load(scale_ptr + row)
-                if share != 0:
-                    place = coefs_ptr + row * COEFFICIENTS + (K_P if JSD else Z_TOP)
-                    settled(place, tl.load(place, volatile=True))
-            draw = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
-        if SLOPES:
-            item = ticket - behind
+                    row_scale = tl.load(scale_ptr + row)
+                if row_scale != 0:
+                    wait_for_row(coefs_ptr + row * COEFFICIENTS, KINDS)
+            drawn = tl.atomic_add(counter, 1, mask=thread == 0, sem="relaxed")
+        if GRADIENTS:
+            item = work_id - total_lag
             if (item >= 0) & (item < items):
                 row = item // pieces
                 piece = item - row * pieces
                 gz_row = gz_ptr + row.to(tl.int64) * gz_stride
                 gr_row = gr_ptr + row.to(tl.int64) * gr_stride
-                products = gram_ptr + item
-                share = 1.0
+                gram_piece = gram_ptr + item
+                row_scale = 1.0
                 if SCALED:
-                    share = tl.load(scale_ptr + row)
-                if share != 0:
-                    slopes_of(
+                    row_scale = tl.load(scale_ptr + row)
+                if row_scale != 0:
+                    gradient_piece(
                         z_ptr + row.to(tl.int64) * z_stride, r_ptr + row.to(tl.int64) * r_stride,
-                        t_ptr + row, gz_row, gr_row, products, coefs_ptr + row * COEFFICIENTS,
-                        items, piece, tiles, classes, share, slope, unit,
-                        w_ent, w_fwd, w_rev, w_js, w_z, w_ce, limit_f, limit_r,
-                        KINDS, GZ, GR, GRAM, VECTOR, PACKED, UNROLL,
+                        t_ptr + row, gz_row, gr_row, gram_piece, coefs_ptr + row * COEFFICIENTS,
+                        items, piece, tiles, classes, row_scale, inv_temperature, log2_scale,
+                        weights, limits, KINDS, GZ, GR, GRAM, VECTOR, PACKED, UNROLL,
                     )  # fmt: skip
                 else:
                     for i in range(tiles):
                         here = (piece * tiles + i) * (64 * VECTOR)
-                        nothing = tl.zeros([32, VECTOR, 2], tl.float32)
+                        zeros = tl.zeros([32, VECTOR, 2], tl.float32)
                         if GZ:
-                            store_tile(gz_row, here, nothing, classes, VECTOR)
+                            store_tile(gz_row, here, zeros, classes, VECTOR)
                         if GR:
-                            store_tile(gr_row, here, nothing, classes, VECTOR)
+                            store_tile(gr_row, here, zeros, classes, VECTOR)
                     if GRAM:
                         for i in tl.static_range(PAIRS):
-                            tl.store(products + i * items, 0.0)
-        ticket = tl.sum(tl.where(thread == 0, draw, 0), 0) + 1
+                            tl.store(gram_piece + i * items, 0.0)
+        work_id = tl.sum(tl.where(thread == 0, drawn, 0), 0) + 1
 
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, size, TILE: tl.constexpr):
-    """Multiply in place, unless by 1: then nothing else is read."""
+    """Multiply in place; by 1, the usual factor of a loss, read and write nothing."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         first = tl.program_id(0).to(tl.int64) * TILE

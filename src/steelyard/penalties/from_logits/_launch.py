@@ -1,4 +1,4 @@
-"""Launching the kernels: which cases they take, the workspace, and the shape of the grid."""
+"""Launch of the kernels: the inputs that they support, the workspace, and the grid."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steelyard.penalties.from_logits._blockwise import Swept, Wants
-from steelyard.penalties.from_logits._components import ENTROPY, FORWARD, JS, REVERSE, Component
-from steelyard.penalties.from_logits._kernel_signals import COEFFICIENTS
+from steelyard.penalties.from_logits._blockwise import SweepResult, Wants
+from steelyard.penalties.from_logits._components import NEED_REFERENCE, Component
+from steelyard.penalties.from_logits._kernel_components import (
+    COEFFICIENTS,
+    KERNEL_KINDS,
+    has_middle_pass,
+    statistics_count,
+)
 from steelyard.penalties.from_logits._kernels import scale_kernel, sweep_kernel
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _NARROW = (torch.bfloat16, torch.float16)
-_KINDS = 6
 
 
 class Shape(NamedTuple):
-    """How the work is cut.
+    """Division of the work among programs.
 
     Attributes:
-        tiles: Of 64 · 16 bytes make a piece of a row.
-        programs: On a processor.
-        registers: Of a thread, at most; None leaves it to the compiler.
-        waits: Whether a program waits for the rest of its row and then has its piece at hand; else
-            it goes on with others and comes back.
+        tiles: Tiles in a piece of a row; a tile is 64 · 16 bytes.
+        programs: Programs on a processor (streaming multiprocessor); a program is one warp.
+        registers: Maximum of a thread; None leaves it to the compiler. Fewer registers let more
+            programs run at a time, until the compiler has to spill them to memory.
+        waits: Whether a program waits for the rest of its row, and then finds its piece in the L1
+            cache; if not, it goes on with other items and returns later (`_kernels`: lag).
     """
 
     tiles: int
@@ -39,22 +44,27 @@ class Shape(NamedTuple):
 
 
 def shape_for(kinds: Sequence[int], wants: Wants) -> Shape:
-    """The shape that measured best on an H200, at 128256 classes of bfloat16."""
+    """Shape that measured best on an H200, at 128256 classes of bfloat16."""
     if wants.gram:
         return Shape(16, 20, 128, waits=False)
-    if JS in kinds:
+    if has_middle_pass(kinds):
         return Shape(16, 20, 96, waits=False)
-    if FORWARD in kinds or REVERSE in kinds:
+    if NEED_REFERENCE.intersection(kinds):
         return Shape(8, 20, None if wants.reference else 96)
     return Shape(8, 24)
 
 
 def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Component]) -> bool:
-    """Whether the kernels take these inputs: each kind once, all at one temperature."""
+    """Return whether the kernels support the inputs.
+
+    They need floats of at most 32 bits, each kind once, all at one temperature, and pieces of their
+    own for each kind (`_kernel_components`). Other inputs take the plain formulas.
+    """
     kinds = [each.kind for each in components]
     return (
         all(x is None or x.dtype in _FLOATS for x in (logits, reference))
         and logits.numel() > 0
+        and all(kind in KERNEL_KINDS for kind in kinds)
         and all(a < b for a, b in pairwise(kinds))
         and len({each.temperature for each in components}) == 1
     )
@@ -71,8 +81,8 @@ def sweep(
     *,
     shape: Shape | None = None,
     into: Tensor | None = None,
-) -> Swept:
-    """As `_sweep.sweep`, in one launch.
+) -> SweepResult:
+    """Compute what `_blockwise.sweep` computes, in one launch.
 
     Args:
         logits: `[rows, classes]`.
@@ -80,10 +90,11 @@ def sweep(
         targets: `[rows]`, or None.
         scale: `[rows]`, or None.
         components: Each kind once, all at one temperature.
-        weights: One for each.
-        wants: What else to compute.
-        shape: How to cut the work; None is what measured best.
-        into: Where the gradient by the logits goes: the logits themselves, if it may.
+        weights: Weight of each component in the total.
+        wants: Outputs to compute beside the values.
+        shape: Division of the work; None is the one that measured best.
+        into: Memory for the gradient by the logits; it may be the logits themselves, since an
+            element is read for the last time before its gradient is written.
     """
     z = _rows(logits)
     r = z if reference is None else _rows(reference)
@@ -93,29 +104,33 @@ def sweep(
     shape = shape or shape_for(kinds, wants)
     tiles = min(shape.tiles, _cdiv(classes, 64 * vector))
     pieces = _cdiv(classes, 64 * vector * tiles)
-    # The components' values, then the weighted total without JS, then what JS adds to it.
-    made = z.new_empty((len(kinds) + 1 + (JS in kinds), rows), dtype=torch.float32)
+    # The components' values, then the weighted total without the kinds of the middle pass, then
+    # what those add to it: they are known later, and two programs would add in no fixed order.
+    values = z.new_empty((len(kinds) + 1 + has_middle_pass(kinds), rows), dtype=torch.float32)
     by_logits = (torch.empty_like(z) if into is None else into) if wants.logits else None
     by_reference = torch.empty_like(r) if wants.reference else None
     pairs = len(kinds) * (len(kinds) + 1) // 2
     products = z.new_empty((pairs, rows, pieces), dtype=torch.float32) if wants.gram else None
-    statistics = _statistics(kinds)
-    # Numbers that are not there yet: the tickets drawn, those of pieces, those of rows.
+    statistics = statistics_count(kinds)
+    # One allocation, filled with UNSET (-1): the counter of work ids, the pieces' statistics
+    # `[rows, statistics, pieces]`, the rows' coefficients `[rows, COEFFICIENTS]`.
     size = 1 + rows * pieces * statistics
     shared = torch.full((size + rows * COEFFICIENTS.value,), -1, dtype=torch.int32, device=z.device)
     by_kind = dict(zip(kinds, weights, strict=True))
     limits = {each.kind: each.limit for each in components}
     processors = _processors(z.device)
     programs = min(processors * shape.programs, rows * pieces)
-    # To wait is safe where all pieces of a row are sure to be in work at the same time.
+    # Waiting terminates if all pieces of a row run at the same time. One program fits on every
+    # processor, so a row of at most that many pieces is safe. Else the lag exceeds the ids that
+    # running programs may hold, so that a row is complete, as a rule, when it is visited again.
     lag = 0 if shape.waits and pieces <= processors else programs + 2 * pieces
     sweep_kernel[(programs,)](
-        z, r, _or(targets, shared), _or(scale, made), made, _or(by_logits, z),
-        _or(by_reference, r), _or(products, made), shared[1:], shared[size:], shared,
-        rows, classes, pieces, tiles, lag,
-        z.stride(0), r.stride(0), _or(by_logits, z).stride(0), _or(by_reference, r).stride(0),
-        1.0 / components[0].temperature, *(by_kind.get(kind, 0.0) for kind in range(_KINDS)),
-        limits.get(FORWARD, math.inf), limits.get(REVERSE, math.inf),
+        z, r, _pointer(targets, shared), _pointer(scale, values), values, _pointer(by_logits, z),
+        _pointer(by_reference, r), _pointer(products, values), shared[1:], shared[size:], shared,
+        rows, classes, pieces, tiles, lag, z.stride(0), r.stride(0),
+        _pointer(by_logits, z).stride(0), _pointer(by_reference, r).stride(0),
+        1.0 / components[0].temperature, tuple(by_kind.get(kind, 0.0) for kind in KERNEL_KINDS),
+        tuple(limits.get(kind, math.inf) for kind in KERNEL_KINDS),
         KINDS=sum(1 << kind for kind in kinds), COUNT=len(kinds),
         SCALED=scale is not None, GZ=wants.logits, GR=wants.reference, GRAM=wants.gram,
         STATS=statistics, PAIRS=pairs, VECTOR=vector, PACKED=_is_packed(z, r),
@@ -123,37 +138,29 @@ def sweep(
         maxnreg=shape.registers,
     )  # fmt: skip
     gram = None if products is None else _gram(products, len(kinds))
-    return Swept(made, by_logits, by_reference, gram)
+    return SweepResult(values, by_logits, by_reference, gram)
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
-    """Multiply a dense tensor in place by a number on its device, without waiting for it."""
+    """Multiply a dense tensor in place by a scalar on its device, without synchronizing."""
     tile = 4096
     programs = min(_cdiv(x.numel(), tile), 8 * _processors(x.device))
     scale_kernel[(programs,)](x, factor, x.numel(), TILE=tile)
 
 
 def _cdiv(a: int, b: int) -> int:
-    """Triton has it, as a function that its compiler knows too, at 20 µs a call."""
+    """Ceiling of a / b; `triton.cdiv` takes 20 µs a call."""
     return -(-a // b)
 
 
-def _statistics(kinds: Sequence[int]) -> int:
-    """How many numbers a piece hands on."""
-    compares = any(kind in kinds for kind in (FORWARD, REVERSE, JS))
-    ratios = sum(kind in kinds for kind in (FORWARD, REVERSE))
-    own = 2 + (ENTROPY in kinds) + 2 * compares
-    return own + ratios + (ratios > 0) + 2 * (JS in kinds)
-
-
 def _gram(products: Tensor, count: int) -> Tensor:
-    """The symmetric matrix of inner products, from those of each piece."""
+    """Symmetric matrix of inner products, summed over pieces in float64."""
     return products.sum((1, 2), dtype=torch.float64)[_places(count, products.device)]
 
 
 @cache
 def _places(count: int, device: torch.device) -> Tensor:
-    """Which pair each place of the symmetric matrix holds."""
+    """Index of the pair for each entry of the symmetric matrix, `[count, count]`."""
     pairs = list(combinations_with_replacement(range(count), 2))
     return torch.tensor(
         [[pairs.index((min(i, j), max(i, j))) for j in range(count)] for i in range(count)],
@@ -166,21 +173,21 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _is_packed(z: Tensor, r: Tensor) -> bool:
-    """Whether both hold narrow floats that pair up in words."""
+    """Return whether both hold 16-bit floats in rows that divide into aligned 32-bit words."""
     return all(
         x.dtype in _NARROW and (x.shape[1] | x.stride(0)) % 2 == 0 and x.data_ptr() % 4 == 0
         for x in (z, r)
     )
 
 
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer has to be there, even where nothing is read."""
+def _pointer(x: Tensor | None, other: Tensor) -> Tensor:
+    """`x`, or another pointer if it is None: the kernel needs one even if it is not read."""
     return other if x is None else x
 
 
 @cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # the interpreter
+        return 1  # Triton's interpreter
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count)

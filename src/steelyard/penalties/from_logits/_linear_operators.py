@@ -1,4 +1,4 @@
-"""The operators behind a projection: logits exist for one chunk of rows at a time."""
+"""Torch operators over a projection: logits exist for one chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steelyard.penalties.from_logits._blockwise import Swept, Wants
+from steelyard.penalties.from_logits._blockwise import SweepResult, Wants
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._operators import (
     refuse_second_order,
+    run_sweep,
     scale_gradients,
-    swept,
 )
 from steelyard.penalties.from_logits._torch_operator import operator
 
-# The components, flat: an operator takes no tuples of its own.
+# Components as flat lists: a torch operator takes no tuples.
 _PROBLEM = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? reference, Tensor? reference_weight, "
     "Tensor? reference_bias, Tensor? targets, Tensor? scale, "
@@ -26,7 +26,7 @@ _TENSORS = 8
 
 
 class _Problem(NamedTuple):
-    """What every operator here takes first."""
+    """Arguments that every operator in this file takes first."""
 
     hidden: Tensor
     weight: Tensor
@@ -51,19 +51,19 @@ class _Problem(NamedTuple):
         return [slice(start, start + self.chunk) for start in starts]
 
     def rows(self, at: slice) -> Tensor:
-        """The hidden states of a chunk; 0 where a row does not count, since 0 · NaN is NaN."""
+        """Hidden states of a chunk; 0 where the row has scale 0, since 0 · NaN is NaN."""
         rows = self.hidden[at]
         return rows if self.scale is None else rows.masked_fill((self.scale[at] == 0)[:, None], 0)
 
-    def sweep(self, at: slice, rows: Tensor, share: float, wants: Wants) -> Swept:
-        """Make the logits of a chunk, and go over them; the gradient may replace them."""
+    def sweep(self, at: slice, rows: Tensor, share: float, wants: Wants) -> SweepResult:
+        """Compute the logits of a chunk and sweep over them; the gradient may overwrite them."""
         each = zip(self.kinds, self.temperatures, self.limits, strict=True)
-        beside = None if self.reference is None else self.reference[at]
-        if beside is not None and self.reference_weight is not None:
-            beside = _logits(beside, self.reference_weight, self.reference_bias)
-        return swept(
+        reference = None if self.reference is None else self.reference[at]
+        if reference is not None and self.reference_weight is not None:
+            reference = _logits(reference, self.reference_weight, self.reference_bias)
+        return run_sweep(
             _logits(rows, self.weight, self.bias),
-            beside,
+            reference,
             None if self.targets is None else self.targets[at],
             None if self.scale is None else self.scale[at],
             [Component(*component) for component in each],
@@ -74,29 +74,33 @@ class _Problem(NamedTuple):
 
 
 class _Gradients:
-    """By hidden states, weight and bias, from the chunks' gradients; empty if not wanted."""
+    """Gradients by hidden states, weight and bias, accumulated over chunks; empty if not wanted.
+
+    With `logits = hidden @ weight.T + bias` and G the gradient by the logits, they are
+    `G @ weight`, `G.T @ hidden` and the sum of G over rows.
+    """
 
     def __init__(self, problem: _Problem, wants: list[bool]) -> None:
         hidden, weight = problem.hidden, problem.weight
         self.hidden = torch.empty_like(hidden) if wants[0] else hidden.new_empty(0)
-        # Added up over all rows, which the narrow dtypes do not bear.
+        # Sums over all rows: a 16-bit float would stop growing.
         self.weight, self.bias = (
             torch.zeros(shape if wanted else (0,), dtype=problem.wide, device=hidden.device)
             for shape, wanted in ((weight.shape, wants[1]), (weight.shape[:1], wants[2]))
         )
         self._wants, self._projection, self._dtype = wants, weight, hidden.dtype
 
-    def add(self, at: slice, rows: Tensor, slopes: Tensor) -> None:
+    def add(self, at: slice, rows: Tensor, gradients: Tensor) -> None:
         by_hidden, by_weight, by_bias = self._wants
         if by_hidden:
-            torch.mm(slopes, self._projection, out=self.hidden[at])
+            torch.mm(gradients, self._projection, out=self.hidden[at])
         if by_weight:
-            _add_product(self.weight, slopes, rows)
+            _add_product(self.weight, gradients, rows)
         if by_bias:
-            self.bias += slopes.sum(0, dtype=self.bias.dtype)
+            self.bias += gradients.sum(0, dtype=self.bias.dtype)
 
     @property
-    def made(self) -> tuple[Tensor, Tensor, Tensor]:
+    def in_input_dtype(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.hidden, self.weight.to(self._dtype), self.bias.to(self._dtype)
 
 
@@ -104,18 +108,18 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
 
 
-def _add_product(total: Tensor, slopes: Tensor, rows: Tensor) -> None:
-    """`total += slopesᵀ · rows`, added up in the total's precision."""
-    if total.dtype == slopes.dtype:
-        total.addmm_(slopes.t(), rows)
-    elif slopes.is_cuda:  # pragma: no cover  # by `make test-gpu`
-        torch.ops.aten.addmm.dtype_out(total, slopes.t(), rows, total.dtype, out=total)
+def _add_product(total: Tensor, gradients: Tensor, rows: Tensor) -> None:
+    """`total += gradientsᵀ · rows`, accumulated in the total's precision."""
+    if total.dtype == gradients.dtype:
+        total.addmm_(gradients.t(), rows)
+    elif gradients.is_cuda:  # pragma: no cover  # by `make test-gpu`
+        torch.ops.aten.addmm.dtype_out(total, gradients.t(), rows, total.dtype, out=total)
     else:
-        total.addmm_(slopes.t().to(total.dtype), rows.to(total.dtype))
+        total.addmm_(gradients.t().to(total.dtype), rows.to(total.dtype))
 
 
 def _compose_linear(*given: Any) -> tuple[Tensor, ...]:
-    """The total, the components' values, the gradients and the inner products in logit space."""
+    """Total, values of the components, gradients, and inner products in logit space."""
     problem, (share, wants) = _Problem(*given[:-2]), given[-2:]
     *by, gram = wants
     gradients = _Gradients(problem, by)
@@ -132,11 +136,11 @@ def _compose_linear(*given: Any) -> tuple[Tensor, ...]:
             products += share**2 * found.gram
         if found.logits is not None:
             gradients.add(at, rows, found.logits)
-        del found  # before the next chunk's are made
+        del found  # frees the chunk before the next one is computed
     return (
         sums[count].to(problem.wide, copy=True),
         sums[:count].to(problem.wide, copy=True),
-        *gradients.made,
+        *gradients.in_input_dtype,
         products if gram else products.new_empty(0),
     )
 
@@ -178,7 +182,7 @@ compose_linear = operator(
 
 
 def _rows(*given: Any) -> tuple[Tensor, Tensor]:
-    """One weighted sum of components per row, and the components, each scaled."""
+    """Weighted sum by row, and the components by row, each times the row's scale."""
     problem = _Problem(*given)
     count = len(problem.kinds)
     values = problem.hidden.new_empty((count + 1, len(problem.hidden)), dtype=problem.wide)
@@ -205,15 +209,15 @@ def _save_problem(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _rows_backward(ctx: Any, by_rows: Tensor, *others: None) -> tuple[Any, ...]:
-    """Make each chunk's logits again: only now is each row's factor known."""
+    """Recompute each chunk's logits: each row's factor is known only in the backward pass."""
     del others
     refuse_second_order()
     *tensors, scale = [None if each is None else each.detach() for each in ctx.saved_tensors]
-    factor = by_rows.detach().contiguous()  # as for the rows of logits
+    factor = by_rows.detach().contiguous()  # see `_operators._sweep_back`
     factor = factor if scale is None else factor * (scale != 0)
     wants = list(ctx.needs_input_grad[:3])
-    made = rows_back(*tensors, factor, *ctx.rest, wants)
-    found = [each if wanted else None for each, wanted in zip(made, wants, strict=True)]
+    computed = rows_back(*tensors, factor, *ctx.rest, wants)
+    found = [each if wanted else None for each, wanted in zip(computed, wants, strict=True)]
     return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
 
 
@@ -233,9 +237,9 @@ def _rows_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     for at in problem.chunks():
         rows = problem.rows(at)
         found = problem.sweep(at, rows, 1.0, Wants(logits=True))
-        gradients.add(at, rows, found.logits)  # type: ignore[arg-type]  # wanted, so made
-        del found  # before the next chunk's are made
-    return gradients.made
+        gradients.add(at, rows, found.logits)  # type: ignore[arg-type]  # wanted, so not None
+        del found  # frees the chunk before the next one is computed
+    return gradients.in_input_dtype
 
 
 rows_back = operator(

@@ -1,4 +1,4 @@
-"""What the functions over logits accept, and in which form it goes on."""
+"""Validation of the inputs of functions over logits, and their flattened form."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 
 
 class Rows(NamedTuple):
-    """Checked inputs with their leading axes made one.
+    """Checked inputs with their leading axes flattened.
 
     Attributes:
-        xp: Their namespace.
+        xp: Namespace of the arrays.
         logits: `[rows, classes]`.
         reference: The same shape, or None.
         targets: `[rows]`, or None.
         mask: `[rows]`, or None.
-        shape: The leading axes.
-        dtype: That of the results: float32, or float64 for float64 logits.
+        shape: Shape of the leading axes.
+        dtype: Dtype of the results: float32, or float64 for float64 logits.
     """
 
     xp: Namespace
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """Itself: what a projection has as `rows`."""
+        """Itself, as `Projected.rows`."""
         return self
 
     @property
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
         return count
 
     def scale(self, reduction: str) -> tuple[Array | None, float]:
-        """What each row counts: an array where there is a mask, and one factor for all."""
+        """Factors of the rows: an array if there is a mask, and one factor for all rows."""
         if self.mask is None:
             count = max(self.logits.shape[0], 1)
             return None, 1.0 / count if reduction == "mean" else 1.0
@@ -111,17 +111,17 @@ def accept_rows(
 
 
 def check_targets(targets: Array | None, counts: Array | None, classes: int) -> None:
-    """Check that targets are classes, where looking costs nothing.
+    """Check that targets are classes, where this does not synchronize with a device.
 
-    On a GPU and inside JAX it would wait for the device; there such a row's loss is NaN.
+    On a GPU and in JAX it is not called; there the loss of such a row is NaN.
 
     Args:
         targets: `[rows]`, or None.
-        counts: `[rows]`, a mask or a scale: where 0, the row does not count. None is 1.
-        classes: How many there are.
+        counts: `[rows]`, a mask or a scale; rows where it is 0 are not checked. None is 1.
+        classes: Number of classes.
 
     Raises:
-        InputError: A target of a row that counts is out of range.
+        InputError: A target is out of range.
     """
     if targets is None:
         return
@@ -136,7 +136,7 @@ def check_targets(targets: Array | None, counts: Array | None, classes: int) -> 
 
 
 def _matrix(xp: Namespace, x: Array) -> Array:
-    """`[rows, classes]`, a row's classes beside each other."""
+    """Reshape to `[rows, classes]`, with the classes of a row contiguous."""
     if is_torch(x) and x.stride(-1) != 1:
         x = x.contiguous()
     return xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))

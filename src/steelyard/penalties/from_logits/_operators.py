@@ -1,4 +1,4 @@
-"""The sweep as operators of torch: opaque to `torch.compile`, and differentiable."""
+"""Torch operators over logits: opaque to `torch.compile`, and differentiable once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from array_api_compat import torch as xp
 from torch import Tensor
 
 from steelyard.errors import GradientError
-from steelyard.penalties.from_logits._blockwise import Swept, Wants, sweep
+from steelyard.penalties.from_logits._blockwise import SweepResult, Wants, sweep
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._logit_inputs import check_targets
 from steelyard.penalties.from_logits._torch_operator import operator
 
-# The components, flat: an operator takes no tuples of its own.
+# Components as flat lists: a torch operator takes no tuples.
 _PROBLEM = (
     "Tensor logits, Tensor? reference, Tensor? targets, Tensor? scale, "
     "int[] kinds, float[] temperatures, float[] limits, float[] weights"
@@ -35,10 +35,10 @@ def _compose(
     share: float,
     wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The total, each component's reduced value, the gradients and the inner products."""
+    """Total, reduced values of the components, gradients, and inner products."""
     components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
     counts = [share * weight for weight in weights]
-    found = swept(logits, reference, targets, scale, components, counts, Wants(*wants))
+    found = run_sweep(logits, reference, targets, scale, components, counts, Wants(*wants))
     sums = found.values.sum(1, dtype=torch.float64)
     wide = found.values.dtype
     values = torch.mul(sums[: len(kinds)], share, out=sums.new_empty(len(kinds), dtype=wide))
@@ -46,9 +46,9 @@ def _compose(
     return (
         sums[len(kinds) :].sum(dtype=wide),
         values,
-        _or_nothing(found.logits, logits),
-        _or_nothing(found.reference, logits),
-        _or_nothing(products, logits),
+        _or_empty(found.logits, logits),
+        _or_empty(found.reference, logits),
+        _or_empty(products, logits),
     )
 
 
@@ -81,25 +81,25 @@ def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def scale_gradients(ctx: Any, by_total: Tensor, *others: None) -> tuple[Any, ...]:
-    """Give the gradients that the forward pass made, times the upstream factor.
+    """Return the gradients that the forward pass computed, times the upstream factor.
 
-    In place, where this is the last backward pass through the graph: the factor is 1 as a rule,
-    and then nothing is read or written. Of a graph that is retained they stay as they are, and
-    a copy is given.
+    If the graph is not retained, they are scaled in place: the factor is usually 1, and then
+    nothing is read or written. If it is, a copy is returned, so that another pass finds them as
+    they were.
     """
     del others
     refuse_second_order()
     found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for i, gradient in enumerate(ctx.saved_tensors):
         if gradient.numel() and ctx.needs_input_grad[i]:
-            found[i] = gradient.detach().clone() if _is_kept() else gradient.detach()
+            found[i] = gradient.detach().clone() if _graph_is_retained() else gradient.detach()
             scale_(found[i], by_total.detach())
     return tuple(found)
 
 
-def _is_kept() -> bool:
-    """Whether another backward pass may follow: the call had `retain_graph=True`."""
-    autograd = torch._C._autograd  # noqa: SLF001  # no public way; torch.compile asks it as well
+def _graph_is_retained() -> bool:
+    """Return whether another backward pass may follow: the call had `retain_graph=True`."""
+    autograd = torch._C._autograd  # noqa: SLF001  # no public API; torch.compile reads it too
     return bool(autograd._get_current_graph_task_keep_graph())  # noqa: SLF001
 
 
@@ -118,7 +118,7 @@ def _scale(x: Tensor, factor: Tensor) -> None:
         from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
 
         _launch.scale(x, factor)
-    elif x.is_cuda or factor.item() != 1:  # on a GPU asking would wait for it
+    elif x.is_cuda or factor.item() != 1:  # on a GPU `item` would synchronize
         x.mul_(factor)
 
 
@@ -135,9 +135,9 @@ def _rows(
     limits: list[float],
     weights: list[float],
 ) -> tuple[Tensor, Tensor]:
-    """One weighted sum of components per row, and the components, each scaled."""
+    """Weighted sum by row, and the components by row, each times the row's scale."""
     components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
-    found = swept(logits, reference, targets, scale, components, weights, Wants())
+    found = run_sweep(logits, reference, targets, scale, components, weights, Wants())
     return found.values[len(kinds) :].sum(0), found.values[: len(kinds)].clone()
 
 
@@ -157,11 +157,11 @@ def _save_problem(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _sweep_back(ctx: Any, by_rows: Tensor, *others: None) -> tuple[Any, ...]:
-    """Compute the gradients from the logits again: only now is each row's factor known."""
+    """Sweep again for the gradients: each row's factor is known only in the backward pass."""
     del others
     refuse_second_order()
     logits, reference, targets, scale = ctx.saved_tensors
-    # The gradient of a sum is one number in the place of many, which the kernels cannot read.
+    # The gradient of a sum is an expanded scalar with stride 0, which the kernels cannot read.
     factor = by_rows.contiguous() if scale is None else by_rows * (scale != 0)
     wants = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
     both = rows_back(
@@ -198,8 +198,8 @@ def _rows_back(
     wants: list[bool],
 ) -> tuple[Tensor, Tensor]:
     components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
-    found = swept(logits, reference, targets, scale, components, weights, Wants(*wants))
-    return _or_nothing(found.logits, logits), _or_nothing(found.reference, logits)
+    found = run_sweep(logits, reference, targets, scale, components, weights, Wants(*wants))
+    return _or_empty(found.logits, logits), _or_empty(found.reference, logits)
 
 
 def _rows_back_shapes(
@@ -220,7 +220,7 @@ rows_back = operator(
 )
 
 
-def swept(
+def run_sweep(
     logits: Tensor,
     reference: Tensor | None,
     targets: Tensor | None,
@@ -230,8 +230,8 @@ def swept(
     wants: Wants,
     *,
     in_place: bool = False,
-) -> Swept:
-    """Sweep by the kernels where they can; `in_place` allows the gradient to replace the logits."""
+) -> SweepResult:
+    """Sweep by the kernels if they can; `in_place` lets the gradient overwrite the logits."""
     if _has_kernels(logits):
         from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
 
@@ -246,7 +246,7 @@ def swept(
 
 
 def flat(components: Sequence[Component]) -> tuple[list[int], list[float], list[float]]:
-    """The components as the operators take them."""
+    """Components as flat lists, as the operators take them."""
     return (
         [each.kind for each in components],
         [each.temperature for each in components],
@@ -255,20 +255,20 @@ def flat(components: Sequence[Component]) -> tuple[list[int], list[float], list[
 
 
 def wanted(*inputs: Tensor | None) -> list[bool]:
-    """Whether a gradient by each of the inputs will be asked for."""
+    """Return for each input whether its gradient is required."""
     enabled = torch.is_grad_enabled()
     return [enabled and x is not None and x.requires_grad for x in inputs]
 
 
-def is_late(logits: Tensor, reference: Tensor | None) -> bool:
-    """Whether gradients have to wait for the upstream factor.
+def defers_gradient(logits: Tensor, reference: Tensor | None) -> bool:
+    """Return whether the gradients are computed in the backward pass.
 
-    float16 cannot hold the gradient of a mean over many rows; a loss scale, which mends that,
-    is known in the backward pass alone.
+    float16 underflows in the gradient of a mean over many rows; the loss scale that prevents it
+    is known only in the backward pass.
     """
     return any(
-        x is not None and x.dtype == torch.float16 and asked
-        for x, asked in zip((logits, reference), wanted(logits, reference), strict=True)
+        x is not None and x.dtype == torch.float16 and required
+        for x, required in zip((logits, reference), wanted(logits, reference), strict=True)
     )
 
 
@@ -291,5 +291,5 @@ def _wide(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _or_nothing(x: Tensor | None, like: Tensor) -> Tensor:
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x

@@ -1,4 +1,4 @@
-"""What the functions over logits accept in the place of logits: a projection."""
+"""Validation of the inputs of functions over logits, where a projection replaces logits."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import NamedTuple
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array, dtype_name, is_floating, is_torch
 from steelyard.penalties.from_logits._logit_inputs import Rows, accept_rows
-from steelyard.penalties.from_logits.projection import Projection, made
+from steelyard.penalties.from_logits.projection import Projection, materialize
 
 # Logits of a chunk: 1 GB in bfloat16 on a GPU, where larger products are faster, 16 MB on a CPU.
 _ON_GPU, _ELSEWHERE = 2**29, 2**22
-# Rows for each feature from which the gradient by the weight is small beside the logits.
-_MANY = 4
+# Rows for each feature from which the gradient by the weight is small compared to the logits.
+_ROWS_PER_FEATURE = 4
 
 
 class Projected(NamedTuple):
-    """Checked inputs with their leading axes made one.
+    """Checked inputs with their leading axes flattened.
 
     Attributes:
-        rows: The hidden states in the place of logits, `[rows, features]`, and what goes with them.
+        rows: The hidden states in place of logits, `[rows, features]`, with targets and mask.
         weight: `[classes, features]`.
         bias: `[classes]`, or None.
-        reference: `[rows, classes]`, or `[rows, features]` where it is a projection; or None.
-        reference_weight: `[classes, features]` of a reference that is one.
-        reference_bias: `[classes]` of a reference that is one, or None.
-        chunk: How many rows at a time.
+        reference: `[rows, classes]`, or `[rows, features]` if it is a projection; or None.
+        reference_weight: `[classes, features]` of a reference that is a projection.
+        reference_bias: `[classes]` of a reference that is a projection, or None.
+        chunk: Rows in a chunk.
     """
 
     rows: Rows
@@ -44,20 +44,20 @@ class Projected(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Array | None, ...]:
-        """The arrays in the order in which the operators take them."""
+        """Arrays in the order of the operators' arguments."""
         return (self.rows.logits, *self[1:6], self.rows.targets)
 
-    def is_late(self, wanted: Sequence[bool]) -> bool:
-        """Whether the gradients are made in the backward pass, from logits made again.
+    def defers_gradient(self, wanted: Sequence[bool]) -> bool:
+        """Return whether the backward pass computes the gradients, from recomputed logits.
 
-        float16 cannot hold the gradient of a mean over many rows without a loss scale, which is
-        known there alone. And of few rows, one datum's for example, the gradient by the weight
-        would be about as large as the logits are, and be kept until then.
+        float16 underflows in the gradient of a mean over many rows without a loss scale, which is
+        known only in the backward pass. And with few rows, for example of one datum, the gradient
+        by the weight, stored until then, would be about as large as the logits.
 
         Args:
-            wanted: Whether gradients by hidden states, weight and bias will be asked for.
+            wanted: Whether the gradients by hidden states, weight and bias are required.
         """
-        few = self.rows.logits.shape[0] < _MANY * self.weight.shape[1]
+        few = self.rows.logits.shape[0] < _ROWS_PER_FEATURE * self.weight.shape[1]
         return (few and wanted[1]) or (dtype_name(self.weight) == "float16" and any(wanted))
 
 
@@ -67,14 +67,14 @@ def accept(
     targets: Array | None = None,
     mask: Array | None = None,
 ) -> Rows | Projected:
-    """Check the inputs of a function over logits, whichever they are.
+    """Check the inputs of a function over logits or over a projection.
 
     Raises:
         InputError: As `accept_rows` and `accept_projection`.
     """
     if isinstance(logits, Projection):
         return accept_projection(logits, reference, targets, mask)
-    return accept_rows(logits, made(reference), targets, mask)
+    return accept_rows(logits, materialize(reference), targets, mask)
 
 
 def accept_projection(
@@ -83,11 +83,11 @@ def accept_projection(
     targets: Array | None = None,
     mask: Array | None = None,
 ) -> Projected:
-    """Check the inputs of a function over logits that do not exist.
+    """Check the inputs of a function over a projection.
 
     Raises:
-        InputError: They are no torch tensors of one floating dtype; their shapes do not fit; as
-            `accept_rows`, for targets and mask.
+        InputError: The arrays are not torch tensors of one floating dtype, or their shapes do not
+            match; for targets and mask as `accept_rows`.
     """
     _check(logits)
     chunk = logits.chunk
@@ -95,14 +95,14 @@ def accept_projection(
         raise InputError(f"chunk must be None or an integer >= 1, got {chunk!r}.")
     hidden, classes = logits.hidden, logits.weight.shape[0]
     rows = accept_rows(hidden, targets=targets, mask=mask)
-    beside: Array | None = reference
+    states: Array | None = reference
     weight = bias = None
     if isinstance(reference, Projection):
         _check(reference, "reference's ")
         features = reference.weight.shape[1]
         _check_shape("reference's hidden", reference.hidden, (*rows.shape, features))
         _check_shape("reference's weight", reference.weight, (classes, features))
-        beside, weight = reference.hidden, reference.weight.detach()
+        states, weight = reference.hidden, reference.weight.detach()
         bias = None if reference.bias is None else reference.bias.detach()
     elif reference is not None:
         if not is_torch(reference):
@@ -115,7 +115,7 @@ def accept_projection(
         rows,
         logits.weight,
         logits.bias,
-        None if beside is None else beside.detach().reshape(-1, beside.shape[-1]),
+        None if states is None else states.detach().reshape(-1, states.shape[-1]),
         weight,
         bias,
         chunk or max((_ON_GPU if hidden.is_cuda else _ELSEWHERE) // classes, 1),

@@ -1,4 +1,4 @@
-"""A function as an operator of torch: opaque to `torch.compile`, and called as it is elsewhere."""
+"""Registration of functions as torch operators, opaque to `torch.compile`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def operator(
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """What to call: `fn`, differentiable by `backward`.
+    """Register `fn` as a torch operator and return the function to call, differentiable.
 
-    A compiler sees an operator of torch. Elsewhere the dispatcher is left out, which takes longer
-    than the kernels do.
+    Under a compiler and for tensor subclasses the call goes through the dispatcher. Elsewhere it
+    calls `fn` directly: the dispatcher takes longer than the kernels do.
 
     Args:
-        name: the operator's.
-        schema: what it takes and gives.
-        fn: what it does. Its first argument is a tensor.
-        shapes: the same for tensors without data.
-        save: keeps in `ctx` what the backward pass reads, given the inputs and the output.
-        backward: from `ctx` and the gradients of the output to those of the inputs.
+        name: Name of the operator.
+        schema: Its arguments and results.
+        fn: Its implementation. The first argument is a tensor.
+        shapes: The same for tensors without data.
+        save: Stores in `ctx` what the backward pass reads, given the inputs and the output.
+        backward: Maps `ctx` and the gradients of the output to those of the inputs.
     """
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
@@ -45,7 +45,7 @@ def operator(
     dispatched = getattr(torch.ops.steelyard, name).default
 
     def call(first: Tensor, *others: Any) -> Any:
-        # Tensors without data, of one device that are several, … are classes of their own.
+        # Fake tensors, distributed tensors and the like are subclasses.
         plain = type(first) is Tensor or type(first) is torch.nn.Parameter
         if torch.compiler.is_compiling() or not plain:
             return dispatched(first, *others)

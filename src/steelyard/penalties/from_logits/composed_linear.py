@@ -1,4 +1,4 @@
-"""Several terms over logits that never exist as a whole."""
+"""Several terms over the logits of a linear layer, computed one chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def compose_linear(
 ) -> ComposedLogits:
     """Compute terms over `logits = hidden @ weight.T + bias`, a chunk of tokens at a time (torch).
 
-    The chunk's logits are made, composed as by `compose_logits`, and their gradient is taken
-    back to `hidden` and added up for `weight` and `bias`, in float32, before the next chunk's are
-    made. In float16 that waits for the loss scale, which is known in the backward pass alone: the
-    chunks' logits are made again there. So they are where there are fewer than four tokens for
-    each feature: the gradient for `weight`, kept until then, would be about as large as the logits.
+    Each chunk's logits are computed and composed as by `compose_logits`, and their gradient is
+    propagated to `hidden` and accumulated for `weight` and `bias`, in float32, before the next
+    chunk. In float16 this waits for the loss scale, which is known only in the backward pass: the
+    chunks' logits are recomputed there. The same holds with fewer than four tokens for each
+    feature: the gradient for `weight`, stored until then, would be about as large as the logits.
 
     Args:
         hidden: Any leading shape, features last.
         weight: `[classes, features]`, as in `torch.nn.Linear`, in the same dtype.
         terms: As for `compose_logits`.
         bias: `[classes]`.
-        reference: Logits in the leading shape, or a `Projection`, or a pair `(hidden, weight)`,
-            that makes them; no gradient leads back to it.
+        reference: Logits in the leading shape, or a `Projection`, or a pair `(hidden, weight)`; it
+            is a constant.
         targets: As for `compose_logits`.
         mask: As for `compose_logits`.
         reduction: As for `compose_logits`.
-        track_grad_norms: As for `compose_logits`: norms and cosines are those in logit space.
+        track_grad_norms: As for `compose_logits`: norms and cosines are in logit space.
         step: As for `compose_logits`.
-        chunk: Tokens at a time; `None` is as many as have 1 GB of bfloat16 logits on a GPU.
+        chunk: Tokens at a time; `None` is as many as fit into 1 GB of bfloat16 logits on a GPU.
 
     Returns:
         As `compose_logits`; the total is differentiable by `hidden`, `weight` and `bias`;
-        `gradient` is None, there being no logits.
+        `gradient` is None, since there are no logits to compare it with.
 
     Raises:
-        InputError: The arrays, a term or an option break a rule; they are no torch tensors.
-        GradientError: A second derivative of the total.
+        InputError: The arrays, a term or an option break a rule; they are not torch tensors.
+        GradientError: A second derivative of the total is requested.
 
     Example:
         >>> import torch

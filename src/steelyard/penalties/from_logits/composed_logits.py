@@ -1,4 +1,4 @@
-"""Several terms over the same logits: one read, one write."""
+"""Several terms over the same logits, with one read and one write of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from steelyard.penalties._options import flag, one_of
 from steelyard.penalties.from_logits._components import (
     Component,
     LogitTermsLike,
+    component_shares,
     components_of,
+    names_that,
     needs_reference,
     needs_targets,
-    read_terms,
-    shares_of,
+    parse_terms,
 )
 from steelyard.penalties.from_logits._evaluate import evaluate
-from steelyard.penalties.from_logits._grad_norms import tracked
+from steelyard.penalties.from_logits._grad_norms import grad_norms_and_cosines
 from steelyard.penalties.from_logits._logit_inputs import Rows
 from steelyard.penalties.from_logits._projection_inputs import Projected, accept
 from steelyard.penalties.from_logits.projection import Projection
@@ -27,18 +28,19 @@ from steelyard.penalties.from_logits.projection import Projection
 
 @dataclass(frozen=True)
 class ComposedLogits:
-    """What several terms over the same logits came to; every number an array without axes.
+    """Result of several terms over the same logits; every number is an array without axes.
 
     Attributes:
         total: Σ weight · value; differentiable.
-        values: Each term's unweighted value, by name; not differentiable.
-        gradient: d total / d logits, where it was computed: in torch for logits that require
-            it, and wherever norms are tracked. `total.backward()` hands this very tensor on, and
-            multiplies it by what comes from above; a copy of it, if the graph is retained. None
-            for float16, which waits for that.
-        grad_norms: The L2 norm of each unweighted term's gradient by the logits, and that of the
-            weighted `"total"`; empty unless tracked.
-        cosines: Of each pair of terms' gradients, 0 where one has none; empty unless tracked.
+        values: Unweighted value of each term by name; not differentiable.
+        gradient: d total / d logits, if it was computed: in torch for logits that require it, and
+            wherever norms are tracked. `total.backward()` multiplies this very tensor by the
+            upstream gradient and passes it on; a copy of it, if the graph is retained. None for
+            float16, where the backward pass computes it.
+        grad_norms: L2 norm of each unweighted term's gradient by the logits, and of the weighted
+            `"total"`; empty unless tracked.
+        cosines: Cosine of each pair of terms' gradients, 0 if one of them is 0; empty unless
+            tracked.
     """
 
     total: Array
@@ -63,28 +65,28 @@ def compose_logits(
 
     On CUDA the logits and the reference are read once from memory and the gradient is written
     once, however many terms there are, norms and cosines included, if the terms share one
-    temperature and name each kind of divergence once; other sets, and other devices, get the
-    same numbers from the plain formulas, a block of rows at a time.
+    temperature and contain each kind of divergence once; other sets, and other devices, get the
+    same numbers from the plain formulas, one block of rows at a time.
 
     Args:
         logits: Any leading shape, classes last; or a `Projection`, as for `compose_linear`.
-        terms: Each a name, `entropy`, `kl`, `js`, `z_loss` or `cross_entropy`, or a pair of one
-            with its weight, or with its options: `weight` (1.0), `name` (to have one twice) and
-            the function's own. A mapping of names to either is as good. A weight is a finite
-            number, or a schedule `step -> weight`.
-        reference: Logits of the same shape, for `kl` and `js`; or a `Projection`, a constant.
+        terms: Each is a name (`entropy`, `kl`, `js`, `z_loss` or `cross_entropy`), or a pair of a
+            name and its weight, or of a name and its options: `weight` (1.0), `name` (to use a
+            kind twice) and the function's own. Or a mapping of names to weights or options. A
+            weight is a finite number, or a schedule `step -> weight`.
+        reference: Logits of the same shape, for `kl` and `js`; or a `Projection`, as a constant.
         targets: Integers in the leading shape, for `cross_entropy`.
         mask: Booleans over rows, as for the functions.
         reduction: `"mean"` or `"sum"` over rows, of every term.
         track_grad_norms: Add the norm of each term's gradient and all cosines.
-        step: Where the weights that are schedules are; in JAX it may be traced.
+        step: Step at which schedules are evaluated; in JAX it may be traced.
 
     Returns:
-        The total, the values and what was tracked.
+        The total, the values and, if tracked, gradient norms and cosines.
 
     Raises:
         InputError: The arrays, a term or an option break a rule; a term's input is missing.
-        GradientError: A second derivative of the total in torch.
+        GradientError: A second derivative of the total is requested in torch.
 
     Example:
         >>> import torch
@@ -102,37 +104,41 @@ def compose_logits(
     if isinstance(reference, tuple) and isinstance(logits, Projection):
         reference = Projection(*reference)
     given = accept(logits, reference, targets, mask)
-    read = read_terms(terms, given.classes, step)
-    components = components_of(read)
-    given = _only_what_is_read(given, components, reference, targets)
-    shares = shares_of(read, components)
+    parsed = parse_terms(terms, given.classes, step)
+    components = components_of(parsed)
+    given = _drop_unused_inputs(given, components, reference, targets)
+    shares = component_shares(parsed, components)
     columns = zip(*shares, strict=True)
-    weights = [sum(t.weight * s for t, s in zip(read, column, strict=True)) for column in columns]
+    weights = [sum(t.weight * s for t, s in zip(parsed, column, strict=True)) for column in columns]
     total, values, gradient, products = evaluate(
         given, components, weights, reduction, tracks=track_grad_norms
     )
-    xp, each = given.rows.xp, list(values)  # in torch one operation for all
-    by_name = {term.name: _weighed(xp, own, each) for term, own in zip(read, shares, strict=True)}
+    xp, each = given.rows.xp, list(values)  # in torch, one `unbind`
+    by_name = {
+        term.name: _weighted(xp, own, each) for term, own in zip(parsed, shares, strict=True)
+    }
     if gradient is not None:
         gradient = gradient.reshape(logits.shape)
     if products is None:
         return ComposedLogits(total, by_name, gradient)
-    norms, cosines = tracked(xp, list(by_name), [*shares, weights], products)
+    norms, cosines = grad_norms_and_cosines(xp, list(by_name), [*shares, weights], products)
     return ComposedLogits(total, by_name, gradient, norms, cosines)
 
 
-def _only_what_is_read(
+def _drop_unused_inputs(
     given: Rows | Projected, components: list[Component], reference: object, targets: object
 ) -> Rows | Projected:
-    """The inputs without those that no component reads.
+    """Remove the inputs that no component needs.
 
     Raises:
-        InputError: The reference or the targets are read, and missing.
+        InputError: A component needs the reference or the targets, and they are missing.
     """
     if needs_reference(components) and reference is None:
-        raise InputError("reference must be given, since kl and js compare with it, got None.")
+        names = names_that(needs_reference)
+        raise InputError(f"reference must be given, since {names} compare with it, got None.")
     if needs_targets(components) and targets is None:
-        raise InputError("targets must be given, since cross_entropy reads them, got None.")
+        names = names_that(needs_targets)
+        raise InputError(f"targets must be given, since {names} reads them, got None.")
     if not needs_reference(components):
         given = given._replace(reference=None)
     if needs_targets(components):
@@ -142,9 +148,9 @@ def _only_what_is_read(
     return given._replace(rows=given.rows._replace(targets=None))
 
 
-def _weighed(xp: Namespace, shares: list[float], values: list[Array]) -> Array:
-    """One term's value; as a rule it is one component's, and then nothing is computed."""
-    parts = [
+def _weighted(xp: Namespace, shares: list[float], values: list[Array]) -> Array:
+    """Value of one term; usually that of one component, and then nothing is computed."""
+    summands = [
         values[i] if share == 1 else share * values[i] for i, share in enumerate(shares) if share
     ]
-    return sum(parts[1:], parts[0]) if parts else xp.zeros_like(values[0])
+    return sum(summands[1:], summands[0]) if summands else xp.zeros_like(values[0])

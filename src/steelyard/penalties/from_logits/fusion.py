@@ -1,7 +1,8 @@
-"""Which calls of a loss go together: what a loss of several terms asks before it makes them."""
+"""Fusion of the calls of a loss: find the calls that one kernel can compute together."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,30 +10,37 @@ from typing import Any
 
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array
-from steelyard.penalties.from_logits._components import Parts, go_together, read_terms
+from steelyard.penalties.from_logits import logit_terms
+from steelyard.penalties.from_logits._components import (
+    TERM_NAMES,
+    WeightedComponents,
+    can_share_kernel,
+    parse_terms,
+)
 from steelyard.penalties.from_logits.composed_logits import ComposedLogits, compose_logits
-from steelyard.penalties.from_logits.logit_terms import cross_entropy, entropy, js, kl, z_loss
 
-# The functions whose calls can be made together, with the arrays that each takes by position.
-_KINDS: Sequence[tuple[Callable[..., Array], tuple[str, ...]]] = (
-    (cross_entropy, ("logits", "targets")),
-    (entropy, ("logits",)),
-    (js, ("logits", "reference")),
-    (kl, ("logits", "reference")),
-    (z_loss, ("logits",)),
+
+def _positional(fn: Callable[..., Array]) -> tuple[str, ...]:
+    parameters = inspect.signature(fn).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+
+
+# Functions whose calls can be fused, with the arrays that each takes by position.
+_FUNCTIONS: Sequence[tuple[Callable[..., Array], tuple[str, ...]]] = tuple(
+    (fn, _positional(fn)) for fn in (getattr(logit_terms, name) for name in TERM_NAMES)
 )
 
 
 @dataclass(frozen=True, eq=False)
 class LogitCall:
-    """A weighted call that a loss would make: `fn(**arrays, **options)`.
+    """A weighted call in a loss: `fn(**arrays, **options)`.
 
     Attributes:
-        name: The term's name.
-        fn: Any function; those of this package that reduce can be fused.
-        arrays: What it reads, by parameter: `logits`, and `reference`, `targets`, `mask`.
-        weight: What its value counts.
-        options: What it takes beside them.
+        name: Name of the term.
+        fn: Any function; the reducing functions of this package can be fused.
+        arrays: Arrays by parameter: `logits`, and `reference`, `targets`, `mask`.
+        weight: Weight of its value in the loss.
+        options: Its other arguments.
     """
 
     name: str
@@ -51,7 +59,7 @@ class LogitCall:
         weight: float = 1.0,
         options: Mapping[str, Any] | None = None,
     ) -> LogitCall | None:
-        """The call `fn(*args, **arrays, **options)`; None if it cannot be fused."""
+        """Build the call `fn(*args, **arrays, **options)`; None if it cannot be fused."""
         names = parameters_of(fn)
         if names is None or len(args) > len(names):
             return None
@@ -60,31 +68,31 @@ class LogitCall:
         return None if call.parts is None else call
 
     @cached_property
-    def parts(self) -> Parts | None:
-        """What `compose_logits` would make of it; None if it cannot."""
+    def parts(self) -> WeightedComponents | None:
+        """Weighted components of the call; None if it cannot be fused."""
         reduces = self.options.get("reduction", "mean") != "none"
         if parameters_of(self.fn) is None or not reduces:
             return None
         try:
-            [term] = read_terms([(self.fn.__name__, _own(self))], classes=2)
-        except InputError:  # the call itself will say so
+            [term] = parse_terms([(self.fn.__name__, _term_options(self))], classes=2)
+        except InputError:  # the call itself will raise it
             return None
-        return term.parts
+        return term.components
 
     def fits(self, other: LogitCall) -> bool:
-        """Whether one kernel computes both, if they read the same arrays."""
+        """Return whether one kernel computes both calls, given that they read the same arrays."""
         if self.parts is None or other.parts is None:
             return False
-        return go_together(self.parts, other.parts)
+        return can_share_kernel(self.parts, other.parts)
 
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """Calls that one `compose_logits` makes, with the same numbers as each for itself.
+    """Calls that one `compose_logits` computes, with the same results as one by one.
 
     Attributes:
         calls: The calls, in order.
-        arrays: What they read, by parameter.
+        arrays: Their arrays by parameter.
     """
 
     calls: tuple[LogitCall, ...]
@@ -92,18 +100,21 @@ class Fused:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the terms."""
+        """Names of the terms."""
         return tuple(call.name for call in self.calls)
 
     def compute(self, *, track_grad_norms: bool = False) -> ComposedLogits:
-        """Make the calls; the result has their names.
+        """Compute the calls together; the result is by their names.
 
         Raises:
             InputError: As for `compose_logits`.
         """
         return compose_logits(
             terms=[
-                (call.fn.__name__, {**_own(call), "name": call.name, "weight": call.weight})
+                (
+                    call.fn.__name__,
+                    {**_term_options(call), "name": call.name, "weight": call.weight},
+                )
                 for call in self.calls
             ],
             reduction=self.calls[0].options.get("reduction", "mean"),
@@ -113,30 +124,31 @@ class Fused:
 
 
 def is_fusable(fn: Callable[..., Array]) -> bool:
-    """Whether calls of a function can be made together with others."""
+    """Return whether calls of a function can be fused with others."""
     return parameters_of(fn) is not None
 
 
 def parameters_of(fn: Callable[..., Array]) -> tuple[str, ...] | None:
-    """The arrays that `fn` takes by position; None if its calls cannot be fused."""
-    return next((names for each, names in _KINDS if each is fn), None)
+    """Arrays that `fn` takes by position; None if its calls cannot be fused."""
+    return next((names for each, names in _FUNCTIONS if each is fn), None)
 
 
 def fusable(calls: Iterable[LogitCall]) -> list[Fused]:
-    """The calls that can be made together, in groups of at least two.
+    """Group the calls that can be computed together, at least two in a group.
 
-    Calls go together if they read the very same logits, under the same mask, reduction and
+    Calls can be fused if they read the same logits array under the same mask, reduction and
     temperature, and do not differ in the reference, the targets or the limit of a log ratio:
-    those are what one kernel computes. What is in no group is to be called as ever.
+    one kernel then computes all of them. Calls in no group are to be called as usual.
 
     Args:
-        calls: Those of one loss, with names of their own.
+        calls: Calls of one loss, with unique names.
 
     Returns:
-        The groups, each call in one at most.
+        The groups; a call is in at most one of them.
 
     Example:
         >>> import numpy as np
+        >>> from steelyard.penalties.from_logits import cross_entropy, kl
         >>> z, teacher, labels = np.zeros((2, 3)), np.ones((2, 3)), np.array([0, 2])
         >>> calls = [
         ...     LogitCall("ce", cross_entropy, {"logits": z, "targets": labels}),
@@ -152,7 +164,7 @@ def fusable(calls: Iterable[LogitCall]) -> list[Fused]:
         if call.parts is None:
             continue
         for i, group in enumerate(groups):
-            if _goes_with(group, call):
+            if _can_join(group, call):
                 groups[i] = Fused((*group.calls, call), {**group.arrays, **call.arrays})
                 break
         else:
@@ -160,7 +172,7 @@ def fusable(calls: Iterable[LogitCall]) -> list[Fused]:
     return [group for group in groups if len(group.calls) > 1]
 
 
-def _goes_with(group: Fused, call: LogitCall) -> bool:
+def _can_join(group: Fused, call: LogitCall) -> bool:
     first = group.calls[0]
     return (
         group.arrays["logits"] is call.arrays["logits"]
@@ -175,6 +187,6 @@ def _goes_with(group: Fused, call: LogitCall) -> bool:
     )
 
 
-def _own(call: LogitCall) -> dict[str, Any]:
-    """The options that are the term's, not the call's."""
+def _term_options(call: LogitCall) -> dict[str, Any]:
+    """Options of the term: all but the reduction, which belongs to the call."""
     return {key: value for key, value in call.options.items() if key != "reduction"}

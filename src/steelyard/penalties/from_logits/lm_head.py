@@ -1,7 +1,7 @@
-"""The output layer of a language model: what it reads, and logits that it need not make.
+"""Output layer of a language model: record its input, so that it need not compute logits.
 
-It needs torch, which the rest of this package loads on demand only, so it is imported by its own
-name: for the engine and the integrations, which both train language models.
+This module needs torch, which the rest of the package imports on demand only, so it is imported by
+its own name. The engine and the integrations use it; both train language models.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Heard", "affine", "overheard", "stand_in"]
 
 @dataclass(eq=False)
 class Heard:
-    """The last call of an output layer, with a graph if there was one.
+    """Record of an output layer's last call, of the last one with a graph if there was one.
 
     Attributes:
-        layer: the layer.
-        hidden: what it read; None before the first call.
-        made: what it gave.
-        dtype: autocast's, if it computes in that.
+        layer: The layer.
+        hidden: Its input; None before the first call.
+        made: Its output.
+        dtype: The dtype of autocast, if that was enabled.
     """
 
     layer: nn.Module
@@ -38,10 +38,10 @@ class Heard:
 
     @property
     def projection(self) -> Projection | None:
-        """The logits that it makes of what it read, as it makes them; None before the first call.
+        """Recorded input and the layer's weight as a `Projection`; None before the first call.
 
         Raises:
-            InputError: it is neither `torch.nn.Linear` nor peft's LoRA of one.
+            InputError: The layer is neither `torch.nn.Linear` nor peft's LoRA of one.
         """
         if self.hidden is None:
             return None
@@ -51,11 +51,11 @@ class Heard:
         return Projection(*(part.to(dtype) for part in parts))
 
     def untouched(self, logits: Tensor) -> bool:
-        """Whether the logits of a model are what the layer gave, but for their dtype."""
+        """Return whether the model's logits are the layer's output, up to their dtype."""
         made = self.made
         if made is None or made.shape != logits.shape:
             return False
-        # The last position is as good as all of them, and costs little.
+        # Comparing the last position is enough to see a scaling or a cap, and costs little.
         return torch.equal(made[..., -1, :].to(logits.dtype), logits[..., -1, :])
 
 
@@ -63,17 +63,17 @@ class Heard:
 def overheard(
     layer: nn.Module, instead: Callable[[Tensor], Tensor] | None = None
 ) -> Iterator[Heard]:
-    """Note what an output layer reads, for as long as the block lasts.
+    """Record the input and output of an output layer within the `with` block.
 
     Args:
-        layer: the layer.
-        instead: what the layer gives for what it reads, in the place of logits; None: its logits.
+        layer: The layer.
+        instead: Replaces the layer's forward pass; None computes its logits.
     """
     heard, own = Heard(layer), layer.forward
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = own(hidden, *args, **kwargs) if instead is None else instead(hidden)
-        # A later pass without a graph, of a reference for example, is not what terms read.
+        # Ignore a later pass without a graph, for example of a reference model.
         if heard.hidden is None or torch.is_grad_enabled():
             kind = hidden.device.type
             cast = torch.is_autocast_enabled(kind)
@@ -81,7 +81,7 @@ def overheard(
             heard.dtype = torch.get_autocast_dtype(kind) if cast else None
         return made
 
-    # An attribute of the instance hides the method until it is deleted.
+    # An attribute of the instance shadows the method until it is deleted.
     layer.forward = forward
     try:
         yield heard
@@ -90,21 +90,22 @@ def overheard(
 
 
 def stand_in(hidden: Tensor) -> Tensor:
-    """What an output layer gives where nobody reads its logits.
+    """Placeholder for the output of a layer whose logits are not read.
 
-    One column, of a value that no scaling and no capping leaves as it is.
+    It is one column of the value 64, which any scaling or soft cap of the logits would change, so
+    that `Heard.untouched` detects it.
     """
     return torch.full_like(hidden[..., :1], 64.0)
 
 
 def affine(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias that an output layer amounts to, differentiable.
+    """Effective weight and bias of an output layer, differentiable.
 
-    With LoRA the weight is `W + scale · B A`, in the wider of their dtypes, since a narrow one
-    would round a small B A away; its dropout is left out.
+    With LoRA the weight is `W + scale · B A` in the wider of their dtypes, since a 16-bit float
+    would round a small B A away. LoRA's dropout is not applied.
 
     Raises:
-        InputError: it is neither `torch.nn.Linear` nor peft's LoRA of one.
+        InputError: The layer is neither `torch.nn.Linear` nor peft's LoRA of one.
     """
     linear = getattr(layer, "base_layer", layer)
     names = [name for name in getattr(layer, "lora_A", ()) if name in layer.active_adapters]

@@ -1,4 +1,4 @@
-"""Entropy, divergences and likelihoods of whole distributions, straight from logits."""
+"""Entropy, divergences and likelihoods of whole distributions, computed from logits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from steelyard.penalties.from_logits._components import (
     CROSS_ENTROPY,
     JS,
     Z_LOSS,
-    of_entropy,
-    of_kl,
-    of_one,
+    entropy_components,
+    kl_components,
+    single_component,
 )
-from steelyard.penalties.from_logits._evaluate import evaluated
+from steelyard.penalties.from_logits._evaluate import weighted_sum
 from steelyard.penalties.from_logits._projection_inputs import accept
 from steelyard.penalties.from_logits.projection import Projection
 from steelyard.penalties.primitives import Reduction
@@ -33,21 +33,21 @@ def entropy(
 
     Args:
         logits: Any leading shape, classes last. -inf is a class of probability 0, which
-            contributes 0 to value and gradient. Or a `Projection`, whose logits are made a chunk
-            of rows at a time.
+            contributes 0 to value and gradient. Or a `Projection`, whose logits are computed one
+            chunk of rows at a time.
         mode: `"penalty"` gives +H, `"bonus"` gives -H.
         reduction: `"mean"` or `"sum"` over rows, or `"none"` for one value per row.
         normalize: Divide by the log of the number of classes; one class gives 0.
         temperature: T > 0.
         mask: Booleans over rows (the leading shape, or broadcasting to it); where false, the
-            row counts in neither value, mean nor gradient, and is not looked at.
+            row counts in neither value, mean nor gradient, and is not read.
 
     Returns:
         A scalar, or the leading shape for `"none"`; float32, or float64 for float64 logits.
 
     Raises:
         InputError: The arrays or an option break a rule.
-        GradientError: A second derivative of it in torch.
+        GradientError: A second derivative is requested in torch.
 
     Example:
         >>> import numpy as np
@@ -56,8 +56,10 @@ def entropy(
     """
     accept_reduction(reduction)
     rows = accept(logits, mask=mask)
-    parts = of_entropy(rows.classes, mode=mode, normalize=normalize, temperature=temperature)
-    return evaluated(rows, parts, reduction)
+    components = entropy_components(
+        rows.classes, mode=mode, normalize=normalize, temperature=temperature
+    )
+    return weighted_sum(rows, components, reduction)
 
 
 def kl(
@@ -77,13 +79,13 @@ def kl(
 
     Args:
         logits: Any leading shape, classes last; or a `Projection`.
-        reference: Logits of the same shape. Or a `Projection` of it; then, and beside logits
-            that are one, it is constant.
+        reference: Logits of the same shape, or a `Projection`. It is a constant if it or `logits`
+            is a `Projection`.
         direction: `"forward"`, `"reverse"` or `"symmetric"`.
         reduction: As for `entropy`.
         temperature: T > 0, of both.
         mask: As for `entropy`.
-        max_log_ratio: Limit of the log ratio in either direction, beyond which its gradient
+        max_log_ratio: Limit of the log ratio in either direction; outside of it the gradient
             is 0; `None` gives the exact value, which may be infinite.
 
     Returns:
@@ -91,7 +93,7 @@ def kl(
 
     Raises:
         InputError: The arrays or an option break a rule.
-        GradientError: A second derivative of it in torch.
+        GradientError: A second derivative is requested in torch.
 
     Example:
         >>> import numpy as np
@@ -100,8 +102,10 @@ def kl(
         0.143841 0.130812
     """
     accept_reduction(reduction)
-    parts = of_kl(direction=direction, temperature=temperature, max_log_ratio=max_log_ratio)
-    return evaluated(accept(logits, reference, mask=mask), parts, reduction)
+    components = kl_components(
+        direction=direction, temperature=temperature, max_log_ratio=max_log_ratio
+    )
+    return weighted_sum(accept(logits, reference, mask=mask), components, reduction)
 
 
 def js(
@@ -116,8 +120,8 @@ def js(
 
     Args:
         logits: Any leading shape, classes last; or a `Projection`.
-        reference: Logits of the same shape. Or a `Projection` of it; then, and beside logits
-            that are one, it is constant.
+        reference: Logits of the same shape, or a `Projection`. It is a constant if it or `logits`
+            is a `Projection`.
         reduction: As for `entropy`.
         temperature: T > 0, of both.
         mask: As for `entropy`.
@@ -127,7 +131,7 @@ def js(
 
     Raises:
         InputError: The arrays or an option break a rule.
-        GradientError: A second derivative of it in torch.
+        GradientError: A second derivative is requested in torch.
 
     Example:
         >>> import numpy as np
@@ -137,7 +141,7 @@ def js(
     """
     accept_reduction(reduction)
     rows = accept(logits, reference, mask=mask)
-    return evaluated(rows, of_one(JS, temperature=temperature), reduction)
+    return weighted_sum(rows, single_component(JS, temperature=temperature), reduction)
 
 
 def z_loss(
@@ -147,7 +151,7 @@ def z_loss(
     temperature: float = 1.0,
     mask: Array | None = None,
 ) -> Array:
-    """Squared logsumexp of `logits / T`, which keeps logits from drifting.
+    """Squared logsumexp of `logits / T`, which keeps the logits from drifting.
 
     Args:
         logits: Any leading shape, classes last; or a `Projection`.
@@ -160,7 +164,7 @@ def z_loss(
 
     Raises:
         InputError: The arrays or an option break a rule.
-        GradientError: A second derivative of it in torch.
+        GradientError: A second derivative is requested in torch.
 
     Example:
         >>> import numpy as np
@@ -171,7 +175,9 @@ def z_loss(
         Chowdhery et al. (2022), "PaLM: scaling language modeling with pathways", section 5.
     """
     accept_reduction(reduction)
-    return evaluated(accept(logits, mask=mask), of_one(Z_LOSS, temperature=temperature), reduction)
+    return weighted_sum(
+        accept(logits, mask=mask), single_component(Z_LOSS, temperature=temperature), reduction
+    )
 
 
 def cross_entropy(
@@ -186,8 +192,8 @@ def cross_entropy(
 
     Args:
         logits: Any leading shape, classes last; or a `Projection`.
-        targets: Integers in the leading shape. Those of masked rows are not looked at; one
-            that is no class is an error, on a GPU and in JAX a loss of NaN.
+        targets: Integers in the leading shape. Those of masked rows are not read. A target that is
+            no class raises an error; on a GPU and in JAX the loss is NaN.
         reduction: As for `entropy`.
         temperature: T > 0.
         mask: As for `entropy`.
@@ -197,7 +203,7 @@ def cross_entropy(
 
     Raises:
         InputError: The arrays or an option break a rule.
-        GradientError: A second derivative of it in torch.
+        GradientError: A second derivative is requested in torch.
 
     Example:
         >>> import numpy as np
@@ -206,7 +212,7 @@ def cross_entropy(
     """
     accept_reduction(reduction)
     rows = accept(logits, targets=targets, mask=mask)
-    return evaluated(rows, of_one(CROSS_ENTROPY, temperature=temperature), reduction)
+    return weighted_sum(rows, single_component(CROSS_ENTROPY, temperature=temperature), reduction)
 
 
 def target_logprobs(
@@ -229,13 +235,13 @@ def target_logprobs(
 
     Raises:
         InputError: The arrays or an option break a rule.
-        GradientError: A second derivative of it in torch.
+        GradientError: A second derivative is requested in torch.
 
     Example:
         >>> import numpy as np
         >>> print(target_logprobs(np.log([[0.25, 0.75]]), np.array([1])).round(6))
         [-0.287682]
     """
-    [(component, _)] = of_one(CROSS_ENTROPY, temperature=temperature)
+    [(component, _)] = single_component(CROSS_ENTROPY, temperature=temperature)
     rows = accept(logits, targets=targets, mask=mask)
-    return evaluated(rows, [(component, -1.0)], "none")
+    return weighted_sum(rows, [(component, -1.0)], "none")

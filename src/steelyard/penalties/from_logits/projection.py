@@ -1,4 +1,4 @@
-"""`Projection`: a value that stands for logits and does not make them."""
+"""`Projection`: hidden states and an output layer in place of logits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from steelyard.penalties._arrays import Array
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """Hidden states and the output layer that makes logits of them: `hidden @ weight.T + bias`.
+    """Hidden states and an output layer, whose logits are `hidden @ weight.T + bias`.
 
-    The functions of this package take it in the place of logits and of a reference (torch), and
-    go over it a chunk of rows at a time: there are never more than one chunk's logits.
+    The functions of this package take it in place of logits and of a reference (torch). They
+    compute one chunk of rows at a time, so that at most one chunk's logits exist.
 
     Attributes:
         hidden: Any leading shape, features last.
         weight: `[classes, features]`, as in `torch.nn.Linear`, of the same dtype.
         bias: `[classes]`, or None.
-        chunk: Rows at a time; `None` is as many as have 1 GB of bfloat16 logits on a GPU.
+        chunk: Rows at a time; `None` is as many as fit into 1 GB of bfloat16 logits on a GPU.
 
     Example:
         >>> import torch
@@ -40,25 +40,25 @@ class Projection:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the logits would have."""
+        """Shape of the logits."""
         return (*self.hidden.shape[:-1], self.weight.shape[0])
 
     def logits(self) -> Array:
-        """Make the logits, all of them."""
-        made = self.hidden @ self.weight.T
-        return made if self.bias is None else made + self.bias
+        """Compute all logits."""
+        logits = self.hidden @ self.weight.T
+        return logits if self.bias is None else logits + self.bias
 
     def __getitem__(self, at: Any) -> Projection:  # whatever the hidden states take
-        """The same for some of the rows: an index, a slice or a mask of the leading axes."""
+        """Projection of some of the rows: an index, a slice or a mask of the leading axes."""
         return replace(self, hidden=self.hidden[at])
 
     def __iter__(self) -> Iterator[Projection]:
-        """One for each entry of the first axis."""
+        """Projections of each entry of the first axis."""
         return (replace(self, hidden=each) for each in self.hidden)
 
 
-def made(logits: Array | Projection | None) -> Array | None:
-    """Logits as an array, where something else exists as a whole anyway; constants."""
+def materialize(logits: Array | Projection | None) -> Array | None:
+    """Logits as an array: of a projection, all of them, as constants."""
     if not isinstance(logits, Projection):
         return logits
     bias = None if logits.bias is None else logits.bias.detach()

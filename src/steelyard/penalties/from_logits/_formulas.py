@@ -1,0 +1,265 @@
+"""Plain formulas of the components: value and gradient by row, on any kind of array.
+
+Every kind has one entry in `_FORMULAS`. The values are differentiable by the backend's autograd
+(JAX); the gradients are in closed form, without autograd (NumPy, torch, and norms in JAX).
+
+With `a = log p`, `b = log q`, `p = softmax(logits / T)` and `q` of the reference, a function f of a
+and b has the gradient `(∂f/∂a - p · Σ ∂f/∂a) / T` by the logits, and the same with b and q by the
+reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from steelyard.penalties._arrays import (
+    Array,
+    Namespace,
+    clamp,
+    constant,
+    is_torch,
+    log_softmax,
+    logaddexp,
+)
+from steelyard.penalties.divergences import LOG_ZERO, js_rows, kl_rows, negative_entropy_rows
+from steelyard.penalties.from_logits._components import (
+    CROSS_ENTROPY,
+    ENTROPY,
+    FORWARD,
+    JS,
+    REVERSE,
+    Z_LOSS,
+    Component,
+)
+
+ELEMENTS = 2**20  # in a block of rows: 4 MB in float32
+
+# Values by row, and the gradients by the logits and by the reference; None stands for 0 (`Array` is
+# `Any`, which includes None).
+ComponentGradients: TypeAlias = tuple[Array, Array, Array]
+
+
+class _Block:
+    """Inputs of a block of rows, with the log-probabilities that several components share."""
+
+    def __init__(
+        self, xp: Namespace, logits: Array, reference: Array | None, targets: Array | None
+    ) -> None:
+        self.xp, self.logits = xp, logits
+        # None if no component needs them, and then not read.
+        self.reference: Array = reference
+        self.targets: Array = targets
+        self._logs: dict[tuple[bool, float], Array] = {}
+
+    def log_p(self, component: Component) -> Array:
+        return self._log_probs(self.logits, False, component.temperature)
+
+    def log_q(self, component: Component) -> Array:
+        return self._log_probs(self.reference, True, component.temperature)
+
+    def _log_probs(self, x: Array, of_reference: bool, temperature: float) -> Array:
+        key = (of_reference, temperature)
+        if key not in self._logs:
+            self._logs[key] = log_probs(self.xp, x, temperature)
+        return self._logs[key]
+
+
+class _Formula(NamedTuple):
+    values: Callable[[_Block, Component], Array]
+    gradients: Callable[[_Block, Component], ComponentGradients]
+
+
+def block_rows(classes: int) -> int:
+    return max(ELEMENTS // max(classes, 1), 1)
+
+
+def component_values(
+    xp: Namespace,
+    components: Sequence[Component],
+    logits: Array,
+    reference: Array | None,
+    targets: Array | None,
+) -> list[Array]:
+    """Values by row for each component, differentiable where the arrays are.
+
+    Args:
+        xp: Namespace of the arrays.
+        components: Components to compute.
+        logits: `[rows, classes]`.
+        reference: The same shape, for the components that need it.
+        targets: `[rows]`, for the components that need them.
+    """
+    block = _Block(xp, logits, reference, targets)
+    return [_FORMULAS[each.kind].values(block, each) for each in components]
+
+
+def component_gradients(
+    xp: Namespace,
+    components: Sequence[Component],
+    logits: Array,
+    reference: Array | None,
+    targets: Array | None,
+) -> list[ComponentGradients]:
+    """Value and gradients by row for each component; arguments as in `component_values`."""
+    block = _Block(xp, logits, reference, targets)
+    return [_FORMULAS[each.kind].gradients(block, each) for each in components]
+
+
+def log_probs(xp: Namespace, x: Array, temperature: float) -> Array:
+    """`log_softmax(x / T)` along the last axis; a class at -inf has gradient 0."""
+    # -inf is put back at the end as a constant, so its gradient is 0 and not NaN.
+    no_mass = x == -math.inf
+    return xp.where(no_mass, -math.inf, log_softmax(xp, _scaled(xp, x, no_mass, temperature), -1))
+
+
+def log_sum(xp: Namespace, x: Array, temperature: float) -> Array:
+    """`logsumexp(x / T)` along the last axis; -inf for a row of all -inf."""
+    no_mass = x == -math.inf
+    scaled = _scaled(xp, x, no_mass, temperature)
+    if is_torch(x):
+        rows = scaled.logsumexp(-1)
+    else:
+        most = constant(xp.max(scaled, axis=-1, keepdims=True))
+        rows = most[..., 0] + xp.log(xp.sum(xp.exp(scaled - most), axis=-1))
+    return xp.where(xp.all(no_mass, axis=-1), -math.inf, rows)
+
+
+def _scaled(xp: Namespace, x: Array, no_mass: Array, temperature: float) -> Array:
+    return xp.where(no_mass, LOG_ZERO, x if temperature == 1 else x / temperature)
+
+
+# Entropy: H = -Σ p · a.
+
+
+def _entropy_values(block: _Block, component: Component) -> Array:
+    return -negative_entropy_rows(block.xp, block.log_p(component), 1.0, -1)
+
+
+def _entropy_gradients(block: _Block, component: Component) -> ComponentGradients:
+    """Gradient by the logits: -p · (a + H) / T."""
+    xp, a = block.xp, block.log_p(component)
+    p = xp.exp(a)
+    a = clamp(xp, a, LOG_ZERO)
+    value = -xp.sum(p * a, axis=-1)
+    return value, -p * (a + value[:, None]) / component.temperature, None
+
+
+# Forward KL(p‖q) and reverse KL(q‖p).
+
+
+def _kl_values(block: _Block, component: Component) -> Array:
+    direction = "forward" if component.kind == FORWARD else "reverse"
+    limit = None if component.limit == math.inf else component.limit
+    a, b = block.log_p(component), block.log_q(component)
+    return kl_rows(block.xp, a, b, direction, -1, limit)
+
+
+def _kl_gradients(block: _Block, component: Component) -> ComponentGradients:
+    a, b = block.log_p(component), block.log_q(component)
+    if component.kind == FORWARD:
+        value, by_a, by_b = _kl(block.xp, a, b, component.limit)
+    else:
+        value, by_b, by_a = _kl(block.xp, b, a, component.limit)
+    return value, by_a / component.temperature, by_b / component.temperature
+
+
+def _kl(xp: Namespace, a: Array, b: Array, limit: float) -> ComponentGradients:
+    """KL = Σ p · ratio with its gradients, where ratio = a - b, clamped to ±limit.
+
+    `inside` is 1 where the clamp passes a gradient, and `mass = Σ p · inside` (1 without a limit):
+
+        by a:  p · (ratio + inside - KL - mass)        by b:  q · mass - p · inside
+    """
+    p, q = xp.exp(a), xp.exp(b)
+    known = clamp(xp, a, LOG_ZERO)
+    if limit == math.inf:
+        ratio = xp.where((p == 0) & ~xp.isnan(b), 0.0, known - b)
+        inside = xp.ones_like(p)
+    else:
+        exact = known - clamp(xp, b, LOG_ZERO)
+        ratio = clamp(xp, exact, -limit, limit)
+        inside = xp.astype(ratio == exact, p.dtype)
+    value = xp.sum(p * ratio, axis=-1)
+    mass = xp.sum(p * inside, axis=-1)
+    by_a = p * (ratio + inside - (value + mass)[:, None])
+    return value, by_a, q * mass[:, None] - p * inside
+
+
+# Jensen-Shannon: JS = (Σ p · (a - m) + Σ q · (b - m)) / 2 with m = log((p + q) / 2).
+
+
+def _js_values(block: _Block, component: Component) -> Array:
+    return js_rows(block.xp, block.log_p(component), block.log_q(component), -1)
+
+
+def _js_gradients(block: _Block, component: Component) -> ComponentGradients:
+    """Gradient by the logits: p · (a - m - Σ p · (a - m)) / 2T; the reference's with q and b.
+
+    The derivative of m drops out, since Σ (p + q) / 2 is constant.
+    """
+    xp, a, b = block.xp, block.log_p(component), block.log_q(component)
+    p, q = xp.exp(a), xp.exp(b)
+    a, b = clamp(xp, a, LOG_ZERO), clamp(xp, b, LOG_ZERO)
+    middle = logaddexp(xp, a, b) - math.log(2)
+    from_p = xp.sum(p * (a - middle), axis=-1)
+    from_q = xp.sum(q * (b - middle), axis=-1)
+    by_a = 0.5 * p * (a - middle - from_p[:, None])
+    by_b = 0.5 * q * (b - middle - from_q[:, None])
+    value = clamp(xp, 0.5 * (from_p + from_q), 0.0)
+    return value, by_a / component.temperature, by_b / component.temperature
+
+
+# z-loss: the square of lse = logsumexp(logits / T).
+
+
+def _z_loss_values(block: _Block, component: Component) -> Array:
+    return log_sum(block.xp, block.logits, component.temperature) ** 2
+
+
+def _z_loss_gradients(block: _Block, component: Component) -> ComponentGradients:
+    """Gradient by the logits: 2 · lse · p / T; 0 for a row of all -inf, whose value is infinite."""
+    xp, temperature = block.xp, component.temperature
+    level = log_sum(xp, block.logits, temperature)
+    factor = xp.where(level == -math.inf, 0.0, 2.0 * level / temperature)
+    return level**2, factor[:, None] * xp.exp(block.log_p(component)), None
+
+
+# Cross-entropy: -a[target].
+
+
+def _cross_entropy_values(block: _Block, component: Component) -> Array:
+    return -_target_logprob(block.xp, block.log_p(component), block.targets)
+
+
+def _cross_entropy_gradients(block: _Block, component: Component) -> ComponentGradients:
+    """Gradient by the logits: (p - onehot(target)) / T."""
+    xp, a, targets = block.xp, block.log_p(component), block.targets
+    p = xp.exp(a)
+    is_target = xp.arange(a.shape[-1], device=_device(a))[None, :] == targets[:, None]
+    by_logits = (p - xp.astype(is_target, p.dtype)) / component.temperature
+    return -_target_logprob(xp, a, targets), by_logits, None
+
+
+def _target_logprob(xp: Namespace, logs: Array, targets: Array) -> Array:
+    """Log-probability of each row's target; NaN for a target that is no class."""
+    is_class = (targets >= 0) & (targets < logs.shape[-1])
+    index = xp.astype(xp.where(is_class, targets, 0), xp.int64)
+    logprob = xp.take_along_axis(logs, index[..., None], axis=-1)[..., 0]
+    return xp.where(is_class, logprob, math.nan)
+
+
+def _device(x: Array) -> object:
+    """Device for another array; None for a traced JAX array, which has none."""
+    return x.device if hasattr(type(x), "__torch_function__") else None
+
+
+_FORMULAS: Mapping[int, _Formula] = {
+    ENTROPY: _Formula(_entropy_values, _entropy_gradients),
+    FORWARD: _Formula(_kl_values, _kl_gradients),
+    REVERSE: _Formula(_kl_values, _kl_gradients),
+    JS: _Formula(_js_values, _js_gradients),
+    Z_LOSS: _Formula(_z_loss_values, _z_loss_gradients),
+    CROSS_ENTROPY: _Formula(_cross_entropy_values, _cross_entropy_gradients),
+}
