@@ -160,3 +160,37 @@ def test_a_pipeline_goes_on_from_another() -> None:
     other = Pipeline(nll, after=first)
     last = Pipeline(nll, [RegularizerSpec(lambda d, lp: 2.0, 1.0, "constant")], after=other)
     assert last.compute([], LOGPROBS).regularizers["constant"].value == 2.0  # and no warning
+
+
+def writes(_: Any, logprobs: list[Tensor]) -> Tensor:
+    logprobs[0].data.mul_(2.0)
+    return logprobs[0].sum()
+
+
+def total(_: Any, logprobs: list[Tensor]) -> Tensor:
+    return torch.cat(logprobs).sum()
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_term_that_writes_to_the_log_probs_fails(on_error: Any) -> None:
+    specs = [
+        RegularizerSpec(writes, 1.0, "writes", run_in="inline", on_error=on_error),
+        RegularizerSpec(total, 1.0, "total", run_in="inline"),
+    ]
+    given = [torch.tensor([-1.0, -2.0]), torch.tensor([-4.0])]
+    pipeline = Pipeline(total, specs)
+    if on_error == "raise":
+        with pytest.raises(GradientError, match=r"'writes' must leave the log-probs .* \.clone\(\)"):
+            pipeline.compute([], given)
+    else:
+        output = pipeline.compute([], given)
+        assert list(output.skipped) == ["writes"]
+        assert output.regularizers["total"].value == -7.0
+    assert given[0].tolist() == [-1.0, -2.0]
+
+
+def test_a_term_may_read_nan() -> None:
+    spec = RegularizerSpec(total, 1.0, "total", run_in="inline", on_error="skip")
+    output = Pipeline(lambda *_: 0.0, [spec], check_finite=False)
+    with pytest.warns(DetachedTermWarning):
+        assert math.isnan(output.compute([], torch.tensor([math.nan])).loss_total)

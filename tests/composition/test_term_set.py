@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from steelyard.composition import CompositeLoss, term
 from steelyard import Pipeline, RegularizerSpec, schedules
 from steelyard.errors import SpecError, StateError, UnpicklableError
 
@@ -127,3 +128,49 @@ def test_a_copy_goes_its_own_way() -> None:
         copied.set_weight("l2", 7.0)
         assert copied.compute([], LOGPROBS).regularizers["l2"].weight == 7
     assert pipeline.compute([], LOGPROBS).regularizers["l2"].weight == 0.1
+
+
+@pytest.mark.parametrize("run_in", ["inline", "thread"])
+def test_a_pipeline_is_not_computed_inside_its_own_terms(run_in: Any) -> None:
+    pipelines: list[Pipeline] = []
+
+    def nested(_: Any, logprobs: list[Tensor]) -> float:
+        return pipelines[0].compute([], logprobs).loss_total
+
+    before = threading.active_count()
+    pipelines.append(Pipeline(nll, [spec(nested, 1.0, "nested", run_in=run_in, gradient="none")]))
+    with pytest.raises(TermError, match="must not be computed inside one of its own terms"):
+        pipelines[0].compute([], LOGPROBS)
+    assert threading.active_count() <= before + 2
+
+
+def test_an_async_term_does_not_compute_its_own_pipeline() -> None:
+    pipelines: list[Pipeline] = []
+
+    async def nested(_: Any, logprobs: list[Tensor]) -> float:
+        return (await pipelines[0].acompute([], logprobs)).loss_total
+
+    pipelines.append(Pipeline(nll, [spec(nested, 1.0, "nested", gradient="none")]))
+    with pytest.raises(TermError, match="must not be computed inside one of its own terms"):
+        pipelines[0].compute([], LOGPROBS)
+
+
+def test_a_composite_is_not_called_inside_its_own_terms() -> None:
+    def nested(x: Tensor) -> Tensor:
+        total: Tensor = loss(x=x)
+        return total
+
+    loss = CompositeLoss(lambda x: x.sum(), [term(nested, 1.0, "nested")])
+    with pytest.raises(TermError, match="must not be computed inside one of its own terms"):
+        loss(x=torch.ones(2, requires_grad=True))
+
+
+def test_a_term_may_compute_another_pipeline() -> None:
+    inner = Pipeline(nll, [spec()])
+
+    def nested(_: Any, logprobs: list[Tensor]) -> float:
+        return inner.compute([], logprobs).loss_total
+
+    outer = Pipeline(nll, [spec(nested, 1.0, "nested", run_in="inline", gradient="none")])
+    for _ in range(2):
+        assert outer.compute([], LOGPROBS).regularizers["nested"].value == pytest.approx(3.001)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from steelyard.composition.input_names import Named, Reads
 from steelyard.composition.terms import Group, Term, TermResult
+from steelyard.errors import GradientError
 from steelyard.gradients import (
     Evaluation,
     IsolatedCall,
@@ -36,9 +37,12 @@ from steelyard.gradients import (
     tensors_in,
 )
 from steelyard.penalties.from_logits import LogitCall, fusable
-from steelyard.spec import RegularizerSpec
+from steelyard.spec import RegularizerSpec, title
 
 LOGPROBS = "logprobs"
+# Of a term's inline calls, one in so many is checked for writes to its input, the first included:
+# a check of each call would cost a small term a tenth of its time.
+_CALLS_BETWEEN_CHECKS = 64
 
 
 class Inputs:
@@ -254,6 +258,31 @@ class FlatInputs(Inputs):
         self._extra = {need: leaves_of(given[need]) for need in needs}
         named = {"data": data, "logprobs": layout.split(self._leaf), **self._extra}
         super().__init__(named, LOGPROBS)
+
+    def call(self, term: Term) -> Any:
+        """Call a term; some of the calls are checked for writes to the shared log-probs.
+
+        Autograd refuses in-place operations on the leaf, but does not see those through `.data`.
+
+        Raises:
+            GradientError: the term has changed the log-probs; they are restored.
+        """
+        facts = term.facts
+        facts.inline_calls += 1
+        if facts.inline_calls % _CALLS_BETWEEN_CHECKS != 1:
+            return super().call(term)
+        flat = self._flat[1]
+        before = flat.clone()
+        returned = super().call(term)
+        if not torch.equal(flat, before) and not before.isnan().any():
+            with torch.no_grad():
+                flat.copy_(before)
+            raise GradientError(
+                f"{title(term.name)} must leave the log-probs as they are, which other terms read "
+                f"too, and has written to them: work on a copy, logprobs.clone().",
+                term=term.name,
+            )
+        return returned
 
     def in_graph(self, term: Term) -> bool:
         """Whether autograd differentiates the term."""

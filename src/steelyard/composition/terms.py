@@ -32,12 +32,14 @@ class Facts:
         warned: whether it was reported as having no gradient.
         stuck: the ticket of a call that timed out and still runs.
         prepared: the `fn` that its executor has accepted.
+        inline_calls: number of its inline calls.
     """
 
     duration: float | None = None
     warned: bool = False
     stuck: Ticket | None = None
     prepared: object = None
+    inline_calls: int = 0
 
     def __getstate__(self) -> dict[str, object]:
         # A stuck call belongs to this process; a copy has none.
