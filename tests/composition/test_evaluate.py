@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import CompositeLoss, evaluate, term
+from steelyard.composition import CompositeLoss, placement, term
 from steelyard.composition.aggregate import WeightedSum
 from steelyard.composition.evaluate import Evaluator, EvaluatorSettings
 from steelyard.composition.inputs import FlatInputs
@@ -80,17 +80,17 @@ def where(**more: Any) -> list[bool]:
 
 
 def test_a_cheap_term_moves_inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "CHEAP", 60.0)
+    monkeypatch.setattr(placement, "CHEAP", 60.0)
     assert where() == [False, True, True, True]
 
 
 def test_a_long_term_stays_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "CHEAP", 0.0)
+    monkeypatch.setattr(placement, "CHEAP", 0.0)
     assert where() == [False] * 4
 
 
 def test_a_timeout_of_its_own_keeps_it_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "CHEAP", 60.0)
+    monkeypatch.setattr(placement, "CHEAP", 60.0)
     assert where(timeout=10.0) == [False] * 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from steelyard import DetachedTermWarning, Pipeline, RegularizerSpec
-from steelyard.errors import InputError, NonFiniteError, SpecError
+from steelyard.errors import GradientError, InputError, NonFiniteError, SpecError
 from tests.composition.terms import LOGPROBS, l2, nll
 
 GIVES = ("logits", "parameters")
@@ -180,7 +181,7 @@ def test_a_term_that_writes_to_the_log_probs_fails(on_error: Any) -> None:
     given = [torch.tensor([-1.0, -2.0]), torch.tensor([-4.0])]
     pipeline = Pipeline(total, specs)
     if on_error == "raise":
-        with pytest.raises(GradientError, match=r"'writes' must leave the log-probs .* \.clone\(\)"):
+        with pytest.raises(GradientError, match="'writes' must leave the log-probs as they are"):
             pipeline.compute([], given)
     else:
         output = pipeline.compute([], given)
@@ -193,4 +194,4 @@ def test_a_term_may_read_nan() -> None:
     spec = RegularizerSpec(total, 1.0, "total", run_in="inline", on_error="skip")
     output = Pipeline(lambda *_: 0.0, [spec], check_finite=False)
     with pytest.warns(DetachedTermWarning):
-        assert math.isnan(output.compute([], torch.tensor([math.nan])).loss_total)
+        assert math.isnan(output.compute([], [torch.tensor([math.nan])]).loss_total)

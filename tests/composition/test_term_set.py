@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard.composition import CompositeLoss, term
 from steelyard import Pipeline, RegularizerSpec, schedules
-from steelyard.errors import SpecError, StateError, UnpicklableError
+from steelyard.composition import CompositeLoss, term
+from steelyard.errors import SpecError, StateError, TermError, UnpicklableError
 
 from .terms import LOGPROBS, l2, nll, surprise
 

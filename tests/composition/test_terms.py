@@ -5,12 +5,11 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 
 from steelyard import DetachedTermWarning, RegularizerSpec, schedules
 from steelyard.composition import term
-from steelyard.composition.terms import Facts, Term, TermResult
-from steelyard.errors import NonFiniteError, SpecError, TermBusyError, TermError
+from steelyard.composition.terms import Facts, Term
+from steelyard.errors import SpecError, TermBusyError
 from steelyard.execution import Ticket
 from steelyard.penalties import from_logits
 
@@ -64,17 +63,6 @@ def test_facts_pickle_without_a_stuck_call() -> None:
     assert (copied.duration, copied.warned, copied.stuck) == (0.5, True, None)
 
 
-def test_an_error_becomes_that_of_the_term() -> None:
-    cause = KeyError("missing")
-    failure = of().failure(cause)
-    assert str(failure) == "regularizer 'l2' failed: KeyError: 'missing'"
-    assert (failure.term, failure.__cause__) == ("l2", cause)
-    own = NonFiniteError("it is NaN.", term="l2", kind="nan")
-    assert of().failure(own) is own
-    other = of().failure(NonFiniteError("it is NaN.", term="inner", kind="nan"))
-    assert (type(other), other.term) == (TermError, "l2")
-
-
 def test_a_term_without_a_gradient_warns_once() -> None:
     one = of()
     with pytest.warns(DetachedTermWarning, match="does not depend on the log-probs"):
@@ -82,13 +70,3 @@ def test_a_term_without_a_gradient_warns_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one.warn_detached("the log-probs")
-
-
-def test_a_failed_term_is_skipped_or_raises() -> None:
-    failure = TermError("it broke.", term="l2")
-    result = TermResult(of(on_error="skip"), 0.1, value=torch.ones(()), number=1.0)
-    result.skip(failure)
-    assert (result.value, result.number, result.skipped) == (None, None, "TermError: it broke.")
-    for must in (of(), of(name="base", on_error="skip")):
-        with pytest.raises(TermError, match="it broke"):
-            TermResult(must, 0.1).skip(failure)

@@ -10,8 +10,8 @@ import pytest
 
 from steelyard.cli.term_table import rows_of
 from steelyard.experiment.flags import FLAGS, flags_of
-from steelyard.experiment.report.findings import TermFinding, findings
 from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.metrics import TermFinding, findings
 
 TRACKED = [False, True]
 WEIGHTS = [0.0, 0.5]

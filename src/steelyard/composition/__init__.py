@@ -1,8 +1,8 @@
 """The one core: evaluate the terms that are due, aggregate their gradients, build the output.
 
-`term_set` holds the terms, `evaluate` decides where each of them runs (`offload` for those that
-run elsewhere), `inputs` says what they read, and `aggregate` makes one gradient and one output of
-their results. The core has two faces: `Pipeline` on one flat vector of log-probs, and
+`term_set` holds the terms, `evaluate` runs them (`placement` decides where, `skips` what happens
+on a failure), `inputs` are their inputs, and `aggregate` makes one gradient and one output of
+their results. The core has two interfaces: `Pipeline` on one flat vector of log-probs, and
 `CompositeLoss` on named tensors in the caller's graph.
 """
 

@@ -286,7 +286,6 @@ class CompositeLoss(nn.Module):
         if telemetry.listening(*CALL_EVENTS):
             data, count = inputs.get("data"), len(self.specs)
             events = CallEvents(self._terms.model_id, data, count, tracked=tracked)
-        entered = self._terms.enter()
         try:
             targets = self._targets(inputs) if tracked or aggregator.reads_gram else []
             tracked = tracked and bool(targets)
@@ -303,8 +302,6 @@ class CompositeLoss(nn.Module):
             if events is not None:
                 events.exception(error)
             raise
-        finally:
-            self._terms.leave(entered)
         for result in results:  # release the graph and the gradients
             result.value = None if result.value is None else result.value.detach()
             result.gradients, result.group = {}, None

@@ -1,7 +1,8 @@
 """Evaluate the terms that are due: inline, offloaded, or fused with others.
 
-This is the one place that decides how a term runs (`place_of`, `_groups`) and what happens when
-it fails (`fail`). What terms read, and how they are differentiated, is up to the `Inputs`.
+This is the one place that decides how a term runs, with `placement` for where it runs and `skips`
+for what happens when it fails. What terms read, and how they are differentiated, is up to the
+`Inputs`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter
@@ -16,9 +18,10 @@ from time import perf_counter
 from steelyard.composition.aggregate import Aggregator, read_numbers
 from steelyard.composition.call_events import CallEvents
 from steelyard.composition.inputs import Inputs
-from steelyard.composition.offload import Job, gather, job_for
+from steelyard.composition.placement import Job, gather, job_for, place_of
+from steelyard.composition.skips import skip
 from steelyard.composition.terms import Term, TermResult
-from steelyard.errors import GradientError, TermError
+from steelyard.errors import GradientError, InputError, TermError
 from steelyard.execution import Batch, Ticket, Workers, default_workers
 from steelyard.gradients import (
     Evaluation,
@@ -28,9 +31,8 @@ from steelyard.gradients import (
     split_metrics,
 )
 
-# Submitting work to a thread and joining it costs about 0.1 ms, and terms made of tensor
-# operations gain nothing from threads, so a term has to take much longer than that.
-CHEAP = 5e-3
+# The base losses of the evaluations that are under way.
+_active: ContextVar[tuple[Term, ...]] = ContextVar("_active", default=())
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,22 @@ class Evaluator:
         Raises:
             SpecError: a schedule yields a bad weight at this step.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
+            InputError: one of these terms is calling, which would never end.
         """
+        # Threads and tasks inherit the context.
+        active, base = _active.get(), terms[0]
+        if base in active:
+            raise InputError(
+                "a pipeline must not be computed inside one of its own terms, and it is: use "
+                "another pipeline, or call the loss function itself."
+            )
+        entered = _active.set((*active, base))
+        try:
+            return self._evaluate(terms, step, tracked=tracked)
+        finally:
+            _active.reset(entered)
+
+    def _evaluate(self, terms: Sequence[Term], step: int, *, tracked: bool) -> list[TermResult]:
         inputs = self._inputs
         spaces = [inputs.space(term) for term in terms]
         in_graph = [inputs.in_graph(term) for term in terms]
@@ -151,10 +168,7 @@ class Evaluator:
         Raises:
             TermError: it is the base loss, or its `on_error` is `"raise"`.
         """
-        failure = result.term.failure(error)
-        if self._events is not None:
-            self._events.term_failed(result, failure)
-        result.skip(failure)
+        skip(result, error, self._events)
 
     def _groups(self, results: Sequence[TermResult], *, tracked: bool) -> list[list[TermResult]]:
         """Groups of at least two terms that can be fused."""
@@ -259,25 +273,6 @@ class Evaluator:
                 self.fail(result, _no_path(result.term.name, source))
             elif result.term.spec.gradient == "auto":
                 result.term.warn_detached(source)
-
-
-def place_of(term: Term) -> str:
-    """Place where a term runs in this call: `"inline"` or the name of an executor.
-
-    `"auto"` is the event loop for an async term. Any other term runs in a thread, and inline
-    once its last call took less than `CHEAP` seconds. A term with a timeout of its own stays in
-    a thread, since an inline call cannot be interrupted, and so does a term with a numerical
-    gradient, which takes many calls.
-    """
-    spec, duration = term.spec, term.facts.duration
-    if spec.run_in != "auto":
-        return spec.run_in
-    if spec.is_async:
-        return "async"
-    cheap = duration is not None and duration < CHEAP
-    if cheap and spec.timeout is None and spec.gradient != "numerical":
-        return "inline"
-    return "thread"
 
 
 def _no_path(name: str, source: str) -> GradientError:

@@ -275,8 +275,7 @@ class FlatInputs(Inputs):
         before = flat.clone()
         returned = super().call(term)
         if not torch.equal(flat, before) and not before.isnan().any():
-            with torch.no_grad():
-                flat.copy_(before)
+            flat.data.copy_(before)  # as it was written: autograd should not see it either
             raise GradientError(
                 f"{title(term.name)} must leave the log-probs as they are, which other terms read "
                 f"too, and has written to them: work on a copy, logprobs.clone().",

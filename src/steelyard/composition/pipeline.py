@@ -140,7 +140,7 @@ class Pipeline(TermSet):
         given: Mapping[str, Nest],
         stop: SimpleQueue[Ticket | None] | None,
     ) -> CustomLossOutput:
-        terms, events, entered = self._terms, None, self.enter()
+        terms, events = self._terms, None
         if telemetry.listening(*CALL_EVENTS):
             tracked = self._settings.track_grad_norms
             events = CallEvents(self.model_id, data, len(terms), tracked=tracked)
@@ -152,8 +152,6 @@ class Pipeline(TermSet):
             if events is not None:
                 events.exception(error)
             raise
-        finally:
-            self.leave(entered)
 
     def _composed(
         self,

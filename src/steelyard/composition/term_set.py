@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from contextvars import ContextVar, Token
 from dataclasses import replace
 from typing import Any
 
 from steelyard.composition.aggregate import Aggregator, aggregator_of
 from steelyard.composition.evaluate import EvaluatorSettings
 from steelyard.composition.terms import Facts, Term
-from steelyard.errors import InputError, SpecError, StateError
+from steelyard.errors import SpecError, StateError
 from steelyard.execution import Workers, default_workers
 from steelyard.spec import (
     BASE,
@@ -26,8 +25,6 @@ from steelyard.spec import (
 )
 
 MAX_REGULARIZERS = 100
-# The ids of the term sets whose terms are being evaluated; threads and tasks inherit them.
-_active: ContextVar[frozenset[int]] = ContextVar("_active", default=frozenset())
 
 
 class TermSet:
@@ -98,24 +95,6 @@ class TermSet:
     def needs(self, step: int = 0) -> tuple[str, ...]:
         """The extra inputs that the regularizers due at `step` need."""
         return tuple(dict.fromkeys(need for term in self.due(step) for need in term.spec.needs))
-
-    def enter(self) -> Token[frozenset[int]]:
-        """Begin an evaluation of the terms, until `leave`.
-
-        Raises:
-            InputError: a term of this set is calling, which would never end.
-        """
-        active = _active.get()
-        if id(self) in active:
-            raise InputError(
-                "a pipeline must not be computed inside one of its own terms, and it is: use "
-                "another pipeline, or call the loss function itself."
-            )
-        return _active.set(active | {id(self)})
-
-    def leave(self, entered: Token[frozenset[int]]) -> None:
-        """End the evaluation that `enter` began."""
-        _active.reset(entered)
 
     def add(self, spec: RegularizerSpec | Mapping[str, Any]) -> None:
         """Add a regularizer, from the next call on.

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from steelyard.composition.input_names import Reads
-from steelyard.errors import TermBusyError, TermError
+from steelyard.errors import TermBusyError
 from steelyard.execution import Ticket
 from steelyard.gradients import Fusable, Joint, Method, Row
 from steelyard.penalties.from_logits import is_fusable
-from steelyard.spec import BASE, RegularizerSpec, describe, title
+from steelyard.spec import BASE, RegularizerSpec, title
 
 
 class DetachedTermWarning(UserWarning):
@@ -113,15 +113,6 @@ class Term:
             )
         self.facts.stuck = None
 
-    def failure(self, error: BaseException) -> TermError:
-        """Wrap an error as a `TermError` of this term, unless it is one already."""
-        if isinstance(error, TermError) and error.term == self.name:
-            return error
-        message = f"{title(self.name)} failed: {describe(error)}"
-        failure = TermError(message, term=self.name)
-        failure.__cause__ = error
-        return failure
-
     def warn_detached(self, source: str) -> None:
         """Warn, once, that the term has no gradient with respect to `source`."""
         if not self.facts.warned:
@@ -188,17 +179,6 @@ class TermResult:
     group: Group | None = None
     skipped: str | None = None
     started: float = 0.0
-
-    def skip(self, failure: TermError) -> None:
-        """Drop the term from this step, with the failure as the reason, if `on_error="skip"`.
-
-        Raises:
-            TermError: it is the base loss, or its `on_error` is `"raise"`.
-        """
-        if self.term.is_base or self.term.spec.on_error == "raise":
-            raise failure
-        self.value, self.number, self.gradients, self.group = None, None, {}, None
-        self.skipped = describe(failure)
 
 
 def _levels_to_the_caller() -> int:

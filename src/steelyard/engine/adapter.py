@@ -7,6 +7,7 @@ starts at zero, so that a fresh adapter does not change the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from tinker import types
 from torch import Tensor, nn
 
 from steelyard.errors import InputError, NonFiniteError, StateError
-from steelyard.spec import is_finite, is_whole
+from steelyard.spec import is_whole
 
 # As Tinker has it: alpha does not grow with the rank, so the scale alpha / rank makes up for the
 # number of added components, and a learning rate found for one rank suits another.
@@ -215,7 +216,7 @@ def check_adam(params: object) -> types.AdamParams:
         )
     for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
         value = getattr(params, name)
-        valid = is_finite(value) and value >= 0 and (not name.startswith("beta") or value < 1)
+        valid = math.isfinite(value) and value >= 0 and (not name.startswith("beta") or value < 1)
         if not valid:
             rule = "in [0, 1)" if name.startswith("beta") else ">= 0 and finite"
             raise InputError(f"{name} must be {rule}, got {value!r}.")

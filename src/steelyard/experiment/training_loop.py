@@ -221,7 +221,7 @@ class _TrainingRun:
             "time": started,
             "seconds": time.perf_counter() - clock,
             **output.metrics,
-            **skip_reasons(output.skipped),
+            **(skip_reasons(output.skipped) if output.skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
             **held_out,
         }

@@ -8,8 +8,8 @@ import plotly.graph_objects as go
 import pytest
 
 from steelyard.experiment.report import charts, write_report
-from steelyard.experiment.report.findings import findings
 from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.metrics import findings
 from tests.experiment.folders import write_run
 
 from .conftest import Report

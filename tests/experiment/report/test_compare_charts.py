@@ -10,8 +10,8 @@ import pytest
 
 from steelyard.experiment.report import compare_charts, write_report
 from steelyard.experiment.report.figure import Figure
-from steelyard.experiment.report.findings import findings
 from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.metrics import findings
 from tests.experiment.folders import write_run
 
 from .parsed_page import page_charts, series, text_of, trace_points

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from steelyard.experiment.report import write_report
-from steelyard.experiment.report.findings import Change, Findings, TermFinding
 from steelyard.experiment.report.formatting import (
     cosine,
     format_change,
@@ -22,6 +21,7 @@ from steelyard.experiment.report.formatting import (
     summarize_runs,
 )
 from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.metrics import Change, Findings, TermFinding
 from tests.experiment.folders import flaky, specs, write_lines, write_run
 
 from .conftest import Report

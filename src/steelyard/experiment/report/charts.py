@@ -12,7 +12,6 @@ from steelyard.experiment.report.figure import (
     log_axis,
     over_steps,
 )
-from steelyard.experiment.report.findings import Findings, cosine_key, shares
 from steelyard.experiment.report.formatting import (
     cosine,
     format_change,
@@ -22,6 +21,7 @@ from steelyard.experiment.report.formatting import (
     seconds,
 )
 from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.metrics import Findings, cosine_key, shares
 
 STACKED = {"barmode": "relative", "bargap": 0}
 SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s"}

@@ -13,7 +13,6 @@ from steelyard.experiment.report.figure import (
     line,
     over_steps,
 )
-from steelyard.experiment.report.findings import Findings
 from steelyard.experiment.report.formatting import (
     cosine,
     format_change,
@@ -23,6 +22,7 @@ from steelyard.experiment.report.formatting import (
     seconds,
 )
 from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.metrics import Findings
 
 BY_RUN = {"barmode": "relative", "bargap": 0.4}
 SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s", "rangemode": "tozero"}

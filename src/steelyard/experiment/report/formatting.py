@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from steelyard.experiment.flags import DOMINATES, FIGHTS, NO_GRADIENT
-from steelyard.experiment.report.findings import Change, Findings, TermFinding
 from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.metrics import Change, Findings, TermFinding
 
 MINUTE = 60.0
 HOUR = 3600.0

@@ -24,8 +24,8 @@ from steelyard.experiment.report.config_diff import (
     top_level_settings,
 )
 from steelyard.experiment.report.figure import Section
-from steelyard.experiment.report.findings import Findings, findings
 from steelyard.experiment.report.load import Experiment, LoadedRun
+from steelyard.experiment.report.metrics import Findings, findings
 from steelyard.experiment.report.samples import collect_samples
 
 

@@ -1,4 +1,4 @@
-"""Offloaded terms: submit isolated calls to an executor as tickets, and gather the results."""
+"""Where terms run: choose a place, submit offloaded terms to its executor, gather their results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,32 @@ from typing import Any
 
 import torch
 
-from steelyard.composition.terms import TermResult
+from steelyard.composition.terms import Term, TermResult
 from steelyard.execution import Batch, Executor, Ticket
 from steelyard.gradients import Evaluation, IsolatedCall, check_count, mapped, tensors_in
+
+# Submitting work to a thread and joining it costs about 0.1 ms, and terms made of tensor
+# operations gain nothing from threads, so a term has to take much longer than that.
+CHEAP = 5e-3
+
+
+def place_of(term: Term) -> str:
+    """Place where a term runs in this call: `"inline"` or the name of an executor.
+
+    `"auto"` is the event loop for an async term. Any other term runs in a thread, and inline
+    once its last call took less than `CHEAP` seconds. A term with a timeout of its own stays in
+    a thread, since an inline call cannot be interrupted, and so does a term with a numerical
+    gradient, which takes many calls.
+    """
+    spec, duration = term.spec, term.facts.duration
+    if spec.run_in != "auto":
+        return spec.run_in
+    if spec.is_async:
+        return "async"
+    cheap = duration is not None and duration < CHEAP
+    if cheap and spec.timeout is None and spec.gradient != "numerical":
+        return "inline"
+    return "thread"
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, Workers
 from steelyard.composition import CompositeLoss, TermResult, reads, term
-from steelyard.composition.offload import Job
+from steelyard.composition.placement import Job
 from steelyard.composition.terms import Term
 from steelyard.errors import GradientError, InputError, NonFiniteError, SpecError, TermTimeoutError
 from steelyard.execution import Executor, Ticket

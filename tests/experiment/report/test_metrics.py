@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from steelyard.experiment.report import write_report
-from steelyard.experiment.report.findings import (
+from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.metrics import (
     Change,
     Findings,
     TermFinding,
@@ -15,7 +16,6 @@ from steelyard.experiment.report.findings import (
     findings,
     shares,
 )
-from steelyard.experiment.report.load import LoadedRun
 from tests.experiment.folders import flaky, specs, write_lines, write_run
 
 from .parsed_page import text_of
