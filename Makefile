@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 $(READY): pyproject.toml constraints.txt hashes.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Steelyard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --require-hashes --no-deps -r hashes.txt
+	$(PIP) --require-hashes --only-binary=:all: --no-deps -r hashes.txt
 	$(PIP) --no-build-isolation --no-warn-conflicts -c constraints.txt -e '.[dev]'
 	touch $@
 

@@ -113,6 +113,10 @@ def test_missing_and_needless_pins_are_named() -> None:
     [
         ("py3-none-any", True),
         ("py2.py3-none-any", True),
+        ("py311-none-any", True),
+        ("py39-none-manylinux2014_x86_64", True),
+        ("py314-none-any", False),
+        ("py2-none-any", False),
         ("cp311-cp311-manylinux_2_28_x86_64", True),
         ("cp313-cp313-macosx_14_0_arm64", True),
         ("cp39-abi3-manylinux2014_aarch64", True),

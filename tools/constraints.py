@@ -34,8 +34,7 @@ WITHOUT_REQUIREMENTS = {"tinker-cookbook"}
 WITHOUT_HASHES = {"torch"}
 # torch requires them in its own versions, unless it is built for the CPU.
 BROUGHT_BY_TORCH = ("cuda-", "nvidia-")
-NEWEST = 13  # of the Python 3 versions in pyproject.toml, which begin with 11
-PYTHONS = {"py3", *(f"cp3{minor}" for minor in range(11, NEWEST + 1))}
+OLDEST, NEWEST = 11, 13  # Python 3 versions in pyproject.toml
 HEADER = "# Written by `make hashes` from constraints.txt. Do not edit.\n"
 
 
@@ -107,10 +106,12 @@ def faults(pinned: dict[str, str], resolved: dict[str, str]) -> Iterator[str]:
 
 def serves(tag: Tag) -> bool:
     """Whether a wheel with this tag can be installed where `make` runs: Linux or macOS, 64 bit."""
-    stable = re.fullmatch(r"cp3(\d+)", tag.interpreter)
-    python = tag.interpreter in PYTHONS or (
-        tag.abi == "abi3" and stable is not None and int(stable[1]) <= NEWEST
-    )
+    version = re.fullmatch(r"(py|cp)3(\d*)", tag.interpreter)
+    if version is None:
+        return False
+    # A wheel for CPython's own interface is bound to one version; others are for newer ones too.
+    oldest = OLDEST if version[1] == "cp" and tag.abi != "abi3" else 0
+    python = oldest <= int(version[2] or 0) <= NEWEST
     platform = re.fullmatch(r"any|macosx_.*|(many)?linux.*_(x86_64|aarch64)", tag.platform)
     return python and platform is not None
 
