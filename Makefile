@@ -7,18 +7,21 @@ WORKERS ?= 2
 EXACT   := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-gpu lint format demo bench stress docs dist clean
+.PHONY: help test test-gpu lint format demo bench stress docs dist check-constraints hashes clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+# pip checks the hash of every package but torch, which may be a local build for the CPU, and what
+# torch alone requires. Nothing is built from packages fetched without a hash: hatchling is among them.
 # tinker-cookbook, for the server's tests, asks for an older transformers than ours, and works with
 # ours: it comes without its dependencies, and the extra `dev` has those that the tests need.
-$(READY): pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+$(READY): pyproject.toml constraints.txt hashes.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Steelyard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tinker-cookbook
+	$(PIP) --require-hashes --only-binary=:all: --no-deps -r hashes.txt
+	$(PIP) --no-build-isolation --no-warn-conflicts -c constraints.txt -e '.[dev]'
 	touch $@
 
 test: lint ## ruff, mypy, every test, doctest and README block, coverage
@@ -57,6 +60,13 @@ docs: $(READY) ## build the documentation site into site/; a broken link fails
 
 dist: $(READY) ## build sdist and wheel, and test the wheel in a new environment
 	@$(BIN)/python tools/release.py
+
+check-constraints: $(READY) ## check that constraints.txt resolves from the package index alone
+	@$(BIN)/python tools/constraints.py
+
+# Needs no environment of its own making: it writes what that environment is made from.
+hashes: ## write hashes.txt from constraints.txt; PYTHON= a python with pip 26.3 and packaging
+	@$(PYTHON) tools/constraints.py --hashes
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage dist

@@ -31,6 +31,8 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_its_saved_output(path: Path, tmp_path: Path) -> None:
     saved, fresh = read(path), read(path)
-    NotebookClient(fresh, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        fresh, timeout=600, startup_timeout=600, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     codes = [c for c in saved.cells if c.cell_type == "code"]
     assert [shown(c) for c in fresh.cells if c.cell_type == "code"] == [shown(c) for c in codes]

@@ -61,7 +61,7 @@ def slow(data, logprobs):
 
 def stuck(data, logprobs):
     pathlib.Path("stuck").touch()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def leaky(data, logprobs):

@@ -234,7 +234,7 @@ def test_two_composites_may_watch_one_model() -> None:
 
 
 def test_threads_do_not_mix() -> None:
-    inside = threading.Barrier(2, timeout=30)
+    inside = threading.Barrier(2, timeout=600)
     found: dict[str, Any] = {}
 
     def work(name: str, value: float) -> None:

@@ -36,7 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ]
     try:
         for process in processes:
-            _, said = process.communicate(timeout=120)
+            _, said = process.communicate(timeout=600)
             assert process.returncode == 0, said
     finally:
         for process in processes:

@@ -99,9 +99,9 @@ def test_long_terms_overlap() -> None:
     meeting = threading.Barrier(2)
 
     def meet(_: Any, logprobs: list[Tensor]) -> Tensor:
-        meeting.wait(10)
+        meeting.wait(250)
         return logprobs[0].sum()
 
     specs = [RegularizerSpec(meet, 1.0, name) for name in ("a", "b")]
-    output = Pipeline(nll, specs, max_concurrency=2).compute([], LOGPROBS)
+    output = Pipeline(nll, specs, timeout=300, max_concurrency=2).compute([], LOGPROBS)
     assert [r.value for r in output.regularizers.values()] == [-4.0, -4.0]

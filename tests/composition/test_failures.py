@@ -169,52 +169,53 @@ def die(_: Any, logprobs: Any) -> None:
 
 @pytest.mark.parametrize(
     ("fn", "timeout", "kind"),
-    [(loop_for_ever, 0.2, TermTimeoutError), (die, 20.0, WorkerDiedError)],
+    [(loop_for_ever, 0.2, TermTimeoutError), (die, 300.0, WorkerDiedError)],
 )
 def test_a_process_that_loops_or_dies(fn: Any, timeout: float, kind: type[TermError]) -> None:
     faulty = pipeline(fn, run_in="process", timeout=timeout)
     for _ in range(3):
-        began = time.monotonic()
         with pytest.raises(kind, match="'t'"):
             faulty.compute([], LOGPROBS)
-        assert time.monotonic() - began < 15.0  # warm and idle it is 0.4
         healthy = pipeline(l2, run_in="process").compute([], LOGPROBS)
         assert healthy.regularizers["t"].value == pytest.approx(16.51)
 
 
 def test_a_thread_that_is_late_and_its_term_that_waits_for_it() -> None:
-    release = threading.Event()
+    release, ended = threading.Event(), threading.Event()
 
     def slow(_: Any, logprobs: list[Tensor]) -> Tensor:
-        release.wait(20)
+        release.wait(60)
+        ended.set()
         return logprobs[0].sum()
 
     late = pipeline(slow, run_in="thread", timeout=0.1)
-    began = time.monotonic()
     with pytest.raises(TermTimeoutError, match=r"'t' must end within 0.1 s"):
         late.compute([], LOGPROBS)
-    assert time.monotonic() - began < 5.0
+    assert not ended.is_set(), "nobody waits for it"
     with pytest.raises(TermBusyError, match="its call that timed out is still running"):
         late.compute([], LOGPROBS)
     release.set()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 600
     while True:
         try:
             assert late.compute([], LOGPROBS).regularizers["t"].value == -4.0
             break
-        except TermBusyError:
+        except (TermBusyError, TermTimeoutError):  # 0.1 s may be short on a loaded machine
             assert time.monotonic() < deadline
 
 
 def test_a_result_that_comes_too_late_does_not_count() -> None:
     """Also when nobody was looking at the clock, as while a long inline term runs."""
 
+    ended = threading.Event()
+
     def sleepy(_: Any, logprobs: list[Tensor]) -> Tensor:
         time.sleep(0.2)
+        ended.set()
         return logprobs[0].sum()
 
     def long_inline(_: Any, logprobs: list[Tensor]) -> Tensor:
-        time.sleep(0.4)
+        assert ended.wait(600)
         return logprobs[0].sum()
 
     specs = [
@@ -230,21 +231,21 @@ def test_a_coroutine_past_its_timeout_is_cancelled() -> None:
 
     async def wait(_: Any, logprobs: Any) -> None:
         try:
-            await asyncio.sleep(30)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
     with pytest.raises(TermTimeoutError, match="'t'"):
         pipeline(wait, timeout=0.05).compute([], LOGPROBS)
-    assert cancelled.wait(5)
+    assert cancelled.wait(60)
 
 
 def test_a_coroutine_that_blocks_does_not_stop_the_others_for_good() -> None:
     release = threading.Event()
 
     async def block(_: Any, logprobs: Any) -> None:
-        release.wait(20)
+        release.wait(600)
 
     async def quick(_: Any, logprobs: list[Tensor]) -> Tensor:
         return logprobs[0].sum()
@@ -259,32 +260,31 @@ def test_a_coroutine_that_blocks_does_not_stop_the_others_for_good() -> None:
 
 
 def test_a_failure_calls_off_the_terms_that_still_run() -> None:
-    begun, ended = threading.Event(), threading.Event()
+    begun, cancelled = threading.Event(), threading.Event()
 
     async def wait(_: Any, logprobs: Any) -> None:
         begun.set()
         try:
-            await asyncio.sleep(30)
-        finally:
-            ended.set()
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
 
     def fail(_: Any, logprobs: Any) -> None:
-        begun.wait(5)
+        begun.wait(300)
         raise ValueError("too bad")
 
     specs = [RegularizerSpec(wait, 1.0, "waiting"), RegularizerSpec(fail, 1.0, "broken")]
-    began = time.monotonic()
     with pytest.raises(TermError, match="'broken'"):
-        Pipeline(nll, specs).compute([], LOGPROBS)
-    assert time.monotonic() - began < 5
-    assert ended.wait(5)
+        Pipeline(nll, specs, timeout=300).compute([], LOGPROBS)
+    assert cancelled.wait(60)
 
 
 def test_a_term_that_was_called_off_may_start_again() -> None:
     gate = threading.Event()
 
     def slow(_: Any, logprobs: list[Tensor]) -> Tensor:
-        gate.wait(20)
+        gate.wait(600)
         return logprobs[0].sum()
 
     fail = [True]
@@ -298,7 +298,7 @@ def test_a_term_that_was_called_off_may_start_again() -> None:
         RegularizerSpec(slow, 1.0, "slow", run_in="thread"),
         RegularizerSpec(sometimes, 1.0, "sometimes", run_in="inline"),
     ]
-    both = Pipeline(nll, specs)
+    both = Pipeline(nll, specs, timeout=300)
     with pytest.raises(TermError, match="once"):
         both.compute([], LOGPROBS)
     fail[0] = False
@@ -343,7 +343,7 @@ def test_a_numerical_gradient_fails_as_one_term() -> None:
 
 def test_an_async_base_loss_that_is_late_is_called_so() -> None:
     async def wait(_: Any, logprobs: Any) -> None:
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
 
     with pytest.raises(TermTimeoutError, match=r"^the base loss must end within 0.1 s"):
         Pipeline(wait, timeout=0.1).compute([], LOGPROBS)

@@ -27,6 +27,8 @@ print((await acompute(*args, regularizers=specs)).gradients[0].tolist())
 def test_a_notebook_cell() -> None:
     v4: Any = nbformat.v4  # it has no types
     notebook = v4.new_notebook(cells=[v4.new_code_cell(CELL)])
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    nbclient.NotebookClient(
+        notebook, timeout=600, startup_timeout=600, kernel_name="python3"
+    ).execute()
     (cell,) = notebook.cells
     assert [out["text"] for out in cell["outputs"]] == ["21.0\n[7.0, 7.0, 7.0]\n"]

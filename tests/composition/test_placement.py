@@ -22,7 +22,7 @@ from .terms import LOGPROBS, l2, nll
 WAYS: list[dict[str, Any]] = [
     {"run_in": "thread"},
     {"run_in": "process"},
-    {"timeout": 20.0},
+    {"timeout": 300.0},
     {"gradient": "numerical"},
 ]
 

@@ -73,7 +73,7 @@ def test_every_checkpoint_loads_after_its_writer_was_killed_at_any_moment(tmp_pa
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

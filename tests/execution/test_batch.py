@@ -38,7 +38,7 @@ def for_lane(lane: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return afn
 
 
-def ticket(lane: str, fn: Callable[..., Any], *args: Any, timeout: float | None = 20.0) -> Ticket:
+def ticket(lane: str, fn: Callable[..., Any], *args: Any, timeout: float | None = 300.0) -> Ticket:
     return Ticket(fn.__name__, lane, for_lane(lane, fn), args, timeout)
 
 
@@ -53,23 +53,23 @@ def double(x: int) -> int:
 
 def hang(lane: str) -> Callable[[], Any]:
     if lane != "async":
-        return lambda: time.sleep(10.0)
+        return lambda: time.sleep(60.0)
 
     async def nap() -> None:
-        await asyncio.sleep(10.0)
+        await asyncio.sleep(60.0)
 
     return nap
 
 
 def test_the_timeout_counts_from_the_start_not_from_the_queue(workers: Workers) -> None:
-    tickets = [Ticket(f"t{i}", "thread", time.sleep, (0.9,), 3.0) for i in range(4)]
-    run(workers, tickets, width=1)
-    for t in tickets:
-        assert t.result() is None
+    first = Ticket("first", "thread", time.sleep, (3.2,), 300.0)
+    second = ticket("thread", double, 1, timeout=3.0)
+    run(workers, [first, second], width=1)
+    assert second.result() == 2
 
 
 def test_a_lane_is_no_wider_than_it_may_be(workers: Workers) -> None:
-    lock = threading.Lock()
+    lock, full = threading.Lock(), threading.Barrier(3)
     now, most = 0, 0
 
     def work() -> None:
@@ -77,11 +77,13 @@ def test_a_lane_is_no_wider_than_it_may_be(workers: Workers) -> None:
         with lock:
             now += 1
             most = max(most, now)
-        time.sleep(0.02)
+        full.wait(timeout=600)
         with lock:
             now -= 1
 
-    run(workers, [ticket("thread", work) for _ in range(8)], width=3)
+    tickets = [ticket("thread", work) for _ in range(9)]
+    run(workers, tickets, width=3)
+    assert [t.result() for t in tickets] == [None] * 9, "three at once have met"
     assert most == 3
 
 
@@ -96,7 +98,7 @@ def test_in_turn_is_one_at_a_time_in_order(workers: Workers) -> None:
 
 
 def test_leaving_the_block_calls_off_the_rest(workers: Workers, lane: str) -> None:
-    running, queued = (Ticket(name, lane, hang(lane), (), 20.0) for name in ("r", "q"))
+    running, queued = (Ticket(name, lane, hang(lane), (), 300.0) for name in ("r", "q"))
     quick = ticket(lane, double, 1)
     with Batch([quick, running, queued], workers.executors, 2) as batch:
         next(iter(batch.settled()))
@@ -108,7 +110,7 @@ def test_leaving_the_block_calls_off_the_rest(workers: Workers, lane: str) -> No
 
 def test_another_thread_can_interrupt_the_wait(workers: Workers) -> None:
     events: SimpleQueue[Ticket | None] = SimpleQueue()
-    slow = Ticket("slow", "async", hang("async"), (), 20.0)
+    slow = Ticket("slow", "async", hang("async"), (), 300.0)
     with Batch([slow], workers.executors, 2, events=events) as batch:
         events.put(None)
         with pytest.raises(Cancelled):

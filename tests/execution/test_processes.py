@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pebble
 import psutil
 import pytest
 import torch
 
 from steelyard.errors import ClosedError, TermTimeoutError, UnpicklableError, WorkerDiedError
-from steelyard.execution import Batch, Workers, check_picklable
+from steelyard.execution import Batch, Ticket, Workers, check_picklable
 
 from .tickets import job, memory_files, run, wait_until
 
@@ -58,7 +57,7 @@ def test_a_term_that_never_ends_is_killed(workers: Workers, fault: Any) -> None:
     slow, neighbour = job(fault, timeout=0.3), job(me)
     began = time.monotonic()
     run(workers, slow, neighbour)
-    assert time.monotonic() - began < 10.0  # warm and idle it is 0.5
+    assert time.monotonic() - began < 50.0  # idle it is 0.5; `sleep_in_c` ends after 60
     with pytest.raises(TermTimeoutError):
         slow.result()
     assert psutil.pid_exists(neighbour.result())
@@ -112,10 +111,7 @@ def test_thirty_faults_leave_nothing_behind(workers: Workers) -> None:
         faults = [job(loop_for_ever, timeout=0.05), job(exit_at_once), job(segfault)]
         run(workers, *faults)
         assert all(fault.error is not None for fault in faults), i
-    deadline = time.monotonic() + 20
-    while not at_most(settle(), before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert at_most(settle(), before)
+    wait_until(lambda: at_most(settle(), before))
 
 
 def announce_and_loop(path: Path, _: object = None) -> None:
@@ -130,7 +126,7 @@ def test_closing_kills_busy_and_idle_workers(tmp_path: Path) -> None:
     files = memory_files()
     busy = job(announce_and_loop, tmp_path / "pid", torch.ones(100_000))
     with Batch([busy], workers.executors, 2):
-        wait_until((tmp_path / "pid").exists, within=30)
+        wait_until((tmp_path / "pid").exists)
         workers.close()
         assert memory_files() <= files
         workers.close()
@@ -144,7 +140,7 @@ def test_closing_kills_busy_and_idle_workers(tmp_path: Path) -> None:
 
 def test_a_cancelled_task_is_killed(workers: Workers, tmp_path: Path) -> None:
     with Batch([job(announce_and_loop, tmp_path / "pid")], workers.executors, 2):
-        wait_until((tmp_path / "pid").exists, within=30)
+        wait_until((tmp_path / "pid").exists)
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not psutil.pid_exists(pid))
 
@@ -181,6 +177,8 @@ def start_and_loop(path: Path, how: str) -> None:
     path.with_suffix(".new").rename(path)
     if how == "ignores SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif how == "reports SIGTERM":
+        signal.signal(signal.SIGTERM, lambda *_: path.with_suffix(".asked").touch())
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "crashes":
@@ -194,12 +192,21 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def run_until_started(workers: Workers, path: Path, how: str) -> Ticket:
+    """Run `start_and_loop` with a timeout in which it reaches its loop, on a slow machine too."""
+    for timeout in (1.0, 5.0, 25.0, 125.0):
+        failing = job(start_and_loop, path, how, timeout=timeout)
+        run(workers, failing)
+        if path.exists():
+            return failing
+    pytest.fail("the term was never started")
+
+
 @pytest.mark.parametrize("how", ["plain", "ignores SIGTERM", "stopped", "in C", "crashes"])
 def test_processes_that_a_term_starts_end_with_it(
     workers: Workers, tmp_path: Path, how: str
 ) -> None:
-    failing = job(start_and_loop, tmp_path / "pids", how, timeout=5.0)
-    run(workers, failing)
+    failing = run_until_started(workers, tmp_path / "pids", how)
     kind = WorkerDiedError if how == "crashes" else TermTimeoutError
     with pytest.raises(kind):
         failing.result()
@@ -209,11 +216,10 @@ def test_processes_that_a_term_starts_end_with_it(
 
 def test_a_worker_is_killed_and_not_asked_to_end(workers: Workers, tmp_path: Path) -> None:
     """Asking first would take pebble another 3 s, beyond the promised 1."""
-    failing = job(start_and_loop, tmp_path / "pids", "ignores SIGTERM", timeout=3.0)
-    run(workers, failing)
-    assert failing.started is not None
-    assert failing.ended is not None
-    assert failing.ended - failing.started < 3.0 + pebble.CONSTS.term_timeout
+    failing = run_until_started(workers, tmp_path / "pids", "reports SIGTERM")
+    with pytest.raises(TermTimeoutError):
+        failing.result()
+    assert not (tmp_path / "pids.asked").exists()
 
 
 def announce_and_wait(folder: Path) -> int:

@@ -33,7 +33,7 @@ def test_scripts_without_a_guard(way: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     assert done.stdout == "imported once\n12.0 [4.0, 4.0, 4.0]\n"

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 from steelyard.execution import Ticket, Workers
 from steelyard.execution.threads import ThreadExecutor
 
-from .tickets import run
+from .tickets import run, wait_until
 
 
 def test_threads_are_used_again_and_ended() -> None:
@@ -30,20 +29,15 @@ def test_a_thread_that_comes_back_late_finds_the_door_closed() -> None:
     executor.submit(Ticket("t", "thread", go.wait, ()))
     executor.close()
     go.set()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert threading.active_count() == before
+    # Fewer is fine: a thread that another test left stuck may have ended meanwhile.
+    wait_until(lambda: threading.active_count() <= before)
 
 
 def test_no_more_idle_threads_are_kept_than_are_of_use() -> None:
     before = threading.active_count()
     with Workers() as workers:
         barrier = threading.Barrier(30)
-        tickets = [Ticket(f"t{i}", "thread", barrier.wait, (), 20.0) for i in range(30)]
+        tickets = [Ticket(f"t{i}", "thread", barrier.wait, (), 300.0) for i in range(30)]
         run(workers, *tickets, width=30)
-        deadline = time.monotonic() + 5
         kept = before + max(2, os.cpu_count() or 1)
-        while threading.active_count() > kept and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert threading.active_count() <= kept
+        wait_until(lambda: threading.active_count() <= kept)

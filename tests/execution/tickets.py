@@ -15,12 +15,13 @@ def run(workers: Workers, *tickets: Ticket, width: int = 2) -> None:
         list(batch.settled())
 
 
-def job(fn: Any, *args: Any, timeout: float = 20.0) -> Ticket:
+def job(fn: Any, *args: Any, timeout: float = 300.0) -> Ticket:
     return Ticket(getattr(fn, "__name__", "term"), "process", fn, args, timeout)
 
 
-def wait_until(true: Callable[[], bool], within: float = 10.0) -> None:
-    deadline = time.monotonic() + within
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for a condition; fail after ten minutes."""
+    deadline = time.monotonic() + 600
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)

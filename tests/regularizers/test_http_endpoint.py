@@ -26,7 +26,7 @@ def server() -> Iterator[Server]:
 def endpoint(url: str, *, follow_redirects: bool = False, **limits: Any) -> Endpoint:
     chosen = {
         "concurrency": 4,
-        "request_timeout": 60.0,
+        "request_timeout": 600.0,
         "retries": 2,
         "backoff": 0.001,
         "max_backoff": 5.0,

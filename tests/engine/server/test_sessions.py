@@ -36,7 +36,9 @@ def test_a_silent_client_loses_its_session_and_models(short_timeout: RunningServ
         Wire(short_timeout.base_url) as steady,
         steady.beating(),
     ):
-        kept, lost = steady.model(), silent.model()
+        kept = steady.model()
+        with silent.beating():
+            lost = silent.model()
         until(lambda: lost not in short_timeout._state.runs)
         assert kept in short_timeout._state.runs
         assert silent.step(lost, 1).status_code == 404
@@ -48,16 +50,20 @@ def test_a_silent_client_loses_its_session_and_models(short_timeout: RunningServ
 
 
 def test_a_client_that_waits_for_a_result_is_alive(short_timeout: RunningServer) -> None:
-    with Wire(short_timeout.base_url) as wire, Wire(short_timeout.base_url) as other:
-        model = wire.model()
-        gate = threading.Event()
-        short_timeout._state.runs[model].client._worker.submit(gate.wait)
-        future = wire.step(model, 1).json()
-        results: list[Any] = []
-        waiting = threading.Thread(target=lambda: results.append(wire.result(future)))
-        waiting.start()
+    sessions = short_timeout._state.sessions
+    with Wire(short_timeout.base_url) as wire:
+        with wire.beating():
+            model = wire.model()
+            gate = threading.Event()
+            short_timeout._state.runs[model].client._worker.submit(gate.wait)
+            future = wire.step(model, 1).json()
+            results: list[Any] = []
+            waiting = threading.Thread(target=lambda: results.append(wire.result(future)))
+            waiting.start()
+            until(lambda: sessions.get(wire.session_id).polling > 0)
         # Until a client that connected later and is silent has lost its session.
-        until(lambda: other.session_id not in {s.session_id for s in short_timeout._state.sessions})
+        with Wire(short_timeout.base_url) as other:
+            until(lambda: other.session_id not in {s.session_id for s in sessions})
         gate.set()
         waiting.join()
         assert "metrics" in results[0]
