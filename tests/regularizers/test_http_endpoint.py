@@ -17,7 +17,6 @@ from steelyard.regularizers._http_endpoint import (
     Endpoint,
     RequestLimits,
     _redirect_target,
-
     _retry_after,
 )
 

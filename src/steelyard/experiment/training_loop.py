@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,14 +21,16 @@ import torch
 from tinker import types
 
 from steelyard.experiment import checkpointing
-from steelyard.experiment.backend import Backend, check_model, open_backend
+from steelyard.experiment.backend import Backend, Status, check_model, open_backend
 from steelyard.experiment.batching import batch
 from steelyard.experiment.build_terms import Terms, build_terms
 from steelyard.experiment.config import Config
+from steelyard.experiment.config_io import restore_secrets
 from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.dataset import Dataset, load_dataset
 from steelyard.experiment.held_out import evaluate_held_out
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.step_metrics import skip_reasons
 from steelyard.spec import Schedule
@@ -108,6 +110,7 @@ def train(
 
 def resume(
     folder: str | Path,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -116,15 +119,18 @@ def resume(
 
     Args:
         folder: run folder; a finished run is returned as it is.
+        overrides: `key=value` for each secret that stood in the config itself, and so was not
+            written; or the values by key. One from the environment or a file is read there again.
         watch: notified of each step.
         stop: called before each step; when it returns True the run saves a checkpoint and ends.
 
     Raises:
         RunError: the folder contains no run, or is in use.
+        ConfigError: a secret is missing; the message names its key.
         CheckpointError: its last checkpoint is damaged.
     """
     run = RunFolder(folder)
-    config = run.config()
+    config = restore_secrets(run.config(), overrides)
     terms = build_terms(config)
     with run.locked():
         return _TrainingRun(run, config, terms, watch or SilentWatcher(), stop).execute()
@@ -150,11 +156,14 @@ class _TrainingRun:
             return self._outcome("done")
         with _warnings_to(self._say):
             backend = self._open_backend()
+            status: Status = "errored"
             try:
-                return self._train(backend)
+                outcome = self._train(backend)
+                status = "success" if outcome.status == "done" else "interrupted"
             finally:
                 self.terms.close()
-                backend.close()
+                backend.close(status)
+            return outcome
 
     def _open_backend(self) -> Backend:
         self._say(f"loading {self.config.model.base_model} ({self.config.model.backend})")
@@ -180,7 +189,7 @@ class _TrainingRun:
                     if unsaved:
                         self._save(backend, step)
                     return self._outcome("interrupted")
-                metrics = self._step(backend, dataset, step)
+                metrics = redact(self._step(backend, dataset, step))
                 self.run.append(metrics)
                 if sinks.any:
                     sinks.write(step, metrics)
@@ -285,7 +294,7 @@ class _TrainingRun:
 
     def _say(self, text: str) -> None:
         self.run.log(text)
-        self.watch.say(text)
+        self.watch.say(redact(text))
 
 
 def _seed(seed: int, step: int) -> None:
