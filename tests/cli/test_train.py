@@ -371,7 +371,7 @@ def test_no_file_and_no_output_holds_a_secret(command: CommandRunner, tmp_path: 
             assert not [s for s in SECRETS.values() if s in done.out + done.err], args
     assert server.headers, "and yet the service gets them"
     for headers in server.headers:
-        assert headers["authorization"].startswith("bearer ")
+        assert headers["authorization"].startswith("basic ")  # httpx: the password of the URL
         assert headers["cookie"] == f"session={SECRETS['cookie']}"
         assert headers["x-vault-token"] == SECRETS["environment"]
         assert headers["x-sig"] == SECRETS["file"]

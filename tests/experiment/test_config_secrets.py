@@ -131,8 +131,8 @@ def test_a_resume_without_its_literal_secret_names_the_key_and_the_cure(interrup
         resume(interrupted)
     assert str(caught.value) == (
         f"{key} must be given again, since secrets are not written to files and this config has "
-        f'*** there: put {{ env = "NAME" }} or {{ file = "PATH" }} in its place, or add {key}=VALUE '
-        f"to the command."
+        f'*** there: put {{ env = "NAME" }} or {{ file = "PATH" }} in its place, or add '
+        f"{key}=VALUE to the command."
     )
     with pytest.raises(ConfigError, match="must be given again"):
         read_config(interrupted / "config.json")
@@ -218,7 +218,7 @@ def test_an_invalid_config_does_not_show_its_secrets(folder: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             check_config(read_config({**raw, "regularizers": [entry]}, folder=folder))
         assert "shown-66" not in str(caught.value)
-        with pytest.raises(ValueError) as plain:  # noqa: PT011 - pydantic's
+        with pytest.raises(ValueError) as plain:
             check_config(Config.model_validate({**raw, "regularizers": [entry]}))
         assert "shown-66" not in str(plain.value)
     (folder / "c.yaml").write_text("data: {password: shown-6602, path: [}\n")
