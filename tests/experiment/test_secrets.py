@@ -38,8 +38,20 @@ def test_numbers_and_keys_stay_so_that_json_stays_json(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "name",
-    "Authorization proxy-authorization Cookie Set-Cookie X-Api-Key apiKey password db_password "
-    "client_secret accessToken token private_key".split(),
+    [
+        "Authorization",
+        "proxy-authorization",
+        "Cookie",
+        "Set-Cookie",
+        "X-Api-Key",
+        "apiKey",
+        "password",
+        "db_password",
+        "client_secret",
+        "accessToken",
+        "token",
+        "private_key",
+    ],
 )
 def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name)
