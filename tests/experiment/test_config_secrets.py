@@ -108,6 +108,7 @@ def interrupted(folder: Path) -> Path:
         url="http://me:password-6202@host/",
         urls=["http://a/", "http://me:password-6203@b/"],
         plain="*** not a secret",
+        repeated="with literal-6201 again",
     )
     config = small_config(folder, regularizers=[entry])
     answers = iter([False, True])
@@ -115,11 +116,12 @@ def interrupted(folder: Path) -> Path:
     return folder / "run"
 
 
-KEYS = ["headers.Authorization", "url", "urls"]
+KEYS = ["headers.Authorization", "url", "urls", "repeated"]
 OVERRIDES = [
     "regularizers.keyed.options.headers.Authorization=Bearer literal-6201",
     "regularizers.keyed.options.url=http://me:password-6202@host/",
     'regularizers.keyed.options.urls=["http://a/", "http://me:password-6203@b/"]',
+    "regularizers.keyed.options.repeated=with literal-6201 again",
 ]
 
 
@@ -144,6 +146,9 @@ def test_a_run_is_resumed_with_the_secrets_as_overrides(interrupted: Path) -> No
     assert resume(interrupted, OVERRIDES).status == "done"
     assert SEEN[0]["headers"] == {"Authorization": "Bearer literal-6201"}
     assert SEEN[0]["urls"] == ["http://a/", "http://me:password-6203@b/"]
+    assert SEEN[0]["plain"] == "*** not a secret"
+    assert SEEN[0]["repeated"] == "with literal-6201 again"
+    assert resume(interrupted).status == "done", "a finished run needs no secrets"
     assert b"-620" not in (interrupted / "config.json").read_bytes()
 
 
@@ -152,7 +157,8 @@ def test_a_reference_in_place_of_the_secret_cures_it(
 ) -> None:
     monkeypatch.setenv("KEYED_TOKEN", "Bearer again-6204")
     file = interrupted / "config.json"
-    file.write_text(file.read_text().replace('"***"', '{"env": "KEYED_TOKEN"}'))
+    reference = '"Authorization": {"env": "KEYED_TOKEN"}'
+    file.write_text(file.read_text().replace('"Authorization": "***"', reference))
     SEEN.clear()
     assert resume(interrupted, OVERRIDES[1:]).status == "done"
     assert SEEN[0]["headers"] == {"Authorization": "Bearer again-6204"}

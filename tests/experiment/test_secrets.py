@@ -56,9 +56,10 @@ def test_numbers_and_keys_stay_so_that_json_stays_json(monkeypatch: pytest.Monke
 def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name)
     assert redact({"a": [{name: "value"}]}) == {"a": [{name: REDACTED}]}
-    assert redact({name: {"b": ["value", None, True, "", 7]}}) == {
-        name: {"b": [REDACTED, None, True, "", REDACTED]}
+    assert redact({"options": {name: {"b": ["value", None, True, "", 7]}}}) == {
+        "options": {name: {"b": [REDACTED, None, True, "", REDACTED]}}
     }
+    assert redact({f"custom/{name}": 7}) == {f"custom/{name}": 7}, "a metric"
 
 
 @pytest.mark.parametrize("name", ["X-Vault-Token", "Ocp-Apim-Subscription-Key", "X-My-Secret"])

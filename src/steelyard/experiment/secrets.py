@@ -56,17 +56,22 @@ def redact(value: T) -> T:
     """Copy a text, or nested mappings and lists, with every secret replaced by `***`.
 
     Keys and numbers stay as they are, so that JSON stays JSON, as do references to secrets,
-    `{"env": "NAME"}`. A number counts as a secret only under a key that is named like one.
+    `{"env": "NAME"}`. In `options`, a number under a key that is named like a secret is one too,
+    and a text that holds a secret is replaced as a whole, so that `holds_redacted` finds it.
 
     Example:
         >>> redact({"url": "https://me:pw@host/?key=k1", "headers": {"X-Api-Key": "k2"}})
         {'url': 'https://***@host/?key=***', 'headers': {'X-Api-Key': '***'}}
     """
 
-    def change(_: Path, leaf: Any, secret: bool) -> Any:
-        if secret and _is_literal(leaf):
+    def change(path: Path, leaf: Any, secret: bool) -> Any:
+        if secret and _is_literal(path, leaf):
             return REDACTED
-        return _redact_text(leaf) if isinstance(leaf, str) else leaf
+        if not isinstance(leaf, str):
+            return leaf
+        text = _URL.sub(_redact_url, leaf)
+        known = _known_secrets().sub(REDACTED, text)
+        return REDACTED if "options" in path and known != text else known
 
     return cast("T", map_leaves(value, change))
 
@@ -79,7 +84,7 @@ def remember(value: Any) -> None:
     def collect(path: Path, leaf: Any, secret: bool) -> Any:
         if is_reference(leaf):
             found.add(os.environ.get(leaf.get("env", ""), ""))
-        elif secret and _is_literal(leaf):
+        elif secret and _is_literal(path, leaf):
             found.update(_parts(path, str(leaf)))
         elif isinstance(leaf, str):
             found.update(_url_secrets(leaf))
@@ -164,15 +169,14 @@ def _words(name: Any) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", spaced).lower()
 
 
-def _is_literal(leaf: Any) -> bool:
-    is_number = isinstance(leaf, int) and not isinstance(leaf, bool)
+def _is_literal(path: Path, leaf: Any) -> bool:
+    # Not every number: a metric may be named like a secret.
+    is_number = isinstance(leaf, int) and not isinstance(leaf, bool) and "options" in path
     return is_number or (isinstance(leaf, str) and bool(leaf))
 
 
-def _redact_text(text: str) -> str:
-    text = _URL.sub(_redact_url, text)
-    known = _pattern(_remembered, tuple(os.environ.get(name, "") for name in _ENVIRONMENT))
-    return known.sub(REDACTED, text)
+def _known_secrets() -> re.Pattern[str]:
+    return _pattern(_remembered, tuple(os.environ.get(name, "") for name in _ENVIRONMENT))
 
 
 def _redact_url(found: re.Match[str]) -> str:

@@ -130,6 +130,8 @@ def resume(
         CheckpointError: its last checkpoint is damaged.
     """
     run = RunFolder(folder)
+    if run.holds_run and run.result() is not None:
+        return _outcome(run, "done")  # needs no secrets any more
     config = restore_secrets(run.config(), overrides)
     terms = build_terms(config)
     with run.locked():
@@ -152,8 +154,6 @@ class _TrainingRun:
             raise
 
     def _execute(self) -> Outcome:
-        if self.run.result() is not None:
-            return self._outcome("done")
         with _warnings_to(self._say):
             backend = self._open_backend()
             status: Status = "errored"
@@ -188,7 +188,7 @@ class _TrainingRun:
                 if self.stop():
                     if unsaved:
                         self._save(backend, step)
-                    return self._outcome("interrupted")
+                    return _outcome(self.run, "interrupted")
                 metrics = redact(self._step(backend, dataset, step))
                 self.run.append(metrics)
                 if sinks.any:
@@ -276,7 +276,7 @@ class _TrainingRun:
         self.run.keep_samples([*others, *samples])
 
     def _finish(self) -> Outcome:
-        outcome = self._outcome("done")
+        outcome = _outcome(self.run, "done")
         lines = self.run.metrics()
         result = {
             "status": "done",
@@ -288,13 +288,14 @@ class _TrainingRun:
         self._say(f"done after {outcome.steps} steps")
         return outcome
 
-    def _outcome(self, status: Literal["done", "interrupted"]) -> Outcome:
-        lines = self.run.metrics()
-        return Outcome(status, self.run.path, len(lines), lines[-1] if lines else {})
-
     def _say(self, text: str) -> None:
         self.run.log(text)
         self.watch.say(redact(text))
+
+
+def _outcome(run: RunFolder, status: Literal["done", "interrupted"]) -> Outcome:
+    lines = run.metrics()
+    return Outcome(status, run.path, len(lines), lines[-1] if lines else {})
 
 
 def _seed(seed: int, step: int) -> None:
