@@ -100,7 +100,7 @@ def restore_secrets(config: Config, overrides: Iterable[str] | Mapping[str, Any]
                     f"a secret again (here: {listed}), got {key}."
                 )
     check_whole(raw)
-    return _validate(raw)
+    return config if raw == config.model_dump(mode="json") else _validate(raw)
 
 
 def _validate(raw: dict[str, Any]) -> Config:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -159,9 +159,7 @@ class Endpoint:
         request = client.build_request("POST", self._url, content=body)
         auth: Any = httpx.USE_CLIENT_DEFAULT
         for _ in range(MAX_REDIRECTS + 1):
-            async with AsyncExitStack() as stack:
-                response = await client.send(request, auth=auth, stream=True)
-                stack.push_async_callback(response.aclose)
+            async with aclosing(await client.send(request, auth=auth, stream=True)) as response:
                 if not (self._follow_redirects and response.has_redirect_location):
                     return await self._read(response)
                 url = _redirect_target(response)
