@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+from steelyard.experiment import RunFolder, read_config
+from tests.regularizers.http_server import Server
+
 from .command import CommandRunner, wait_for
-from .project import assert_same, metrics_of, state_of
+from .project import assert_same, metrics_of, state_of, write_project
 
 
 def test_a_run_folder_holds_config_metrics_samples_and_checkpoints(
@@ -276,3 +280,125 @@ def test_weights_and_biases_works_offline(command: CommandRunner, project: Path)
     assert b"regularizers/kl/contribution" in content
     assert b"skipped/noise" in content
     assert b"skipped/noise/reason" not in content
+
+
+# Secrets.
+
+SECRETS = {
+    "url": "url-password-7101",
+    "query": "query-key-7102",
+    "header": "header-token-7103",
+    "cookie": "cookie-7104",
+    "environment": "environment-7105",
+    "file": "file-7106",
+    "override": "override-7107",
+    "basic": base64.b64encode(b"me:url-password-7101").decode(),
+}
+TOKEN = {"JUDGE_TOKEN": SECRETS["environment"], "WANDB_SILENT": "true"}
+LEAKY = """
+def leaky(data, logprobs, **options):
+    raise RuntimeError(f"refused: {options}")
+"""
+
+
+def write_secrets(folder: Path, url: str) -> Path:
+    """A project with a secret of each kind: a validator that gets them, and a term that fails."""
+    (folder / "signature.txt").write_text(f"{SECRETS['file']}\n")
+    url = url.replace("//", f"//me:{SECRETS['url']}@") + f"?key={SECRETS['query']}"
+    options = f"""{{ url = "{url}", headers = {{ Authorization = "Bearer {SECRETS["header"]}", \
+Cookie = "session={SECRETS["cookie"]}", X-Vault-Token = {{ env = "JUDGE_TOKEN" }}, \
+X-Sig = {{ file = "signature.txt" }} }} }}"""
+    terms = f"""
+[[regularizers]]
+use = "external_validation"
+name = "judge"
+weight = {{ tune = [0.01, 0.02] }}
+options = {options}
+[[regularizers]]
+use = "own_terms:leaky"
+name = "leaky"
+weight = 0.1
+on_error = "skip"
+options = {options}
+[train]
+steps = 2
+batch_size = 2
+sample_prompts = ["see {url}"]
+sample_tokens = 2
+[model]
+base_model = "tiny-random"
+rank = 2
+[data]
+path = "train.jsonl"
+max_length = 48
+[sinks]
+tensorboard = true
+wandb = {{ project = "p" }}
+"""
+    write_project(folder, terms)
+    with (folder / "own_terms.py").open("a") as file:
+        file.write(LEAKY)
+    return folder
+
+
+def files_with_a_secret(folder: Path) -> list[tuple[str, str]]:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(files) > 10
+    return [
+        (str(file.relative_to(folder)), kind)
+        for file in files
+        for kind, secret in SECRETS.items()
+        if secret.encode() in file.read_bytes()
+    ]
+
+
+def test_no_file_and_no_output_holds_a_secret(command: CommandRunner, tmp_path: Path) -> None:
+    weight = "regularizers.judge.weight=0.01"
+    override = f"regularizers.judge.options.headers.X-Api-Key={SECRETS['override']}"
+    with Server() as server:
+        project = write_secrets(tmp_path, server.url("check"))
+        commands = [
+            ("config", "check", "c.toml", override),
+            ("train", "c.toml", override, weight, "--run", "runs/r"),
+            ("ablate", "c.toml", override, weight, "--jobs", "2", "--run", "runs/a"),
+            ("tune", "c.toml", override, "--trials", "1", "--run", "runs/t"),
+            ("report", "runs/r", "--output", "runs/r.html"),
+            ("report", "runs/a", "--output", "runs/a.html"),
+        ]
+        for args in commands:
+            done = command.run(*args, cwd=project, env=TOKEN)
+            assert done.code == 0, done.err
+            assert not [s for s in SECRETS.values() if s in done.out + done.err], args
+    assert server.headers, "and yet the service gets them"
+    for headers in server.headers:
+        assert headers["authorization"].startswith("basic ")  # httpx: the password of the URL
+        assert headers["cookie"] == f"session={SECRETS['cookie']}"
+        assert headers["x-vault-token"] == SECRETS["environment"]
+        assert headers["x-sig"] == SECRETS["file"]
+        assert headers["x-api-key"] == SECRETS["override"]
+    assert files_with_a_secret(project / "runs") == []
+    lines = metrics_of(project / "runs" / "r")
+    assert all("refused: {" in line["skipped/leaky/reason"] for line in lines)
+
+
+def test_a_redacted_secret_is_given_again(command: CommandRunner, tmp_path: Path) -> None:
+    with Server() as server:
+        project = write_secrets(tmp_path, server.url("check"))
+        settings = ["regularizers.judge.weight=0.01", "regularizers.leaky.options={}"]
+        run = RunFolder(project / "r")
+        with run.locked():
+            run.begin(read_config(project / "c.toml", settings))
+        key = "regularizers.judge.options.url"
+        done = command.run("resume", "r", cwd=project, env=TOKEN)
+        assert done.code == 2
+        assert done.err.startswith(f"ConfigError: {key} must be given again, since secrets are")
+        assert done.err.count("\n") == 1
+        overrides = [
+            f"{key}={server.url('check')}",
+            f"regularizers.judge.options.headers.Authorization=Bearer {SECRETS['header']}",
+            f"regularizers.judge.options.headers.Cookie=session={SECRETS['cookie']}",
+        ]
+        done = command.run("resume", "r", *overrides, cwd=project, env=TOKEN)
+        assert done.code == 0, done.err
+    assert server.headers[0]["authorization"] == f"bearer {SECRETS['header']}"
+    assert files_with_a_secret(run.path) == []

@@ -16,13 +16,14 @@ import torch
 from tinker import types
 
 from steelyard.engine import LocalServiceClient, tiny
-from steelyard.errors import ConfigError
+from steelyard.errors import ConfigError, RunError
 from steelyard.experiment import Config, RunFolder, read_config, resume, train
-from steelyard.experiment.backend import Backend, check_model
+from steelyard.experiment.backend import Backend, check_model, open_backend
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.encoding import Encoder
 from tests.cli.project import metrics_of, write_project
 from tests.clients.sdk import Answered, Holder
+from tests.engine.server.wire_client import start
 
 
 class Remote(Answered):
@@ -58,6 +59,9 @@ class Service:
         engine = self._local.create_lora_training_client("tiny-random", **options)
         self.made.append(Remote(engine, self.holder))
         return self.made[-1]
+
+    def close(self, status: Any) -> Any:
+        return self._local.close(status)
 
 
 @pytest.fixture
@@ -107,6 +111,41 @@ def test_a_term_that_needs_logits_is_refused_on_a_service(
     with pytest.raises(ValueError, match="fn must accept"):
         train(wrong, tmp_path / "r")
     assert not RunFolder(tmp_path / "r").holds_run
+
+
+# The real SDK.
+
+
+def test_a_missing_api_key_is_an_error_of_ours(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    with pytest.raises(RunError, match=r"^the Tinker service must accept .*TINKER_API_KEY"):
+        train(config, tmp_path / "r")
+    assert "failed: RunError: the Tinker service" in (tmp_path / "r" / "log.txt").read_text()
+
+
+def test_a_run_ends_its_session_on_the_service(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    with start(tmp_path / "served") as running:
+        model = config.model.model_copy(
+            update={"base_url": running.base_url, "base_model": "tiny-random"}
+        )
+        terms = config.regularizers[1:3]  # without the reference
+        settings = config.train.model_copy(update={"sample_prompts": []})
+        remote = config.model_copy(
+            update={"model": model, "regularizers": terms, "train": settings}
+        )
+        assert train(remote, tmp_path / "r").status == "done"
+        assert list(running._state.sessions) == []
+        backend = open_backend(model, seed=0, checkpoints=tmp_path / "c")
+        assert len(list(running._state.sessions)) == 1
+        backend.close()
+        assert list(running._state.sessions) == []
+        with pytest.raises(RuntimeError, match="closed"):
+            backend.service.create_lora_training_client("tiny-random", rank=2)
 
 
 # The tiny model, through transformers alone.

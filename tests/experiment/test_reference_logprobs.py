@@ -75,6 +75,37 @@ def test_a_cache_that_does_not_fit_is_computed_again(
         assert torch.equal(reference(datum), row)
 
 
+def test_other_tokens_of_the_same_lengths_do_not_fit(
+    plain: Encoder, backend: Backend, run: RunFolder
+) -> None:
+    def group(completion: str) -> Group:
+        return plain.encode("completion", {"prompt": "a", "completion": completion})
+
+    add_reference_logprobs([group("bcd")], backend, run)
+    ((datum,),) = add_reference_logprobs([group("xyz")], backend, run)
+    (expected,) = backend.logprobs(group("xyz"))
+    assert torch.equal(reference(datum), expected)
+
+
+def test_another_model_does_not_fit(groups: list[Group], backend: Backend, run: RunFolder) -> None:
+    add_reference_logprobs(groups, backend, run)
+    config = run.path / "config.json"
+    config.write_text(config.read_text().replace("smollm2-135m", "tiny-random"))
+    with pytest.raises(AttributeError):  # it is to be computed, with no backend
+        add_reference_logprobs(groups, NO_BACKEND, run)
+
+
+def test_a_cache_without_a_digest_does_not_fit(
+    groups: list[Group], backend: Backend, run: RunFolder
+) -> None:
+    """As 0.1.0 wrote it."""
+    add_reference_logprobs(groups, backend, run)
+    file = run.path / "reference.safetensors"
+    file.write_bytes(safetensors.torch.save(safetensors.torch.load(file.read_bytes())))
+    with pytest.raises(AttributeError):
+        add_reference_logprobs(groups, NO_BACKEND, run)
+
+
 def test_logprobs_of_the_data_file_are_kept(run: RunFolder, plain: Encoder) -> None:
     line = {"prompt": "a", "completion": "b", "reference_logprobs": [-1.0, -2.0]}
     (group,) = add_reference_logprobs([plain.encode("completion", line)], NO_BACKEND, run)

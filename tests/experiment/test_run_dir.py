@@ -106,6 +106,22 @@ def test_samples_and_the_result_are_read_back(run: RunFolder) -> None:
     assert run.result() == {"status": "done"}
 
 
+@pytest.mark.parametrize("mark", ["\u0085", "\u2028", "\u2029", "\x0b", "\x1c"])
+def test_a_sample_with_a_line_separator_is_read_back(run: RunFolder, mark: str) -> None:
+    samples = [{"when": "before", "prompt": f"a{mark}b", "completion": mark}]
+    run.keep_samples(samples)
+    assert run.samples() == samples
+    run.append({"step": 0, "skipped/a/reason": f"a{mark}b"})
+    assert run.metrics() == [{"step": 0, "skipped/a/reason": f"a{mark}b"}]
+
+
+def test_a_config_of_other_keys_is_an_error_that_shows_no_value(run: RunFolder) -> None:
+    (run.path / "config.json").write_text('{"data": {"path": "x"}, "password": "shown-7301"}')
+    with pytest.raises(ConfigError, match=r"config\.json: \[?password\]? is not a key") as caught:
+        run.config()
+    assert "shown-7301" not in str(caught.value)
+
+
 def test_every_line_of_a_message_has_a_time(run: RunFolder) -> None:
     run.log("one\ntwo")
     lines = (run.path / "log.txt").read_text().splitlines()

@@ -22,9 +22,11 @@ class Server:
         self.open = 0
         self.in_flight = 0
         self.most_in_flight = 0
+        self.methods: list[str] = []
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.requests: list[Any] = []
+        self.relay = ""  # where `/relay` redirects to
         self.seen: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._ready = threading.Event()
@@ -85,9 +87,11 @@ class Server:
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Handle one request; return whether the connection stays open."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        path = head[0].split(" ")[1]
+        method, path, _ = head[0].split(" ")
         headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-        request = json.loads(await reader.readexactly(int(headers.get("content-length", 0))))
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        request = json.loads(body or b"{}")  # a GET has no body
+        self.methods.append(method)
         self.paths.append(path)
         self.headers.append(headers)
         self.requests.append(request)
@@ -154,6 +158,12 @@ class Server:
             "broken": (500, {}, b"secret stack trace"),
             "refused": (403, {}, b"secret"),
             "moved": (307, {"Location": "/check"}, b""),
+            "redirect": (
+                request.get("status", 307),
+                {"Location": request.get("location", ""), "Set-Cookie": "session=c00kie"},
+                b"",
+            ),
+            "relay": (307, {"Location": self.relay}, b""),
             "redirect_loop": (307, {"Location": "/redirect_loop"}, b""),
             "garbage": (200, {}, b"\xff\xfe<html>secret"),
             "deep": (200, {}, b"[" * 60_000),

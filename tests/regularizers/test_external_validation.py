@@ -152,8 +152,9 @@ def test_unanswered_is_the_penalty_of_failed_data(server: Server) -> None:
 def test_redirects_are_followed_only_on_request(server: Server) -> None:
     assert validate(validator(server, "moved", follow_redirects=True), [{"penalty": 2}])[0] == [2.0]
     assert server.paths == ["/moved", "/check"]
-    with pytest.raises(TermError, match="got TooManyRedirects"):
+    with pytest.raises(TermError, match="got more than 5 redirects"):
         validate(validator(server, "redirect_loop", follow_redirects=True), [{}])
+    assert server.seen["redirect_loop"] == 6
 
 
 # Retries.

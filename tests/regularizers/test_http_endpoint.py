@@ -9,10 +9,16 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
 
+import httpx
 import pytest
 
 from steelyard.errors import TermError
-from steelyard.regularizers._http_endpoint import Endpoint, RequestLimits, _retry_after
+from steelyard.regularizers._http_endpoint import (
+    Endpoint,
+    RequestLimits,
+    _redirect_target,
+    _retry_after,
+)
 
 from .http_server import Server
 
@@ -70,6 +76,95 @@ def test_a_final_failure_is_not_retried(server: Server, behaviour: str, message:
     with pytest.raises(TermError, match=f"^{message}$"):
         post(endpoint(server.url(behaviour)), {})
     assert server.seen[behaviour] == 1
+
+
+SECRETS = {"authorization", "cookie", "x-token"}
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_redirect_within_the_origin_repeats_the_whole_request(
+    server: Server, status: int
+) -> None:
+    target = endpoint(server.url("redirect", user="me:hunter2@"), follow_redirects=True)
+    body = {"status": status, "location": "/check?a=b#part", "penalty": 2}
+    assert post(target, body) == [({"penalty": 2, "why": ""}, 0)]
+    assert (server.methods, server.paths) == (["POST", "POST"], ["/redirect", "/check?a=b"])
+    assert server.requests == [body, body]
+    for headers in server.headers:
+        assert headers["x-token"] == "t0ken"
+        assert headers["authorization"].startswith("basic ")
+
+
+def test_nothing_secret_is_sent_to_another_origin(server: Server) -> None:
+    """The other server has another port, and the same host, for which cookies would be valid."""
+    target = endpoint(server.url("redirect", user="me:hunter2@"), follow_redirects=True)
+    with Server() as other:
+        body = {"location": other.url("check", user="you:theirs@"), "penalty": 2}
+        assert post(target, body, body) == 2 * [({"penalty": 2, "why": ""}, 0)]
+    assert (other.methods, other.requests) == (["POST", "POST"], [body, body])
+    for headers in other.headers:
+        assert headers["content-type"] == "application/json"
+        assert headers["accept-encoding"] == "identity", "the size limit needs it"
+        assert not SECRETS & headers.keys()
+
+
+def test_another_host_name_is_another_origin(server: Server) -> None:
+    here = server.url("check").replace("127.0.0.1", "localhost")
+    assert post(endpoint(server.url("redirect"), follow_redirects=True), {"location": here})
+    assert "x-token" in server.headers[0]
+    assert not SECRETS & server.headers[1].keys()
+
+
+def test_a_redirect_back_does_not_bring_the_secrets_back(server: Server) -> None:
+    """The other server chose the path there."""
+    target = endpoint(server.url("redirect"), follow_redirects=True)
+    with Server() as other:
+        other.relay = server.url("check")
+        post(target, {"location": other.url("relay")})
+    assert server.paths == ["/redirect", "/check"]
+    assert not SECRETS & server.headers[1].keys()
+
+
+def test_cookies_are_not_kept(server: Server) -> None:
+    target = endpoint(server.url("redirect"), follow_redirects=True)
+    post(target, {"location": "/check"}, {"location": "/check"})
+    assert not [headers for headers in server.headers if "cookie" in headers]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303])
+def test_a_redirect_that_would_become_a_get_is_an_error(server: Server, status: int) -> None:
+    with pytest.raises(
+        TermError, match=f"^got status {status}, a redirect that would not repeat the POST request$"
+    ):
+        post(
+            endpoint(server.url("redirect"), follow_redirects=True),
+            {"status": status, "location": "/check"},
+        )
+    assert (server.methods, server.paths) == (["POST"], ["/redirect"])
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("ftp://me:hunter2@host/check", "got status 307 without an address to go to"),
+        ("mailto:me", "got InvalidURL"),
+    ],
+)
+@pytest.mark.parametrize("follow", [True, False])
+def test_a_redirect_to_something_else_is_an_error_that_does_not_show_it(
+    server: Server, location: str, message: str, follow: bool
+) -> None:
+    expected = message if follow or "InvalidURL" in message else "got status 307"
+    with pytest.raises(TermError, match=f"^{expected}$"):
+        post(endpoint(server.url("redirect"), follow_redirects=follow), {"location": location})
+    assert server.seen["redirect"] == 1, "not retried"
+
+
+def test_a_redirect_from_https_to_http_is_an_error() -> None:
+    request = httpx.Request("POST", "https://host/check")
+    response = httpx.Response(308, headers={"Location": "http://host/check"}, request=request)
+    with pytest.raises(TermError, match=r"^got status 308, a redirect from https to http$"):
+        _redirect_target(response)
 
 
 @pytest.mark.parametrize(("max_bytes", "fits"), [(16, True), (15, False)])

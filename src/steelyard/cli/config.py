@@ -35,8 +35,8 @@ def check(
     overrides: Overrides = None,
 ) -> None:
     """Check a config and build its terms; nothing is trained."""
-    from steelyard.experiment import check_config, read_config  # noqa: PLC0415 - takes seconds
+    from steelyard.experiment import check_config, read_config, redact  # noqa: PLC0415 - takes seconds
 
     parsed = read_config(config, overrides or ())
     names = ", ".join(spec.name for spec in check_config(parsed)) or "none"
-    typer.echo(f"{config}: valid. Loss: {parsed.loss.use}. Regularizers: {names}.")
+    typer.echo(redact(f"{config}: valid. Loss: {parsed.loss.use}. Regularizers: {names}."))

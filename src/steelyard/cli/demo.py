@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -31,16 +30,17 @@ def demo(
     )
     if result.summary:
         typer.echo("\n" + "\n".join(result.summary))
-    _print_samples(folder / "samples.jsonl")
+    _print_samples(folder)
     if result.report is not None:
         typer.echo(f"\nReport: {result.report}")
     if result.outcome.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
 
-def _print_samples(path: Path) -> None:
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    samples = [json.loads(line) for line in lines]
+def _print_samples(folder: Path) -> None:
+    from steelyard.experiment import RunFolder  # noqa: PLC0415 - takes seconds
+
+    samples = RunFolder(folder).samples()
     for prompt in dict.fromkeys(sample["prompt"] for sample in samples):
         typer.echo(f"\n{prompt}")
         for sample in samples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,12 +44,22 @@ def train(
 
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    secrets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Secrets that stood in the config itself; - reads such lines from stdin.",
+        ),
+    ] = None,
 ) -> None:
     """Continue a run from its last checkpoint."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
     from steelyard.cli.display import run_with_display  # noqa: PLC0415 - as above
 
-    outcome = run_with_display(lambda watch, stop: experiment.resume(run, watch=watch, stop=stop))
+    lines = [line for line in sys.stdin.read().split("\n") if line] if secrets == ["-"] else secrets
+    outcome = run_with_display(
+        lambda watch, stop: experiment.resume(run, lines or (), watch=watch, stop=stop)
+    )
     _print_outcome(outcome)
 
 

@@ -3,13 +3,15 @@
 The modules, in the order in which a run uses them:
 
 - Config: `config_io` reads a file into a `Config` (`config`); `config_weights` checks weights and
-  schedules, `config_errors` formats validation errors; `config_check` checks without training.
+  schedules, `config_secrets` finds secrets in the environment and in files, `config_errors`
+  formats validation errors; `config_check` checks without training.
 - Terms and model: `build_terms` builds the base loss and the regularizers, `backend` opens the
   training client.
 - Data: `data_files` reads JSON Lines, `encoding` tokenizes them, `batching` orders and splits
   them, `reference_logprobs` adds the base model's log-probs; `dataset` combines these.
 - Training: `training_loop` makes the steps, `held_out` evaluates on held-out data, and `run_dir`,
-  `checkpointing` and `sinks` write files, checkpoints and metrics; `secrets` redacts API keys.
+  `checkpointing` and `sinks` write files, checkpoints and metrics; `secrets` redacts secrets in
+  all of them.
 - Several runs: `ablation` (with `parallel_runs`) and `tuning`.
 - Display: `step_metrics` reads a line of metrics, `flags` marks conspicuous terms; the terminal
   display and `report` use both.

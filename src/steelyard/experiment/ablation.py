@@ -12,8 +12,10 @@ from typing import Any
 from steelyard.errors import RunError
 from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import Config
+from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.parallel_runs import run_in_parallel
 from steelyard.experiment.run_dir import RunFolder, write_atomic
+from steelyard.experiment.secrets import redact
 from steelyard.experiment.training_loop import SilentWatcher, Watcher, resume, train
 
 _HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"
@@ -99,7 +101,7 @@ def ablate(
         else:
             _run_in_turn(unfinished, watch, stop)
         table = _table(parent.path, runs)
-        content = json.dumps({"runs": runs, "table": table}, indent=2)
+        content = json.dumps(redact({"runs": runs, "table": table}), indent=2)
         write_atomic(parent.path / "ablation.json", content.encode())
         return Ablation(parent.path, runs, table, done=len(table) == len(runs))
 
@@ -112,7 +114,8 @@ def _run_in_turn(
             return
         watch.say(f"run {path.name}")
         if RunFolder(path).holds_run:
-            resume(path, watch=watch, stop=stop)
+            secrets = literal_secrets(variant.model_dump(mode="json"))
+            resume(path, secrets, watch=watch, stop=stop)
         else:
             train(variant, path, watch=watch, stop=stop)
 
@@ -146,11 +149,16 @@ def _check_same_configs(
 ) -> None:
     for label, variant in configs.items():
         run = RunFolder(folder / runs[label])
-        if run.holds_run and run.config() != variant:
+        if run.holds_run and _written(run.config()) != _written(variant):
             raise RunError(
                 f"{folder} must be new or hold runs of this config, and {run.path} is of another: "
                 f"choose another folder."
             )
+
+
+def _written(config: Config) -> dict[str, Any]:
+    """Config as it stands in a run folder, without its secrets."""
+    return redact(config.model_dump(mode="json"))
 
 
 def _slug(label: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+import tinker
 import torch
 from tinker import types
 from torch import Tensor
@@ -14,8 +17,11 @@ from torch import Tensor
 from steelyard.clients import RegularizedClient, regularize
 from steelyard.errors import ConfigError, ModelError, RunError
 from steelyard.experiment.config import ModelConfig
+from steelyard.experiment.secrets import redact
 
+Status: TypeAlias = Literal["success", "errored", "interrupted"]
 _FORWARD_BATCH = 16  # data in one forward call
+_CLOSE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,11 @@ class Backend:
         sampled = [future.result().sequences[0].tokens for future in futures]
         return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sampled]
 
-    def close(self) -> None:
-        """Close a local service; a Tinker service stays open."""
-        if hasattr(self.service, "checkpoints"):
-            self.service.close("success").result()
+    def close(self, status: Status = "success") -> None:
+        """Close the service: its models, or the session and connections of a Tinker service."""
+        # All is saved by now: a service that cannot be told so must not fail the run.
+        with contextlib.suppress(tinker.TinkerError, FutureTimeoutError):
+            self.service.close(status).result(timeout=_CLOSE_SECONDS)
 
 
 def check_model(config: ModelConfig) -> None:
@@ -79,13 +86,15 @@ def open_backend(config: ModelConfig, seed: int, checkpoints: Path) -> Backend:
     Raises:
         ModelError: the base model is unknown or cannot be loaded.
         InputError: a setting is out of range.
-        RunError: the Tinker service rejects the connection.
+        RunError: the Tinker service rejects the connection, or there is no API key.
     """
-    if config.backend == "local":
-        service = _local_service(config, checkpoints)
-    else:
-        service = _tinker_service(config)
-    client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
+    with _convert_tinker_errors():
+        if config.backend == "local":
+            service = _local_service(config, checkpoints)
+        else:
+            service = _tinker_service(config)
+        # The SDK connects here, not when the service client is built.
+        client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
     return Backend(regularize(client), service)
 
 
@@ -101,14 +110,17 @@ def _local_service(config: ModelConfig, checkpoints: Path) -> Any:
 
 
 def _tinker_service(config: ModelConfig) -> Any:
-    import tinker  # noqa: PLC0415 - takes a second
-
     options: dict[str, Any] = {} if config.base_url is None else {"base_url": config.base_url}
+    return tinker.ServiceClient(**options)
+
+
+@contextlib.contextmanager
+def _convert_tinker_errors() -> Iterator[None]:
     try:
-        return tinker.ServiceClient(**options)
+        yield
     except tinker.TinkerError as error:
         raise RunError(
-            f"the Tinker service must accept the connection, and it does not: {error}"
+            f"the Tinker service must accept the connection, and it does not: {redact(str(error))}"
         ) from error
 
 

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from steelyard.composition import Pipeline
 from steelyard.errors import ConfigError, RegistryError, SpecError
 from steelyard.experiment.config import Config, TermConfig
+from steelyard.experiment.config_secrets import resolve_secrets
 from steelyard.experiment.config_weights import is_range, schedule_of
+from steelyard.experiment.secrets import redact
 from steelyard.spec import RegularizerSpec, build
 
 LOSSES = {"cross_entropy": "steelyard.experiment.base_losses:CrossEntropy"}
@@ -48,7 +50,7 @@ def build_terms(config: Config) -> Terms:
     """Build the terms of a config, after importing the modules that it lists.
 
     Raises:
-        ConfigError: a name is unknown, or options or a weight are invalid.
+        ConfigError: a name is unknown, options or a weight are invalid, or a secret is missing.
     """
     _import_modules(config)
     loss = _locate_errors("[loss]", lambda: _loss(config))
@@ -76,7 +78,8 @@ def _import_modules(config: Config) -> None:
 
 
 def _loss(config: Config) -> Any:
-    loss, options = build(LOSSES.get(config.loss.use, config.loss.use), config.loss.options)
+    given = resolve_secrets(config.loss.options)
+    loss, options = build(LOSSES.get(config.loss.use, config.loss.use), given)
     checked = RegularizerSpec(loss, 1.0, "base loss", options=options)
     return functools.partial(checked.call, **options) if options else loss
 
@@ -85,9 +88,8 @@ def _spec(entry: TermConfig) -> RegularizerSpec:
     if is_range(entry.weight):
         raise ConfigError("weight must be a number or a schedule to train with, got a range")
     fields = entry.model_dump(exclude={"use", "weight"})
-    return RegularizerSpec.from_dict(
-        {**fields, "fn": entry.use, "weight": schedule_of(entry.weight)}
-    )
+    fields |= {"fn": entry.use, "weight": schedule_of(entry.weight)}
+    return RegularizerSpec.from_dict({**fields, "options": resolve_secrets(entry.options)})
 
 
 def _check_schedule(spec: RegularizerSpec, steps: int) -> None:
@@ -102,9 +104,9 @@ def _locate_errors(location: str, build_part: Callable[[], T]) -> T:
     try:
         return build_part()
     except RegistryError as error:
-        raise ConfigError(f"{location}: use: {error}") from error
+        raise ConfigError(redact(f"{location}: use: {error}")) from error
     except (ConfigError, SpecError) as error:
-        raise ConfigError(f"{location}: {error}") from error
+        raise ConfigError(redact(f"{location}: {error}")) from error
 
 
 def _reads_reference(fn: Any) -> bool:

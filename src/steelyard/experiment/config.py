@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
+from steelyard.experiment.config_secrets import REFERENCE, check_references
 from steelyard.experiment.config_weights import SCHEDULES, check_rate, check_weight
+from steelyard.experiment.secrets import redact, remember
 from steelyard.spec import Gradient, OnError, RunIn, is_finite
 
 _SCHEDULE = {
@@ -69,10 +79,26 @@ Objective: TypeAlias = Annotated[
     AfterValidator(_check_objective),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
 ]
+Options: TypeAlias = Annotated[
+    dict[str, Any],
+    AfterValidator(check_references),
+    WithJsonSchema({"type": "object", "additionalProperties": {"anyOf": [REFERENCE, {}]}}),
+]
+_FORMS = 'a secret is { env = "NAME" } or { file = "PATH" }'
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,  # it may hold secrets
+    )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, value if isinstance(value, BaseModel) else redact({name: value})[name]
 
 
 class ModelConfig(_Table):
@@ -155,8 +181,8 @@ class LossConfig(_Table):
     use: str = Field(
         default="cross_entropy", min_length=1, description="a name, or 'package.module:attr'"
     )
-    options: dict[str, Any] = Field(
-        default={}, description="arguments of its constructor, or of the function"
+    options: Options = Field(
+        default={}, description=f"arguments of its constructor, or of the function; {_FORMS}"
     )
 
 
@@ -166,7 +192,9 @@ class TermConfig(_Table):
     use: str = Field(min_length=1, description="a registered name, or 'package.module:attr'")
     name: str = Field(default="", description="unique; the regularizer's own name if empty")
     weight: Weight
-    options: dict[str, Any] = {}
+    options: Options = Field(
+        default={}, description=f"arguments of its constructor, or of the function; {_FORMS}"
+    )
     run_in: RunIn = "auto"
     gradient: Gradient = "auto"
     timeout: float | None = Field(default=None, gt=0, le=300)
@@ -231,3 +259,11 @@ class Config(_Table):
     regularizers: list[TermConfig] = []
     sinks: SinksConfig = SinksConfig()
     tune: TuneConfig = TuneConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _remember_secrets(cls, raw: Any) -> Any:
+        # Before any check, so that no error shows one.
+        if isinstance(raw, dict):
+            remember(raw)
+        return raw

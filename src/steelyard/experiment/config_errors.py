@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from steelyard.experiment.config import Config
+from steelyard.experiment.secrets import redact
 
 _RULES = {
     "bool_type": "true or false",
@@ -74,11 +75,11 @@ def _format_error(details: dict[str, Any]) -> str:
         rule = f"must be one of {context['expected']}"
     else:
         rule = f"must be {_RULES.get(kind, details['msg'])}"
-    return f"{location} {rule}, got {_shown(details['input'])}"
+    return f"{location} {rule}, got {_shown(loc[-1] if loc else '', details['input'])}"
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def _shown(key: str | int, value: Any) -> str:
+    text = repr(redact({key: value})[key])  # before it is cut, which could split a secret
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import tomllib
@@ -15,6 +16,13 @@ from pydantic import ValidationError
 from steelyard.errors import ConfigError
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_errors import format_errors
+from steelyard.experiment.config_secrets import (
+    check_whole,
+    dotted,
+    redacted_keys,
+    resolve_files,
+    secret_keys,
+)
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -43,7 +51,8 @@ def read_config(
         folder: base of relative paths in a mapping; paths in a file are relative to its folder.
 
     Raises:
-        ConfigError: the file cannot be read, or a key is unknown or invalid.
+        ConfigError: the file cannot be read, a key is unknown or invalid, or a secret was
+            redacted when the file was written.
 
     Example:
         >>> import tempfile, pathlib
@@ -59,11 +68,46 @@ def read_config(
         raw, folder = _parse(Path(source)), Path(source).parent
     for override in overrides:
         _apply_override(raw, override)
+    config = _validate(raw)
+    check_whole(raw)
+    return _resolve_paths(config, folder.expanduser().resolve())
+
+
+def restore_secrets(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Config:
+    """Copy the config of a run with its secrets, which are not written to the run folder.
+
+    Args:
+        config: config as read from the run folder.
+        overrides: `key=value` for keys that hold a secret; or the secrets of the whole config by
+            key, of which those that were redacted are taken.
+
+    Raises:
+        ConfigError: a secret is missing, or an override is not of a secret.
+    """
+    raw = config.model_dump(mode="json")
+    if isinstance(overrides, Mapping):
+        for key in redacted_keys(raw):
+            if key in overrides:
+                _set(raw, key, overrides[key])
+    else:
+        known = secret_keys(raw)
+        for override in overrides:
+            key = _apply_override(raw, override)
+            if key not in known:
+                listed = ", ".join(known) or "none"
+                raise ConfigError(
+                    f"a run is resumed with the settings it began with, and an override must give "
+                    f"a secret again (here: {listed}), got {key}."
+                )
+    check_whole(raw)
+    return config if raw == config.model_dump(mode="json") else _validate(raw)
+
+
+def _validate(raw: dict[str, Any]) -> Config:
     try:
-        config = Config.model_validate(raw)
+        return Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(format_errors(error)) from None
-    return _resolve_paths(config, folder.expanduser().resolve())
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -78,31 +122,51 @@ def _parse(path: Path) -> dict[str, Any]:
             return tomllib.loads(text)
         raw = json.loads(text) if kind == ".json" else yaml.load(text, _YamlLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
-        reason = error.strerror or error
+        failure = error.strerror or error
         raise ConfigError(
-            f"a config must be a file that can be read, got {path}: {reason}."
+            f"a config must be a file that can be read, got {path}: {failure}."
         ) from error
     except (ValueError, yaml.YAMLError) as error:  # tomllib's and json's errors are ValueErrors
-        raise ConfigError(f"{path} must be {kind[1:].upper()}, and it is not: {error}.") from error
+        reason = _yaml_reason(error) if isinstance(error, yaml.MarkedYAMLError) else error
+        raise ConfigError(f"{path} must be {kind[1:].upper()}, and it is not: {reason}.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a table of keys, got {type(raw).__name__}.")
     return raw
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
-    dotted, equals, text = override.partition("=")
-    keys = [key.strip() for key in dotted.split(".")]
-    if not equals or not all(keys):
-        raise ConfigError(f"an override must look like train.steps=5, got {override!r}.")
+def _yaml_reason(error: yaml.MarkedYAMLError) -> str:
+    # Its own text quotes the line, which may hold a secret.
+    mark = error.problem_mark or error.context_mark
+    where = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+    return f"{error.problem or error.context}{where}"
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> str:
+    key, equals, text = override.partition("=")
+    keys = _split(key)
+    if not equals or not keys or not all(keys):  # the value is not shown: it may be a secret
+        shown = f"{key}=…" if equals else key
+        raise ConfigError(f"an override must look like train.steps=5, got {shown!r}.")
+    _set(raw, key, _parse_value(text))
+    return dotted(keys)
+
+
+def _set(raw: dict[str, Any], name: str, value: Any) -> None:
+    keys = _split(name)
     node: Any = raw
     for key in keys[:-1]:
-        node = _child(node, key, dotted)
+        node = _child(node, key, name)
     if not isinstance(node, dict):
-        raise ConfigError(f"the override {dotted} must name a key of a table, and it does not.")
-    node[keys[-1]] = _parse_value(text)
+        raise ConfigError(f"the override {name} must name a key of a table, and it does not.")
+    node[keys[-1]] = value
 
 
-def _child(node: Any, key: str, dotted: str) -> Any:
+def _split(name: str) -> list[str]:
+    """Split a key at its dots; a part in double quotes may hold dots."""
+    return [part.strip() for part in next(csv.reader([name], delimiter="."), [])]
+
+
+def _child(node: Any, key: str, name: str) -> Any:
     if isinstance(node, dict):
         return node.setdefault(key, {})
     if isinstance(node, list):
@@ -110,15 +174,20 @@ def _child(node: Any, key: str, dotted: str) -> Any:
         names = [str(entry.get("name") or entry.get("use")) for entry in entries]
         if key in names:
             return entries[names.index(key)]
-        raise ConfigError(f"the override {dotted} must name one of {names}, got {key!r}.")
-    raise ConfigError(f"the override {dotted} must name a key of a table, and {key!r} is in none.")
+        raise ConfigError(f"the override {name} must name one of {names}, got {key!r}.")
+    raise ConfigError(f"the override {name} must name a key of a table, and {key!r} is in none.")
 
 
 def _parse_value(text: str) -> Any:
+    text = text.strip()
     try:
-        return tomllib.loads(f"value = {text.strip()}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text.strip()
+        pass
+    try:
+        return json.loads(text) if text[:1] in ("[", "{", '"') else text
+    except ValueError:
+        return text
 
 
 def _resolve_paths(config: Config, folder: Path) -> Config:
@@ -126,10 +195,17 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
     files: dict[str, Any] = {"path": _existing_file("path", folder, data.path)}
     if isinstance(data.held_out, str):
         files["held_out"] = _existing_file("held_out", folder, data.held_out)
+    loss = config.loss.model_copy(update={"options": resolve_files(config.loss.options, folder)})
+    terms = [
+        term.model_copy(update={"options": resolve_files(term.options, folder)})
+        for term in config.regularizers
+    ]
     python_path = [str((folder / entry).resolve()) for entry in config.python_path]
     return config.model_copy(
         update={
             "data": data.model_copy(update=files),
+            "loss": loss,
+            "regularizers": terms,
             "python_path": list(dict.fromkeys([*python_path, str(folder)])),
         }
     )

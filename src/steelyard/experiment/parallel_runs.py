@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import psutil
 
 from steelyard.errors import RunError
 from steelyard.experiment.config import Config
+from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.training_loop import Watcher
 
@@ -94,15 +96,21 @@ def _start(folder: Path, config: Config) -> _Child:
     if not run.holds_run:
         with run.locked():
             run.begin(config)
-    command = [sys.executable, "-m", "steelyard", "resume", str(folder)]
+    # The run folder holds no secrets, and every user can list the arguments of a process.
+    secrets = literal_secrets(config.model_dump(mode="json"))
+    overrides = "".join(f"{key}={json.dumps(value)}\n" for key, value in secrets.items())
+    command = [sys.executable, "-m", "steelyard", "resume", str(folder), "-"]
     with _output_file(folder).open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - this Python and our own command
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a terminal's Ctrl-C reaches only us; we send SIGINT once
         )
+    assert process.stdin is not None  # noqa: S101 - a pipe
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # its exit code says why
+        pipe.write(overrides.encode())
     return _Child(folder, config.train.steps, process)
 
 

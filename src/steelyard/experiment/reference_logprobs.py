@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,7 +25,8 @@ def add_reference_logprobs(
     """Add the field `reference_logprobs`, `[T]`, to each datum that does not have it.
 
     The client must be untrained: an untrained LoRA adapter (B = 0) leaves the model unchanged, so
-    its log-probs are those of the base model. They are cached in the run folder, for a resumed run.
+    its log-probs are those of the base model. They are cached in the run folder, for a resumed run,
+    with a digest of the model's name and of all tokens.
     """
     data = [datum for group in groups for datum in group if FIELD not in datum.loss_fn_inputs]
     if not data:
@@ -46,7 +49,8 @@ def _compute(
 ) -> tuple[torch.Tensor, ...]:
     logprobs = backend.logprobs(data)
     lengths = torch.tensor([len(row) for row in logprobs])
-    packed = safetensors.torch.save({"logprobs": torch.cat(logprobs), "lengths": lengths})
+    tensors = {"logprobs": torch.cat(logprobs), "lengths": lengths}
+    packed = safetensors.torch.save(tensors, metadata={"digest": _digest(run, data)})
     write_atomic(run.path / "reference.safetensors", packed)
     return tuple(logprobs)
 
@@ -56,11 +60,21 @@ def _cached(run: RunFolder, data: Sequence[types.Datum]) -> tuple[torch.Tensor, 
     if not file.is_file():
         return None
     try:
-        tensors = safetensors.torch.load(file.read_bytes())
+        with safetensors.safe_open(file, framework="pt") as cache:
+            # Lengths alone would not tell other data, or another model, from these.
+            if (cache.metadata() or {}).get("digest") != _digest(run, data):
+                return None
+            return torch.split(cache.get_tensor("logprobs"), cache.get_tensor("lengths").tolist())
     except safetensors.SafetensorError:
         return None
-    lengths = tensors["lengths"].tolist()
-    # The data files are unchanged (`RunFolder.hold_data`), but more steps use more lines.
-    if lengths != [datum.model_input.length for datum in data]:
-        return None
-    return torch.split(tensors["logprobs"], lengths)
+
+
+def _digest(run: RunFolder, data: Sequence[types.Datum]) -> str:
+    """SHA-256 of what the log-probs depend on: the model, and the tokens of each datum."""
+    settings = run.config().model
+    model = [settings.backend, settings.base_url, settings.base_model, settings.dtype]
+    digest = hashlib.sha256(json.dumps(model).encode())
+    for datum in data:
+        targets = datum.loss_fn_inputs["target_tokens"].to_torch().tolist()
+        digest.update(json.dumps([datum.model_input.to_ints(), targets]).encode())
+    return digest.hexdigest()

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+from pydantic import ValidationError
 
 from steelyard.errors import ConfigError, RunError
 from steelyard.experiment.config import Config
+from steelyard.experiment.config_errors import format_errors
 from steelyard.experiment.secrets import redact
 
 
@@ -78,10 +80,10 @@ class RunFolder:
                 f"{self.path} must be empty or new, and it holds a run: go on with "
                 f"'steelyard resume {self.path}', or choose another folder."
             )
-        self._write(self._config, json.dumps(config.model_dump(mode="json"), indent=2))
+        self._write(self._config, config.model_dump(mode="json"))
 
     def config(self) -> Config:
-        """Config of the run.
+        """Config of the run, in which literal secrets are redacted: see `restore_secrets`.
 
         Raises:
             RunError: the folder contains no run.
@@ -89,12 +91,14 @@ class RunFolder:
         """
         try:
             return Config.model_validate_json(self._config.read_bytes(), strict=False)
+        except ValidationError as error:
+            if error.errors()[0]["type"] != "json_invalid":
+                raise ConfigError(f"{self._config}: {format_errors(error)}") from None
+            raise ConfigError(f"{self._config} must be a whole config: {error}") from None
         except FileNotFoundError:
             raise RunError(
                 f"{self.path} must be the folder of a run, with a config.json, and it is none."
             ) from None
-        except ValueError as error:
-            raise ConfigError(f"{self._config} must be a whole config: {error}") from error
 
     def hold_data(self, files: Sequence[str]) -> None:
         """Record digests of the data files; in a resumed run, check that they are unchanged.
@@ -104,7 +108,7 @@ class RunFolder:
         """
         digests = {file: _digest(Path(file)) for file in files}
         if not self._data.is_file():
-            self._write(self._data, json.dumps(digests, indent=2))
+            self._write(self._data, digests)
             return
         recorded = json.loads(self._data.read_text("utf-8"))
         changed = [file for file in files if recorded.get(file) != digests[file]]
@@ -117,7 +121,7 @@ class RunFolder:
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step."""
         with self._convert_os_errors(), self.metrics_file.open("ab") as file:
-            file.write(f"{redact(json.dumps(metrics))}\n".encode())
+            file.write(f"{json.dumps(redact(metrics))}\n".encode())
 
     def measured(self) -> int:
         """Flush the metrics to disk, and return their size in bytes."""
@@ -142,20 +146,16 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Metrics of each step so far."""
-        if not self.metrics_file.exists():
-            return []
-        return [json.loads(line) for line in self.metrics_file.read_text("utf-8").splitlines()]
+        return read_json_lines(self.metrics_file)
 
     def samples(self) -> list[dict[str, Any]]:
         """Samples so far."""
-        if not self._samples.exists():
-            return []
-        return [json.loads(line) for line in self._samples.read_text("utf-8").splitlines()]
+        return read_json_lines(self._samples)
 
     def keep_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write all samples, replacing those before."""
-        lines = (json.dumps(sample, ensure_ascii=False) for sample in samples)
-        self._write(self._samples, "".join(f"{line}\n" for line in lines))
+        lines = (json.dumps(redact(sample), ensure_ascii=False) for sample in samples)
+        write_atomic(self._samples, "".join(f"{line}\n" for line in lines).encode())
 
     def result(self) -> dict[str, Any] | None:
         """Result of a finished run; None before that."""
@@ -166,7 +166,7 @@ class RunFolder:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result, which marks the run as done."""
-        self._write(self._result, json.dumps(result, indent=2))
+        self._write(self._result, result)
 
     def log(self, text: str) -> None:
         """Append a message to the log, with a time stamp on each line."""
@@ -174,8 +174,8 @@ class RunFolder:
         with self._convert_os_errors(), self._log.open("a", encoding="utf-8") as file:
             file.write("".join(f"{stamp} {line}\n" for line in redact(text).splitlines()))
 
-    def _write(self, path: Path, text: str) -> None:
-        write_atomic(path, redact(text).encode())
+    def _write(self, path: Path, content: Mapping[str, Any]) -> None:
+        write_atomic(path, json.dumps(redact(content), indent=2).encode())
 
     @contextlib.contextmanager
     def _convert_os_errors(self) -> Iterator[None]:
@@ -183,6 +183,14 @@ class RunFolder:
             yield
         except OSError as error:
             raise _not_writable(self.path, error) from error
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a JSON Lines file; none if it does not exist."""
+    # Only b"\n" ends a line: str.splitlines also splits at U+0085, U+2028 and U+2029, which stand
+    # unescaped in the strings of `samples.jsonl`.
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return [json.loads(line) for line in lines if line.strip()]
 
 
 def write_atomic(path: Path, content: bytes) -> None:

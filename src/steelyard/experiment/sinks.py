@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from steelyard._extras import cure
 from steelyard.experiment.config import Config
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.experiment.secrets import redact
 
 _NOT_LOGGED = ("step", "time")
 
@@ -86,15 +89,26 @@ class _Session:
         self, module: str, project: str, config: Config, run: RunFolder, options: dict[str, Any]
     ) -> None:
         self._module = _load(module, f"the {module} sink")
-        self._run = self._module.init(
-            project=project, name=run.path.name, config=config.model_dump(mode="json"), **options
-        )
+        settings = redact(config.model_dump(mode="json"))
+        with _redacted_arguments():
+            self._module.init(project=project, name=run.path.name, config=settings, **options)
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
         self._module.log(dict(numbers), step=step)
 
     def close(self) -> None:
         self._module.finish()
+
+
+@contextmanager
+def _redacted_arguments() -> Iterator[None]:
+    """Hide secrets among the overrides on the command line, which W&B records."""
+    arguments = sys.argv
+    sys.argv = redact(arguments)
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def _load(module: str, what: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,14 +21,16 @@ import torch
 from tinker import types
 
 from steelyard.experiment import checkpointing
-from steelyard.experiment.backend import Backend, check_model, open_backend
+from steelyard.experiment.backend import Backend, Status, check_model, open_backend
 from steelyard.experiment.batching import batch
 from steelyard.experiment.build_terms import Terms, build_terms
 from steelyard.experiment.config import Config
+from steelyard.experiment.config_io import restore_secrets
 from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.dataset import Dataset, load_dataset
 from steelyard.experiment.held_out import evaluate_held_out
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.step_metrics import skip_reasons
 from steelyard.spec import Schedule
@@ -108,6 +110,7 @@ def train(
 
 def resume(
     folder: str | Path,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -116,15 +119,20 @@ def resume(
 
     Args:
         folder: run folder; a finished run is returned as it is.
+        overrides: `key=value` for each secret that stood in the config itself, and so was not
+            written; or the values by key. One from the environment or a file is read there again.
         watch: notified of each step.
         stop: called before each step; when it returns True the run saves a checkpoint and ends.
 
     Raises:
         RunError: the folder contains no run, or is in use.
+        ConfigError: a secret is missing; the message names its key.
         CheckpointError: its last checkpoint is damaged.
     """
     run = RunFolder(folder)
-    config = run.config()
+    if run.holds_run and run.result() is not None:
+        return _outcome(run, "done")  # needs no secrets any more
+    config = restore_secrets(run.config(), overrides)
     terms = build_terms(config)
     with run.locked():
         return _TrainingRun(run, config, terms, watch or SilentWatcher(), stop).execute()
@@ -146,15 +154,16 @@ class _TrainingRun:
             raise
 
     def _execute(self) -> Outcome:
-        if self.run.result() is not None:
-            return self._outcome("done")
         with _warnings_to(self._say):
             backend = self._open_backend()
+            status: Status = "errored"
             try:
-                return self._train(backend)
+                outcome = self._train(backend)
+                status = "success" if outcome.status == "done" else "interrupted"
             finally:
                 self.terms.close()
-                backend.close()
+                backend.close(status)
+            return outcome
 
     def _open_backend(self) -> Backend:
         self._say(f"loading {self.config.model.base_model} ({self.config.model.backend})")
@@ -179,8 +188,8 @@ class _TrainingRun:
                 if self.stop():
                     if unsaved:
                         self._save(backend, step)
-                    return self._outcome("interrupted")
-                metrics = self._step(backend, dataset, step)
+                    return _outcome(self.run, "interrupted")
+                metrics = redact(self._step(backend, dataset, step))
                 self.run.append(metrics)
                 if sinks.any:
                     sinks.write(step, metrics)
@@ -267,7 +276,7 @@ class _TrainingRun:
         self.run.keep_samples([*others, *samples])
 
     def _finish(self) -> Outcome:
-        outcome = self._outcome("done")
+        outcome = _outcome(self.run, "done")
         lines = self.run.metrics()
         result = {
             "status": "done",
@@ -279,13 +288,14 @@ class _TrainingRun:
         self._say(f"done after {outcome.steps} steps")
         return outcome
 
-    def _outcome(self, status: Literal["done", "interrupted"]) -> Outcome:
-        lines = self.run.metrics()
-        return Outcome(status, self.run.path, len(lines), lines[-1] if lines else {})
-
     def _say(self, text: str) -> None:
         self.run.log(text)
-        self.watch.say(text)
+        self.watch.say(redact(text))
+
+
+def _outcome(run: RunFolder, status: Literal["done", "interrupted"]) -> Outcome:
+    lines = run.metrics()
+    return Outcome(status, run.path, len(lines), lines[-1] if lines else {})
 
 
 def _seed(seed: int, step: int) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 from steelyard._extras import cure
 from steelyard.errors import ConfigError, TermError
 from steelyard.experiment.config import Config, TuneConfig
+from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.config_weights import is_range
 from steelyard.experiment.run_dir import RunFolder, write_atomic
+from steelyard.experiment.secrets import redact
 from steelyard.experiment.training_loop import Outcome, SilentWatcher, Watcher, resume, train
 
 _EVALUATIONS = 5  # held-out evaluations of a trial, if the config has no `evaluate_every`
@@ -132,7 +134,8 @@ class _Search:
         best = self.study.best_trial
         weights = {name: best.params[name] for name in self.ranges}
         config = with_weights(self.config, weights)
-        write_atomic(target, json.dumps(config.model_dump(mode="json"), indent=2).encode())
+        content = redact(config.model_dump(mode="json"))
+        write_atomic(target, json.dumps(content, indent=2).encode())
         return Tuned(
             self.folder, self._ended(), weights, best.value, target, done=self._all_ended()
         )
@@ -161,7 +164,7 @@ class _Search:
         try:
             outcome = self._train(trial.number, weights, pruning)
         except TermError as error:
-            self.watch.say(f"trial {trial.number} failed: {error}")
+            self.watch.say(redact(f"trial {trial.number} failed: {error}"))
             self.study.tell(trial, state=state.FAIL)
             return
         if outcome.status == "done":
@@ -180,7 +183,8 @@ class _Search:
 
         path = self.folder / f"trial-{number:04d}"
         if RunFolder(path).holds_run:
-            return resume(path, watch=pruning, stop=stop)
+            secrets = literal_secrets(self.config.model_dump(mode="json"))
+            return resume(path, secrets, watch=pruning, stop=stop)
         config = with_weights(self.config, weights)
         if not config.train.evaluate_every:
             every = max(1, config.train.steps // _EVALUATIONS)

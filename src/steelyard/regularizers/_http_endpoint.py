@@ -6,9 +6,11 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
     import httpx
 
 TOO_MANY_REQUESTS = 429
+MAX_REDIRECTS = 5
+# The redirects that keep method and body (RFC 9110, 15.4.8 and 15.4.9). After a 301, 302 or 303 a
+# client sends a GET without a body, whose response would be no verdict on the datum.
+SAME_METHOD = (307, 308)
+# Without compression the size limit can be applied to the bytes as they arrive.
+_HEADERS = {
+    "Accept": "application/json",
+    "Accept-Encoding": "identity",
+    "Content-Type": "application/json",
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,10 @@ class Endpoint:
 
     `public_url` is the URL without the parts that may be secret: user, password, query and
     fragment.
+
+    Only 307 and 308 are followed, at most `MAX_REDIRECTS` of them, and not from https to http. The
+    custom headers and the password go only to the scheme, host and port of the URL. Cookies of
+    the service are neither kept nor sent.
     """
 
     def __init__(
@@ -76,13 +92,7 @@ class Endpoint:
         bare = parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="")
         self._url = bare.geturl()
         self.public_url = bare._replace(query="").geturl()
-        # Without compression the size limit can be applied to the bytes as they arrive.
-        self._headers = {
-            "Accept": "application/json",
-            "Accept-Encoding": "identity",
-            "Content-Type": "application/json",
-            **headers,
-        }
+        self._headers = {**_HEADERS, **headers}
         self._limits = limits
         self._follow_redirects = follow_redirects
 
@@ -94,7 +104,10 @@ class Endpoint:
         client = httpx.AsyncClient(
             auth=self._user,
             headers=self._headers,
-            follow_redirects=self._follow_redirects,
+            # httpx would turn a redirected POST into a GET, and send it with all headers but
+            # Authorization. Its cookie jar matches by host alone, across ports.
+            follow_redirects=False,
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
             timeout=None,  # noqa: S113 - `_attempt` limits each attempt as a whole
         )
@@ -129,17 +142,35 @@ class Endpoint:
         try:
             # Limits request and response as a whole: httpx's own timeouts restart at every byte.
             async with asyncio.timeout(limit):
-                async with client.stream("POST", self._url, content=body) as response:
-                    return await self._read(response)
+                return await self._send(client, body)
         except TimeoutError:
             return _Retry(f"no answer within {limit:g} s")
         except httpx.TransportError as error:
             return _Retry(type(error).__name__)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # httpx also parses a Location
             failure = type(error).__name__
         # Raised outside the except block: as its context, httpx's error would carry the request
         # with its secret URL and headers.
         raise TermError(f"got {failure}")
+
+    async def _send(self, client: httpx.AsyncClient, body: str) -> bytes | _Retry:
+        import httpx  # noqa: PLC0415 - an extra
+
+        request = client.build_request("POST", self._url, content=body)
+        auth: Any = httpx.USE_CLIENT_DEFAULT
+        for _ in range(MAX_REDIRECTS + 1):
+            async with aclosing(await client.send(request, auth=auth, stream=True)) as response:
+                if not (self._follow_redirects and response.has_redirect_location):
+                    return await self._read(response)
+                url = _redirect_target(response)
+            if auth is None or _origin(url) != _origin(request.url):
+                # Once another origin has answered, nothing secret is sent any more, even back to
+                # the first one: the other one chose the path. A Request of its own has none of
+                # the client's headers, and auth=None none of its password.
+                request, auth = httpx.Request("POST", url, headers=_HEADERS, content=body), None
+            else:
+                request = client.build_request("POST", url, content=body)
+        raise TermError(f"got more than {MAX_REDIRECTS} redirects")
 
     async def _read(self, response: httpx.Response) -> bytes | _Retry:
         status = response.status_code
@@ -177,6 +208,23 @@ async def _close_with_loop(client: httpx.AsyncClient) -> AsyncGenerator[None, No
         yield
     finally:
         await client.aclose()
+
+
+def _redirect_target(response: httpx.Response) -> httpx.URL:
+    """URL that a redirect names. The errors do not show it: it may repeat secrets of ours."""
+    status, current = response.status_code, response.request.url
+    if status not in SAME_METHOD:
+        raise TermError(f"got status {status}, a redirect that would not repeat the POST request")
+    url = current.join(response.headers["Location"])  # httpx has refused one that is no URL
+    if url.scheme not in ("http", "https") or not url.host:
+        raise TermError(f"got status {status} without an address to go to")
+    if (current.scheme, url.scheme) == ("https", "http"):
+        raise TermError(f"got status {status}, a redirect from https to http")
+    return url.copy_with(userinfo=b"", fragment=None)
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
 def _parse_json(body: bytes) -> Any:

@@ -52,7 +52,9 @@ class ExternalValidation:
         max_backoff: the longest pause, whatever `Retry-After` says.
         max_bytes: the largest response; reading stops there, and the request fails.
         unanswered: the penalty of data without a valid response; None: that is an error.
-        follow_redirects: follow redirects instead of failing.
+        follow_redirects: follow redirects that repeat the POST request (307 and 308), at most
+            five, instead of failing. `headers` and the password of the URL are sent only to the
+            scheme, host and port of `url`; a redirect from https to http fails.
 
     Raises:
         SpecError: an option is invalid.

@@ -121,7 +121,10 @@ def test_signed_numbers_and_percentages() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), (0.0421, "42 ms"), (0.1, "100 ms"), (1.0, "1.0 s"), (60.0, "1 min 0 s"),
-     (3600.0, "1 h 0 min")],
+     (3600.0, "1 h 0 min"), (0.0, "0 ms"), (0.00994, "9.9 ms"), (0.00996, "10 ms"),
+     (0.0996, "100 ms"), (0.9994, "999 ms"), (0.9996, "1.0 s"), (59.94, "59.9 s"),
+     (59.97, "1 min 0 s"), (119.7, "2 min 0 s"), (3599.4, "59 min 59 s"), (3599.7, "1 h 0 min"),
+     (7199.0, "2 h 0 min")],
 )  # fmt: skip
 def test_durations(value: float | None, text: str) -> None:
     assert seconds(value) == text

@@ -10,6 +10,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Self
 
+from steelyard.experiment.run_dir import read_json_lines
+
 MAX_BODY_BYTES = 65_536
 
 
@@ -31,7 +33,7 @@ class Validator:
     """
 
     def __init__(self, data: Path) -> None:
-        lines = (json.loads(line) for line in data.read_text("utf-8").splitlines())
+        lines = read_json_lines(data)
         self._rejected = {(line["prompt"], line["completion"]) for line in lines if line["bad"]}
 
     @property

@@ -63,13 +63,16 @@ def seconds(value: float | None) -> str:
     """
     if value is None or math.isnan(value):
         return NONE
-    if value < 1:
-        return f"{1000 * value:.2g} ms" if value < 0.1 else f"{1000 * value:.0f} ms"  # noqa: PLR2004
-    if value < MINUTE:
+    # Each limit is where the rounded text would reach the next unit: 59.97 is no "60.0 s".
+    if value < 0.00995:  # noqa: PLR2004
+        return f"{1000 * value:.2g} ms"
+    if value < 0.9995:  # noqa: PLR2004
+        return f"{1000 * value:.0f} ms"
+    if value < MINUTE - 0.05:
         return f"{value:.1f} s"
-    if value < HOUR:
-        return f"{int(value // MINUTE)} min {round(value % MINUTE):d} s"
-    return f"{int(value // HOUR)} h {int(value % HOUR // MINUTE)} min"
+    if value < HOUR - 0.5:
+        return "{} min {} s".format(*divmod(round(value), 60))
+    return "{} h {} min".format(*divmod(round(value / MINUTE), 60))
 
 
 def cosine(value: float | None) -> str:

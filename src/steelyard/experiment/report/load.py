@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from steelyard.errors import RunError
+from steelyard.experiment.secrets import redact, remember
 from steelyard.experiment.step_metrics import skipped_terms, terms_that_ran
 
 Row: TypeAlias = Mapping[str, Any]
@@ -124,12 +125,14 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
     if not by_step:
         raise RunError(f"{folder / METRICS} must have at least one step, got none yet.")
     samples = folder / SAMPLES
+    config = _read_json(folder / CONFIG)
+    remember(config)  # a run of an older version, or a config edited since, may hold secrets
     return LoadedRun(
         name,
         folder,
-        _read_json(folder / CONFIG),
-        [by_step[step] for step in sorted(by_step)],
-        list(_read_lines(samples, required="prompt")) if samples.is_file() else [],
+        redact(config),
+        redact([by_step[step] for step in sorted(by_step)]),
+        redact(list(_read_lines(samples, required="prompt"))) if samples.is_file() else [],
     )
 
 
