@@ -1,4 +1,9 @@
-"""Cause a thousand failures in a row, and check that no process, thread or file is left behind."""
+"""Cause a thousand failures and a hundred forks, and check that nothing is left behind.
+
+Left behind would be a process (also one that a term has started), a thread, an open file or a file
+in memory. The failures are of every kind that a term can have, and the deaths of idle workers and
+of the fork server, which no term must notice.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,8 +26,12 @@ from torch import Tensor
 from benchmarks.measure import CONSOLE
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.errors import TermError
+from steelyard.execution import default_workers
 
-FAULTS = 1000
+FAULTS = 60
+KILLS = 20
+FORKS = 6
+MARK = "steelyard-stress-child"  # in the command line of processes that terms start
 LOGPROBS = [torch.zeros(16)]
 
 
@@ -47,6 +57,32 @@ def fail(_: Any, __: Any) -> Tensor:
     raise ValueError("on purpose")
 
 
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no message")
+
+
+def unreadable(_: Any, __: Any) -> Tensor:
+    raise UnreadableError
+
+
+def stop(_: Any, __: Any) -> Tensor:
+    raise SystemExit(1)
+
+
+def start_and_ignore(_: Any, __: Any) -> Tensor:
+    """Start a process, ignore SIGTERM, and never return."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", MARK])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(1)
+
+
+def write(_: Any, logprobs: list[Tensor]) -> Tensor:
+    logprobs[0].data.add_(1.0)
+    return logprobs[0].sum()
+
+
 async def wait(_: Any, logprobs: list[Tensor]) -> Tensor:
     await asyncio.sleep(60)
     return logprobs[0].sum()
@@ -65,15 +101,43 @@ KINDS: list[tuple[Any, str, float | None]] = [
     (fail, "thread", None),
     (wait, "async", 0.02),
     (late, "thread", 0.02),
+    (start_and_ignore, "process", 0.1),
+    *((fn, place, None) for fn in (unreadable, stop) for place in ("inline", "thread", "process")),
+    (write, "inline", None),
 ]
 
 
 def footprint() -> tuple[int, int, int, int]:
-    """Numbers of processes, threads, open files and shared-memory blocks."""
+    """Numbers of processes, threads, open files, and processes that terms have started."""
     process = psutil.Process()
-    blocks = [n for n in os.listdir("/dev/shm") if n.startswith("steelyard-")]  # noqa: PTH208
     children = process.children(recursive=True)
-    return len(children), threading.active_count(), process.num_fds(), len(blocks)
+    started = [p for p in psutil.process_iter(["cmdline"]) if MARK in (p.info["cmdline"] or ())]
+    return len(children), threading.active_count(), process.num_fds(), len(started)
+
+
+def kill_idle(server: bool) -> None:
+    """Kill an idle worker, or the fork server; the next terms must not fail for it."""
+    me = psutil.Process()
+    servers = [p for p in me.children() if any("forkserver" in part for part in p.cmdline())]
+    workers = [worker for each in servers for worker in each.children()]
+    victims = servers if server else workers
+    if victims:
+        victims[0].kill()
+
+
+def fork() -> None:
+    """Compute process terms in a forked child, which must end by itself."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            healthy()
+            code = 0
+        finally:
+            default_workers().close()
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 async def quick(data: Any, logprobs: list[Tensor]) -> Tensor:
@@ -103,15 +167,22 @@ def main() -> None:
         except TermError as error:
             seen[type(error).__name__] += 1
         healthy()
+        if rng.random() < KILLS / FAULTS:
+            kill_idle(server=rng.random() < 1 / 4)
+            healthy()
+    for _ in track(range(FORKS), description="forks", console=CONSOLE):
+        fork()
+    healthy()
     deadline = time.monotonic() + 30
     while footprint() != before and time.monotonic() < deadline:
         time.sleep(0.2)
         healthy()
     after = footprint()
     CONSOLE.print(f"{seen.total()} faults: {dict(seen)}")
-    CONSOLE.print(f"processes, threads, files, blocks: before {before}, after {after}")
+    CONSOLE.print(f"{FORKS} forks, and about {KILLS} idle workers and fork servers killed")
+    CONSOLE.print(f"processes, threads, files, started by terms: before {before}, after {after}")
     if seen.total() != FAULTS or after != before:
-        sys.exit("a process, thread, file or block is left, or a failure was not reported")
+        sys.exit("a process, thread or file is left, or a failure was not reported")
 
 
 if __name__ == "__main__":
