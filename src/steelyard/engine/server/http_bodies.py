@@ -19,6 +19,9 @@ from steelyard.engine.server.http_errors import BAD_REQUEST, BodyTooLarge
 M = TypeVar("M", bound=pydantic.BaseModel)
 T = TypeVar("T")
 
+_KEPT_BYTES = 1024  # at either end of a body that is too large
+_MIN_DISCARDED = 2**20
+
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read the body of a request and decompress it.
@@ -31,15 +34,19 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     try:
         async for chunk in request.stream():
             size += len(chunk)
-            if size > max_bytes:
-                # The first bytes identify the request, so that the requests behind it can run.
-                prefix = b"".join([*chunks[:1], chunk])
-                raise BodyTooLarge(
-                    f"the body must have at most {max_bytes} bytes, got more.", prefix
-                )
+            # The first and last bytes identify a request that is too large, so that those behind
+            # it can run. It is read to its end, within reason, and not kept.
+            if size > 2 * max_bytes + _MIN_DISCARDED:
+                break
             chunks.append(chunk)
+            if size > max_bytes:
+                chunks = [b"".join(chunks)[:_KEPT_BYTES], b"".join(chunks)[-_KEPT_BYTES:]]
     except ClientDisconnect as error:
         raise HTTPException(BAD_REQUEST, "the body must be whole, and it broke off.") from error
+    if size > max_bytes:
+        raise BodyTooLarge(
+            f"the body must have at most {max_bytes} bytes, got more.", chunks[0], chunks[-1]
+        )
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if not encoding:
         return b"".join(chunks)
