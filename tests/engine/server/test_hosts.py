@@ -14,7 +14,15 @@ from steelyard.errors import InputError
 from .wire_client import error_of, start
 
 OWN = ["localhost", "localhost:8000", "LocalHost", "localhost.", "127.0.0.1:1", "127.9.9.9"]
-FOREIGN = ["evil.com", "evil.com:8000", "127.0.0.1.evil.com", "localhost.evil.com", "", "a@b", "x y"]
+FOREIGN = [
+    "evil.com",
+    "evil.com:8000",
+    "127.0.0.1.evil.com",
+    "localhost.evil.com",
+    "",
+    "a@b",
+    "x y",
+]
 
 
 def status(running: RunningServer, host: str) -> int:
@@ -63,9 +71,7 @@ def test_a_server_for_other_machines_is_reached_by_any_address_and_its_name(
     tmp_path: Path,
 ) -> None:
     settings = {"api_key": "tml-key"}
-    running = RunningServer(
-        ["tiny-random"], "0.0.0.0", 0, {"checkpoint_dir": tmp_path}, settings
-    )
+    running = RunningServer(["tiny-random"], "0.0.0.0", 0, {"checkpoint_dir": tmp_path}, settings)
     try:
         port = running.base_url.rpartition(":")[2]
         assert running.base_url == f"http://0.0.0.0:{port}"
@@ -105,7 +111,9 @@ def test_the_host_of_a_header_is_found(header: str, host: str | None) -> None:
     assert parse_host(header) == host
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "::ffff:127.0.0.1", "localhost"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "::ffff:127.0.0.1", "localhost"]
+)
 def test_loopback_needs_no_key(host: str) -> None:
     assert is_loopback(host)
     check_host(host, None)

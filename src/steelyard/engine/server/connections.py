@@ -40,7 +40,7 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         self._begin_request()
         if len(self.connections) > self.max_connections:
-            next(iter(self.half_open)).transport.abort()
+            next(iter(self.half_open)).abort()
 
     def data_received(self, data: bytes) -> None:
         """Handle a part of a request."""
@@ -59,9 +59,16 @@ class LimitedConnection(H11Protocol):
     def shutdown(self) -> None:
         """Close the connection when the server stops; a request that is not whole is given up."""
         if self._is_half_open():
-            self.transport.abort()
+            self.abort()
         else:
             super().shutdown()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        # Not counted from here on: `connection_lost` is called later.
+        self._end_request()
+        self.connections.discard(self)
+        self.transport.abort()
 
     def _is_half_open(self) -> bool:
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
@@ -83,7 +90,7 @@ class LimitedConnection(H11Protocol):
             allowed += self.request_seconds + self._received / _BYTES_PER_SECOND
         left = self._began + allowed - self.loop.time()
         if left <= 0:
-            self.transport.abort()
+            self.abort()
         else:
             self._timer = self.loop.call_later(left, self._check_progress)
 

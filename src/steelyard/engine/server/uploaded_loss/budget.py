@@ -22,7 +22,7 @@ from steelyard.errors import InputError
 
 MAX_ELEMENTS = 2**24
 # A graph has at most thousands of nodes; `torch.diff(x, n=2**20)` is one node and 2**20 operations.
-_MAX_OPERATIONS = 2**16
+_MAX_OPERATIONS = 2**15
 # A tensor takes about a kilobyte beside its elements, so that many small ones fill the memory too.
 _MAX_PIECES = 2**14
 # Of float32, on one slow core. With this estimate a product that would exceed the time budget is
