@@ -174,15 +174,15 @@ def test_a_request_that_returns_a_future_holds_the_later_ones(sequencer: Sequenc
     async def run() -> None:
         first: Future[None] = Future()
         started: list[int] = []
+        second = asyncio.Event()
         sequencer.mark_ready(1, lambda: first)
-        sequencer.mark_ready(2, lambda: started.append(2))
+        sequencer.mark_ready(2, lambda: (started.append(2), second.set())[1])
         sequencer.skip(3)
         sequencer.mark_ready(5, lambda: started.append(5))
         sequencer.fail_stalled(0)
         assert started == []
         first.set_result(None)
-        while started != [2]:
-            await asyncio.sleep(0)
+        await second.wait()
         sequencer.mark_ready(4, lambda: started.append(4))
         assert started == [2, 4, 5]
 
