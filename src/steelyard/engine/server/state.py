@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +39,7 @@ from steelyard.engine.training_client import LocalTrainingClient
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
+_LOSS_NICENESS = 10
 _MAX_CLEANUP_INTERVAL = 5.0
 _SHUTDOWN_GRACE_SECONDS = 1.0
 
@@ -91,7 +95,7 @@ class ServerState:
         self.runs: dict[str, TrainingRun] = {}
         self.samplers = SamplingSessions(settings.max_samplers)
         self.creating: set[str] = set()
-        self.loss_thread = ThreadPoolExecutor(1, thread_name_prefix="steelyard-loss")
+        self.loss_thread = ThreadPoolExecutor(1, "steelyard-loss", _lower_priority)
         self.stopping = False
         self._tasks: set[asyncio.Task[object]] = set()
 
@@ -258,6 +262,13 @@ class ServerState:
         self._tasks.discard(task)
         with contextlib.suppress(asyncio.CancelledError):
             task.exception()  # retrieved, or asyncio logs it: the handler has reported it
+
+
+def _lower_priority() -> None:
+    """Let the other threads of the process go first, where all cores are busy."""
+    if sys.platform == "linux":  # elsewhere a priority is that of the whole process
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOSS_NICENESS)
 
 
 def start_call(
