@@ -175,8 +175,13 @@ def test_a_request_that_returns_a_future_holds_the_later_ones(sequencer: Sequenc
         first: Future[None] = Future()
         started: list[int] = []
         second = asyncio.Event()
+
+        def start_second() -> None:
+            started.append(2)
+            second.set()
+
         sequencer.mark_ready(1, lambda: first)
-        sequencer.mark_ready(2, lambda: (started.append(2), second.set())[1])
+        sequencer.mark_ready(2, start_second)
         sequencer.skip(3)
         sequencer.mark_ready(5, lambda: started.append(5))
         sequencer.fail_stalled(0)
