@@ -58,7 +58,7 @@ class LimitedConnection(H11Protocol):
 
     def shutdown(self) -> None:
         """Close the connection when the server stops; a request that is not whole is given up."""
-        if self._is_half_open():
+        if self.conn.their_state is h11.SEND_BODY and not self.cycle.response_complete:
             self.abort()
         else:
             super().shutdown()

@@ -131,7 +131,7 @@ async def _create_once(
 
     The request counts as number 0 of the model, before those in its sequencer.
     """
-    request_id, payload = f"{model_id}:0", codec.hash_json(body)
+    request_id, payload = f"{model_id}:0", await asyncio.to_thread(codec.hash_json, body)
     future = state.futures.get(request_id)
     if future is None and model_id in state.runs:  # created before, and the future was dropped
         run = state.runs[model_id]

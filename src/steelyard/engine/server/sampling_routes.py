@@ -77,7 +77,8 @@ async def asample(state: ServerState, request: Request) -> Response:
     _check_size(body, state.models.find(sampler.base_model).context, state.settings.max_tokens)
     log = sampler.completions_of(body.seq_id // SEQ_IDS_PER_CLONE)
     request_id = f"{sampler.sampler_id}:{body.seq_id}"
-    future, payload = state.futures.get(request_id), codec.hash_json(body)
+    payload = await asyncio.to_thread(codec.hash_json, body)
+    future = state.futures.get(request_id)
     if future is None:
         future = state.futures.create(request_id, "asample", sampler.session_id, payload)
         future.add_done_callback(log.add)

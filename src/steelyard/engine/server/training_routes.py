@@ -176,9 +176,8 @@ async def _submit_json(
     validate: Callable[[], Callable[[], Future[Any]]],
     encode: Callable[[Any], EncodedResult] = codec.encode_json,
 ) -> ServerFuture:
-    return await state.submit(
-        run, body.seq_id, request_type, validate, encode, payload=codec.hash_json(body)
-    )
+    payload = await asyncio.to_thread(codec.hash_json, body)
+    return await state.submit(run, body.seq_id, request_type, validate, encode, payload=payload)
 
 
 async def _reject_in_sequence(
