@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from tinker import types
@@ -85,6 +86,53 @@ def test_a_running_step_is_finished(
     assert outcomes == [*answered, *["stopping"] * (40 - len(answered))]
     assert 1 <= len(answered) < 40
     service.holder.close()
+
+
+def test_an_idle_server_ends_at_once(served: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a client that is connected, and with connections that have sent nothing."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")  # the SDK would send it to a dead server for ever
+    url = url_of(served)
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    sampling = service.create_sampling_client(base_model="tiny-random")
+    sampling.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=1)).result()
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        began = time.monotonic()
+        served.kill(signal.SIGTERM)
+        assert served.wait().code == 0
+        # A second is promised; it took from 5 to 24, most of it after "Stopped.".
+        assert time.monotonic() - began < 4
+    service.holder.close()
+
+
+def test_a_killed_client_is_logged(command: CommandRunner, tmp_path: Path) -> None:
+    args = ("--port", "0", "--base-model", "tiny-random", "--client-timeout", "1")
+    started = command.start("serve", *args, "--checkpoints", str(tmp_path / "c"), cwd=tmp_path)
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
+    url = f"{url_of(started)}/api/v1/create_session"
+    session = httpx.post(url, json=body).json()["session_id"]  # and nothing more
+    line = f"session {session} was lost: its client has sent nothing for 1 seconds."
+    while line not in started.err.read_text():
+        time.sleep(0.01)
+    started.kill(signal.SIGTERM)
+    assert started.wait().code == 0
+
+
+def test_hosts_and_budgets_are_options(command: CommandRunner, tmp_path: Path) -> None:
+    args = ["--allowed-host", "box", "--max-loss-bytes", "1", "--loss-seconds", "0"]
+    done = command.run("serve", *args, "--base-model", "tiny-random", cwd=tmp_path)
+    assert done.code == 1
+    assert "loss_seconds must be a finite number > 0, got 0.0" in done.err
+    started = command.start(
+        "serve", "--port", "0", *args[:2], "--base-model", "tiny-random", cwd=tmp_path
+    )
+    for host, status in (("box", 200), ("evil.com", 421)):
+        found = httpx.get(f"{url_of(started)}/api/v1/healthz", headers={"Host": host})
+        assert found.status_code == status
+    started.kill(signal.SIGTERM)
+    assert started.wait().code == 0
 
 
 def test_an_occupied_port_is_an_error(command: CommandRunner, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +44,18 @@ def serve(
     max_models: Annotated[int, typer.Option(help="Maximum models in training at once.")] = 64,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens in a request.")] = 2**20,
     max_body: Annotated[int, typer.Option(help="Maximum bytes in a request.")] = 64 * 2**20,
+    max_loss_bytes: Annotated[
+        int, typer.Option(help="Maximum memory of an uploaded loss, for one datum.")
+    ] = 2**30,
+    loss_seconds: Annotated[
+        float, typer.Option(help="Maximum seconds of an uploaded loss, for a batch.")
+    ] = 10.0,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another name by which clients reach the server; may be repeated; * allows all."
+        ),
+    ] = None,
 ) -> None:
     """Serve the embedded engine to the Tinker SDK, until Ctrl-C."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
@@ -63,6 +77,9 @@ def serve(
             max_models=max_models,
             max_tokens=max_tokens,
             max_body=max_body,
+            max_loss_bytes=max_loss_bytes,
+            loss_seconds=loss_seconds,
+            allowed_hosts=allowed_host or (),
         ) as base_url,
     ):
         # SIGTERM stops the server as Ctrl-C does: the step under way is finished.
@@ -74,3 +91,8 @@ def serve(
         while not interruption.requested():
             time.sleep(_POLL_SECONDS)
     typer.echo("Stopped.")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is saved and closed. The interpreter would take seconds to take torch and
+    # transformers apart, while a service manager waits for the process to end.
+    os._exit(0)

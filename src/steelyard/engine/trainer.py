@@ -111,28 +111,6 @@ class Trainer:
 
         return self._token_budget.run(self.adapter, work)
 
-    def forward_backward_custom(
-        self, examples: Sequence[DatumTensors], loss: LossOfLogprobs
-    ) -> types.ForwardBackwardOutput:
-        """Compute a custom loss `logprobs -> (loss, metrics)`, and accumulate its gradient.
-
-        The loss gets the log-probs in float32 on the CPU, as the SDK's custom losses do.
-        """
-        opened = self.open_pass(examples, ())
-        leaves = [
-            outputs["logprobs"].detach().cpu().float().requires_grad_()
-            for outputs in opened.outputs
-        ]
-        with torch.enable_grad():
-            value, metrics = loss(leaves)
-            found = torch.autograd.grad(value, leaves, allow_unused=True)
-        gradients = [
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves, found, strict=True)
-        ]
-        output = self.backward(opened, OutputGradients(gradients))
-        return with_metrics(output, value.item(), metrics)
-
     def open_pass(self, examples: Sequence[DatumTensors], needs: Sequence[str]) -> OpenPass:
         """Run the model forward, and keep its graph for `backward` if the token budget allows it.
 

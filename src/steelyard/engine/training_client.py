@@ -151,16 +151,39 @@ class LocalTrainingClient:
 
     def prepare_custom(
         self, data: list[types.Datum], loss: LossOfLogprobs
-    ) -> Call[types.ForwardBackwardOutput]:
-        """Check the data of a custom loss, and return a function that queues the call.
+    ) -> Callable[[], types.ForwardBackwardOutput]:
+        """Check the data of a custom loss, and return a function that runs it and waits for it.
 
-        The loss runs on the worker thread, between its forward and its backward pass, as one call.
+        That function runs the loss in its own thread, between a forward and a backward pass on
+        the worker thread, where calls of other clients run meanwhile. Later calls of this client
+        must wait for it.
 
         Raises:
             InputError: the data break a rule.
         """
         examples = read_examples(data, {}, self._worker.model.limits)
-        return lambda: self._worker.submit(self._trainer.forward_backward_custom, examples, loss)
+
+        def run() -> types.ForwardBackwardOutput:
+            opened = self._worker.submit(self._trainer.open_pass, examples, ()).result()
+            # In float32 on the CPU, as the SDK's custom losses get them.
+            leaves = [
+                outputs["logprobs"].detach().cpu().float().requires_grad_()
+                for outputs in opened.outputs
+            ]
+            with torch.enable_grad():
+                value, metrics = loss(leaves)
+                found = torch.autograd.grad(value, leaves, allow_unused=True)
+            gradients = [
+                torch.zeros_like(leaf) if gradient is None else gradient
+                for leaf, gradient in zip(leaves, found, strict=True)
+            ]
+            return (
+                ForwardPass(self._worker, self._trainer, opened, ())
+                .backward(gradients, then=lambda out: with_metrics(out, value.item(), metrics))
+                .result()
+            )
+
+        return run
 
     def open_pass(self, data: list[types.Datum], needs: Sequence[str] = ()) -> ForwardPass:
         """Run a forward pass and wait for it; its `backward` takes d loss / d log-probs later.

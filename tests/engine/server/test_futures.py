@@ -125,7 +125,7 @@ def test_a_client_error_is_raised_now_and_when_the_request_is_sent_again() -> No
         future.reject(InputError("too large."))
     assert future.rejection == (400, "too large.")
     with pytest.raises(HTTPException) as again:
-        future.raise_if_rejected()
+        future.check_repeated(future.request_type, None)
     assert (again.value.status_code, again.value.detail) == (400, "too large.")
     assert body_of(future)["category"] == "user"
 
@@ -133,8 +133,24 @@ def test_a_client_error_is_raised_now_and_when_the_request_is_sent_again() -> No
 def test_any_other_error_is_reported_with_the_result_only() -> None:
     future = make()
     future.reject(RuntimeError("broken"))
-    future.raise_if_rejected()
+    future.check_repeated(future.request_type, None)
     assert body_of(future)["error"] == "the engine failed: RuntimeError: broken."
+
+
+def test_an_id_that_another_request_has_is_a_conflict() -> None:
+    future = ServerFuture("m:7", "forward", "s", b"contents")
+    future.check_repeated("forward", b"contents")
+    for request_type, payload, got in (
+        ("forward", b"others", "another one with other contents"),
+        ("optim_step", b"contents", "a optim_step"),
+    ):
+        with pytest.raises(HTTPException) as error:
+            future.check_repeated(request_type, payload)
+        assert error.value.status_code == 409
+        assert error.value.detail == (
+            f"seq_id must be used once, and 7 was a forward of m, got {got}."
+        )
+        assert error.value.headers == {"x-should-retry": "false"}
 
 
 def test_cancel_fails_a_queued_request_and_leaves_a_running_one() -> None:

@@ -78,6 +78,11 @@ def test_a_body_over_the_limit_is_a_413_with_its_first_bytes() -> None:
     with pytest.raises(BodyTooLarge, match="at most 4 bytes") as error:
         asyncio.run(read_body(request(b"ab", b"cde"), 4))
     assert (error.value.status_code, error.value.prefix) == (413, b"abcde")
+    ends = b'{"a": 1' + b" " * 5000 + b'"b": 2}'
+    with pytest.raises(BodyTooLarge) as error:
+        asyncio.run(read_body(request(ends[:3000], ends[3000:]), 2000))
+    assert error.value.prefix == ends[:1024]
+    assert error.value.suffix == ends[-1024:]
 
 
 def test_a_body_that_breaks_off_is_a_400() -> None:

@@ -159,3 +159,18 @@ def test_the_tokenizer_is_loaded_offline(
     named = sampling.get_base_model()
     again = sdk.create_lora_training_client(named, rank=2, seed=0)
     assert again.get_info().model_name == "tiny-random", "the folder is a name of the model too"
+
+
+def test_a_model_number_belongs_to_one_request(wire: Wire) -> None:
+    body = {
+        "session_id": wire.session_id,
+        "model_seq_id": 5,
+        "base_model": "tiny-random",
+        "lora_config": {"rank": 2, "seed": 0},
+    }
+    first = wire.ok("create_model", body)
+    wire.result(first)
+    assert wire.ok("create_model", body) == first
+    other = wire.post("create_model", {**body, "lora_config": {"rank": 3, "seed": 0}})
+    assert other.status_code == 409
+    assert "got another one with other contents" in other.json()["detail"]

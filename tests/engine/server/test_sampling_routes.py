@@ -109,3 +109,29 @@ def test_a_sampler_is_created_once_and_names_its_tokenizer(
     (model,) = running.models.offered
     assert (described["sampler_id"], described["base_model"]) == (sampler_id, model.tokenizer)
     assert described["model_path"] is None
+
+
+def test_the_numbers_of_samplers_and_samples_belong_to_one_request(wire: Wire) -> None:
+    session = {"session_id": wire.session_id, "sampling_session_seq_id": 0}
+    created = {**session, "base_model": "tiny-random"}
+    sampler_id = wire.ok("create_sampling_session", created)["sampling_session_id"]
+    assert wire.ok("create_sampling_session", created)["sampling_session_id"] == sampler_id
+    model = wire.model()
+    saved = wire.result(
+        wire.ok("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "w"})
+    )
+    other = wire.post("create_sampling_session", {**session, "model_path": saved["path"]})
+    assert other.status_code == 409
+    snapshot = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0}
+    assert wire.post("save_weights_for_sampler", snapshot).status_code == 409
+    body = {
+        "sampling_session_id": sampler_id,
+        "seq_id": 0,
+        "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    future = wire.ok("asample", body)
+    assert wire.ok("asample", body) == future
+    assert wire.post("asample", {**body, "num_samples": 2}).status_code == 409
+    assert "metrics" in wire.result(wire.step(model, 3).json()), "later requests run"

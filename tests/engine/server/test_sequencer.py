@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -81,13 +83,37 @@ def test_a_sequence_id_belongs_to_one_request(wire: Wire) -> None:
     model = wire.model()
     wire.result(send(wire, model, 1))
     other = wire.step(model, 1)
-    assert other.status_code == 400
+    assert other.status_code == 409
     assert "seq_id must be used once, and 1 was a forward_backward" in other.json()["detail"]
-    assert wire.step(model, 0).status_code == 400
+    assert wire.step(model, 0).status_code == 409, "0 is that of create_model"
     assert wire.batch(model, -3, ragged(0, [2])).status_code == 400
     far = wire.step(model, 5000)
     assert far.status_code == 403
     assert "at most 1024 requests of a model may wait" in far.json()["detail"]
+
+
+def test_a_sequence_id_belongs_to_one_payload(wire: Wire) -> None:
+    model = wire.model()
+    first = send(wire, model, 1)
+    other = wire.batch(model, 1, ragged(7, [5]))
+    assert other.status_code == 409
+    assert "1 was a forward_backward of" in other.json()["detail"]
+    assert "got another one with other contents" in other.json()["detail"]
+    assert other.headers["x-should-retry"] == "false"
+    assert send(wire, model, 1) == first, "the same one is not another"
+    step = wire.step(model, 2, rate=0.5).json()
+    assert wire.step(model, 2, rate=0.25).status_code == 409
+    assert wire.step(model, 2, rate=0.5).json() == step
+    requests: list[tuple[str, dict[str, str | int]]] = [
+        ("save_weights", {"path": "a"}),
+        ("save_weights_for_sampler", {"path": "b"}),
+        ("save_weights_for_sampler", {"sampling_session_seq_id": 9}),
+    ]
+    for number, (path, body) in enumerate(requests, start=3):
+        seq_id = {"model_id": model, "seq_id": number}
+        wire.ok(path, {**seq_id, **body})
+        changed = {key: f"{value}9" for key, value in body.items()}
+        assert wire.post(path, {**seq_id, **changed}).status_code == 409
 
 
 def test_a_request_without_a_sequence_id_comes_next(wire: Wire) -> None:
@@ -142,6 +168,30 @@ def test_ready_requests_start_in_the_order_of_their_ids(
         arrived.add(seq_id)
         complete = next(n for n in range(1, 10) if n not in arrived)
         assert started == [n for n in range(1, complete) if n not in skipped]
+
+
+def test_a_request_that_returns_a_future_holds_the_later_ones(sequencer: Sequencer) -> None:
+    async def run() -> None:
+        first: Future[None] = Future()
+        started: list[int] = []
+        second = asyncio.Event()
+
+        def start_second() -> None:
+            started.append(2)
+            second.set()
+
+        sequencer.mark_ready(1, lambda: first)
+        sequencer.mark_ready(2, start_second)
+        sequencer.skip(3)
+        sequencer.mark_ready(5, lambda: started.append(5))
+        sequencer.fail_stalled(0)
+        assert started == []
+        first.set_result(None)
+        await second.wait()
+        sequencer.mark_ready(4, lambda: started.append(4))
+        assert started == [2, 4, 5]
+
+    asyncio.run(run())
 
 
 def test_the_next_free_id_follows_all_that_have_arrived(sequencer: Sequencer) -> None:

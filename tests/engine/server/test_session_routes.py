@@ -85,6 +85,8 @@ def test_a_loss_that_is_uploaded_twice_is_stored_once(wire: Wire, running: Runni
         result = wire.result(wire.ok("create_custom_loss", body))
         assert result["loss_id"] == f"{wire.session_id}:loss:0"
     assert list(losses) == [f"{wire.session_id}:loss:0"]
+    other = wire.post("create_custom_loss", {**body, "name": "other"})
+    assert other.status_code == 409
     events = {"events": [], "platform": "x", "sdk_version": "0", "process_uuid": "x"}
     sent = wire.ok("telemetry", {**events, "session_id": wire.session_id})
     assert sent["status"] == "accepted"

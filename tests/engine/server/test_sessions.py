@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from steelyard.engine.server.lifecycle import RunningServer
 from steelyard.engine.server.sessions import Sessions
 from tests.engine.data import ragged
 
+from .uploaded_loss.graphs import SUM, upload
 from .wire_client import Wire, start, until
+
+LOSS = upload(SUM).model_dump(mode="json")
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +115,40 @@ def test_a_killed_client_does_not_disturb_others(short_timeout: RunningServer) -
         until(lambda: killed not in short_timeout._state.runs)
         assert not [t for t in short_timeout._state.futures if t.request_id.startswith(killed)]
         assert steady.step(model, 2).status_code == 200
+
+
+def test_a_lost_session_is_logged(
+    short_timeout: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Wire(short_timeout.base_url) as silent:
+        model = silent.model()
+        until(lambda: model not in short_timeout._state.runs)
+    assert (
+        f"session {silent.session_id} was lost: its client has sent nothing for 5 seconds. "
+        f"Unloading 1 of its models and 0 of its samplers."
+    ) in caplog.messages
+
+
+def test_ids_of_an_earlier_server_are_known(tmp_path: Path) -> None:
+    with start(tmp_path) as earlier, Wire(earlier.base_url) as old:
+        model = old.model()
+        request_id = old.step(model, 1).json()["request_id"]
+        session = {"session_id": old.session_id}
+        made = {**session, "sampling_session_seq_id": 0, "base_model": "tiny-random"}
+        sampler = old.ok("create_sampling_session", made)["sampling_session_id"]
+    with start(tmp_path) as later, Wire(later.base_url) as new:
+        for response in (
+            new.post("session_heartbeat", session),
+            new.step(model, 2),
+            new.post("retrieve_future", {"request_id": request_id}),
+            new.post("retrieve_futures", {"target": {"sampling_session_id": sampler}}),
+            new.post("create_custom_loss", {**LOSS, **session}),
+        ):
+            assert response.status_code == 410
+            assert "the server was restarted" in response.json()["detail"]
+        unknown = new.post("retrieve_future", {"request_id": f"{new.session_id}:train:0:1"})
+        assert unknown.status_code == 404
+        assert "kept for a while only" in unknown.json()["detail"]
 
 
 def test_a_session_is_open_until_it_ends() -> None:

@@ -15,7 +15,7 @@ from tests.engine.data import SMALL, datum, ragged
 
 from .comparison import assert_alike, to_plain, traced_loss
 from .training_requests import send_step
-from .wire_client import Wire, error_of
+from .wire_client import Wire, encoded, error_of
 
 BAD_DATA = {
     "out of the vocabulary": ([datum([1, 512])], "tokens from 0 to 511"),
@@ -117,6 +117,7 @@ def test_an_invalid_checkpoint_name_is_rejected(wire: Wire, name: str | None) ->
         ("save_weights", {"path": "../x"}),
         ("save_weights_for_sampler", {"path": "a/b"}),
         ("save_weights_for_sampler", {"more": 1}),
+        ("save_weights_for_sampler", {}),
         ("load_weights", {"path": "/etc", "optimizer": False}),
         ("load_weights", {"path": "tinker://x", "optimizer": "maybe"}),
         ("load_weights", {"path": "tinker://x", "optimizer": False, "weights_access_token": "x"}),
@@ -130,6 +131,30 @@ def test_later_requests_do_not_wait_for_a_rejected_one_of_any_type(
     for _ in range(2):
         rejected = wire.post(path, {"model_id": model, "seq_id": 1, **body})
         assert rejected.status_code == 400, rejected.text
+    assert "metrics" in wire.result(later)
+
+
+@pytest.mark.parametrize("path", ["optim_step", "save_weights", "load_weights"])
+@pytest.mark.parametrize("first", [True, False])
+def test_later_requests_do_not_wait_for_one_that_is_too_large(
+    strict: RunningServer, path: str, first: bool
+) -> None:
+    with Wire(strict.base_url, "tml-secret") as wire:
+        model = wire.model()
+        later = send_step(wire, model, 2)
+        filler, ids = {"path": "x" * 9000}, {"model_id": model, "seq_id": 1}
+        rejected = wire.post(path, {**ids, **filler} if first else {**filler, **ids})
+        assert rejected.status_code == 413, rejected.text
+        assert "metrics" in wire.result(later)
+        wire.ok("unload_model", {"model_id": model})
+
+
+def test_later_requests_do_not_wait_for_a_batch_that_is_cut_off(wire: Wire) -> None:
+    model = wire.model()
+    later = send_step(wire, model, 2)
+    body = encoded(model, 1, ragged(0, [4, 3]))
+    rejected = wire.http.post("forward_backward", content=body[:-9])
+    assert rejected.status_code == 400, rejected.text
     assert "metrics" in wire.result(later)
 
 

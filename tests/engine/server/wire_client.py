@@ -38,8 +38,9 @@ def until(condition: Callable[[], bool]) -> None:
 class Wire:
     """Plain HTTP client with a session."""
 
-    def __init__(self, base_url: str) -> None:
-        self.http = httpx.Client(base_url=f"{base_url}/api/v1", timeout=600)
+    def __init__(self, base_url: str, api_key: str = "tml-local") -> None:
+        headers = {"X-API-Key": api_key}
+        self.http = httpx.Client(base_url=f"{base_url}/api/v1", headers=headers, timeout=600)
         body = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
         self.session_id: str = self.ok("create_session", body)["session_id"]
         self._models = 0

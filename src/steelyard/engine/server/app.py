@@ -25,8 +25,10 @@ from steelyard.engine.server import (
     session_routes,
     training_routes,
 )
+from steelyard.engine.server.hosts import AllowedHosts
 from steelyard.engine.server.http_errors import (
     FORBIDDEN,
+    MISDIRECTED,
     UNAUTHORIZED,
     one_line,
     to_http_exception,
@@ -77,8 +79,8 @@ ROUTES: list[tuple[str, str, Handler]] = [
 ]
 
 
-def make_app(state: ServerState) -> Starlette:
-    """Application that serves a server state."""
+def make_app(state: ServerState, hosts: AllowedHosts) -> Starlette:
+    """Application that serves a server state to requests for `hosts`."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -91,21 +93,23 @@ def make_app(state: ServerState) -> Starlette:
             Route(f"/api/v1/{path}", partial(_handle, state, handler), methods=[method])
             for method, path, handler in ROUTES
         ],
-        middleware=[Middleware(AccessMiddleware, api_key=state.settings.api_key)],
+        middleware=[Middleware(AccessMiddleware, api_key=state.settings.api_key, hosts=hosts)],
         exception_handlers={HTTPException: _error_response},
         lifespan=lifespan,
     )
 
 
 class AccessMiddleware:
-    """Rejects requests without the API key, and all requests from web pages.
+    """Rejects requests without the API key, for other hosts, and all requests from web pages.
 
     A browser sends `Origin` with the cross-origin requests of a page, and the SDK never does: so a
-    page that the user visits cannot reach a server on loopback.
+    page that the user visits cannot reach a server on loopback. A page whose name was made to
+    resolve to loopback sends no `Origin`, but that name as `Host`.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, hosts: AllowedHosts) -> None:
         self._app = app
+        self._hosts = hosts
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,6 +125,13 @@ class AccessMiddleware:
         await self._app(scope, receive, send)
 
     def _check(self, request: Request) -> HTTPException | None:
+        host = request.headers.get("host", "")
+        if host not in self._hosts:
+            return HTTPException(
+                MISDIRECTED,
+                f"Host must be a name of this server, got {host[:99]!r}: start it with "
+                f"allowed_hosts (--allowed-host) if clients reach it by that name.",
+            )
         if "origin" in request.headers:
             return HTTPException(FORBIDDEN, "web pages are not allowed to use this server.")
         key = request.headers.get("x-api-key", "").encode()
@@ -143,7 +154,11 @@ async def _handle(state: ServerState, handler: Handler, request: Request) -> Res
 
 def _error_response(_: Request, error: Exception) -> Response:
     http_error = to_http_exception(error)
-    return JSONResponse({"detail": one_line(http_error)}, status_code=http_error.status_code)
+    return JSONResponse(
+        {"detail": one_line(http_error)},
+        status_code=http_error.status_code,
+        headers=http_error.headers,
+    )
 
 
 def _internal_error_response(request: Request, error: Exception) -> Response:

@@ -6,7 +6,10 @@ results; this module holds the opposite directions.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -31,6 +34,9 @@ from steelyard.errors import InputError
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 _CONTINUATION_BIT = 0x80  # of a byte of a protobuf varint: another byte follows
+# In a body that is too large to be parsed.
+_MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([\w:-]{1,200})"', re.ASCII)
+_SEQ_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,15})\s*[,}]')
 _MAX_RANK = 2  # targets are [T] or [T, K]
 _DTYPES = (pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_INT32)
 
@@ -89,6 +95,32 @@ def parse_json(model: type[M], body: bytes) -> M:
         place = ".".join(str(key) for key in first["loc"])
         where = f"{model.__name__}.{place}" if place else f"a {model.__name__}"
         raise HTTPException(BAD_REQUEST, f"{where} is not right: {first['msg']}.") from error
+
+
+def hash_json(request: pydantic.BaseModel) -> bytes:
+    """Hash of the contents of a request, by which one that is sent again is recognized."""
+    contents = json.dumps(request.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(contents.encode()).digest()
+
+
+def hash_batch(message: pb.ForwardBackwardRequest) -> bytes:
+    """Hash of the contents of a forward_backward request."""
+    # The bytes of the body would not do: a map may be written in another order the next time.
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
+
+
+def peek_json_ids(error: BodyTooLarge) -> tuple[str, int] | None:
+    """Model id and sequence id from the first and last bytes of a request in JSON.
+
+    Returns None if they do not hold both.
+    """
+    found = []
+    for pattern in (_MODEL_ID, _SEQ_ID):
+        first, last = pattern.search(error.prefix), pattern.findall(error.suffix)
+        if first is None and not last:
+            return None
+        found.append(last[-1] if first is None else first[1])
+    return found[0].decode(), int(found[1])
 
 
 def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:

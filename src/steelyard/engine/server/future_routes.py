@@ -30,6 +30,7 @@ async def retrieve_future(state: ServerState, request: Request) -> Response:
     body = await http_bodies.read_json(request, FutureRetrieveRequest, state.settings.max_body)
     future = state.futures.get(body.request_id)
     if future is None:
+        state.sessions.check_instance("request_id", body.request_id)
         raise not_found("request_id", body.request_id, "results are kept for a while only")
     with state.sessions.polling(future.session_id):
         waiting = future.wait(state.settings.poll_seconds)
@@ -45,7 +46,7 @@ async def retrieve_futures(state: ServerState, request: Request) -> Response:
     body = await http_bodies.read_json(request, FuturesRetrieveRequest, state.settings.max_body)
     if state.stopping:
         raise HTTPException(GONE, STOPPING)
-    sampler = state.samplers.get(body.target.sampling_session_id)
+    sampler = state.get_sampler(body.target.sampling_session_id)
     for request_id in body.retrieved_request_ids:  # acknowledged, so the results can go
         future = state.futures.get(request_id)
         if future is not None and request_id.startswith(f"{sampler.sampler_id}:"):

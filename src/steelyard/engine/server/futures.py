@@ -23,6 +23,7 @@ from steelyard.engine.server.http_errors import (
     BAD_REQUEST,
     ENGINE_FAILED,
     STOPPING,
+    conflict,
     is_client_error,
     one_line,
     to_http_exception,
@@ -58,6 +59,7 @@ class ServerFuture:
         request_id: the id with which the client fetches the result.
         request_type: the type of the request, such as `optim_step`.
         session_id: the id of the client's session.
+        payload: a hash of the request's content; None if a repeated request is not compared.
         engine_future: the engine's future while the engine has the request.
         result: None until it is available.
         rejection: status and message, if the request was answered with an HTTP error.
@@ -67,6 +69,7 @@ class ServerFuture:
     request_id: str
     request_type: str
     session_id: str
+    payload: bytes | None = None
     engine_future: Future[Any] | None = None
     result: EncodedResult | None = None
     rejection: tuple[int, str] | None = None
@@ -134,12 +137,20 @@ class ServerFuture:
             self.fetched_at = time.monotonic()
             raise error
 
-    def raise_if_rejected(self) -> None:
-        """Raise the same HTTP error again when a rejected request is sent again.
+    def check_repeated(self, request_type: str, payload: bytes | None) -> None:
+        """Check that a request with the id of this one is the same request, sent again.
 
         Raises:
-            HTTPException: the request was rejected.
+            HTTPException: it is another one; or it was rejected, and is again.
         """
+        if request_type == self.request_type:
+            now = "another one with other contents"
+            same = payload is None or self.payload in (None, payload)
+        else:
+            now, same = f"a {request_type}", False
+        if not same:
+            owner, _, number = self.request_id.rpartition(":")
+            raise conflict("seq_id", number, f"a {self.request_type} of {owner}", now)
         if self.rejection is not None:
             raise HTTPException(*self.rejection)
 
@@ -177,14 +188,17 @@ class ServerFutures:
         """Future of a request, or None if there is none or it was dropped."""
         return self._by_id.get(request_id)
 
-    def create(self, request_id: str, request_type: str, session_id: str) -> ServerFuture:
+    def create(
+        self, request_id: str, request_type: str, session_id: str, payload: bytes | None = None
+    ) -> ServerFuture:
         """Create a future; at the limit, drop the oldest one that has a result."""
         if len(self) >= _MAX_FUTURES:
             for future in self._by_id.values():
                 if future.result is not None:
                     self.drop(future)
                     break
-        future = self._by_id[request_id] = ServerFuture(request_id, request_type, session_id)
+        future = ServerFuture(request_id, request_type, session_id, payload)
+        self._by_id[request_id] = future
         return future
 
     def drop(self, future: ServerFuture) -> None:

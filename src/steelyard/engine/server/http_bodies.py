@@ -19,6 +19,9 @@ from steelyard.engine.server.http_errors import BAD_REQUEST, BodyTooLarge
 M = TypeVar("M", bound=pydantic.BaseModel)
 T = TypeVar("T")
 
+_KEPT_BYTES = 1024  # at either end of a body that is too large
+_DISCARDED_BYTES = 2**20  # that are read behind twice the limit
+
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read the body of a request and decompress it.
@@ -27,19 +30,24 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         HTTPException: the body is too large, incomplete, or not encoded as it declares.
     """
     chunks: list[bytes] = []
-    size = 0
+    size, prefix = 0, b""
     try:
         async for chunk in request.stream():
             size += len(chunk)
-            if size > max_bytes:
-                # The first bytes identify the request, so that the requests behind it can run.
-                prefix = b"".join([*chunks[:1], chunk])
-                raise BodyTooLarge(
-                    f"the body must have at most {max_bytes} bytes, got more.", prefix
-                )
             chunks.append(chunk)
+            if size > max_bytes:
+                # The first and last bytes identify the request, so that those behind it can run.
+                # It is read to its end, within reason, and not kept.
+                body = b"".join(chunks)
+                prefix, chunks = prefix or body[:_KEPT_BYTES], [body[-_KEPT_BYTES:]]
+            if size > 2 * max_bytes + _DISCARDED_BYTES:
+                break
     except ClientDisconnect as error:
         raise HTTPException(BAD_REQUEST, "the body must be whole, and it broke off.") from error
+    if size > max_bytes:
+        raise BodyTooLarge(
+            f"the body must have at most {max_bytes} bytes, got more.", prefix, chunks[0]
+        )
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if not encoding:
         return b"".join(chunks)

@@ -12,7 +12,9 @@ import uvicorn
 
 from steelyard.engine.server.app import make_app
 from steelyard.engine.server.base_models import BaseModels
-from steelyard.engine.server.settings import ServerSettings, check_host
+from steelyard.engine.server.connections import limited
+from steelyard.engine.server.hosts import AllowedHosts, check_host
+from steelyard.engine.server.settings import ServerSettings
 from steelyard.engine.server.state import ServerState
 from steelyard.engine.service_client import LocalServiceClient
 from steelyard.errors import InputError
@@ -54,7 +56,7 @@ class RunningServer:
             contexts = {name: service.load(name).context for name in base_models}
             self.models = BaseModels(contexts)
             self._state = ServerState(service, self.models, limits)
-            self._start(listener)
+            self._start(listener, AllowedHosts(host, limits.allowed_hosts))
         except BaseException:
             listener.close()
             raise
@@ -68,9 +70,11 @@ class RunningServer:
         self._thread.join()
         self._loop.close()
 
-    def _start(self, listener: socket.socket) -> None:
+    def _start(self, listener: socket.socket, hosts: AllowedHosts) -> None:
+        limits = self._state.settings
         config = uvicorn.Config(
-            make_app(self._state),
+            make_app(self._state, hosts),
+            http=limited(limits.request_seconds, limits.max_connections),
             log_level="warning",
             access_log=False,
             lifespan="on",

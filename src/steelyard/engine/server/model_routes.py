@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import pydantic
 from starlette.requests import Request
 from starlette.responses import Response
 from tinker import types
@@ -38,7 +39,7 @@ async def create_model(state: ServerState, request: Request) -> Response:
     metadata = _as_strings(session.user_metadata) | _as_strings(body.user_metadata)
     create = partial(state.service.begin_training, base.name, settings, metadata, model_id)
     future = await _create_once(
-        state, body.session_id, model_id, "create_model", create, _encode_created
+        state, body.session_id, model_id, body, "create_model", create, _encode_created
     )
     return http_bodies.future_response(future, model_id)
 
@@ -89,7 +90,9 @@ async def resume(
             types.LoadWeightsResponse(path=body.path, model_id=client.model_id)
         )
 
-    future = await _create_once(state, session_id, model_id, "load_weights", create, encode_loaded)
+    future = await _create_once(
+        state, session_id, model_id, body, "load_weights", create, encode_loaded
+    )
     return http_bodies.future_response(future, model_id)
 
 
@@ -119,6 +122,7 @@ async def _create_once(
     state: ServerState,
     session_id: str,
     model_id: str,
+    body: pydantic.BaseModel,
     request_type: str,
     create: Callable[[], Future[LocalTrainingClient]],
     encode: Callable[[LocalTrainingClient], EncodedResult],
@@ -127,23 +131,24 @@ async def _create_once(
 
     The request counts as number 0 of the model, before those in its sequencer.
     """
-    request_id = f"{model_id}:0"
+    request_id, payload = f"{model_id}:0", await asyncio.to_thread(codec.hash_json, body)
     future = state.futures.get(request_id)
     if future is None and model_id in state.runs:  # created before, and the future was dropped
-        future = state.futures.create(request_id, request_type, session_id)
-        future.settle(encode(state.runs[model_id].client))
+        run = state.runs[model_id]
+        future = state.futures.create(request_id, request_type, session_id, run.payload)
+        future.settle(encode(run.client))
     if future is not None:
-        future.raise_if_rejected()
+        future.check_repeated(request_type, payload)
         return future
     state.check_model_limit(model_id)
-    future = state.futures.create(request_id, request_type, session_id)
+    future = state.futures.create(request_id, request_type, session_id, payload)
     state.creating.add(model_id)
 
     def register(client: LocalTrainingClient) -> None:
         # The client may have closed its session meanwhile; then the model is dropped.
         if session_id in {session.session_id for session in state.sessions}:
             sequencer = Sequencer(model_id, state.futures, state.settings.max_waiting)
-            state.runs[model_id] = TrainingRun(model_id, session_id, client, sequencer)
+            state.runs[model_id] = TrainingRun(model_id, session_id, client, sequencer, payload)
 
     future.add_done_callback(lambda _: state.creating.discard(model_id))
 

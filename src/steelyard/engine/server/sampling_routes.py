@@ -15,7 +15,7 @@ from tinker import types
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.server import codec, http_bodies
 from steelyard.engine.server.futures import ServerFuture
-from steelyard.engine.server.http_errors import TOO_LARGE
+from steelyard.engine.server.http_errors import TOO_LARGE, conflict
 from steelyard.engine.server.model_routes import check_path
 from steelyard.engine.server.sampling_sessions import SEQ_IDS_PER_CLONE, SamplingSession
 from steelyard.engine.server.state import ServerState
@@ -33,6 +33,9 @@ async def create_sampling_session(state: ServerState, request: Request) -> Respo
         sampler = await state.run_detached(_create_sampler(state, body, sampler_id))
         if sampler_id not in state.samplers:
             state.samplers.add(sampler)
+    if state.get_sampler(sampler_id).payload != codec.hash_json(body):
+        number = str(body.sampling_session_seq_id)
+        raise conflict("sampling_session_seq_id", number, "a sampler", "one of other weights")
     return http_bodies.json_response(
         types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
     )
@@ -43,7 +46,7 @@ async def join_sampling_session(state: ServerState, request: Request) -> Respons
     body = await http_bodies.read_json(
         request, types.JoinSamplingSessionRequest, state.settings.max_body
     )
-    sampler = state.samplers.get(body.sampling_session_id)
+    sampler = state.get_sampler(body.sampling_session_id)
     sampler.clones += 1
     return http_bodies.json_response(
         types.JoinSamplingSessionResponse(client_counter=sampler.clones)
@@ -55,7 +58,7 @@ async def get_sampler(state: ServerState, request: Request) -> Response:
 
     The base model is named by the path of its tokenizer, as the SDK loads the tokenizer by it.
     """
-    sampler = state.samplers.get(request.path_params["sampler_id"])
+    sampler = state.get_sampler(request.path_params["sampler_id"])
     base = state.models.find(sampler.base_model).tokenizer
     return http_bodies.json_response(
         types.GetSamplerResponse(
@@ -69,18 +72,19 @@ async def asample(state: ServerState, request: Request) -> Response:
     body = await http_bodies.read_json(request, types.SampleRequest, state.settings.max_body)
     if body.sampling_session_id is None or body.seq_id is None:
         raise InputError("sampling_session_id and seq_id must be given.")
-    sampler = state.samplers.get(body.sampling_session_id)
+    sampler = state.get_sampler(body.sampling_session_id)
     state.sessions.touch(sampler.session_id)
     _check_size(body, state.models.find(sampler.base_model).context, state.settings.max_tokens)
     log = sampler.completions_of(body.seq_id // SEQ_IDS_PER_CLONE)
     request_id = f"{sampler.sampler_id}:{body.seq_id}"
+    payload = await asyncio.to_thread(codec.hash_json, body)
     future = state.futures.get(request_id)
     if future is None:
-        future = state.futures.create(request_id, "asample", sampler.session_id)
+        future = state.futures.create(request_id, "asample", sampler.session_id, payload)
         future.add_done_callback(log.add)
         await state.run_detached(_start(sampler, body, future))
     else:
-        future.raise_if_rejected()
+        future.check_repeated("asample", payload)
     sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
     return http_bodies.future_response(future, sequence_ids=sequence_ids)
 
@@ -112,7 +116,8 @@ async def _create_sampler(
         return state.models.find(trained).name, state.service.begin_sampling(path, base)
 
     base_model, client = await asyncio.to_thread(start)
-    return SamplingSession(sampler_id, session_id, base_model, path, client)
+    payload = codec.hash_json(body)
+    return SamplingSession(sampler_id, session_id, base_model, path, client, payload)
 
 
 def _sample(client: LocalSamplingClient, body: types.SampleRequest) -> Future[types.SampleResponse]:

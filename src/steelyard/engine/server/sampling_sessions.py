@@ -72,6 +72,7 @@ class SamplingSession:
         base_model: the name of the base model.
         model_path: the path of the saved weights, if there is one.
         client: the future of the engine's client.
+        payload: a hash of the request that created it.
         clones: the number of clones of the SDK's client that have joined.
         completions: the log of each clone; 0 is the original.
     """
@@ -81,6 +82,7 @@ class SamplingSession:
     base_model: str
     model_path: str | None
     client: Future[LocalSamplingClient]
+    payload: bytes | None = None
     clones: int = 0
     completions: dict[int, CompletionLog] = field(default_factory=dict)
 

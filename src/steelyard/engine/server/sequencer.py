@@ -7,8 +7,12 @@ out of order, and more than once.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from tinker.types import RequestErrorCategory
@@ -16,7 +20,8 @@ from tinker.types import RequestErrorCategory
 from steelyard.engine.server.futures import ServerFuture, ServerFutures, failed_result
 from steelyard.engine.server.http_errors import BAD_REQUEST, FORBIDDEN
 
-Start = Callable[[], None]
+# Starts a request; if it returns a future, later requests wait until that is done.
+Start = Callable[[], Future[Any] | None]
 
 
 class Sequencer:
@@ -40,6 +45,7 @@ class Sequencer:
         # None: the request was rejected, and its sequence id starts nothing.
         self._ready: dict[int, Start | None] = {}
         self._blocked_since: float | None = None
+        self._held_by: Future[Any] | None = None
 
     @property
     def next_free(self) -> int:
@@ -49,22 +55,23 @@ class Sequencer:
             seq_id += 1
         return seq_id
 
-    def find(self, seq_id: int, request_type: str) -> ServerFuture | None:
+    def find(
+        self, seq_id: int, request_type: str, payload: bytes | None = None
+    ) -> ServerFuture | None:
         """Future of a request that was sent before, or None if the request is new.
+
+        Args:
+            seq_id: the sequence id.
+            request_type: the type of the request.
+            payload: a hash of its content.
 
         Raises:
             HTTPException: the sequence id belongs to another request, is in the past or is too
                 far ahead; or the request was rejected before.
         """
         future = self._futures.get(self._request_id(seq_id))
-        if future is not None and future.request_type != request_type:
-            raise HTTPException(
-                BAD_REQUEST,
-                f"seq_id must be used once, and {seq_id} was a {future.request_type} of "
-                f"{self._model_id}, got a {request_type}.",
-            )
         if future is not None:
-            future.raise_if_rejected()
+            future.check_repeated(request_type, payload)
         if future is None and seq_id < self._next:
             raise HTTPException(
                 BAD_REQUEST,
@@ -79,12 +86,17 @@ class Sequencer:
             )
         return future
 
-    def create_future(self, seq_id: int, request_type: str, session_id: str) -> ServerFuture:
+    def create_future(
+        self, seq_id: int, request_type: str, session_id: str, payload: bytes | None = None
+    ) -> ServerFuture:
         """Create the future of a new request."""
-        return self._futures.create(self._request_id(seq_id), request_type, session_id)
+        return self._futures.create(self._request_id(seq_id), request_type, session_id, payload)
 
     def mark_ready(self, seq_id: int, start: Start) -> None:
-        """Call `start` as soon as all requests with smaller sequence ids have started."""
+        """Call `start` as soon as all requests with smaller sequence ids have started.
+
+        If one of them returned a future when it was started, this waits until that is done.
+        """
         self._ready[seq_id] = start
         self._advance()
 
@@ -115,14 +127,30 @@ class Sequencer:
         self._blocked_since = None
 
     def _advance(self) -> None:
-        while self._next in self._ready:
+        while self._held_by is None and self._next in self._ready:
             start = self._ready.pop(self._next)
             self._next += 1
             self._blocked_since = None
-            if start is not None:
-                start()
-        if self._ready and self._blocked_since is None:
+            held_by = None if start is None else start()
+            if held_by is not None:
+                self._hold_until_done(held_by)
+        if self._ready and self._held_by is None and self._blocked_since is None:
             self._blocked_since = time.monotonic()
+
+    def _hold_until_done(self, future: Future[Any]) -> None:
+        loop = asyncio.get_running_loop()
+        self._held_by = future
+
+        def release() -> None:
+            self._held_by = None
+            self._advance()
+
+        def on_done(_: Future[Any]) -> None:
+            # RuntimeError: the loop is closed, as the server has stopped.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(release)
+
+        future.add_done_callback(on_done)
 
     def _request_id(self, seq_id: int) -> str:
         return f"{self._model_id}:{seq_id}"

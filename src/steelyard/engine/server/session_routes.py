@@ -16,7 +16,7 @@ from tinker.types.session_heartbeat_response import SessionHeartbeatResponse
 from tinker.types.telemetry_response import TelemetryResponse
 
 from steelyard.engine.server import codec, http_bodies
-from steelyard.engine.server.http_errors import FORBIDDEN
+from steelyard.engine.server.http_errors import FORBIDDEN, conflict
 from steelyard.engine.server.state import ServerState
 from steelyard.engine.server.uploaded_loss import validate_loss
 
@@ -103,9 +103,13 @@ async def create_custom_loss(state: ServerState, request: Request) -> Response:
                 FORBIDDEN, f"a client may upload at most {state.settings.max_losses} losses."
             )
         loss = await asyncio.to_thread(validate_loss, body, state.settings.max_nodes)
-        session.losses.setdefault(loss_id, loss)
-        future = state.futures.create(loss_id, "create_custom_loss", session.session_id)
+        if session.losses.setdefault(loss_id, loss) != loss:
+            raise conflict("custom_loss_seq_id", str(body.custom_loss_seq_id), "a loss", "another")
+        future = state.futures.create(
+            loss_id, "create_custom_loss", session.session_id, codec.hash_json(body)
+        )
         future.settle(codec.encode_json(types.CreateCustomLossResponse(loss_id=loss_id)))
+    future.check_repeated("create_custom_loss", codec.hash_json(body))
     return http_bodies.future_response(future)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from steelyard.engine.server.http_errors import FORBIDDEN, GONE, not_found
 from steelyard.engine.server.uploaded_loss import TracedLoss
 
 _MAX_ENDED = 1000
+_UUID = re.compile(r"([0-9a-f]{8})-([0-9a-f]{4}-){3}[0-9a-f]{12}")
 
 
 @dataclass(eq=False)
@@ -23,7 +25,8 @@ class ClientSession:
     """Session of one client.
 
     Attributes:
-        session_id: a random id that cannot be guessed.
+        session_id: a random id that cannot be guessed; its first eight digits are those of the
+            server process, so that a later one knows the ids of an earlier one.
         user_metadata: the client's own metadata.
         display_name: the client's own name for the session.
         losses: the uploaded losses, by id.
@@ -52,6 +55,7 @@ class Sessions:
 
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions
+        self._instance = uuid.uuid4().hex[:8]
         self._by_id: dict[str, ClientSession] = {}
         # Ids of ended sessions, oldest first: they get 410 and not 404, after which the SDK stops
         # its heartbeat.
@@ -73,7 +77,8 @@ class Sessions:
                 FORBIDDEN,
                 f"at most {self._max_sessions} clients may be connected at once: close one first.",
             )
-        session = ClientSession(str(uuid.uuid4()), user_metadata or {}, display_name)
+        session_id = f"{self._instance}{str(uuid.uuid4())[8:]}"
+        session = ClientSession(session_id, user_metadata or {}, display_name)
         self._by_id[session.session_id] = session
         return session
 
@@ -87,9 +92,26 @@ class Sessions:
         if session is None:
             if session_id in self._ended:
                 raise HTTPException(GONE, f"session {session_id!r} has ended: make a new client.")
+            self.check_instance("session_id", session_id)
             raise not_found("session_id", session_id, "make a new client")
         session.last_seen = time.monotonic()
         return session
+
+    def check_instance(self, field: str, value: str) -> None:
+        """Check that an id, which starts with that of a session, is not of an earlier server.
+
+        Raises:
+            HTTPException: it is the id of another server process than this one.
+        """
+        found = _UUID.match(value)
+        if found is not None and found[1] != self._instance:
+            # Not 404: after 410 the SDK stops its heartbeat.
+            raise HTTPException(
+                GONE,
+                f"{field} must be one of this server process, got {value!r}: the server was "
+                f"restarted, and what clients had in its memory is lost; make a new client, and "
+                f"resume from a checkpoint.",
+            )
 
     def touch(self, session_id: str) -> None:
         """Record that a client is alive, if its session is open."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from steelyard.engine.server.hosts import parse_host
 from steelyard.errors import InputError
 from steelyard.spec import is_finite, is_whole
 
-_SECONDS = ("client_timeout", "poll_seconds", "gap_seconds", "keep_seconds")
+_SECONDS = (
+    "client_timeout",
+    "gap_seconds",
+    "keep_seconds",
+    "loss_seconds",
+    "poll_seconds",
+    "request_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +25,8 @@ class ServerSettings:
 
     Attributes:
         api_key: the key that clients must send; None accepts every client.
+        allowed_hosts: names by which clients reach the server beside its own, as in the `Host`
+            header; `"*"` allows every name.
         max_body: the largest body of a request in bytes, both as sent and decompressed.
         max_tokens: the largest number of tokens in a request; for sampling, generated ones count.
         max_models: the largest number of models in training at once.
@@ -26,16 +36,23 @@ class ServerSettings:
         max_rank: the largest rank of an adapter.
         max_nodes: the largest number of operations in an uploaded loss.
         max_losses: the largest number of uploaded losses in a session.
+        max_loss_bytes: the largest memory of an uploaded loss, for one datum.
+        max_connections: the largest number of open connections; at the limit, the one that has
+            waited longest for a request is closed.
         client_timeout: seconds without a request after which a client's session ends.
         poll_seconds: seconds for which a request for a pending result is held open.
         gap_seconds: seconds for which requests wait for a missing earlier one.
         keep_seconds: seconds for which a result is kept after its first fetch.
+        loss_seconds: seconds that an uploaded loss may take for a batch.
+        request_seconds: seconds within which the head of a request must arrive; the body has as
+            long again, and a second more for each 64 KiB.
 
     Raises:
         InputError: a setting breaks a rule.
     """
 
     api_key: str | None = None
+    allowed_hosts: Sequence[str] = ()
     max_body: int = 64 * 2**20
     max_tokens: int = 2**20
     max_models: int = 64
@@ -45,10 +62,14 @@ class ServerSettings:
     max_rank: int = 512
     max_nodes: int = 2048
     max_losses: int = 128
+    max_loss_bytes: int = 2**30
+    max_connections: int = 768
     client_timeout: float = 300.0
     poll_seconds: float = 20.0
     gap_seconds: float = 60.0
     keep_seconds: float = 60.0
+    loss_seconds: float = 10.0
+    request_seconds: float = 20.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -57,31 +78,14 @@ class ServerSettings:
                 raise InputError(f"{field.name} must be a finite number > 0, got {value!r}.")
             if field.name.startswith("max_") and not is_whole(value, at_least=1):
                 raise InputError(f"{field.name} must be a whole number >= 1, got {value!r}.")
+        hosts = self.allowed_hosts
+        if isinstance(hosts, str) or any(h != "*" and parse_host(h) is None for h in hosts):
+            raise InputError(
+                f"allowed_hosts must be a list of host names such as ['gpu.example.org'], or "
+                f"['*'] for all, got {hosts!r}."
+            )
         # The SDK accepts no other keys.
         if self.api_key is not None and not self.api_key.startswith("tml-"):
             raise InputError(
                 "api_key must start with 'tml-', as the SDK wants it, got one that does not."
             )
-
-
-def check_host(host: str, api_key: str | None) -> None:
-    """Check that a server is safe to listen on `host`.
-
-    Raises:
-        InputError: other machines can reach it, and there is no key.
-    """
-    if api_key is None and not is_loopback(host):
-        raise InputError(
-            f"host must be a loopback address such as 127.0.0.1 unless there is an API key, "
-            f"got {host!r}: pass api_key (--api-key), or others could use this machine."
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` can be reached from this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

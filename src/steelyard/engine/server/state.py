@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,7 +29,7 @@ from steelyard.engine.server.futures import (
     failed_result,
 )
 from steelyard.engine.server.http_errors import FORBIDDEN, STOPPING, not_found
-from steelyard.engine.server.sampling_sessions import SamplingSessions
+from steelyard.engine.server.sampling_sessions import SamplingSession, SamplingSessions
 from steelyard.engine.server.sequencer import Sequencer
 from steelyard.engine.server.sessions import Sessions
 from steelyard.engine.server.settings import ServerSettings
@@ -34,6 +38,8 @@ from steelyard.engine.training_client import LocalTrainingClient
 
 T = TypeVar("T")
 
+_LOG = logging.getLogger(__name__)
+_LOSS_NICENESS = 10
 _MAX_CLEANUP_INTERVAL = 5.0
 _SHUTDOWN_GRACE_SECONDS = 1.0
 
@@ -47,6 +53,7 @@ class TrainingRun:
         session_id: the id of the client's session.
         client: the engine's client.
         sequencer: the queue of its requests.
+        payload: a hash of the request that created it.
         last_used: time of the last request, in seconds since the epoch.
     """
 
@@ -54,6 +61,7 @@ class TrainingRun:
     session_id: str
     client: LocalTrainingClient
     sequencer: Sequencer
+    payload: bytes | None = None
     last_used: float = field(default_factory=time.time)
 
 
@@ -71,6 +79,8 @@ class ServerState:
         runs: the models in training, by id.
         samplers: the sampling sessions.
         creating: the ids of the models that are being created.
+        loss_thread: runs the uploaded losses, one at a time. The engine's thread, where the passes
+            of all models run, does not wait for them.
         stopping: whether the server is shutting down.
     """
 
@@ -85,6 +95,7 @@ class ServerState:
         self.runs: dict[str, TrainingRun] = {}
         self.samplers = SamplingSessions(settings.max_samplers)
         self.creating: set[str] = set()
+        self.loss_thread = ThreadPoolExecutor(1, "steelyard-loss", _lower_priority)
         self.stopping = False
         self._tasks: set[asyncio.Task[object]] = set()
 
@@ -96,6 +107,7 @@ class ServerState:
         """
         run = self.runs.get(model_id)
         if run is None:
+            self.sessions.check_instance("model_id", model_id)
             raise not_found(
                 "model_id",
                 model_id,
@@ -106,6 +118,16 @@ class ServerState:
         run.last_used = time.time()
         return run
 
+    def get_sampler(self, sampler_id: str) -> SamplingSession:
+        """Return a sampler.
+
+        Raises:
+            HTTPException: it does not exist, or was dropped.
+        """
+        if sampler_id not in self.samplers:
+            self.sessions.check_instance("sampling_session_id", sampler_id)
+        return self.samplers.get(sampler_id)
+
     async def submit(
         self,
         run: TrainingRun,
@@ -113,6 +135,9 @@ class ServerState:
         request_type: str,
         validate: Callable[[], Callable[[], Future[T]]],
         encode: Callable[[T], EncodedResult],
+        *,
+        payload: bytes | None = None,
+        exclusive: bool = False,
     ) -> ServerFuture:
         """Validate a request of a model and queue it; a repeated request returns its old future.
 
@@ -122,6 +147,9 @@ class ServerState:
             request_type: the type of the request.
             validate: checks the request, in a thread, and returns the call that runs it.
             encode: encodes the value of that call.
+            payload: a hash of the content of the request.
+            exclusive: whether later requests of the model wait until this one is done; others are
+                kept in order by the engine's thread.
 
         Raises:
             HTTPException: the request is rejected. Later requests do not wait for it.
@@ -129,10 +157,14 @@ class ServerState:
         """
         if seq_id is None:
             seq_id = run.sequencer.next_free
-        future = run.sequencer.find(seq_id, request_type)
+        future = run.sequencer.find(seq_id, request_type, payload)
         if future is not None:
             return future
-        future = run.sequencer.create_future(seq_id, request_type, run.session_id)
+        future = run.sequencer.create_future(seq_id, request_type, run.session_id, payload)
+
+        def start(call: Callable[[], Future[T]]) -> Future[T] | None:
+            engine_future = start_call(future, call, encode)
+            return engine_future if exclusive else None
 
         async def prepare() -> None:
             try:
@@ -141,7 +173,7 @@ class ServerState:
                 run.sequencer.skip(seq_id)
                 future.reject(error)
             else:
-                run.sequencer.mark_ready(seq_id, lambda: start_call(future, call, encode))
+                run.sequencer.mark_ready(seq_id, lambda: start(call))
 
         # Detached: a connection that breaks here would cancel the handler, and leave a sequence id
         # that is neither ready nor skipped, which blocks all later requests.
@@ -196,6 +228,14 @@ class ServerState:
         while True:
             await asyncio.sleep(min(shortest / 4, _MAX_CLEANUP_INTERVAL))
             for session_id in self.sessions.silent(limits.client_timeout):
+                _LOG.warning(
+                    "session %s was lost: its client has sent nothing for %g seconds. "
+                    "Unloading %d of its models and %d of its samplers.",
+                    session_id,
+                    limits.client_timeout,
+                    sum(run.session_id == session_id for run in self.runs.values()),
+                    len(self.samplers.of_session(session_id)),
+                )
                 self.end_session(session_id, "the client has sent nothing for too long.")
             for run in list(self.runs.values()):
                 run.sequencer.fail_stalled(limits.gap_seconds)
@@ -204,13 +244,16 @@ class ServerState:
     async def stop(self) -> None:
         """Finish the running requests, fail the queued ones and close the engine."""
         self.stopping = True
+        pending = any(future.result is None for future in self.futures)
         for future in self.futures:
             future.cancel(STOPPING, RequestErrorCategory.Server)
+        # First the losses: one that runs still needs the engine.
+        await asyncio.to_thread(self.loss_thread.shutdown, wait=True, cancel_futures=True)
         await asyncio.to_thread(self.service.close, "success")
         for future in self.futures:
             future.settle(failed_result(STOPPING, RequestErrorCategory.Server))
         self.samplers.wake()
-        if list(self.sessions):
+        if pending:
             # Clients fetch the failures and then send telemetry about them, to a server that must
             # still be there: otherwise the SDK retries for half a minute before it raises.
             await asyncio.sleep(_SHUTDOWN_GRACE_SECONDS)
@@ -221,19 +264,27 @@ class ServerState:
             task.exception()  # retrieved, or asyncio logs it: the handler has reported it
 
 
+def _lower_priority() -> None:
+    """Let the other threads of the process go first, where all cores are busy."""
+    if sys.platform == "linux":  # elsewhere a priority is that of the whole process
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOSS_NICENESS)
+
+
 def start_call(
     future: ServerFuture,
     call: Callable[[], Future[T]],
     encode: Callable[[T], EncodedResult],
-) -> None:
-    """Hand a call to the engine; its outcome settles the future."""
+) -> Future[T] | None:
+    """Hand a call to the engine; its outcome settles the future. Returns the engine's future."""
     if future.result is not None:  # cancelled while it was queued
-        return
+        return None
     try:
         engine_future = call()
     except Exception as error:  # noqa: BLE001 - reported to the client
         # The client already has the request id: the future reports the error.
         with contextlib.suppress(Exception):
             future.reject(error)
-    else:
-        future.settle_from(engine_future, encode)
+        return None
+    future.settle_from(engine_future, encode)
+    return engine_future

@@ -19,11 +19,11 @@ from steelyard.engine.checkpoints import check_name
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.server import codec, http_bodies
 from steelyard.engine.server.futures import EncodedResult, ServerFuture
-from steelyard.engine.server.http_errors import BodyTooLarge
+from steelyard.engine.server.http_errors import BodyTooLarge, conflict
 from steelyard.engine.server.model_routes import check_source, resume
 from steelyard.engine.server.sampling_sessions import SamplingSession
 from steelyard.engine.server.state import ServerState, TrainingRun
-from steelyard.engine.server.uploaded_loss import TracedLoss
+from steelyard.engine.server.uploaded_loss import LossBudget, TracedLoss
 from steelyard.engine.training_client import LocalTrainingClient
 from steelyard.errors import InputError
 
@@ -31,6 +31,7 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 Output = types.ForwardBackwardOutput
 
 _SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+_CUSTOM = "custom"
 
 
 class RequestIds(pydantic.BaseModel):
@@ -54,7 +55,7 @@ async def load_weights(state: ServerState, request: Request) -> Response:
         load = run.client.begin_loading
         return lambda: _engine_future(load(body.path, optimizer=body.optimizer))
 
-    future = await state.submit(run, body.seq_id, "load_weights", validate, codec.encode_json)
+    future = await _submit_json(state, run, body, "load_weights", validate)
     return http_bodies.future_response(future, run.model_id)
 
 
@@ -68,16 +69,29 @@ async def forward_backward(state: ServerState, request: Request) -> Response:
         if ids is not None:
             await _reject_in_sequence(state, *ids, "forward_backward", error)
         raise
-    message = await asyncio.to_thread(codec.parse_batch, body)
+    try:
+        message = await asyncio.to_thread(codec.parse_batch, body)
+    except HTTPException as error:
+        ids = codec.peek_batch_ids(body)
+        if ids is not None:
+            await _reject_in_sequence(state, *ids, "forward_backward", error)
+        raise
     run = state.get_run(message.model_id)
     losses = state.sessions.get(run.session_id).losses
 
     def validate() -> Callable[[], Future[Output]]:
         batch = codec.decode_batch(message, limits.max_tokens, limits.max_body)
-        return _engine_call(run.client, batch, losses)
+        return _engine_call(state, run.client, batch, losses)
 
-    request_type = "forward" if message.forward_only else "forward_backward"
-    future = await state.submit(run, message.seq_id, request_type, validate, codec.encode_output)
+    future = await state.submit(
+        run,
+        message.seq_id,
+        "forward" if message.forward_only else "forward_backward",
+        validate,
+        codec.encode_output,
+        payload=await asyncio.to_thread(codec.hash_batch, message),
+        exclusive=message.loss_fn == _CUSTOM,
+    )
     return http_bodies.future_response(future, run.model_id)
 
 
@@ -90,7 +104,7 @@ async def optim_step(state: ServerState, request: Request) -> Response:
         params = check_adam(body.optim_params)
         return lambda: _engine_future(run.client.optim_step(params))
 
-    future = await state.submit(run, body.seq_id, "optim_step", validate, codec.encode_json)
+    future = await _submit_json(state, run, body, "optim_step", validate)
     return http_bodies.future_response(future, run.model_id)
 
 
@@ -106,7 +120,7 @@ async def save_weights(state: ServerState, request: Request) -> Response:
             save(name, body.ttl_seconds, body.overwrite, body.user_metadata)
         )
 
-    future = await state.submit(run, body.seq_id, "save_weights", validate, codec.encode_json)
+    future = await _submit_json(state, run, body, "save_weights", validate)
     return http_bodies.future_response(future, run.model_id)
 
 
@@ -125,9 +139,7 @@ async def save_weights_for_sampler(state: ServerState, request: Request) -> Resp
             save = run.client.save_weights_for_sampler
             return lambda: _engine_future(save(name, body.ttl_seconds, body.user_metadata))
 
-        future = await state.submit(
-            run, body.seq_id, _SAVE_FOR_SAMPLER, validate, codec.encode_json
-        )
+        future = await _submit_json(state, run, body, _SAVE_FOR_SAMPLER, validate)
     return http_bodies.future_response(future, run.model_id)
 
 
@@ -137,9 +149,15 @@ async def _read_sequenced(
     """Read a request in JSON; if it is invalid, later requests do not wait for it.
 
     Raises:
-        HTTPException: the body is not a valid `model`.
+        HTTPException: the body is not a valid `model`, or too large.
     """
-    body = await http_bodies.read_body(request, state.settings.max_body)
+    try:
+        body = await http_bodies.read_body(request, state.settings.max_body)
+    except BodyTooLarge as error:
+        known = codec.peek_json_ids(error)
+        if known is not None:
+            await _reject_in_sequence(state, *known, request_type, error)
+        raise
     try:
         return await asyncio.to_thread(codec.parse_json, model, body)
     except HTTPException as error:
@@ -148,6 +166,18 @@ async def _read_sequenced(
         ids = RequestIds.model_validate_json(body)
         await _reject_in_sequence(state, ids.model_id, ids.seq_id, request_type, rejection)
     raise rejection
+
+
+async def _submit_json(
+    state: ServerState,
+    run: TrainingRun,
+    body: Any,  # one of the SDK's requests with a `seq_id`
+    request_type: str,
+    validate: Callable[[], Callable[[], Future[Any]]],
+    encode: Callable[[Any], EncodedResult] = codec.encode_json,
+) -> ServerFuture:
+    payload = await asyncio.to_thread(codec.hash_json, body)
+    return await state.submit(run, body.seq_id, request_type, validate, encode, payload=payload)
 
 
 async def _reject_in_sequence(
@@ -166,8 +196,6 @@ async def _snapshot(
     state: ServerState, run: TrainingRun, body: types.SaveWeightsForSamplerRequest
 ) -> ServerFuture:
     """Create a sampler with a copy of the weights as they are when this request runs."""
-    if body.sampling_session_seq_id is None:
-        raise InputError("path or sampling_session_seq_id must be given, got neither.")
     sampler_id = f"{run.session_id}:sample:{body.sampling_session_seq_id}"
     base = run.client.get_info().model_name or ""
 
@@ -176,30 +204,51 @@ async def _snapshot(
         state.samplers.add(SamplingSession(sampler_id, run.session_id, base, None, client))
         return client
 
+    def validate() -> Callable[[], Future[LocalSamplingClient]]:
+        # Here and not before `submit`, which lets later requests run if this one is rejected.
+        number = body.sampling_session_seq_id
+        if number is None:
+            raise InputError("path or sampling_session_seq_id must be given, got neither.")
+        if sampler_id in state.samplers:
+            raise conflict(
+                "sampling_session_seq_id", str(number), "a sampler", "one of other weights"
+            )
+        return copy
+
     def encode(_: LocalSamplingClient) -> EncodedResult:
         return codec.encode_json(
             types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id)
         )
 
-    return await state.submit(run, body.seq_id, _SAVE_FOR_SAMPLER, lambda: copy, encode)
+    return await _submit_json(state, run, body, _SAVE_FOR_SAMPLER, validate, encode)
 
 
 def _engine_call(
-    client: LocalTrainingClient, batch: codec.RequestBatch, losses: dict[str, TracedLoss]
+    state: ServerState,
+    client: LocalTrainingClient,
+    batch: codec.RequestBatch,
+    losses: dict[str, TracedLoss],
 ) -> Callable[[], Future[Output]]:
-    if batch.loss_fn != "custom":
+    if batch.loss_fn != _CUSTOM:
         call = client.prepare(batch.data, batch.loss_fn, batch.config, backward=batch.backward)
-    elif not batch.backward:
+        return lambda: call().future()
+    if not batch.backward:
         raise InputError("a custom loss is for forward_backward, got forward.")
-    else:
-        loss = losses.get(str(batch.config.get("loss_id")))
-        if loss is None:
-            raise InputError(
-                f"loss_fn_config['loss_id'] must be that of a loss this client has uploaded, "
-                f"got {batch.config.get('loss_id')!r}."
-            )
-        call = client.prepare_custom(batch.data, loss.bind(batch.data))
-    return lambda: call().future()
+    loss = losses.get(str(batch.config.get("loss_id")))
+    if loss is None:
+        raise InputError(
+            f"loss_fn_config['loss_id'] must be that of a loss this client has uploaded, "
+            f"got {batch.config.get('loss_id')!r}."
+        )
+    limits = state.settings
+    bound = loss.bind(batch.data, LossBudget(limits.max_loss_bytes, limits.loss_seconds))
+    run = client.prepare_custom(batch.data, bound)
+
+    def check_and_run() -> Output:
+        bound.check()
+        return run()
+
+    return lambda: state.loss_thread.submit(check_and_run)
 
 
 def _engine_future(api_future: Any) -> Future[Any]:

@@ -1,6 +1,11 @@
-"""Losses that clients upload as graphs: validated against an allowlist, then interpreted."""
+"""Losses that clients upload as graphs: validated against an allowlist, then interpreted.
 
-from steelyard.engine.server.uploaded_loss.interpreter import TracedLoss
+`validate` checks a graph on upload; `interpreter` runs it over the data of a batch; `budget` limits
+the memory and the time that it takes.
+"""
+
+from steelyard.engine.server.uploaded_loss.budget import LossBudget
+from steelyard.engine.server.uploaded_loss.interpreter import BoundLoss, TracedLoss
 from steelyard.engine.server.uploaded_loss.validate import validate_loss
 
-__all__ = ["TracedLoss", "validate_loss"]
+__all__ = ["BoundLoss", "LossBudget", "TracedLoss", "validate_loss"]

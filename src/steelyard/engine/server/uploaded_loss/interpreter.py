@@ -2,15 +2,17 @@
 
 A loss is a graph of operations as data. Each operation is looked up in the allowlist and applied;
 no code from a client is executed. `validate` has rejected graphs with other operations when they
-were uploaded.
+were uploaded. `budget` limits the memory and the time that they take.
 """
 
 from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,10 +25,15 @@ from steelyard.engine.server.uploaded_loss.allowlist import (
     FUNCTIONS,
     RESULT_FIELDS,
 )
-from steelyard.engine.trainer import LossOfLogprobs
+from steelyard.engine.server.uploaded_loss.budget import (
+    BudgetMode,
+    LossBudget,
+    Stopwatch,
+    find_tensors,
+)
 from steelyard.errors import InputError
 
-_MAX_ELEMENTS = 2**24
+_MAX_MEASURED = 1024  # shapes that are remembered for each loss
 MAX_INT = 2**53  # integers up to here are exact in float64
 
 
@@ -46,33 +53,94 @@ class TracedLoss:
     name: str
     inputs: Sequence[types.CustomLossInput]
     nodes: Sequence[types.CustomLossNode]
+    # Shapes of the data -> whether all operations could be checked on `meta`.
+    _measured: dict[tuple[Any, ...], bool] = field(default_factory=dict, compare=False, repr=False)
 
-    def bind(self, data: Sequence[types.Datum]) -> LossOfLogprobs:
+    def bind(self, data: Sequence[types.Datum], budget: LossBudget | None = None) -> BoundLoss:
         """Loss of a batch as a function of its log-probs, one tensor `[T]` or `[T, K]` per datum.
 
         Raises:
             InputError: a datum lacks a field, or a field has another rank.
         """
         fields = [self._read_fields(index, datum) for index, datum in enumerate(data)]
+        return BoundLoss(self, fields, budget or LossBudget())
 
-        def loss(logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
-            total, metrics = torch.zeros(()), dict[str, float]()
-            for row, tensors in zip(logprobs, fields, strict=True):
-                value, datum_metrics = self._run([row, *tensors])
-                total = total + value
-                for key, metric in datum_metrics.items():
-                    metrics[key] = metrics.get(key, 0.0) + metric
-            if not (total.requires_grad and bool(torch.isfinite(total))):
+    def measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> bool:
+        """Check the loss of one datum against the budget on `meta`, where nothing is allocated.
+
+        Args:
+            inputs: the log-probs and the fields; their shapes matter.
+            stopwatch: the time that is left.
+            max_bytes: the memory that the loss may take.
+
+        Returns:
+            Whether every operation was checked. Those behind a mask cannot be, as their sizes
+            depend on values; they are checked one by one when the loss runs.
+
+        Raises:
+            InputError: the loss exceeds the budget.
+        """
+        key = (max_bytes, *((each.shape, each.dtype) for each in inputs))
+        if key not in self._measured:
+            if len(self._measured) >= _MAX_MEASURED:
+                self._measured.clear()
+            self._measured[key] = self._measure(inputs, stopwatch, max_bytes)
+        return self._measured[key]
+
+    def _measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> bool:
+        logprobs, *others = [torch.empty_like(each, device="meta") for each in inputs]
+        mode = BudgetMode(stopwatch, max_bytes)
+        try:
+            with torch.device("meta"), mode, torch.enable_grad():
+                logprobs.requires_grad_()
+                loss, _ = self.evaluate([logprobs, *others], "meta")
+                torch.autograd.grad(loss, logprobs, allow_unused=True)
+        except Exception:
+            if mode.exceeded:
+                raise
+            return False
+        return True
+
+    def evaluate(self, inputs: Sequence[Tensor], device: str = "cpu") -> tuple[Tensor, Any]:
+        """Loss of one datum, and its metrics as the graph computes them.
+
+        Raises:
+            InputError: an operation fails, or the output is not a number.
+        """
+        remaining = iter(inputs)
+        values: dict[str, Any] = {}
+        uses = Counter(self._uses)
+        for node in self.nodes:
+            if node.op == "placeholder":
+                values[node.name] = next(remaining)
+                continue
+            args = [_decode(arg, values, device) for arg in node.args]
+            if node.op == "output":
+                return self._result(args[0])
+            kwargs = {key: _decode(arg, values, device) for key, arg in node.kwargs.items()}
+            try:
+                values[node.name] = _apply(node, args, kwargs)
+            except InputError:
+                raise
+            except Exception as error:
                 raise InputError(
-                    f"the loss {self.name!r} must be finite and come from the log-probs, "
-                    f"got {total.item()}."
-                )
-            count = len(fields)
-            return total, {k: v / count if k.endswith(":mean") else v for k, v in metrics.items()}
+                    f"the loss {self.name!r} must work for every datum, and {node.name} "
+                    f"({node.target}) failed: {' '.join(str(error).split())}"
+                ) from error
+            # A value that no later node reads is freed, unless the backward pass needs it.
+            for name in _references([node.args, node.kwargs]):
+                uses[name] -= 1
+                if not uses[name]:
+                    del values[name]
+        raise InputError(f"the loss {self.name!r} must have an output.")
 
-        return loss
+    @cached_property
+    def _uses(self) -> Counter[str]:
+        """How often each node is read."""
+        return Counter(_references([[node.args, node.kwargs] for node in self.nodes]))
 
     def _read_fields(self, index: int, datum: types.Datum) -> list[Tensor]:
+        """Target tokens of a datum, and the fields that the loss reads."""
         logprobs, *others = self.inputs
         tensors = []
         # The log-probs have the shape of target_tokens, which is checked in their place.
@@ -97,36 +165,101 @@ class TracedLoss:
                     f"loss {self.name!r} declares it, got {tensor.dim()}."
                 )
             tensors.append(tensor)
-        return tensors[1:]
+        return tensors
 
-    def _run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        remaining = iter(inputs)
-        values: dict[str, Any] = {}
-        for node in self.nodes:
-            if node.op == "placeholder":
-                values[node.name] = next(remaining)
-                continue
-            args = [_decode(arg, values) for arg in node.args]
-            if node.op == "output":
-                return self._result(args[0])
-            kwargs = {key: _decode(arg, values) for key, arg in node.kwargs.items()}
-            try:
-                values[node.name] = _apply(node, args, kwargs)
-            except InputError:
-                raise
-            except Exception as error:
-                raise InputError(
-                    f"the loss {self.name!r} must work for every datum, and {node.name} "
-                    f"({node.target}) failed: {' '.join(str(error).split())}"
-                ) from error
-        raise InputError(f"the loss {self.name!r} must have an output.")
-
-    def _result(self, output: Any) -> tuple[Tensor, dict[str, float]]:
+    def _result(self, output: Any) -> tuple[Tensor, Any]:
         loss, metrics = output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss {self.name!r} must be one number, got {shape}.")
-        return loss, {key: _to_float(key, metric) for key, metric in metrics.items()}
+        return loss, metrics
+
+
+class BoundLoss:
+    """An uploaded loss over the data of one batch; called with their log-probs.
+
+    It computes the gradient of each datum by itself, so that the graph of one datum is alive at a
+    time, and the backward pass is within the budget too.
+
+    Args:
+        loss: the loss.
+        fields: for each datum, the target tokens and the fields that the loss reads.
+        budget: the memory and the time that it may take.
+    """
+
+    def __init__(
+        self, loss: TracedLoss, fields: Sequence[Sequence[Tensor]], budget: LossBudget
+    ) -> None:
+        self._loss, self._budget = loss, budget
+        self._shapes = [targets.shape for targets, *_ in fields]
+        self._fields = [others for _, *others in fields]
+        self._stopwatch = Stopwatch(loss.name, budget.seconds)
+
+    def check(self) -> None:
+        """Check that the loss is within its budget, without running it.
+
+        Raises:
+            InputError: it is not.
+        """
+        with self._stopwatch:
+            for shape, tensors in zip(self._shapes, self._fields, strict=True):
+                self._measure(torch.empty(shape, device="meta"), tensors)
+
+    def __call__(self, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        """Sum of the losses of all data, with its gradient, and the metrics.
+
+        Raises:
+            InputError: an operation fails, the loss exceeds its budget, or it is not finite.
+        """
+        total, metrics, count = torch.zeros(()), dict[str, float](), len(self._fields)
+        gradients: list[Tensor | None] = []
+        with self._stopwatch:
+            for row, tensors in zip(logprobs, self._fields, strict=True):
+                value, gradient, datum_metrics = self._evaluate(row, tensors)
+                total = total + value
+                gradients.append(gradient)
+                for key, metric in datum_metrics.items():
+                    metrics[key] = metrics.get(key, 0.0) + metric
+        if all(each is None for each in gradients) or not bool(torch.isfinite(total)):
+            raise InputError(
+                f"the loss {self._loss.name!r} must be finite and come from the log-probs, "
+                f"got {total.item()}."
+            )
+        known = [
+            torch.zeros_like(row) if gradient is None else gradient
+            for row, gradient in zip(logprobs, gradients, strict=True)
+        ]
+        value = _KnownGradients.apply(total, known, *logprobs)  # type: ignore[no-untyped-call]
+        return value, {k: v / count if k.endswith(":mean") else v for k, v in metrics.items()}
+
+    def _evaluate(
+        self, row: Tensor, tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+        measured = self._measure(row, tensors)
+        leaf = row.detach().requires_grad_()
+        with BudgetMode(self._stopwatch, self._budget.max_bytes, measured=measured):
+            value, metrics = self._loss.evaluate([leaf, *tensors])
+            gradient = None
+            if value.requires_grad:
+                (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True)
+        numbers = {key: _to_float(key, metric) for key, metric in metrics.items()}
+        return value.detach(), gradient, numbers
+
+    def _measure(self, row: Tensor, tensors: Sequence[Tensor]) -> bool:
+        return self._loss.measure([row, *tensors], self._stopwatch, self._budget.max_bytes)
+
+
+class _KnownGradients(torch.autograd.Function):
+    """A value whose gradients with respect to the log-probs are already known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(slopes[0] * gradient for gradient in ctx.gradients)
 
 
 def _to_float(key: str, metric: Any) -> float:
@@ -137,26 +270,39 @@ def _to_float(key: str, metric: Any) -> float:
     raise InputError(f"the metric {key!r} must be one number, got {type(metric).__name__}.")
 
 
-def _decode(arg: Any, values: Mapping[str, Any]) -> Any:  # noqa: PLR0911 - one for each form
+def _references(value: Any) -> Iterator[str]:
+    """Names of the nodes that an encoded argument refers to."""
+    match value:
+        case {"ref": str(name)}:
+            yield name
+        case dict():
+            for each in value.values():
+                yield from _references(each)
+        case list() | tuple():
+            for each in value:
+                yield from _references(each)
+
+
+def _decode(arg: Any, values: Mapping[str, Any], device: str) -> Any:  # noqa: PLR0911 - one for each form
     match arg:
         case {"ref": name}:
             return values[name]
         case {"tuple": items}:
-            return tuple(_decode(each, values) for each in items)
+            return tuple(_decode(each, values, device) for each in items)
         case {"slice": items}:
-            return slice(*(_decode(each, values) for each in items))
+            return slice(*(_decode(each, values, device) for each in items))
         case {"dict": items}:
-            return {key: _decode(each, values) for key, each in items.items()}
+            return {key: _decode(each, values, device) for key, each in items.items()}
         case {"ellipsis": _}:
             return ...
         case {"float": text}:
             return float(text)
         case {"dtype": name}:
             return DTYPES[name]
-        case {"device": name}:
-            return torch.device(name)
+        case {"device": _}:
+            return torch.device(device)
         case list():
-            return [_decode(each, values) for each in arg]
+            return [_decode(each, values, device) for each in arg]
         case _:
             return arg
 
@@ -170,9 +316,8 @@ def _apply(node: types.CustomLossNode, args: list[Any], kwargs: dict[str, Any]) 
         fn = builtins.getattr(torch.Tensor, node.target)
     else:
         fn = FUNCTIONS[node.target]
-    if not _find_tensors([args, kwargs]):
+    if not find_tensors([args, kwargs]):
         return _apply_to_numbers(fn, args, kwargs)
-    _check_size(fn, args, kwargs)
     return fn(*args, **kwargs)
 
 
@@ -191,53 +336,9 @@ def _apply_to_numbers(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     `"ab" * 2**40` fills the memory. `2**50 ** 2**50` would too; as floats it overflows instead.
     """
     if fn is operator.getitem or fn is torch.arange:
-        _check_size(fn, args, kwargs)
         return fn(*args, **kwargs)
     if not all(isinstance(arg, int | float) and abs(arg) <= MAX_INT for arg in args):
         raise InputError("an argument that is no tensor must be a number of at most 2**53.")
     if fn is operator.pow:
         args = [float(arg) for arg in args]
     return fn(*args, **kwargs)
-
-
-def _check_size(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Raise before the function runs if its result would be too large.
-
-    The function is first run on the device `meta`, whose tensors have shapes but no storage.
-    """
-    options = {**kwargs, "device": "meta"} if fn is torch.arange else _to_meta(kwargs)
-    try:
-        result = fn(*_to_meta(args), **options)
-    except NotImplementedError:
-        # The shape depends on values (masked_select, x[mask]), so it is not known before the run.
-        return
-    for tensor in _find_tensors(result):
-        if tensor.numel() > _MAX_ELEMENTS:
-            raise InputError(
-                f"a tensor in a custom loss must have at most {_MAX_ELEMENTS} elements, "
-                f"got the shape {list(tensor.shape)}."
-            )
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.empty_like(value, device="meta", requires_grad=False)
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if isinstance(value, dict):
-        return {key: _to_meta(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_to_meta(each) for each in value]
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(_to_meta(each) for each in value)
-    return value
-
-
-def _find_tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for each in value.values() for t in _find_tensors(each)]
-    if isinstance(value, list | tuple):
-        return [t for each in value for t in _find_tensors(each)]
-    return []

@@ -1,0 +1,297 @@
+"""Budget of an uploaded loss: memory and time, checked before each operation of torch runs.
+
+`BudgetMode` sees every operation that torch dispatches, those inside a function of the allowlist
+(`matmul` copies what it broadcasts, `diff` repeats itself) and those of the backward pass too. On
+the device `meta`, whose tensors have shapes but no storage, it measures a loss without running it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from steelyard.errors import InputError
+
+MAX_ELEMENTS = 2**24
+# A graph has at most thousands of nodes; `torch.diff(x, n=2**20)` is one node and 2**20 operations.
+_MAX_OPERATIONS = 2**15
+# A tensor takes about a kilobyte beside its elements, so that many small ones fill the memory too.
+_MAX_PIECES = 2**14
+# Of float32, on one slow core. With this estimate a product that would exceed the time budget is
+# refused before it starts, for nothing can stop it later.
+_MULTIPLICATIONS_PER_SECOND = 2**33
+# Products of float64 take twice as long; those of other types have no fast kernel on a CPU.
+_SLOWDOWN = {torch.float32: 1, torch.float64: 2}
+_SLOWDOWN_OTHERS = 16
+
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.mv, _ATEN.addmv}
+
+Sizes = list[tuple[Sequence[int], int]]  # shape and bytes of each tensor
+
+
+@dataclass(frozen=True)
+class LossBudget:
+    """Largest memory and time of one call of an uploaded loss.
+
+    Attributes:
+        max_bytes: of all tensors that are alive at once, of one datum.
+        seconds: for all data of the call, forward and backward.
+    """
+
+    max_bytes: int = 2**30
+    seconds: float = 10.0
+
+
+class Stopwatch:
+    """Time that a call of a loss has left.
+
+    Args:
+        name: the name of the loss, for messages.
+        seconds: the time that it may take.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name, self.seconds = name, seconds
+        self._left = seconds
+        self._started: float | None = None
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        if self._started is not None:
+            self._left -= time.monotonic() - self._started
+        self._started = None
+
+    def check(self, ahead: float = 0.0) -> None:
+        """Raise if no time is left, or less than the `ahead` seconds of the next operation.
+
+        Raises:
+            InputError: the time is used up.
+        """
+        running = 0.0 if self._started is None else time.monotonic() - self._started
+        if self._left - running < ahead:
+            raise InputError(
+                f"the loss {self.name!r} must take at most {self.seconds:g} seconds for a batch, "
+                f"got one that takes longer: send fewer or shorter data, or start the server with "
+                f"a larger loss_seconds (--loss-seconds)."
+            )
+
+
+class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
+    """Checks every operation inside its `with` block against the budget, before it runs.
+
+    Args:
+        stopwatch: the time that is left.
+        max_bytes: of all tensors that are alive at once.
+        measured: whether the same operations were checked on `meta` before, so that only the time
+            is left to check.
+
+    Attributes:
+        exceeded: whether an operation was refused.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, max_bytes: int, *, measured: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._stopwatch = stopwatch
+        self._max_bytes = max_bytes
+        self._measured = measured
+        self._operations = 0
+        self._estimated_seconds = 0.0
+        self._live_bytes = 0
+        self._storages: dict[int, int] = {}
+        self.exceeded = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # torch's OpOverload has no types
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, if it is within the budget."""
+        try:
+            return self._run(func, args, dict(kwargs or {}))
+        except InputError:
+            self.exceeded = True
+            raise
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        on_meta = _is_on_meta(args, kwargs)
+        self._check_time(func, args, on_meta=on_meta)
+        if self._measured:
+            return func(*args, **kwargs)
+        _check_pieces(func, *args, **kwargs)
+        if not on_meta:
+            self._check_size(predict_sizes(func, args, kwargs))
+        result = func(*args, **kwargs)
+        tensors = find_tensors(result)
+        for tensor in tensors:
+            self._count(tensor)
+        self._check_size([(tensor.shape, 0) for tensor in tensors])
+        return result
+
+    def _check_time(self, func: Any, args: Sequence[Any], *, on_meta: bool) -> None:
+        self._operations += 1
+        if self._operations > _MAX_OPERATIONS:
+            raise InputError(
+                f"the loss {self._stopwatch.name!r} must take at most {_MAX_OPERATIONS} operations "
+                f"for a datum, backward too, got more."
+            )
+        seconds = _seconds_of_product(func, args)
+        # On meta no time passes: the estimates add up.
+        self._estimated_seconds = seconds + (self._estimated_seconds if on_meta else 0.0)
+        self._stopwatch.check(self._estimated_seconds)
+
+    def _check_size(self, sizes: Sizes) -> None:
+        for shape, _ in sizes:
+            if math.prod(shape) > MAX_ELEMENTS:
+                raise InputError(
+                    f"a tensor in a custom loss must have at most {MAX_ELEMENTS} elements, "
+                    f"got the shape {list(shape)}."
+                )
+        if self._live_bytes + sum(added for _, added in sizes) > self._max_bytes:
+            raise InputError(
+                f"the loss {self._stopwatch.name!r} must take at most {self._max_bytes} bytes of "
+                f"memory for a datum, backward too, got one that takes more: send shorter data, or "
+                f"start the server with a larger max_loss_bytes (--max-loss-bytes)."
+            )
+
+    def _count(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor until it is freed; a view shares that of its base."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # torch keeps this object for as long as anything uses the storage
+        if key not in self._storages:
+            self._storages[key] = storage.nbytes()
+            self._live_bytes += storage.nbytes()
+            weakref.finalize(storage, self._free, key).atexit = False
+
+    def _free(self, key: int) -> None:
+        self._live_bytes -= self._storages.pop(key, 0)
+
+
+def predict_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
+    """Shape of each result of an operation before it runs, and the bytes that it adds.
+
+    A result that shares the storage of an argument adds none.
+
+    Raises:
+        InputError: the operation cannot be run on `meta`.
+    """
+    if func is _ATEN.masked_select.default:
+        source, mask = args
+        shape: Sequence[int] = torch.broadcast_shapes(source.shape, mask.shape)  # type: ignore[no-untyped-call]  # as above
+        repeats = math.prod(shape) // max(mask.numel(), 1)
+        chosen = _count_true(mask) * repeats
+        return [((chosen,), chosen * source.element_size())]
+    if func is _ATEN.nonzero.default:
+        shape = (_count_true(args[0]), args[0].dim())
+        return [(shape, math.prod(shape) * 8)]
+    meta_args, options = to_meta(list(args)), to_meta(dict(kwargs))
+    if func is _ATEN.index.Tensor:
+        meta_args[1] = _indices_of_masks(args[1])
+    if not find_tensors([args, kwargs]):  # it makes a tensor from numbers
+        options["device"] = torch.device("meta")
+    try:
+        results = find_tensors(func(*meta_args, **options))
+    except NotImplementedError as error:
+        if str(func) == "aten._local_scalar_dense.default":  # a number, as bool(tensor) is
+            return []
+        raise InputError(
+            f"a custom loss may use operations whose results have a size that is known before "
+            f"they run, got {func}."
+        ) from error
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return []  # the call itself raises it, with the real values
+    given = {id(tensor.untyped_storage()) for tensor in find_tensors([meta_args, options])}
+    return [
+        (each.shape, 0 if id(each.untyped_storage()) in given else each.nbytes) for each in results
+    ]
+
+
+def find_tensors(value: Any) -> list[Tensor]:
+    """Tensors in a value and the containers in it."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for each in value.values() for t in find_tensors(each)]
+    if isinstance(value, list | tuple):
+        return [t for each in value for t in find_tensors(each)]
+    return []
+
+
+def to_meta(value: Any) -> Any:
+    """Copy of a value whose tensors and devices are on `meta`."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, dict):
+        return {key: to_meta(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [to_meta(each) for each in value]
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(to_meta(each) for each in value)
+    return value
+
+
+def _is_on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == "meta"
+    return any(tensor.is_meta for tensor in find_tensors(args))
+
+
+def _seconds_of_product(func: Any, args: Sequence[Any]) -> float:
+    """Estimated time of a product of matrices; 0 for everything else."""
+    if func.overloadpacket not in _PRODUCTS:
+        return 0.0
+    left, right = [each for each in args if isinstance(each, Tensor)][-2:]
+    columns = right.shape[-1] if right.dim() > 1 else 1
+    slowdown = _SLOWDOWN.get(left.dtype, _SLOWDOWN_OTHERS)
+    return left.numel() * columns * slowdown / _MULTIPLICATIONS_PER_SECOND
+
+
+def _check_pieces(
+    func: Any, source: Any = None, size: Any = 0, dim: int = 0, *_: Any, **__: Any
+) -> None:
+    """Raise before a tensor is cut into too many pieces.
+
+    Raises:
+        InputError: there would be more than 2**14.
+    """
+    pieces = 0
+    if func is _ATEN.unbind.int and source.dim():
+        pieces = source.shape[size]  # its second argument is the dimension
+    elif func is _ATEN.split.Tensor and source.dim() and size > 0:
+        pieces = -(-source.shape[dim] // size)
+    if pieces > _MAX_PIECES:
+        raise InputError(
+            f"a custom loss may cut a tensor into at most {_MAX_PIECES} pieces, got {pieces}."
+        )
+
+
+def _indices_of_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices of `x[...]` on `meta`, each mask replaced by the places that it selects."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype is torch.bool:
+            chosen = _count_true(index)
+            place = torch.empty(chosen, dtype=torch.int64, device="meta")
+            found.extend([place] * index.dim())
+        else:
+            found.append(to_meta(index))
+    return found
+
+
+def _count_true(mask: Tensor) -> int:
+    return int(mask.count_nonzero())
