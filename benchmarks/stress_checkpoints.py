@@ -86,8 +86,8 @@ def kills(folder: Path) -> None:
     visible = len([name for name in names if not name.startswith(".")])
     listed = len(checkpoints.entries("run"))
     hidden = len(names) - visible
-    for entry in parent.iterdir():
-        os.utime(entry, (0, 0), follow_symlinks=False)
+    for file in parent.iterdir():
+        os.utime(file, (0, 0), follow_symlinks=False)
     checkpoints.write("run", "weights", "latest", contents(0), overwrite=True)
     left = len(list(parent.iterdir())) - 2 * visible
     CONSOLE.print(

@@ -222,7 +222,7 @@ def test_a_loop_of_links_is_an_error_and_can_be_overwritten_and_deleted(tmp_path
     link.unlink()
     link.symlink_to("a")
     for call in (checkpoints.read, lambda p: checkpoints.set_expiry(p, None)):
-        with pytest.raises(CheckpointError, match="path must be that of a checkpoint, and .*oop"):
+        with pytest.raises(CheckpointError, match=r"path must be that of a checkpoint, and .*oop"):
             call(path)
     assert not checkpoints.entries()
     checkpoints.write("run", "weights", "a", small(1), overwrite=True)

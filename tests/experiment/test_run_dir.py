@@ -118,7 +118,9 @@ DAMAGED = [b"{", b"[1]", b"3", b"[" * 100_000, b"\xff\xfe", b"\0"]
 
 @pytest.mark.parametrize("content", DAMAGED)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "result.json", "data.json"])
-def test_a_damaged_file_is_an_error_that_names_it(run: RunFolder, name: str, content: bytes) -> None:
+def test_a_damaged_file_is_an_error_that_names_it(
+    run: RunFolder, name: str, content: bytes
+) -> None:
     readers: dict[str, Callable[[], object]] = {
         "metrics.jsonl": run.metrics,
         "samples.jsonl": run.samples,

@@ -86,7 +86,11 @@ class Checkpoints:
             # The folder may have become old while this process was stopped: a sweep must not take
             # it between here and the link.
             os.utime(folder)
-            replaced = _replace_link(link, folder) if overwrite else _create_link(link, folder)
+            if overwrite:
+                replaced = _replace_link(link, folder)
+            else:
+                replaced = None
+                link.symlink_to(folder.name)  # atomic: it fails if the name was taken meanwhile
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, FileExistsError) and not overwrite and os.path.lexists(link):
@@ -237,11 +241,6 @@ def _taken(run: str, name: str) -> CheckpointError:
         f"name must be free, and {run} has a checkpoint {name!r} already: choose another, "
         f"or pass overwrite=True."
     )
-
-
-def _create_link(link: Path, folder: Path) -> None:
-    """Link to a folder; fails, atomically, if the name is taken."""
-    link.symlink_to(folder.name)
 
 
 def _replace_link(link: Path, folder: Path) -> Path | None:
