@@ -279,8 +279,8 @@ class RegularizedClient:
         pipeline.model_id = getattr(self.client, "model_id", None)
         for name, term in [(BASE, loss_fn), *((spec.name, spec.fn) for spec in pipeline.specs)]:
             if isinstance(term, Stateful) and self._stateful_terms.get(name) is not term:
-                self._stateful_terms[name] = term
                 self._restore(name, term)
+                self._stateful_terms[name] = term
         self.pipeline = pipeline
         return pipeline
 
@@ -304,7 +304,7 @@ class RegularizedClient:
 
     def _restore(self, name: str, term: Stateful) -> None:
         if name in self._pending_states:
-            state = state_io.decode(name, self._pending_states.pop(name))
+            state = state_io.decode(name, self._pending_states[name])
             try:
                 term.load_state_dict(state)
             except StateError:
@@ -314,6 +314,8 @@ class RegularizedClient:
                     f"the state of {name!r} must be what its state_dict returned, and loading it "
                     f"failed: {type(error).__name__}: {error}"
                 ) from error
+            # Only here: a term whose state did not load must not run without it in the next call.
+            del self._pending_states[name]
 
 
 def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:

@@ -189,7 +189,7 @@ class Checkpoints:
             try:
                 checkpoint_files.change_info(folder, path, {"expires_at": expires_at})
             except OSError as error:  # a `CheckpointError` is one too
-                if folder != _target(link):
+                if folder != _target(link):  # overwritten or deleted meanwhile
                     _remove_replaced(link, folder)
                     continue
                 if isinstance(error, CheckpointError):
@@ -198,8 +198,7 @@ class Checkpoints:
                     f"the checkpoint {path!r} must be in a folder that can be written, and "
                     f"setting its expiry failed: {error}."
                 ) from error
-            if folder != _target(link):
-                _remove_replaced(link, folder)
+            _remove_replaced(link, folder)
             return
 
     def _link(self, run: str, kind: str, name: str) -> Path:
@@ -313,8 +312,9 @@ def _own_folder(link: Path) -> Path | None:
 
 
 def _remove_replaced(link: Path, folder: Path) -> None:
-    """Remove a folder that a writer has replaced and could not empty, since it was written to."""
-    if folder.name.startswith(f".{link.name}."):
+    """Remove a folder if a writer has replaced it; it may have failed to, as it was written to."""
+    is_replaced = _target(link) not in (None, folder)
+    if is_replaced and folder.name.startswith(f".{link.name}."):
         shutil.rmtree(folder, ignore_errors=True)
 
 
