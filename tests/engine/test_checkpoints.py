@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -324,6 +326,27 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_again(
     assert found.weights["w"][0] == found.optimizer_state["m"][0] == 1
 
 
+def test_a_checkpoint_replaced_while_its_link_is_followed_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    readlink = os.readlink
+    number = itertools.count(1)
+
+    def meanwhile(*args: Any, **more: Any) -> str:
+        found = readlink(*args, **more)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "readlink", readlink)
+            if (n := next(number)) in (2, 4):  # each time when the link is resolved
+                checkpoints.write("run", "weights", "a", small(n), overwrite=True)
+        return found
+
+    monkeypatch.setattr(os, "readlink", meanwhile)
+    assert checkpoints.read(path).info["n"] > 0
+    assert next(number) > 2
+
+
 def test_the_old_checkpoint_is_readable_until_the_link_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,8 +467,9 @@ def at_once(*works: Callable[[], object]) -> list[str]:
 def old_leftovers(parent: Path, count: int) -> None:
     """Make folders and links like those that killed writers left two hours ago."""
     long_ago = time.time() - 7200
-    for number in range(count):
-        folder, link = parent / f".b.{number}", parent / f".b.{number}.link"
+    for _ in range(count):
+        folder = parent / f".b.{uuid.uuid4().hex}"
+        link = parent / f"{folder.name}.link"
         folder.mkdir()
         link.symlink_to(folder.name)
         for entry in (folder, link):
@@ -534,7 +558,7 @@ def test_the_expiry_of_an_expired_checkpoint_can_be_extended(tmp_path: Path) -> 
             checkpoints.set_expiry(path, bad)  # type: ignore[arg-type]  # that is the point
 
 
-def test_the_expiry_is_set_while_the_checkpoint_is_overwritten(tmp_path: Path) -> None:
+def test_the_expiry_is_set_and_the_checkpoint_listed_while_it_is_overwritten(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
 
@@ -546,7 +570,11 @@ def test_the_expiry_is_set_while_the_checkpoint_is_overwritten(tmp_path: Path) -
         for count in range(200):
             checkpoints.set_expiry(path, time.time() + 1000 + count)
 
-    assert at_once(write, expire, expire) == []
+    def look() -> None:
+        for _ in range(200):
+            assert [entry.path for entry in checkpoints.entries()] == [path]
+
+    assert at_once(write, expire, expire, look) == []
     assert checkpoints.read(path).info["n"] == 59
     assert len(list((tmp_path / "run" / "weights").iterdir())) == 2
 

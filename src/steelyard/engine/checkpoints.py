@@ -282,13 +282,18 @@ def _resolve(link: Path, path: str) -> Path:
     Raises:
         CheckpointError: there is none, or its path cannot be followed.
     """
-    try:
-        return link.resolve(strict=True)
-    except FileNotFoundError:
-        raise not_found(path) from None
-    # A loop is a RuntimeError until Python 3.13; a NUL in the path is a ValueError.
-    except (OSError, RuntimeError, ValueError) as error:
-        raise not_found(path, error) from error
+    while True:
+        folder = _own_folder(link)
+        try:
+            return link.resolve(strict=True)
+        except FileNotFoundError:
+            # Between the link and its folder, a writer may have replaced the one and removed the
+            # other. Follow the new link.
+            if folder == _own_folder(link):
+                raise not_found(path) from None
+        # A loop is a RuntimeError until Python 3.13; a NUL in the path is a ValueError.
+        except (OSError, RuntimeError, ValueError) as error:
+            raise not_found(path, error) from error
 
 
 def _target(link: Path) -> Path | None:
@@ -341,12 +346,19 @@ def _links(parent: Path) -> list[Path]:
 
 def _entry(run: str, kind: Kind, link: Path) -> CheckpointEntry | None:
     """Entry of the checkpoint at `link`; None if it is damaged, expired or was just deleted."""
-    try:
-        info = checkpoint_files.read_info(link, link.name)
-        size = sum(file.stat().st_size for file in link.iterdir())
-    except (OSError, RuntimeError):
-        return None
-    return None if _has_expired(info) else CheckpointEntry(run, kind, link.name, info, size)
+    while True:
+        try:
+            folder = _resolve(link, link.name)
+        except CheckpointError:
+            return None
+        try:
+            info = checkpoint_files.read_info(folder, link.name)
+            size = sum(file.stat().st_size for file in folder.iterdir())
+        except (OSError, RuntimeError):
+            if folder == _target(link):
+                return None
+            continue  # overwritten meanwhile
+        return None if _has_expired(info) else CheckpointEntry(run, kind, link.name, info, size)
 
 
 def _sweep(folder: Path) -> None:
