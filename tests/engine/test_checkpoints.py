@@ -334,7 +334,7 @@ def test_a_checkpoint_replaced_while_its_link_is_followed_is_found(
     readlink = os.readlink
     number = itertools.count(1)
 
-    def meanwhile(*args: Any, **more: Any) -> str:
+    def meanwhile(*args: Any, **more: Any) -> Any:
         found = readlink(*args, **more)
         with monkeypatch.context() as patch:
             patch.setattr(os, "readlink", readlink)
@@ -558,7 +558,7 @@ def test_the_expiry_of_an_expired_checkpoint_can_be_extended(tmp_path: Path) -> 
             checkpoints.set_expiry(path, bad)  # type: ignore[arg-type]  # that is the point
 
 
-def test_the_expiry_is_set_and_the_checkpoint_listed_while_it_is_overwritten(tmp_path: Path) -> None:
+def test_a_checkpoint_is_listed_and_its_expiry_set_while_it_is_overwritten(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
 
