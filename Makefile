@@ -51,8 +51,9 @@ demo: $(READY) ## fine-tune a small model with five terms, and write a report
 bench: $(READY) ## measure the speed, as ratios within one run
 	@$(BIN)/python -m benchmarks
 
-stress: $(READY) ## long tests: a thousand failures in a row, the server under load
+stress: $(READY) ## long tests: a thousand failures in a row, killed writers, the server under load
 	@$(BIN)/python -m benchmarks.stress
+	@$(BIN)/python -m benchmarks.stress_checkpoints
 	@$(BIN)/python -m benchmarks.stress_server
 
 docs: $(READY) ## build the documentation site into site/; a broken link fails

@@ -482,6 +482,20 @@ def test_state_can_be_saved_to_a_file(remote: Answered, tmp_path: Any) -> None:
 def test_a_bad_state_is_refused(remote: Answered) -> None:
     with pytest.raises(StateError, match="must hold 'optim_steps' and 'terms'"):
         regularize(remote).load_state_dict({"optim_steps": -1, "terms": {}})
+    damaged: list[Any] = [[], 3, None, "x"]
+    for state in damaged:
+        with pytest.raises(StateError, match="must hold 'optim_steps' and 'terms'"):
+            regularize(remote).load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [{}, 3, {"calls": {"__tensor__": {}}}])
+def test_a_state_that_a_term_cannot_load_names_the_term(remote: Answered, state: Any) -> None:
+    client = regularize(remote)
+    client.load_state_dict({"optim_steps": 0, "terms": {"c": state}})
+    term = spec(Counter(), name="c")
+    for _ in range(2):  # nor does it run without its state in the next call
+        with pytest.raises(StateError, match=r"the state of 'c' must .*Error"):
+            client.forward_backward_custom(DATA, every, regularizers=[term])
 
 
 # Extra inputs.

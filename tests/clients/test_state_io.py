@@ -16,7 +16,7 @@ from steelyard.errors import CheckpointError, StateError
 
 
 def through_json(state: Any) -> Any:
-    return state_io.decode(json.loads(json.dumps(state_io.encode("t", state))))
+    return state_io.decode("t", json.loads(json.dumps(state_io.encode("t", state))))
 
 
 def test_plain_values_round_trip() -> None:
@@ -70,3 +70,39 @@ def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(CheckpointError, match="that of a saved state"):
         state_io.read(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", "[" * 100_000, "\0"])
+def test_other_contents_of_a_file_are_an_error(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "state.json"
+    file.write_text(content)
+    with pytest.raises(CheckpointError, match=r"that of a saved state.*state\.json"):
+        state_io.read(file)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "~nobody_at_all/a", "", "/", "/dev/null/a", "x" * 5000])
+def test_paths_of_no_file_are_an_error(path: str) -> None:
+    with pytest.raises(CheckpointError, match="the state must be written to"):
+        state_io.write(path, {})
+    with pytest.raises(CheckpointError, match="that of a saved state"):
+        state_io.read(path)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"__tensor__": {}},
+        {"__tensor__": []},
+        {"__tensor__": {"dtype": "float99", "shape": [1], "data": [1.0]}},
+        {"__tensor__": {"dtype": "nn", "shape": [1], "data": [1.0]}},
+        {"__tensor__": {"dtype": "float32", "shape": [2], "data": [1.0]}},
+        {"__tensor__": {"dtype": "float32", "shape": "x", "data": [1.0]}},
+        {"__tensor__": {"dtype": "float32", "shape": [1], "data": ["x"]}},
+        {"__tensor__": {"dtype": "int8", "shape": [1], "data": [10**30]}},
+        {"__array__": {"dtype": "float32", "shape": [2], "data": [1.0]}},
+        {"__array__": {"dtype": "no", "shape": [1], "data": [1.0]}},
+    ],
+)
+def test_a_damaged_tensor_is_an_error_that_names_the_term(damaged: Any) -> None:
+    with pytest.raises(StateError, match="the state of 'ema' must hold tensors as they were saved"):
+        state_io.decode("ema", {"average": [damaged]})

@@ -242,7 +242,6 @@ def test_the_description_names_the_run_its_settings_and_its_times(
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     state = state_of(model, stepped)
     assert state.describe(60, {"note": "n"}) == {
-        "format": 1,
         "base_model": "tiny-random",
         "model_id": "run",
         "created_at": 1000.0,

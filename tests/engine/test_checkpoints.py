@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
 import shutil
 import threading
 import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from steelyard.engine import LocalServiceClient, tiny
+from steelyard.engine import LocalServiceClient, checkpoint_files, tiny
 from steelyard.engine.checkpoint_contents import CheckpointContents
 from steelyard.engine.checkpoints import Checkpoints
-from steelyard.errors import CheckpointError
+from steelyard.errors import CheckpointError, InputError
 
 from .data import (
     base,
@@ -130,6 +134,12 @@ def test_a_checkpoint_expires(trained: Any, monkeypatch: pytest.MonkeyPatch) -> 
         ("tinker://../weights/name", "the run of a checkpoint must be 1 to 200 letters"),
         ("/nowhere/at/all", "path must be that of a checkpoint, and '/nowhere/at/all' is none"),
         ("", "path must be that of a checkpoint, and '' is none"),
+        ("a\0b", r"path must be that of a checkpoint, and 'a\\x00b' is none: embedded null byte"),
+        ("~nobody_at_all/a", "path must be that of a checkpoint, and '~nobody_at_all/a' is none"),
+        ("/" + "x" * 5000, "path must be that of a checkpoint, and .* is none: .*too long"),
+        ("\ud800", "path must be that of a checkpoint, and .* is none: .*surrogates"),
+        ("/dev/null", "path must be that of a checkpoint, and '/dev/null' is none"),
+        ("/dev/null/a", "path must be that of a checkpoint, and '/dev/null/a' is none"),
         (None, "path must be that of a checkpoint, and None is none"),
         (3, "path must be that of a checkpoint, and 3 is none"),
     ],
@@ -207,6 +217,52 @@ def test_a_folder_that_is_no_checkpoint_is_an_error(client: Any, tmp_path: Path)
     check_load_fails(client, str(tmp_path), "path must be that of a checkpoint, and .* is none")
 
 
+def test_a_loop_of_links_is_an_error_and_can_be_overwritten_and_deleted(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    link = tmp_path / "run" / "weights" / "a"
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    link.unlink()
+    link.symlink_to("a")
+    for call in (checkpoints.read, lambda p: checkpoints.set_expiry(p, None)):
+        with pytest.raises(CheckpointError, match=r"path must be that of a checkpoint, and .*oop"):
+            call(path)
+    assert not checkpoints.entries()
+    checkpoints.write("run", "weights", "a", small(1), overwrite=True)
+    assert checkpoints.read(path).info["n"] == 1
+    link.unlink()
+    link.symlink_to("a")
+    checkpoints.delete(path)
+    assert not os.path.lexists(link)
+
+
+def test_files_that_a_link_of_the_user_leads_to_are_never_removed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "root")
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    moved = shutil.copytree(tmp_path / "root" / "run" / "weights" / "a", tmp_path / "mine")
+    link = tmp_path / "root" / "run" / "weights" / "a"
+    for act in (
+        lambda: checkpoints.write("run", "weights", "a", small(1), overwrite=True),
+        lambda: checkpoints.delete(path),
+    ):
+        link.unlink()
+        link.symlink_to(moved)
+        assert checkpoints.read(path).info["n"] == 0
+        act()
+        assert (moved / "checkpoint.json").is_file()
+    assert not os.path.lexists(link)
+    with pytest.raises(CheckpointError, match="is none"):
+        checkpoints.delete(path)
+
+
+def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("mine")
+    checkpoints = Checkpoints(tmp_path / "root")
+    with pytest.raises(CheckpointError, match=r"must be written to .*, and that failed"):
+        checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    assert not checkpoints.entries()
+    assert (tmp_path / "root").read_text() == "mine"
+
+
 def small(number: int) -> CheckpointContents:
     """Everything in it says the number, and much of it."""
     tensor = torch.full((1000,), float(number))
@@ -270,6 +326,27 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_again(
     assert found.weights["w"][0] == found.optimizer_state["m"][0] == 1
 
 
+def test_a_checkpoint_replaced_while_its_link_is_followed_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    readlink = os.readlink
+    number = itertools.count(1)
+
+    def meanwhile(*args: Any, **more: Any) -> Any:
+        found = readlink(*args, **more)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "readlink", readlink)
+            if (n := next(number)) in (2, 4):  # each time when the link is resolved
+                checkpoints.write("run", "weights", "a", small(n), overwrite=True)
+        return found
+
+    monkeypatch.setattr(os, "readlink", meanwhile)
+    assert checkpoints.read(path).info["n"] > 0
+    assert next(number) > 2
+
+
 def test_the_old_checkpoint_is_readable_until_the_link_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +393,7 @@ def test_leftovers_of_a_killed_writer_do_not_stop_the_next_write(tmp_path: Path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", note)
-        checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+        checkpoints.write("run", "weights", "a", small(0), overwrite=True)
     assert len(made) == 2
     for name in made:
         if not os.path.lexists(parent / name):
@@ -365,3 +442,164 @@ def test_a_failed_write_leaves_the_old_checkpoint_and_the_client(
     assert same(train_on(trained), after)
     trained.load_state(saved(trained, "b")).result()
     assert same(trained.weights(), after)
+
+
+# Several writers at one name, in threads; `benchmarks/stress_checkpoints.py` has processes. A
+# `Checkpoints` has no state but its folder, so that threads and processes race alike.
+
+
+def at_once(*works: Callable[[], object]) -> list[str]:
+    """Run `works` all together, and return the errors."""
+    start = threading.Barrier(len(works))
+
+    def run(work: Callable[[], object]) -> str | None:
+        start.wait()
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - any may come
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    with ThreadPoolExecutor(len(works)) as threads:
+        return [error for error in threads.map(run, works) if error is not None]
+
+
+def old_leftovers(parent: Path, count: int) -> None:
+    """Make folders and links like those that killed writers left two hours ago."""
+    long_ago = time.time() - 7200
+    for _ in range(count):
+        folder = parent / f".b.{uuid.uuid4().hex}"
+        link = parent / f"{folder.name}.link"
+        folder.mkdir()
+        link.symlink_to(folder.name)
+        for entry in (folder, link):
+            os.utime(entry, (long_ago, long_ago), follow_symlinks=False)
+
+
+def test_writers_of_one_name_that_sweep_at_once_all_succeed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    parent = tmp_path / "run" / "weights"
+
+    def write() -> None:
+        for number in range(1, 40):
+            checkpoints.write("run", "weights", "a", small(number), overwrite=True)
+
+    def leave() -> None:
+        for _ in range(20):
+            old_leftovers(parent, 10)
+            checkpoints.write("run", "weights", "c", small(0), overwrite=True)
+
+    assert at_once(write, write, write, leave) == []
+    assert checkpoints.read(path).info["n"] == 39
+    checkpoints.write("run", "weights", "c", small(0), overwrite=True)
+    assert len(list(parent.iterdir())) == 4  # two links and their folders
+
+
+def test_of_two_writers_without_overwrite_one_succeeds(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    parent = tmp_path / "run" / "weights"
+    parent.mkdir(parents=True)
+    for name in (f"n{number}" for number in range(20)):
+
+        def write(number: int, name: str = name) -> None:
+            checkpoints.write("run", "weights", name, small(number), overwrite=False)
+
+        (error,) = at_once(lambda: write(1), lambda: write(2))
+        assert "CheckpointError: name must be free, and run has a checkpoint" in error
+        checkpoints.read(f"tinker://run/weights/{name}")
+    assert len(list(parent.iterdir())) == 2 * 20
+
+
+def test_a_name_that_is_taken_while_the_files_are_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    encode = checkpoint_files.encode
+
+    def meanwhile(name: str, contents: CheckpointContents) -> dict[str, bytes]:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_files, "encode", encode)
+            Checkpoints(tmp_path).write("run", "weights", "a", small(1), overwrite=False)
+        return encode(name, contents)
+
+    monkeypatch.setattr(checkpoint_files, "encode", meanwhile)
+    with pytest.raises(CheckpointError, match="name must be free"):
+        checkpoints.write("run", "weights", "a", small(2), overwrite=False)
+    assert checkpoints.read("tinker://run/weights/a").info["n"] == 1
+    assert len(list((tmp_path / "run" / "weights").iterdir())) == 2
+
+
+def test_the_expiry_is_set_without_reading_the_weights(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    weights = tmp_path / "run" / "weights" / "a" / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    checkpoints.set_expiry(path, time.time() + 60)
+    weights.write_bytes(content)
+    assert checkpoints.read(path).info["expires_at"] > time.time()
+
+
+def test_the_expiry_of_an_expired_checkpoint_can_be_extended(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    for expires in (time.time() - 1, 0):
+        checkpoints.set_expiry(path, expires)
+        with pytest.raises(CheckpointError, match="has expired"):
+            checkpoints.read(path)
+        assert not checkpoints.entries()
+        checkpoints.set_expiry(path, time.time() + 60)
+        assert len(checkpoints.entries()) == 1
+    checkpoints.set_expiry(path, None)
+    assert checkpoints.read(path).info["expires_at"] is None
+    for bad in (float("nan"), float("inf"), "soon", True):
+        with pytest.raises(InputError, match="expires_at must be a finite number or None"):
+            checkpoints.set_expiry(path, bad)  # type: ignore[arg-type]  # that is the point
+
+
+def test_a_checkpoint_is_listed_and_its_expiry_set_while_it_is_overwritten(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+
+    def write() -> None:
+        for number in range(1, 60):
+            checkpoints.write("run", "weights", "a", small(number), overwrite=True)
+
+    def expire() -> None:
+        for count in range(200):
+            checkpoints.set_expiry(path, time.time() + 1000 + count)
+
+    def look() -> None:
+        for _ in range(200):
+            assert [entry.path for entry in checkpoints.entries()] == [path]
+
+    assert at_once(write, expire, expire, look) == []
+    assert checkpoints.read(path).info["n"] == 59
+    assert len(list((tmp_path / "run" / "weights").iterdir())) == 2
+
+
+def test_setting_the_expiry_of_a_checkpoint_deleted_meanwhile_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+    change = checkpoint_files.change_info
+
+    def meanwhile(folder: Path, *args: Any) -> None:
+        checkpoints.delete(path)
+        change(folder, *args)
+
+    monkeypatch.setattr(checkpoint_files, "change_info", meanwhile)
+    with pytest.raises(CheckpointError, match="is none"):
+        checkpoints.set_expiry(path, None)
+
+
+def test_of_two_that_delete_a_checkpoint_one_succeeds(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for _ in range(20):
+        path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
+        errors = at_once(*[lambda: checkpoints.delete(path)] * 2)  # noqa: B023 - they end here
+        assert all("CheckpointError: path must be that" in error for error in errors)
+        assert len(errors) == 1
+    assert not list((tmp_path / "run" / "weights").iterdir())

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -179,21 +184,37 @@ def test_the_estimated_limit_is_smaller_for_a_wider_dtype() -> None:
     assert 1.5 < budgets[0] / budgets[1] < 2.5
 
 
-# torch.OutOfMemoryError comes from GPUs alone, and tests run without one: it is raised by hand.
+# torch.OutOfMemoryError comes from GPUs alone, and tests run without one: it is raised by hand. So
+# is what a CPU raises, which the last test gets from a system that refuses memory.
+
+
+def gpu_error() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def cpu_error() -> Exception:
+    return RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)"
+    )
+
+
+ERRORS = [gpu_error, cpu_error, MemoryError, lambda: RuntimeError("std::bad_alloc")]
 
 
 class Full:
-    """A GPU whose memory holds so many tokens."""
+    """A device whose memory holds so many tokens."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, error: Callable[[], Exception] = gpu_error) -> None:
         self.tokens = tokens
         self.refused = 0
+        self._error = error
         self._call = Model.__call__
 
     def __call__(self, model: Model, *args: Any, **inputs: Any) -> Any:
         if inputs["input_ids"].numel() > self.tokens:
             self.refused += 1
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise self._error()
         return self._call(model, *args, **inputs)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +225,9 @@ class Full:
 
 
 @pytest.mark.parametrize("name", ["forward", "forward_backward", "custom"])
+@pytest.mark.parametrize("error", ERRORS)
 def test_the_limit_is_halved_and_the_call_repeated_when_memory_runs_out(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    monkeypatch: pytest.MonkeyPatch, name: str, error: Callable[[], Exception]
 ) -> None:
     call = CALLS[name]
     with limited(300) as service, limited(None) as plenty:
@@ -214,7 +236,7 @@ def test_the_limit_is_halved_and_the_call_repeated_when_memory_runs_out(
             train(client)
         tight, free = clients
         expected = call(free).result().metrics
-        memory = Full(80)
+        memory = Full(80, error)
         memory.install(monkeypatch)
         found = call(tight).result().metrics
         assert found == {key: pytest.approx(value, rel=1e-10) for key, value in expected.items()}
@@ -226,23 +248,27 @@ def test_the_limit_is_halved_and_the_call_repeated_when_memory_runs_out(
         assert memory.refused == 2
 
 
-def test_memory_that_runs_out_with_64_tokens_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", ERRORS)
+def test_memory_that_runs_out_with_64_tokens_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception]
+) -> None:
     with limited(300) as service:
         client = create(service)
         client.forward_backward(ragged(0, [5]), "cross_entropy").result()
         before = client.gradients()
         with monkeypatch.context() as patch:
-            memory = Full(10)
+            memory = Full(10, error)
             memory.install(patch)
-            with pytest.raises(torch.OutOfMemoryError):
+            with pytest.raises(torch.OutOfMemoryError, match="64 tokens must fit into memory"):
                 CALLS["forward_backward"](client).result()
         assert memory.refused == 4  # 300, 150, 75 and the least, 64
         assert same(client.gradients(), before)
         CALLS["forward_backward"](client).result()
 
 
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_backward_pass_that_runs_out_of_memory_recomputes_the_forward_pass(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception]
 ) -> None:
     backward = ForwardResult.backward
     refused: list[ForwardResult] = []
@@ -250,7 +276,7 @@ def test_a_backward_pass_that_runs_out_of_memory_recomputes_the_forward_pass(
     def full(run: ForwardResult, *args: Any) -> Any:
         if not refused:
             refused.append(run)
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise error()
         return backward(run, *args)
 
     with limited(300) as service, limited(None) as plenty:
@@ -275,14 +301,57 @@ def test_other_errors_do_not_halve_the_limit() -> None:
         assert budget.tokens(client._trainer.adapter) == 300
 
 
-def test_or_none_reports_that_memory_ran_out() -> None:
+@pytest.mark.parametrize("error", ERRORS)
+def test_or_none_reports_that_memory_ran_out(error: Callable[[], Exception]) -> None:
     def full() -> int:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def broken() -> int:
-        raise KeyError("mine")
+        raise error()
 
     assert memory.or_none(lambda: 3) == 3
     assert memory.or_none(full) is None
-    with pytest.raises(KeyError, match="mine"):
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), RuntimeError("mine")])
+def test_or_none_does_not_hide_other_errors(error: Exception) -> None:
+    def broken() -> int:
+        raise error
+
+    with pytest.raises(type(error), match="mine"):
         memory.or_none(broken)
+
+
+# A process of its own, whose address space is limited to what it has and 300 MiB more.
+SCRIPT = """
+import json, resource
+import torch
+from tests.engine.data import ragged
+from steelyard.engine import LocalServiceClient
+
+torch.set_num_threads(1)
+with LocalServiceClient(device="cpu", max_tokens=60_000) as service:
+    client = service.create_lora_training_client("tiny-random", rank=4, seed=0)
+    client.forward_backward(ragged(0, [8] * 2), "cross_entropy").result()
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, hard))
+    output = client.forward_backward(ragged(0, [500] * 100), "cross_entropy").result()
+    tokens = client._worker.token_budget.tokens(client._trainer.adapter)
+    print(json.dumps([len(output.loss_fn_outputs), tokens]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is not enforced elsewhere")
+def test_a_process_that_the_system_refuses_memory_goes_on_in_smaller_parts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    count, tokens = json.loads(done.stdout)
+    assert count == 100
+    assert tokens < 60_000

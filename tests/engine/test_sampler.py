@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 import torch
 from tinker import types
 
-from steelyard.engine import LocalSamplingClient, LocalServiceClient, LocalTrainingClient
+from steelyard.engine import (
+    LocalSamplingClient,
+    LocalServiceClient,
+    LocalTrainingClient,
+    serve,
+    tiny,
+)
 from steelyard.engine.sampler import choose_tokens
 
 from .data import PROMPT, datum, distributions, logprobs, prompt, sample
@@ -90,14 +99,100 @@ def test_temperature_0_takes_the_likeliest_tokens(
     assert len(found.tokens) == 6
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.3}])
-def test_logprobs_of_samples_ignore_temperature_top_k_and_top_p(
-    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient, params: dict[str, Any]
+@pytest.mark.parametrize(
+    ("params", "temperature"),
+    [
+        ({}, 1.0),
+        ({"temperature": 2.0}, 2.0),
+        ({"temperature": 0.5}, 0.5),
+        # As without: they only choose among the tokens.
+        ({"top_k": 5}, 1.0),
+        ({"top_p": 0.3}, 1.0),
+        ({"temperature": 0.5, "top_k": 5, "top_p": 0.3}, 0.5),
+        # The limit has the log-prob 0 for one token, which says nothing.
+        ({"temperature": 0.0}, 1.0),
+    ],
+)
+def test_logprobs_of_samples_follow_the_temperature_and_not_top_k_or_top_p(
+    sampling: LocalSamplingClient,
+    sampled_training: LocalTrainingClient,
+    params: dict[str, Any],
+    temperature: float,
 ) -> None:
-    for found in sample(sampling, count=3, stop=[], **params).sequences:
+    options = {"topk_sample_logprobs": 3}
+    for found in sample(sampling, count=3, stop=[], options=options, **params).sequences:
         rows = distributions(sampled_training, PROMPT + found.tokens)[len(PROMPT) - 1 : -1]
+        rows = (rows / temperature).log_softmax(-1)
         expected = rows.gather(-1, torch.tensor(found.tokens)[:, None])[:, 0]
         np.testing.assert_allclose(found.logprobs or [], expected.numpy(), atol=1e-5)
+        likeliest = [[value for _, value in row or ()] for row in found.topk_logprobs or ()]
+        np.testing.assert_allclose(likeliest, rows.topk(3).values.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-30, 1e30, 1e300])
+def test_extreme_temperatures_give_finite_logprobs(
+    sampling: LocalSamplingClient, temperature: float
+) -> None:
+    options = {"prompt_alt_tokens_k": 2}
+    (found,) = sample(sampling, stop=[], temperature=temperature, options=options).sequences
+    if temperature < 1:
+        (greedy,) = sample(sampling, stop=[], temperature=0.0).sequences
+        assert found.tokens == greedy.tokens
+        assert found.logprobs == [0.0] * 6
+    else:
+        assert found.logprobs == pytest.approx([-math.log(512)] * 6)
+
+
+# The criterion of tinker-cookbook's tests/validate_temperature_logprobs.py, with the SDK and
+# a server too: over all pairs of sampled tokens, |(l_t(i) - l_t(j)) - (l_1(i) - l_1(j)) / t| is
+# nearly 0, where l_1 comes from `compute_logprobs`; and a token that is sampled again after the
+# same prefix has the log-prob that it had within its sequence.
+
+
+@pytest.fixture(scope="module", params=["in process", "over HTTP"])
+def sampler(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A sampling client of a base model in a local folder."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    tiny.build(torch.float32).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    if request.param == "in process":
+        with LocalServiceClient() as service:
+            yield service.create_sampling_client(base_model=folder)
+    else:
+        with (
+            serve(base_model=folder) as url,
+            tinker.ServiceClient(base_url=url, api_key="tml-local") as remote,
+        ):
+            yield remote.create_sampling_client(base_model=folder)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.8])
+def test_differences_of_logprobs_scale_with_the_inverse_temperature(
+    sampler: Any, temperature: float
+) -> None:
+    found = sample(sampler, count=12, max_tokens=1, stop=[], temperature=temperature).sequences
+    at_t = {each.tokens[0]: each.logprobs[0] for each in found if each.logprobs}
+    at_1 = {
+        token: sampler.compute_logprobs(prompt([*PROMPT, token])).result()[-1] for token in at_t
+    }
+    pairs = list(itertools.combinations(at_t, 2))
+    assert len(pairs) > 10
+    for i, j in pairs:
+        assert at_t[i] - at_t[j] == pytest.approx((at_1[i] - at_1[j]) / temperature, abs=1e-4)
+
+
+def test_a_token_has_the_same_logprob_alone_as_within_its_sequence(sampler: Any) -> None:
+    # So cold that the likeliest tokens come again with another seed.
+    (found,) = sample(sampler, max_tokens=10, stop=[], temperature=0.05).sequences
+    matches = 0
+    for i, token in enumerate(found.tokens):
+        prefix = PROMPT + found.tokens[:i]
+        again = sample(sampler, prefix, 8, max_tokens=1, stop=[], temperature=0.05, seed=1)
+        for each in again.sequences:
+            if each.tokens == [token]:
+                assert each.logprobs == pytest.approx([(found.logprobs or [])[i]], abs=1e-4)
+                matches += 1
+    assert matches > 5
 
 
 def test_logprobs_of_samples_are_those_of_the_training_forward_pass(
@@ -263,6 +358,30 @@ def test_the_likeliest_tokens_of_the_prompt(
         assert [lp for _, lp in row] == pytest.approx(value.tolist(), abs=1e-5)
 
 
+def test_the_likeliest_tokens_of_the_prompt_come_with_its_own_logprobs(sampler: Any) -> None:
+    found = sample(sampler, options={"topk_prompt_logprobs": 2})
+    expected = sample(sampler, options={"include_prompt_logprobs": True}).prompt_logprobs
+    assert found.topk_prompt_logprobs is not None
+    assert found.prompt_logprobs == pytest.approx(expected)
+
+
+def test_logprobs_of_the_prompt_do_not_depend_on_the_temperature(
+    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
+) -> None:
+    options = {"include_prompt_logprobs": True, "prompt_alt_tokens_k": 5}
+    found = sample(sampling, options=options, temperature=0.3)
+    assert found.prompt_logprobs == sample(sampling, options=options).prompt_logprobs
+    assert found.prompt_alt_tokens is not None
+    rows = distributions(sampled_training, PROMPT)[:-1]
+    tokens = found.prompt_alt_tokens.tokens.to_torch()
+    torch.testing.assert_close(
+        found.prompt_alt_tokens.logprobs.to_torch().double(),
+        rows.gather(-1, tokens),
+        rtol=0,
+        atol=1e-5,
+    )
+
+
 def test_prompt_logprobs_last_n_limits_the_likeliest_tokens_too(
     sampling: LocalSamplingClient,
 ) -> None:
@@ -277,6 +396,10 @@ def test_prompt_logprobs_last_n_limits_the_likeliest_tokens_too(
     assert found is not None
     assert whole is not None
     assert found == [None, None, None, whole[3]]
+    del options["include_prompt_logprobs"]
+    alone = sample(sampling, options=options)
+    assert alone.topk_prompt_logprobs == found
+    assert [value is None for value in alone.prompt_logprobs or ()] == [True, True, True, False]
 
 
 def test_the_likeliest_tokens_of_each_sample(

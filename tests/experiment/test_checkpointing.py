@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,59 @@ def test_a_damaged_record_is_an_error(run: RunFolder) -> None:
     (run.checkpoints / "step-00000001.json").write_text('{"step": 1}')
     with pytest.raises(CheckpointError, match=r"step-00000001\.json must be a whole record"):
         latest_checkpoint(run)
+
+
+WHOLE = {"step": 1, "path": "tinker://r/weights/a", "seed": 0, "metrics_bytes": 0, "terms": None}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "3",
+        "[" * 100_000,
+        "\0",
+        json.dumps({**WHOLE, "step": "1"}),
+        json.dumps({**WHOLE, "step": -1}),
+        json.dumps({**WHOLE, "seed": None}),
+        json.dumps({**WHOLE, "metrics_bytes": 1.5}),
+        json.dumps({**WHOLE, "path": 3}),
+        json.dumps({**WHOLE, "terms": []}),
+        json.dumps({**WHOLE, "more": 1}),
+    ],
+)
+def test_other_contents_of_a_record_are_an_error(
+    client: RegularizedClient, run: RunFolder, content: str
+) -> None:
+    run.checkpoints.mkdir()
+    record = run.checkpoints / "step-00000001.json"
+    record.write_text(content)
+    with pytest.raises(CheckpointError, match=r"step-00000001\.json must be a whole record"):
+        latest_checkpoint(run)
+    # Also where it is read to find out which checkpoints are kept; the new one is there by then.
+    with pytest.raises(CheckpointError, match=r"step-00000001\.json must be a whole record"):
+        save(client, run, 2, seed=0, keep=2)
+    record.unlink()
+    assert (latest_checkpoint(run) or RunCheckpoint(0, "", 0, 0, None)).step == 2
+
+
+def test_a_folder_in_the_place_of_a_record_is_an_error(run: RunFolder) -> None:
+    (run.checkpoints / "step-00000001.json").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"step-00000001\.json must be a whole record"):
+        latest_checkpoint(run)
+
+
+def test_old_checkpoints_are_deleted_whatever_has_become_of_them(
+    client: RegularizedClient, run: RunFolder
+) -> None:
+    save(client, run, 1, seed=0, keep=1)
+    (link,) = run.checkpoints.glob("*/weights/step-*")
+    link.with_name("step-00000000").symlink_to("step-00000000")  # a loop
+    shutil.copytree(link, link.with_name("step-00000009"))  # no link
+    link.with_name("step-00000008").symlink_to("nowhere")
+    save(client, run, 2, seed=0, keep=1)
+    assert (records(run), states(run)) == (["step-00000002.json"], ["step-00000002"])
 
 
 def step_once(client: RegularizedClient, data: list[types.Datum], specs: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,46 @@ def test_every_line_of_a_message_has_a_time(run: RunFolder) -> None:
     run.log("one\ntwo")
     lines = (run.path / "log.txt").read_text().splitlines()
     assert [line[20:] for line in lines] == ["one", "two"]
+
+
+DAMAGED = [b"{", b"[1]", b"3", b"[" * 100_000, b"\xff\xfe", b"\0"]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "result.json", "data.json"])
+def test_a_damaged_file_is_an_error_that_names_it(
+    run: RunFolder, name: str, content: bytes
+) -> None:
+    readers: dict[str, Callable[[], object]] = {
+        "metrics.jsonl": run.metrics,
+        "samples.jsonl": run.samples,
+        "result.json": run.result,
+        "data.json": lambda: run.hold_data([]),
+    }
+    file = run.path / name
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=rf"{name}.* must be (a )?JSON"):
+        readers[name]()
+    file.unlink()
+    if name != "data.json":
+        file.mkdir()
+        with pytest.raises(RunError, match=rf"{name} must be a file that can be read"):
+            readers[name]()
+
+
+def test_the_line_of_a_damaged_file_is_named(run: RunFolder) -> None:
+    run.metrics_file.write_text('{"step": 0}\n\n{"step":\n')
+    with pytest.raises(RunError, match=r"metrics\.jsonl, line 3, must be JSON, and it is damaged"):
+        run.metrics()
+
+
+def test_a_line_ends_with_a_newline_alone(run: RunFolder) -> None:
+    samples = [{"completion": "a\u2028b\u2029c\x85d"}]
+    run.keep_samples(samples)
+    assert run.samples() == samples
+
+
+def test_a_write_below_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RunError, match="must be writable"):
+        write_atomic(tmp_path / "file" / "a", b"x")

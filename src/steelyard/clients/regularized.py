@@ -214,11 +214,12 @@ class RegularizedClient:
         Raises:
             StateError: it is not what `state_dict` returns.
         """
-        terms, steps = state.get("terms"), state.get("optim_steps")
+        found = state if isinstance(state, Mapping) else {}
+        terms, steps = found.get("terms"), found.get("optim_steps")
         if not isinstance(terms, Mapping) or not is_whole(steps, at_least=0):
             raise StateError(
                 f"state must hold 'optim_steps' and 'terms', as state_dict gives them, "
-                f"got {dict(state)!r}."
+                f"got {state!r}."
             )
         self.optim_steps = int(steps)  # type: ignore[arg-type]  # whole
         self._pending_states = dict(terms)
@@ -278,8 +279,8 @@ class RegularizedClient:
         pipeline.model_id = getattr(self.client, "model_id", None)
         for name, term in [(BASE, loss_fn), *((spec.name, spec.fn) for spec in pipeline.specs)]:
             if isinstance(term, Stateful) and self._stateful_terms.get(name) is not term:
-                self._stateful_terms[name] = term
                 self._restore(name, term)
+                self._stateful_terms[name] = term
         self.pipeline = pipeline
         return pipeline
 
@@ -303,7 +304,18 @@ class RegularizedClient:
 
     def _restore(self, name: str, term: Stateful) -> None:
         if name in self._pending_states:
-            term.load_state_dict(state_io.decode(self._pending_states.pop(name)))
+            state = state_io.decode(name, self._pending_states[name])
+            try:
+                term.load_state_dict(state)
+            except StateError:
+                raise
+            except Exception as error:  # a term is anyone's, and a damaged state may be anything
+                raise StateError(
+                    f"the state of {name!r} must be what its state_dict returned, and loading it "
+                    f"failed: {type(error).__name__}: {error}"
+                ) from error
+            # Only here: a term whose state did not load must not run without it in the next call.
+            del self._pending_states[name]
 
 
 def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
@@ -43,20 +44,30 @@ def encode(term: str, state: Any) -> Any:
     )
 
 
-def decode(state: Any) -> Any:
-    """Invert `encode`, except that tuples come back as lists."""
+def decode(term: str, state: Any) -> Any:
+    """Invert `encode`, except that tuples come back as lists.
+
+    Raises:
+        StateError: a tensor or an array in it is damaged.
+    """
     if isinstance(state, list):
-        return [decode(item) for item in state]
+        return [decode(term, item) for item in state]
     if not isinstance(state, dict):
         return state
-    if set(state) == {_TENSOR}:
-        tensor = state[_TENSOR]
-        dtype = getattr(torch, tensor["dtype"])
-        return torch.tensor(tensor["data"], dtype=dtype).reshape(tensor["shape"])
-    if set(state) == {_ARRAY}:
-        array = state[_ARRAY]
-        return np.array(array["data"], dtype=array["dtype"]).reshape(array["shape"])
-    return {key: decode(value) for key, value in state.items()}
+    if set(state) not in ({_TENSOR}, {_ARRAY}):
+        return {key: decode(term, value) for key, value in state.items()}
+    ((kind, value),) = state.items()
+    try:
+        if kind == _TENSOR:
+            dtype = getattr(torch, value["dtype"])
+            return torch.tensor(value["data"], dtype=dtype).reshape(value["shape"])
+        return np.array(value["data"], dtype=value["dtype"]).reshape(value["shape"])
+    # Whatever torch and NumPy make of a wrong dtype, shape or value.
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the state of {term!r} must hold tensors as they were saved, and one is damaged: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def write(path: str | Path, state: Mapping[str, Any]) -> None:
@@ -65,31 +76,41 @@ def write(path: str | Path, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the file cannot be written.
     """
-    target = Path(path).expanduser()
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    temporary = None
     try:
+        target = Path(path).expanduser()
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())  # the contents are on disk before the name is
         temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"the state must be written to {target}, and: {error}.") from error
+    # A path with a NUL or without a name is a ValueError, "~nobody" a RuntimeError.
+    except (OSError, RuntimeError, ValueError) as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError, ValueError):
+                temporary.unlink()
+        raise CheckpointError(f"the state must be written to {path}, and: {error}.") from error
 
 
 def read(path: str | Path) -> dict[str, Any]:
     """Read a file that `write` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read, or is not JSON.
+        CheckpointError: the file cannot be read, or is no JSON object.
     """
     try:
-        state: dict[str, Any] = json.loads(Path(path).expanduser().read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        state = json.loads(Path(path).expanduser().read_text("utf-8"))
+    # Nested too deeply is a RecursionError, a RuntimeError; so is "~nobody".
+    except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"path must be that of a saved state, and {path}: {error}."
         ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"path must be that of a saved state, a JSON object, and {path} holds a "
+            f"{type(state).__name__}."
+        )
     return state
 
 

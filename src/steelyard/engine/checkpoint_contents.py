@@ -60,21 +60,35 @@ class TrainingState:
         self._user_metadata = user_metadata
         self._companions: dict[str, Stateful] = {}
         self._loaded: dict[str, Any] = {}
+        self._loaded_path = ""
 
     def attach(self, name: str, companion: Stateful) -> None:
         """Include the state of `companion` from now on; restore it if one was loaded before."""
         self._companions[name] = companion
         if name in self._loaded:
-            companion.load_state_dict(self._loaded[name])
+            self._restore_companion(name)
 
     def companion_states(self) -> dict[str, Any]:
         """Current state of each companion, by name."""
         return {name: companion.state_dict() for name, companion in self._companions.items()}
 
     def restore_companions(self) -> None:
-        """Load into each companion the state that the last restored checkpoint has for it."""
+        """Load into each companion the state that the last restored checkpoint has for it.
+
+        Raises:
+            CheckpointError: a companion cannot load its state.
+        """
         for name in self._companions.keys() & self._loaded.keys():
+            self._restore_companion(name)
+
+    def _restore_companion(self, name: str) -> None:
+        try:
             self._companions[name].load_state_dict(self._loaded[name])
+        except Exception as error:  # a companion is anyone's, and a state may be anything
+            raise CheckpointError(
+                f"the checkpoint {self._loaded_path!r} must hold what the state_dict of {name!r} "
+                f"returned, and loading it failed: {type(error).__name__}: {error}"
+            ) from error
 
     def describe(
         self, ttl_seconds: int | None, user_metadata: Mapping[str, str] | None
@@ -91,7 +105,6 @@ class TrainingState:
         settings = self._adapter.settings
         now = time.time()
         return {
-            "format": 1,
             "base_model": self._model.source.name,
             "model_id": self._model_id,
             "created_at": now,
@@ -150,3 +163,4 @@ class TrainingState:
         except StateError as error:
             raise CheckpointError(f"the checkpoint {path!r} does not fit: {error}") from error
         self._loaded = dict(contents.info.get("companions", {}))
+        self._loaded_path = path

@@ -1,30 +1,32 @@
-"""Checkpoints on disk: safetensors and JSON, in folders that appear whole or not at all.
+"""Checkpoints on disk, by name, in folders that appear whole or not at all.
 
 `<root>/<run>/weights/<name>` is a symbolic link to a hidden folder beside it. A checkpoint is
 written into a new hidden folder, its files are flushed to the disk, and then `rename(2)`, which is
 atomic, puts a new link in the place of the old one. Whoever follows the link finds a whole
 checkpoint, at whatever moment the writer was killed. peft can load the folder too.
+
+Several processes may write, read and delete checkpoints of one name. Of two writers with
+`overwrite` both succeed, and the last one's stays; of two without, one does.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors
-import safetensors.torch
-from torch import Tensor
-
+from steelyard.engine import checkpoint_files
 from steelyard.engine.checkpoint_contents import CheckpointContents
-from steelyard.errors import CheckpointError
+from steelyard.engine.checkpoint_files import not_found
+from steelyard.errors import CheckpointError, InputError
+from steelyard.spec import is_finite
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
@@ -75,28 +77,30 @@ class Checkpoints:
         """
         link = self._link(run, kind, name)
         if not overwrite and os.path.lexists(link):
-            raise CheckpointError(
-                f"name must be free, and {run} has a checkpoint {name!r} already: choose another, "
-                f"or pass overwrite=True."
-            )
-        files = _files(name, contents)
+            raise _taken(run, name)
+        files = checkpoint_files.encode(name, contents)
         folder = link.with_name(f".{name}.{uuid.uuid4().hex}")
-        fresh = link.with_name(f"{folder.name}.link")
         try:
             folder.mkdir(parents=True)
-            _write_files(folder, files)
-            fresh.symlink_to(folder.name)
-            old = _target(link)
-            fresh.replace(link)  # the atomic step: readers see the old checkpoint or the new one
+            checkpoint_files.write(folder, files)
+            # The folder may have become old while this process was stopped: a sweep must not take
+            # it between here and the link.
+            os.utime(folder)
+            if overwrite:
+                replaced = _replace_link(link, folder)
+            else:
+                replaced = None
+                link.symlink_to(folder.name)  # atomic: it fails if the name was taken meanwhile
         except OSError as error:
-            fresh.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, FileExistsError) and not overwrite and os.path.lexists(link):
+                raise _taken(run, name) from None
             raise CheckpointError(
                 f"the checkpoint {name!r} must be written to {link.parent}, and that failed: "
                 f"{error}. Make room there, or choose another folder; nothing was changed."
             ) from error
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
         _sweep(link.parent)
         return f"{SCHEME}{run}/{kind}/{name}"
 
@@ -108,9 +112,9 @@ class Checkpoints:
         """
         link = self._find(path)
         while True:
-            folder = _target(link)
+            folder = _resolve(link, path)
             try:
-                found = _read_files(folder, path)
+                found = checkpoint_files.read(folder, path)
             except CheckpointError:
                 if folder == _target(link):
                     raise
@@ -119,58 +123,95 @@ class Checkpoints:
                     break
             # A writer replaced the link and may have removed files of the old folder while they
             # were read. Whether that failed or not, read the new folder.
-        expires = found.info.get("expires_at")
-        if expires is not None and expires < time.time():
+        if _has_expired(found.info):
             raise CheckpointError(f"path must be that of a checkpoint, and {path!r} has expired.")
         return found
 
     def entries(self, run: str | None = None) -> list[CheckpointEntry]:
-        """List the checkpoints of a run, or of all, newest first; no damaged or expired ones."""
-        runs = [self._root / check_name("run", run)] if run is not None else _folders(self._root)
+        """List the checkpoints of a run, or of all, newest first; no damaged or expired ones.
+
+        Raises:
+            CheckpointError: the name of the run breaks a rule, or the root cannot be read.
+        """
+        if run is not None:
+            runs = [self._root / check_name("run", run)]
+        else:
+            try:
+                runs = _visible(self._root)
+            except OSError as error:
+                raise CheckpointError(
+                    f"the folder of the checkpoints must be readable, and {self._root} is not: "
+                    f"{error}."
+                ) from error
         found = [
             entry
             for folder in runs
             for kind in KINDS
-            for link in _folders(folder / kind)
+            for link in _links(folder / kind)
             if (entry := _entry(folder.name, kind, link)) is not None
         ]
         return sorted(found, key=lambda entry: entry.info.get("created_at", 0), reverse=True)
 
     def delete(self, path: str) -> None:
-        """Delete a checkpoint.
+        """Delete a checkpoint, whole or damaged.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is none, or it cannot be deleted.
         """
         link = self._find(path)
-        folder = _target(link)
-        if folder is None or not link.is_symlink():
-            raise _not_found(path)
-        link.unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.islink(link):  # noqa: PTH114 - False for a path that cannot be followed
+            raise not_found(path)
+        folder = _own_folder(link)
+        try:
+            link.unlink()
+        except FileNotFoundError:  # another process deleted it meanwhile
+            raise not_found(path) from None
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {path!r} must be in a folder that can be written, and deleting "
+                f"it failed: {error}."
+            ) from error
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def set_expiry(self, path: str, expires_at: float | None) -> None:
-        """Set the time at which a checkpoint expires; None: never.
+        """Set the time at which a checkpoint expires, of an expired one too; None: never.
 
         Raises:
-            CheckpointError: there is none.
+            InputError: the time is not a finite number.
+            CheckpointError: there is no checkpoint, or it is damaged or cannot be written.
         """
-        folder = _target(self._find(path))
-        if folder is None:
-            raise _not_found(path)
-        info = {**self.read(path).info, "expires_at": expires_at}
-        fresh = folder / f".checkpoint.{uuid.uuid4().hex}"
-        _write_files(folder, {fresh.name: _json(info)})
-        fresh.replace(folder / "checkpoint.json")  # atomic, as in `write`
+        if expires_at is not None and not is_finite(expires_at):
+            raise InputError(f"expires_at must be a finite number or None, got {expires_at!r}.")
+        link = self._find(path)
+        while True:
+            folder = _resolve(link, path)
+            try:
+                checkpoint_files.change_info(folder, path, {"expires_at": expires_at})
+            except OSError as error:  # a `CheckpointError` is one too
+                if folder != _target(link):  # overwritten or deleted meanwhile
+                    _remove_replaced(link, folder)
+                    continue
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(
+                    f"the checkpoint {path!r} must be in a folder that can be written, and "
+                    f"setting its expiry failed: {error}."
+                ) from error
+            _remove_replaced(link, folder)
+            return
 
     def _link(self, run: str, kind: str, name: str) -> Path:
         return self._root / check_name("run", run) / kind / check_name("name", name)
 
     def _find(self, path: str) -> Path:
         if not isinstance(path, str | Path):
-            raise _not_found(path)
+            raise not_found(path)
         if not isinstance(path, str) or not path.startswith(SCHEME):
-            return Path(path).expanduser()
+            try:
+                return Path(path).expanduser()
+            except RuntimeError as error:  # "~nobody" has no home
+                raise not_found(path, error) from error
         parts = path.removeprefix(SCHEME).split("/")
         if len(parts) != 3 or parts[1] not in KINDS:  # noqa: PLR2004
             raise CheckpointError(
@@ -194,97 +235,146 @@ def check_name(what: str, value: object) -> str:
     return value
 
 
+def _taken(run: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"name must be free, and {run} has a checkpoint {name!r} already: choose another, "
+        f"or pass overwrite=True."
+    )
+
+
+def _replace_link(link: Path, folder: Path) -> Path | None:
+    """Link to a folder, in the place of an earlier link; return the folder that it had."""
+    fresh = link.with_name(f"{folder.name}.link")
+    fresh.symlink_to(folder.name)
+    try:
+        with _locked(link.parent):
+            old = _own_folder(link)
+            fresh.replace(link)  # the atomic step: readers see the old checkpoint or the new one
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    return old
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one writer at a time replace a link in `folder`, so that each knows what it replaced.
+
+    Where folders cannot be locked, as on some network file systems, the folder that lost a race
+    stays until it is swept.
+    """
+    descriptor = None
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl  # noqa: PLC0415 - Unix alone has it
+
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # releases the lock
+
+
+def _resolve(link: Path, path: str) -> Path:
+    """Folder that a link leads to.
+
+    Raises:
+        CheckpointError: there is none, or its path cannot be followed.
+    """
+    while True:
+        folder = _own_folder(link)
+        try:
+            return link.resolve(strict=True)
+        except FileNotFoundError:
+            # Between the link and its folder, a writer may have replaced the one and removed the
+            # other. Follow the new link.
+            if folder == _own_folder(link):
+                raise not_found(path) from None
+        # A loop is a RuntimeError until Python 3.13; a NUL in the path is a ValueError.
+        except (OSError, RuntimeError, ValueError) as error:
+            raise not_found(path, error) from error
+
+
 def _target(link: Path) -> Path | None:
     try:
         return link.resolve(strict=True)
-    except OSError:
+    except (OSError, RuntimeError, ValueError):
         return None
 
 
-def _files(name: str, contents: CheckpointContents) -> dict[str, bytes]:
+def _own_folder(link: Path) -> Path | None:
+    """Hidden folder beside a link that it leads to; None for a link to anywhere else.
+
+    A link that a user has put in the place of a checkpoint may lead to files of theirs.
+    """
     try:
-        json_files = {
-            "adapter_config.json": _json(contents.config),
-            "checkpoint.json": _json(contents.info),
-        }
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"what is saved with the checkpoint {name!r} must be ready for JSON, and it is not: "
-            f"{error}"
-        ) from error
-    tensors = {"adapter_model.safetensors": contents.weights}
-    if contents.optimizer_state is not None:
-        tensors["optimizer.safetensors"] = contents.optimizer_state
-    return {name: safetensors.torch.save(dict(t)) for name, t in tensors.items()} | json_files
+        target = str(link.readlink())
+    except (OSError, ValueError):
+        return None
+    is_own = target.startswith(f".{link.name}.") and os.sep not in target
+    return link.with_name(target) if is_own else None
 
 
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, content in files.items():
-        with (folder / name).open("wb") as file:
-            file.write(content)
-            # The data must be on the disk before the link is, or a power cut could leave a link to
-            # empty files.
-            file.flush()
-            os.fsync(file.fileno())
+def _remove_replaced(link: Path, folder: Path) -> None:
+    """Remove a folder if a writer has replaced it; it may have failed to, as it was written to."""
+    is_replaced = _target(link) not in (None, folder)
+    if is_replaced and folder.name.startswith(f".{link.name}."):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read_files(folder: Path | None, path: str) -> CheckpointContents:
-    if folder is None or not (folder / "checkpoint.json").is_file():
-        raise _not_found(path)
-    optimizer = folder / "optimizer.safetensors"
+def _has_expired(info: Mapping[str, Any]) -> bool:
+    expires = info.get("expires_at")
+    return expires is not None and expires < time.time()
+
+
+def _visible(parent: Path) -> list[Path]:
+    """Entries of a folder that are not hidden; none if it does not exist."""
     try:
-        info = json.loads((folder / "checkpoint.json").read_text("utf-8"))
-        if not isinstance(info, dict) or not {"base_model", "lora"} <= info.keys():
-            raise ValueError("checkpoint.json does not say what was trained")  # noqa: TRY301
-        return CheckpointContents(
-            info=info,
-            weights=_read_tensors(folder / "adapter_model.safetensors"),
-            optimizer_state=_read_tensors(optimizer) if optimizer.is_file() else None,
-            config=json.loads((folder / "adapter_config.json").read_text("utf-8")),
-        )
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"the checkpoint {path!r} must be whole, and it is damaged: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    return safetensors.torch.load(file.read_bytes())
-
-
-def _folders(parent: Path) -> list[Path]:
-    if not parent.is_dir():
+        return sorted(entry for entry in parent.iterdir() if not entry.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(entry for entry in parent.iterdir() if not entry.name.startswith("."))
+
+
+def _links(parent: Path) -> list[Path]:
+    """Checkpoints in a folder; none if it cannot be read, so that other runs are still listed."""
+    try:
+        return _visible(parent)
+    except OSError:
+        return []
 
 
 def _entry(run: str, kind: Kind, link: Path) -> CheckpointEntry | None:
     """Entry of the checkpoint at `link`; None if it is damaged, expired or was just deleted."""
-    try:
-        info = json.loads((link / "checkpoint.json").read_text("utf-8"))
-        size = sum(file.stat().st_size for file in link.iterdir())
-        expires = info.get("expires_at")
-        whole = "base_model" in info and isinstance(info.get("lora"), dict)
-    except (OSError, ValueError, AttributeError):
-        return None
-    if not whole or (expires is not None and expires < time.time()):
-        return None
-    return CheckpointEntry(run, kind, link.name, info, size)
-
-
-def _json(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values, indent=2, sort_keys=True).encode()
-
-
-def _not_found(path: object) -> CheckpointError:
-    return CheckpointError(f"path must be that of a checkpoint, and {path!r} is none.")
+    while True:
+        try:
+            folder = _resolve(link, link.name)
+        except CheckpointError:
+            return None
+        try:
+            info = checkpoint_files.read_info(folder, link.name)
+            size = sum(file.stat().st_size for file in folder.iterdir())
+        except (OSError, RuntimeError):
+            if folder == _target(link):
+                return None
+            continue  # overwritten meanwhile
+        return None if _has_expired(info) else CheckpointEntry(run, kind, link.name, info, size)
 
 
 def _sweep(folder: Path) -> None:
-    """Remove hidden folders and links that killed writers left more than an hour ago."""
-    linked = {_target(entry) for entry in folder.iterdir() if not entry.name.startswith(".")}
-    for entry in folder.iterdir():
-        abandoned = entry.name.startswith(".") and entry.resolve() not in linked
-        if abandoned and time.time() - entry.lstat().st_mtime > _ABANDONED:
+    """Remove hidden folders and links that killed writers left more than an hour ago.
+
+    Other writers and sweepers are at work in the folder too: an entry that is gone when its turn
+    comes was removed or renamed by one of them, and is skipped.
+    """
+    with contextlib.suppress(OSError):
+        linked = {_target(entry) for entry in _visible(folder)}
+        for entry in folder.iterdir():
+            if entry.name.startswith(".") and _target(entry) not in linked - {None}:
+                _remove_if_old(entry)
+
+
+def _remove_if_old(entry: Path) -> None:
+    with contextlib.suppress(OSError):
+        if time.time() - entry.lstat().st_mtime > _ABANDONED:
             entry.unlink() if entry.is_symlink() else shutil.rmtree(entry, ignore_errors=True)

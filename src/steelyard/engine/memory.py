@@ -2,14 +2,15 @@
 
 1. Before the first call, `TokenBudget` estimates how many tokens fit, from a short forward pass
    and the free memory. Larger batches are split into packings of at most that many tokens.
-2. If a GPU runs out of memory nevertheless, `TokenBudget.run` halves the budget and repeats the
-   call, down to 64 tokens. Gradients count only when the whole call has succeeded, so nothing is
+2. If memory runs out nevertheless, `TokenBudget.run` halves the budget and repeats the call, down
+   to 64 tokens. Gradients count only when the whole call has succeeded, so nothing is
    added twice. The smaller budget stays for later calls.
 3. If a backward pass through graphs that were kept runs out of memory, `or_none` reports it, and
    the trainer drops the graphs and repeats the forward pass packing by packing.
 
-`torch.OutOfMemoryError` is raised for GPU memory alone. A CPU that runs out of memory is not
-handled: the operating system ends the process, or torch raises a plain `RuntimeError`.
+`torch.OutOfMemoryError` is raised for GPU memory alone. On a CPU an allocation that the operating
+system refuses is a plain `RuntimeError`, recognised by its message. Where the system grants more
+memory than it has, as Linux does by default, it may end the process instead.
 """
 
 from __future__ import annotations
@@ -72,9 +73,14 @@ class TokenBudget:
             tokens = self.tokens(adapter)
             try:
                 return work(tokens)
-            except torch.OutOfMemoryError:
-                if tokens <= _MINIMUM:
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
                     raise
+                if tokens <= _MINIMUM:
+                    raise torch.OutOfMemoryError(
+                        f"a forward and backward pass of {tokens} tokens must fit into memory, "
+                        f"and it does not: {error}"
+                    ) from error
             # Outside the handler, whose traceback would keep the graph's tensors alive.
             torch.cuda.empty_cache()
             self._tokens = max(_MINIMUM, tokens // 2)
@@ -84,8 +90,18 @@ def or_none(work: Callable[[], T]) -> T | None:
     """Result of `work`, or None if memory ran out."""
     try:
         return work()
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
         return None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # The CPU's allocator has no error class of its own; libraries below torch raise `bad_alloc`.
+    refused = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        text in str(error) for text in refused
+    )
 
 
 def _bytes_per_token(model: Model, adapter: Adapter) -> int:

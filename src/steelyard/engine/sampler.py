@@ -6,8 +6,13 @@ With logits `z`, a temperature `t`, `k = top_k` and `p = top_p`, a token is draw
     the k largest of q, the others set to 0
     the smallest set of the largest of those whose sum is at least p of their total (nucleus)
 
-renormalised. Nucleus sampling: Holtzman et al., 2020, arXiv:1904.09751. The log-probs that are
-reported are those of `softmax(z)`, before all three.
+renormalised. Nucleus sampling: Holtzman et al., 2020, arXiv:1904.09751.
+
+The log-probs of a sample are those of `q = softmax(z / t)`, before `top_k` and `top_p`: the
+difference of two of them is `1 / t` times what it is at `t = 1`, as tinker-cookbook's
+`validate_temperature_logprobs.py` expects. At `t = 0` they are those of `softmax(z)`: the limit of
+`q` is one token with the log-prob 0, which says nothing. All log-probs of a prompt are those of
+`softmax(z)`, whatever the temperature.
 """
 
 from __future__ import annotations
@@ -99,11 +104,11 @@ class TokenSampler:
             cache.batch_repeat_interleave(count)
         rows = logits[:, -1].expand(count, -1)
         for position in range(limit):
-            logprobs = rows.log_softmax(-1)
+            logprobs = at_temperature(rows, params.temperature)
             # One number for every sample, ended or not, so that what a sample draws does not depend
             # on where the others end.
             draws = torch.rand(count, generator=generator)[active]
-            tokens = choose_tokens(logprobs, params, draws)
+            tokens = choose_tokens(rows, params, draws)
             for row, index in enumerate(active):
                 sample, token = samples[index], int(tokens[row])
                 sample.tokens.append(token)
@@ -174,7 +179,7 @@ class TokenSampler:
             if params.temperature == 0:
                 ids = logits[:-1].argmax(-1, keepdim=True).expand(-1, number)
             else:
-                probs = (logits[:-1] / params.temperature).softmax(-1)
+                probs = at_temperature(logits[:-1], params.temperature).exp()
                 ids = torch.multinomial(probs, number, replacement=True, generator=generator)
             fields["prompt_alt_tokens"] = types.PromptAltTokens(
                 tokens=types.TensorData.from_torch(ids),
@@ -183,20 +188,34 @@ class TokenSampler:
         return fields
 
 
-def choose_tokens(logprobs: Tensor, params: types.SamplingParams, draws: Tensor) -> Tensor:
+def at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probs `log softmax(z / t)` of logits `[…, V]`, in float64; those of `t = 1` for `t = 0`.
+
+    The largest logit is subtracted before the division, so that a tiny temperature overflows to
+    minus infinity for the others, and never to NaN.
+    """
+    logits = logits.double()
+    if temperature > 0:
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    return logits.log_softmax(-1)
+
+
+def choose_tokens(logits: Tensor, params: types.SamplingParams, draws: Tensor) -> Tensor:
     """Tokens `[N]`, drawn by temperature, top-k and top-p, in this order.
 
     Args:
-        logprobs: log-probs, or logits, `[N, V]`.
+        logits: logits, or log-probs, `[N, V]`.
         params: the temperature, `top_k` and `top_p`.
         draws: uniform numbers in [0, 1), `[N]`.
     """
     if params.temperature == 0:
-        return logprobs.argmax(-1)
+        return logits.argmax(-1)
     # Sorted once, largest first: top-k and top-p each keep a prefix. The sort is stable, so that
     # ties fall alike on every machine.
-    ordered, ids = torch.sort(logprobs / params.temperature, dim=-1, descending=True, stable=True)
-    probs = ordered.softmax(-1, dtype=torch.float64)
+    ordered, ids = torch.sort(
+        at_temperature(logits, params.temperature), dim=-1, descending=True, stable=True
+    )
+    probs = ordered.exp()
     if params.top_k > 0:
         probs[:, params.top_k :] = 0
     # Keep token i while the mass before it is below p of the total: the token that crosses p stays,

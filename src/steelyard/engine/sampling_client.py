@@ -53,8 +53,10 @@ class LocalSamplingClient:
     ) -> Future[types.SampleResponse]:
         """Sample continuations of a prompt, as the SDK's `SamplingClient.sample` does.
 
-        The log-probs are those of the model before temperature, `top_k` and `top_p`. The tokens of
-        a sample include the stop sequence that ended it.
+        The log-probs of the sampled tokens are those at the temperature, before `top_k` and
+        `top_p`; at temperature 0 they are those at 1. The log-probs of the prompt are those at 1 in
+        any case. `topk_prompt_logprobs` includes `include_prompt_logprobs`. The tokens of a sample
+        include the stop sequence that ended it.
 
         Raises:
             InputError: the prompt or a setting breaks a rule.
@@ -78,14 +80,15 @@ class LocalSamplingClient:
                     f"{limits.vocabulary}, got {value!r}."
                 )
         _check_last_n(prompt_logprobs_last_n, len(tokens))
-        if prompt_logprobs_last_n is not None and not include_prompt_logprobs:
+        with_prompt = bool(include_prompt_logprobs or topk_prompt_logprobs)
+        if prompt_logprobs_last_n is not None and not with_prompt:
             raise InputError("prompt_logprobs_last_n needs include_prompt_logprobs=True.")
         targets = None
         if target_prompt_logprobs is not None:
             targets = target_prompt_logprobs.to_torch(pad_value=-1)
             _check_targets(targets, len(tokens), limits)
         requested = RequestedLogprobs(
-            include_prompt_logprobs,
+            with_prompt,
             prompt_logprobs_last_n,
             topk_prompt_logprobs,
             topk_sample_logprobs,

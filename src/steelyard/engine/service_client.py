@@ -26,7 +26,7 @@ from steelyard.engine.model import Model
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.training_client import LocalTrainingClient
 from steelyard.engine.worker_thread import WorkerThread, completed
-from steelyard.errors import CheckpointError, ClosedError, InputError
+from steelyard.errors import CheckpointError, ClosedError, InputError, StateError
 from steelyard.spec import is_whole
 
 _DTYPES = {
@@ -298,7 +298,13 @@ class LocalServiceClient:
 
         def create() -> LocalSamplingClient:
             adapter = worker.model.add_adapter(settings)
-            adapter.load(contents.weights, None)
+            try:
+                adapter.load(contents.weights, None)
+            except StateError as error:
+                worker.model.remove_adapter(adapter)
+                raise CheckpointError(
+                    f"the checkpoint {model_path!r} does not fit: {error}"
+                ) from error
             return LocalSamplingClient(worker, adapter)
 
         return worker.submit(create).future()

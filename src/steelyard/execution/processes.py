@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
@@ -24,6 +25,18 @@ from steelyard.execution.spawn_context import kill_group, lost_workers, worker_c
 from steelyard.execution.transport import Message, Parcel
 from steelyard.spec import describe
 
+# Seconds between two looks at a pool, which breaks without a sign to those who wait for it.
+_WATCH_INTERVAL = 0.5
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A call on its way: the pool it was sent to, and whether that was the second time."""
+
+    parcel: Parcel
+    pool: ProcessPool | None = None
+    again: bool = False
+
 
 class ProcessExecutor(Executor):
     """A pool of worker processes with torch imported, one more than run at once.
@@ -37,7 +50,8 @@ class ProcessExecutor(Executor):
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
         self._end_pool: Finalize | None = None
-        self._waiting: dict[Ticket, Parcel] = {}
+        self._pool_ended = threading.Event()
+        self._waiting: dict[Ticket, _Sent] = {}
 
     def prepare(self, term: str, call: object) -> None:
         """Check that a call pickles, and start the workers, without waiting for them.
@@ -68,18 +82,21 @@ class ProcessExecutor(Executor):
         """Kill the workers, end the pool's threads, and fail the tickets that still run."""
         with self._lock:
             self._pool, end, self._end_pool = None, self._end_pool, None
+            self._pool_ended.set()
         if end is not None:
             end()
         # A stopped pool does not settle the futures of its tasks.
-        for ticket, parcel in list(self._waiting.items()):
+        for ticket, sent in list(self._waiting.items()):
             error = ClosedError("the workers were closed while a term ran on them.")
-            self._finish(ticket, parcel, error=error)
+            self._finish(ticket, sent, error=error)
 
     def _running_pool(self, broken: ProcessPool | None = None) -> ProcessPool:
         with self._lock:
             if self._pool is not None and (self._pool is broken or not self._pool.active):
-                # This may be a thread of the pool, which cannot join itself.
-                threading.Thread(target=self._end_pool, daemon=True).start()
+                # In a thread, since this may be one of the pool, which cannot join itself.
+                retire = partial(self._retire, self._pool, self._end_pool)
+                threading.Thread(target=retire, name="steelyard-retire", daemon=True).start()
+                self._pool_ended.set()
                 self._pool = None
             if self._pool is None:
                 threads = max(1, (os.cpu_count() or 1) // self._processes)
@@ -94,50 +111,71 @@ class ProcessExecutor(Executor):
                 # A child of multiprocessing runs no atexit functions, and joins its own children
                 # before it ends: these finalizers come first.
                 self._end_pool = Finalize(self, _end, (self._pool,), exitpriority=100)
+                self._pool_ended = threading.Event()
+                watch = partial(self._replace_if_broken, self._pool, self._pool_ended)
+                threading.Thread(target=watch, name="steelyard-watch", daemon=True).start()
             return self._pool
+
+    def _replace_if_broken(self, pool: ProcessPool, ended: threading.Event) -> None:
+        """Replace a pool that breaks while tickets wait for it and no call notices."""
+        while not ended.wait(_WATCH_INTERVAL):
+            if not pool.active:
+                self._running_pool(broken=pool)
+                return
+
+    def _retire(self, pool: ProcessPool, end: Finalize | None) -> None:
+        """End a broken pool, and send the tickets again whose futures it did not settle."""
+        if end is not None:
+            end()
+        for ticket, sent in list(self._waiting.items()):
+            if sent.pool is pool:
+                self._send_again(ticket, sent, BrokenProcessPool("its worker pool broke twice."))
 
     def _send(self, ticket: Ticket, parcel: Parcel, broken: ProcessPool | None = None) -> None:
         """Send a call to a worker, the second time if the pool broke that it was sent to."""
-        self._waiting[ticket] = parcel
+        sent = _Sent(parcel, again=broken is not None)
+        self._waiting[ticket] = sent
         try:
-            pool = self._running_pool(broken)
-            future = pool.schedule(
+            sent.pool = self._running_pool(broken)
+            future = sent.pool.schedule(
                 worker_process.work, args=(parcel.message, sys.path), timeout=ticket.timeout
             )
         except Exception as error:  # noqa: BLE001 - raised where the ticket is waited for
-            self._finish(ticket, parcel, error=error)
+            self._finish(ticket, sent, error=error)
             return
         ticket.stop = future.cancel
-        again = pool if broken is None else None
-        future.add_done_callback(partial(self._settle, ticket, parcel, again))
+        future.add_done_callback(partial(self._settle, ticket, sent))
 
-    def _settle(
-        self,
-        ticket: Ticket,
-        parcel: Parcel,
-        pool: ProcessPool | None,
-        future: Future[tuple[bool, Message]],
-    ) -> None:
+    def _send_again(self, ticket: Ticket, sent: _Sent, error: Exception) -> None:
+        if self._waiting.get(ticket) is not sent:  # another thread has done so
+            return
+        if sent.again or ticket.settled:
+            self._finish(ticket, sent, error=error)
+        else:
+            self._send(ticket, sent.parcel, broken=sent.pool)
+
+    def _settle(self, ticket: Ticket, sent: _Sent, future: Future[tuple[bool, Message]]) -> None:
         """Read the worker's reply, in the pool's thread."""
         try:
-            value, error = _answer(ticket.term, parcel, future)
+            value, error = _answer(ticket.term, sent.parcel, future)
         except TimeoutError:
             ticket.overrun()
             value = error = None
         except Exception as failure:  # noqa: BLE001 - raised where the ticket is waited for
             # The death of an idle worker or of the fork server is not a failure of this term.
-            if isinstance(failure, BrokenProcessPool) and pool is not None and not ticket.settled:
-                self._send(ticket, parcel, broken=pool)
+            if isinstance(failure, BrokenProcessPool):
+                self._send_again(ticket, sent, failure)
                 return
             value, error = None, failure
-        self._finish(ticket, parcel, value, error)
+        self._finish(ticket, sent, value, error)
 
     def _finish(
-        self, ticket: Ticket, parcel: Parcel, value: Any = None, error: BaseException | None = None
+        self, ticket: Ticket, sent: _Sent, value: Any = None, error: BaseException | None = None
     ) -> None:
-        self._waiting.pop(ticket, None)
-        ticket.end(value, error)
-        parcel.remove()
+        if self._waiting.get(ticket) is sent:  # else it was sent again meanwhile
+            del self._waiting[ticket]
+            ticket.end(value, error)
+            sent.parcel.remove()
 
 
 def _answer(

@@ -16,6 +16,7 @@ from typing import Any
 from steelyard.clients import RegularizedClient
 from steelyard.errors import CheckpointError
 from steelyard.experiment.run_dir import RunFolder, write_atomic
+from steelyard.spec import is_whole
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,7 @@ def latest_checkpoint(run: RunFolder) -> RunCheckpoint | None:
         CheckpointError: the record is damaged.
     """
     records = _records(run)
-    if not records:
-        return None
-    try:
-        return RunCheckpoint(**json.loads(records[-1].read_text("utf-8")))
-    except (OSError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{records[-1]} must be a whole record: {error}.") from error
+    return _read(records[-1]) if records else None
 
 
 def load(client: RegularizedClient, checkpoint: RunCheckpoint) -> None:
@@ -83,15 +79,38 @@ def _records(run: RunFolder) -> list[Path]:
     return sorted(run.checkpoints.glob("step-*.json"))
 
 
+def _read(record: Path) -> RunCheckpoint:
+    try:
+        found = RunCheckpoint(**json.loads(record.read_bytes().decode("utf-8")))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{record} must be a whole record: {error}.") from error
+    numbers = (found.step, found.seed, found.metrics_bytes)
+    has_types = isinstance(found.path, str) and isinstance(found.terms, dict | None)
+    if not has_types or not all(is_whole(number, at_least=0) for number in numbers):
+        raise CheckpointError(
+            f"{record} must be a whole record, with whole numbers >= 0 as step, seed and "
+            f"metrics_bytes, a string as path, and an object or null as terms, got {found!r:.200}."
+        )
+    return found
+
+
 def _delete_old(run: RunFolder, keep: int) -> None:
     # Records first: killed in between, this leaves checkpoints without a record, which the next
     # call deletes, and never a record without its checkpoint.
     records = _records(run)
-    kept = {json.loads(record.read_text("utf-8"))["path"] for record in records[-keep:]}
-    for record in records[:-keep]:
-        record.unlink()
-    for link in run.checkpoints.glob("*/weights/step-*"):
-        if f"tinker://{link.relative_to(run.checkpoints).as_posix()}" not in kept:
-            folder = link.resolve()
-            link.unlink()
-            shutil.rmtree(folder, ignore_errors=True)
+    kept = {_read(record).path for record in records[-keep:]}
+    try:
+        for record in records[:-keep]:
+            record.unlink(missing_ok=True)
+        for link in run.checkpoints.glob("*/weights/step-*"):
+            if f"tinker://{link.relative_to(run.checkpoints).as_posix()}" not in kept:
+                # Not a link in a copy of a run that was made with the files that links lead to.
+                folder = link.resolve() if link.is_dir() else None
+                if link.is_symlink():
+                    link.unlink(missing_ok=True)
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{run.checkpoints} must be writable, and deleting old checkpoints failed: {error}."
+        ) from error

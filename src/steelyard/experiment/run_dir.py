@@ -104,13 +104,13 @@ class RunFolder:
         """Record digests of the data files; in a resumed run, check that they are unchanged.
 
         Raises:
-            RunError: a data file has changed since the run began.
+            RunError: a data file has changed since the run began, or the digests are damaged.
         """
         digests = {file: _digest(Path(file)) for file in files}
         if not self._data.is_file():
             self._write(self._data, digests)
             return
-        recorded = json.loads(self._data.read_text("utf-8"))
+        recorded = read_json_object(self._data)
         changed = [file for file in files if recorded.get(file) != digests[file]]
         if changed:
             raise RunError(
@@ -135,7 +135,8 @@ class RunFolder:
         Raises:
             RunError: the file is shorter than that.
         """
-        current = self.metrics_file.stat().st_size if self.metrics_file.exists() else 0
+        with self._convert_os_errors():
+            current = self.metrics_file.stat().st_size if self.metrics_file.exists() else 0
         if current < size:
             raise RunError(
                 f"{self.metrics_file} must hold the {size} bytes written before the checkpoint, "
@@ -159,10 +160,7 @@ class RunFolder:
 
     def result(self) -> dict[str, Any] | None:
         """Result of a finished run; None before that."""
-        if not self._result.is_file():
-            return None
-        result: dict[str, Any] = json.loads(self._result.read_text("utf-8"))
-        return result
+        return read_json_object(self._result) if os.path.lexists(self._result) else None
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result, which marks the run as done."""
@@ -186,11 +184,45 @@ class RunFolder:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON Lines file; none if it does not exist."""
+    """Objects of a JSON Lines file; none if it does not exist.
+
+    Raises:
+        RunError: the file cannot be read, or a line of it is no JSON object.
+    """
     # Only b"\n" ends a line: str.splitlines also splits at U+0085, U+2028 and U+2029, which stand
     # unescaped in the strings of `samples.jsonl`.
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    return [json.loads(line) for line in lines if line.strip()]
+    lines = _read_bytes(path).split(b"\n") if os.path.lexists(path) else []
+    return [
+        _parse(line, f"{path}, line {number},")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Object in a JSON file.
+
+    Raises:
+        RunError: the file cannot be read, or is no JSON object.
+    """
+    return _parse(_read_bytes(path), str(path))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path} must be a file that can be read: {error.strerror}.") from error
+
+
+def _parse(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{where} must be JSON, and it is damaged: {error}.") from error
+    if not isinstance(found, dict):
+        raise RunError(f"{where} must be a JSON object, got a {type(found).__name__}.")
+    return found
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -211,7 +243,8 @@ def write_atomic(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         scratch.replace(path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink()
         raise _not_writable(path, error) from error
 
 
