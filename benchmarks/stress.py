@@ -28,9 +28,9 @@ from steelyard import Pipeline, RegularizerSpec
 from steelyard.errors import TermError
 from steelyard.execution import default_workers
 
-FAULTS = 60
-KILLS = 20
-FORKS = 6
+FAULTS = 1000
+KILLS = 40
+FORKS = 100
 MARK = "steelyard-stress-child"  # in the command line of processes that terms start
 LOGPROBS = [torch.zeros(16)]
 
@@ -58,6 +58,8 @@ def fail(_: Any, __: Any) -> Tensor:
 
 
 class UnreadableError(Exception):
+    """An exception whose message cannot be read."""
+
     def __str__(self) -> str:
         raise RuntimeError("no message")
 
@@ -117,8 +119,8 @@ def footprint() -> tuple[int, int, int, int]:
 
 def kill_idle(server: bool) -> None:
     """Kill an idle worker, or the fork server; the next terms must not fail for it."""
-    me = psutil.Process()
-    servers = [p for p in me.children() if any("forkserver" in part for part in p.cmdline())]
+    alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    servers = [p for p in alive if any("forkserver" in part for part in p.cmdline())]
     workers = [worker for each in servers for worker in each.children()]
     victims = servers if server else workers
     if victims:
