@@ -136,15 +136,16 @@ def test_options_that_need_classes(options: Any, message: str) -> None:
 
 
 def test_confidence_penalty_from_samples() -> None:
-    # H = 5/3, so a threshold of 2 is missed by 1/3.
+    # H = 5/3, so a threshold of 2 is missed by 1/3. Without the first token it is 9/4, above 2.
     value, _ = value_and_gradients(ConfidencePenalty(threshold=2.0), [], LOGPROBS)
     assert value == pytest.approx(1 / 3)
-    assert_gradients(
-        ConfidencePenalty(threshold=2.0),
-        [],
-        LOGPROBS,
-        lambda rows: 0.5 * torch.cat(rows).square().mean().item(),
-    )
+    for threshold, first in ((2.0, 1), (3.0, 0)):
+        assert_gradients(
+            ConfidencePenalty(threshold=threshold),
+            [],
+            LOGPROBS,
+            lambda rows, first=first: 0.5 * torch.cat(rows)[first:].square().sum().item() / 3,  # type: ignore[misc]  # mypy: lambda defaults
+        )
 
 
 def test_confidence_penalty_of_classes_is_per_token() -> None:
@@ -162,3 +163,23 @@ def test_entropy_above_the_threshold_has_no_penalty() -> None:
     value, gradients = value_and_gradients(ConfidencePenalty(threshold=1.0), [], LOGPROBS)
     assert value == 0
     assert all(bool((row == 0).all()) for row in gradients)
+
+
+def test_entropy_of_sequences() -> None:
+    term = Entropy(mode="bonus", level="sequence")
+    value, gradients = value_and_gradients(term, [], doubles([-1.0, -2.0], [-3.0]))
+    assert value == pytest.approx(-2.0)
+    assert [row.tolist() for row in gradients] == [
+        pytest.approx([-3.0 / 3, -2.0 / 3]),
+        pytest.approx([-1.0]),
+    ]
+    with pytest.raises(InputError, match=r"level must be 'token' for log-probs \[T, K\]"):
+        term.compute([], CLASSES)
+
+
+def test_each_token_of_the_confidence_penalty_is_gated_by_the_others() -> None:
+    # Without the third token the entropy is 1.0, with it above: that token alone adds a gradient.
+    rows = doubles([-0.9, -1.1, -5.0])
+    value, (gradient,) = value_and_gradients(ConfidencePenalty(threshold=1.5), [], rows)
+    assert value == 0
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, -5.0 / 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from steelyard.regularizers._estimators import (
     TAIL_FLOOR,
+    reward_to_go,
+    sampled_confidence,
     sampled_entropy,
     sampled_js,
     sampled_kl,
+    sequence_entropy,
     with_gradient_of,
     with_tail,
 )
@@ -160,3 +164,77 @@ def test_an_empty_tail_is_floored_and_has_a_finite_gradient(
         assert bool((leaf.grad == 0).all())
     else:
         assert tail == 0
+
+
+# Sequences of two tokens over two classes: the first chooses the context of the second.
+FIRST, SECOND = doubles([-0.1, 0.1], [[5.0, -3.0], [0.2, 0.1]])
+FIRST_REFERENCE, SECOND_REFERENCE = doubles([0.0, 0.5], [[-0.5, 0.3], [1.0, -1.0]])
+
+
+def over_sequences(estimator: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, list[Tensor]]:
+    """Exact expectation of an estimator's value and gradient over the four sequences."""
+    first, second = FIRST.clone().requires_grad_(), SECOND.clone().requires_grad_()
+    value = 0.0
+    gradients = [torch.zeros_like(x) for x in (first, second)]
+    for a in range(2):
+        for b in range(2):
+            own = torch.stack([first.log_softmax(0)[a], second.log_softmax(1)[a, b]])
+            reference = torch.stack(
+                [FIRST_REFERENCE.log_softmax(0)[a], SECOND_REFERENCE.log_softmax(1)[a, b]]
+            )
+            probability = own.sum().exp().item()
+            estimate = estimator(own, reference)
+            value += probability * estimate.item()
+            found = torch.autograd.grad(estimate, (first, second))
+            gradients = [g + probability * each for g, each in zip(gradients, found, strict=True)]
+    return value, gradients
+
+
+def exact_over_sequences(per_token: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """Gradient of the expectation, per token, of `Σ_t per_token(p_t, r_t)` over sequences."""
+    first, second = FIRST.clone().requires_grad_(), SECOND.clone().requires_grad_()
+    p = first.softmax(0)
+    total = per_token(p, FIRST_REFERENCE.softmax(0))
+    for a in range(2):
+        total = total + p[a] * per_token(second.softmax(1)[a], SECOND_REFERENCE.softmax(1)[a])
+    return torch.autograd.grad(total / 2, (first, second))
+
+
+def test_the_sequence_estimator_has_the_gradient_of_the_entropy_of_sequences() -> None:
+    _, found = over_sequences(lambda own, _: sequence_entropy([own]))
+    for mine, wanted in zip(found, exact_over_sequences(entropy), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_with_contexts_fixed_the_gradient_of_the_first_token_may_have_the_other_sign() -> None:
+    """The token-level estimator leaves out the contexts that the first token leads to."""
+    _, (first, second) = over_sequences(lambda own, _: sampled_entropy(own))
+    whole_first, whole_second = exact_over_sequences(entropy)
+    torch.testing.assert_close(second, whole_second)
+    assert first[0] * whole_first[0] < 0
+
+
+def test_reward_to_go_sums_each_datum_backwards() -> None:
+    rewards = doubles([1.0, 2.0, 4.0], [8.0])
+    assert reward_to_go(rewards).tolist() == [7.0, 6.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+@pytest.mark.parametrize("threshold", [0.3, 0.8, 1.2])
+def test_the_confidence_estimator_is_what_its_docstring_says(count: int, threshold: float) -> None:
+    """All batches of `count` tokens over three classes, with their probabilities."""
+    given = torch.tensor([1.2, -0.3, 0.1], dtype=torch.float64)
+    logits = given.clone().requires_grad_()
+    p = given.softmax(0)
+    expected, passed = torch.zeros_like(given), 0.0
+    for batch in itertools.product(range(3), repeat=count):
+        tokens = torch.tensor(batch)
+        own = logits.log_softmax(0)[tokens]
+        probability = p[tokens].prod().item()
+        (gradient,) = torch.autograd.grad(sampled_confidence(own, threshold), logits)
+        expected += probability * gradient
+        others = -own[1:].mean().item() if count > 1 else -math.inf
+        passed += probability * (others < threshold)
+    whole = logits.softmax(0)
+    (bonus,) = torch.autograd.grad((whole * whole.log()).sum(), logits)
+    torch.testing.assert_close(expected, passed * bonus)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import jensenshannon  # type: ignore[import-untyped]  # no types
 from scipy.special import rel_entr  # type: ignore[import-untyped]  # no types
 
-from steelyard.errors import InputError
+from steelyard.errors import InputError, SpecError
 from steelyard.regularizers import Consistency, JSToReference, KLToReference
 
 from .checks import assert_gradients, doubles, plain, tinkered, value_and_gradients
@@ -288,3 +288,29 @@ def test_equal_pairs_have_no_penalty() -> None:
         value, gradients = value_and_gradients(Consistency(metric=metric), [], doubles(row, row))  # type: ignore[arg-type]  # both are
         assert value == 0
         assert all(bool((own == 0).all()) for own in gradients)
+
+
+def test_kl_of_sequences_has_the_reward_to_go_as_its_gradient() -> None:
+    data = [
+        {"loss_fn_inputs": {"reference_logprobs": [-2.0, -1.0, -3.0], "weights": [0.0, 1.0, 1.0]}},
+        {"loss_fn_inputs": {"reference_logprobs": [-1.0]}},
+    ]
+    rows = doubles([-1.0, -1.5, -2.0], [-4.0])
+    for estimator, expected in (("k1", (-0.5 + 1.0 - 3.0) / 3), ("k2", (0.125 + 0.5 + 4.5) / 3)):
+        term = KLToReference(level="sequence", estimator=estimator)  # type: ignore[arg-type]  # both
+        value, gradients = value_and_gradients(term, data, rows)
+        assert value == pytest.approx(expected)
+        # The log ratios are -0.5, 1.0 and -3.0: the first token that counts sees the second's.
+        assert [row.tolist() for row in gradients] == [
+            pytest.approx([0.0, 0.5 / 3, 1.0 / 3]),
+            pytest.approx([-1.0]),
+        ]
+
+
+def test_kl_of_sequences_needs_samples_of_the_forward_direction() -> None:
+    with pytest.raises(SpecError, match="level must be 'token' with estimator='k3'"):
+        KLToReference(level="sequence", estimator="k3")
+    classes = doubles([[-1.0, -2.0]])
+    data = [{"loss_fn_inputs": {"reference_logprobs": [[-1.0, -2.0]]}}]
+    with pytest.raises(InputError, match=r"level must be 'token' for log-probs \[T, K\]"):
+        KLToReference(level="sequence").compute(data, classes)

@@ -2,8 +2,10 @@
 
 A server returns the log-prob of each *target* token: `[T]` per datum, not a distribution. The
 `sampled_*` functions estimate from these, concatenated over a batch to `[N]`. Expectations below
-are *on policy*: over tokens sampled from p, the model being trained. They use two identities of
-the score ∇ log p (∇ with respect to the parameters):
+are *on policy*: over tokens sampled from p, the model being trained, **with the contexts of the
+tokens held fixed**: that the model also visits other contexts when it changes is left out. The
+functions with `sequence` in their name count that too. They use two identities of the score
+∇ log p (∇ with respect to the parameters):
 
 * `E_p[∇ log p] = Σ p ∇ log p = ∇ Σ p = 0`;
 * for `D = E_p[f(r/p)]`, `∇D = E_p[(f(u) - u f'(u)) ∇ log p]` with u = r/p.
@@ -14,11 +16,13 @@ With `[T, K]` log-probs of listed classes, `with_tail` completes a distribution.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from steelyard.errors import InputError
 from steelyard.regularizers._tokens import mean
 
 TAIL_FLOOR = 1e-8
@@ -38,6 +42,44 @@ def sampled_entropy(logprobs: Tensor) -> Tensor:
     expectation `-E_p[log p ∇ log p]` is ∇H.
     """
     return with_gradient_of(-0.5 * mean(logprobs.square()), value=-mean(logprobs))
+
+
+def sequence_entropy(rows: Sequence[Tensor]) -> Tensor:
+    """Estimate the entropy of whole sequences, per token, from log-probs `[T]` of each.
+
+    The value is `-mean log p` over all N tokens. The gradient is REINFORCE with the reward-to-go:
+    `-(1/N) Σ_t (Σ_{s≥t} log p_s) ∇ log p_t`, unbiased for ∇ of `-(1/N) E[Σ_t log p_t]`. A token
+    changes the probability of all later contexts, hence the sum over the tokens after it.
+
+    References:
+        Williams (1992), "Simple statistical gradient-following algorithms for connectionist
+        reinforcement learning".
+    """
+    logprobs = torch.cat(list(rows))
+    return with_gradient_of(-mean(reward_to_go(rows) * logprobs), value=-mean(logprobs))
+
+
+def reward_to_go(rewards: Sequence[Tensor]) -> Tensor:
+    """Sum of each token's reward and those of the tokens after it, per datum: constants, `[N]`."""
+    return torch.cat([row.detach().flip(0).cumsum(0).flip(0) for row in rewards])
+
+
+def sampled_confidence(logprobs: Tensor, threshold: float) -> Tensor:
+    """Estimate `max(0, Γ - H)` from log-probs `[N]` of sampled tokens, Γ the threshold.
+
+    The value is `max(0, Γ + mean log p)`. The gradient of token i is that of `½ (log p_i)² / N` if
+    the entropy that the *other* tokens show, `-Σ_{j≠i} log p_j / (N - 1)`, is below Γ, else 0.
+    The condition does not depend on token i, so the expectation is `-P(Ĥ₋ᵢ < Γ) ∇H`: that of an
+    entropy bonus, times the probability that the others are overconfident. With a condition on all
+    tokens, i included, it would be biased, for one token even of the wrong sign: only likely
+    tokens would pass it. A single token has no others and always counts.
+    """
+    count = logprobs.numel()
+    with torch.no_grad():
+        others = (logprobs - logprobs.sum()) / max(count - 1, 1)
+        counts = (others < threshold) if count > 1 else torch.ones_like(logprobs, dtype=torch.bool)
+    value = (threshold + mean(logprobs)).clamp_min(0)
+    return with_gradient_of(mean(0.5 * logprobs.square() * counts), value=value)
 
 
 def sampled_kl(logprobs: Tensor, reference: Tensor) -> dict[str, Tensor]:
@@ -80,6 +122,19 @@ def sampled_js(logprobs: Tensor, reference: Tensor) -> Tensor:
         # Rounding may leave u = 1 slightly below 0.
         value = (0.5 * (log_u.exp() * (log_u - log_middle) - log_middle)).clamp_min(0)
     return with_gradient_of(mean(-0.5 * log_middle * logprobs), value=mean(value))
+
+
+def require_samples(level: str) -> None:
+    """Check that `level` is `"token"`, for `[T, K]` log-probs.
+
+    Raises:
+        InputError: it is not: of a sequence only the sampled tokens have a probability.
+    """
+    if level != "token":
+        raise InputError(
+            f"level must be 'token' for log-probs [T, K], which are distributions and no sampled "
+            f"sequence, got {level!r}: use [T] targets."
+        )
 
 
 def with_tail(logprobs: Tensor) -> Tensor:

@@ -14,7 +14,13 @@ from steelyard import penalties
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._estimators import sampled_entropy, with_tail
+from steelyard.regularizers._estimators import (
+    require_samples,
+    sampled_confidence,
+    sampled_entropy,
+    sequence_entropy,
+    with_tail,
+)
 from steelyard.regularizers._tokens import DatumRow, batch_rows, mean
 
 
@@ -27,9 +33,11 @@ class Entropy:
 
     `[T]`: H is estimated from the sampled tokens, `H = -mean log p`, over all tokens of the batch
     that count. **The gradient is an estimator**, that of `-½ mean (log p)²`: if the tokens were
-    sampled from the model being trained, its expectation is the gradient of the entropy
-    (differentiating -mean log p would give zero there). On fixed data a bonus makes unlikely
-    tokens more likely, and a penalty makes them less likely.
+    sampled from the model being trained, its expectation is the gradient of the entropy of each
+    token with its context fixed (differentiating -mean log p would give zero there). The entropy of
+    whole sequences also changes with the contexts that the model visits, and its gradient may even
+    have the other sign: `level="sequence"` estimates that one. On fixed data a bonus makes
+    unlikely tokens more likely, and a penalty makes them less likely.
 
     `[T, K]`: `H = -Σ p log p` over the K classes and one tail class with the remaining mass,
     averaged over tokens; a lower bound of the true entropy. **The gradient is exact.**
@@ -43,6 +51,8 @@ class Entropy:
         normalize: divide by the log of the number of classes: `vocabulary` if that is given,
             else K + 1.
         vocabulary: the number of classes of the model. `normalize` needs it for `[T]`.
+        level: `"token"`, or `"sequence"` for a gradient that also counts how each token changes the
+            contexts after it (REINFORCE with the reward-to-go; of higher variance). Needs `[T]`.
 
     Raises:
         SpecError: an option is invalid.
@@ -65,6 +75,7 @@ class Entropy:
     temperature: float = 1.0
     normalize: bool = False
     vocabulary: int | None = None
+    level: Literal["token", "sequence"] = "token"
     name: ClassVar[str] = "entropy"
 
     def __post_init__(self) -> None:
@@ -73,13 +84,18 @@ class Entropy:
         _options.flag("normalize", self.normalize, self.name)
         if self.vocabulary is not None:
             _options.whole("vocabulary", self.vocabulary, 2, self.name)
+        _options.one_of("level", self.level, ("token", "sequence"), self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
         """Compute the penalty of a batch, and its `entropy` in nats (in [0, 1] if normalised)."""
         rows = batch_rows(data, logprobs, classes=True)
         if rows[0].logprobs.dim() == 1:
-            entropy = _sampled_entropy(rows) / self._sampled_normaliser()
+            kept = [row.kept for row in rows]
+            whole = self.level == "sequence"
+            sampled = sequence_entropy(kept) if whole else sampled_entropy(torch.cat(kept))
+            entropy = sampled / self._sampled_normaliser()
         else:
+            require_samples(self.level)
             entropy = mean(self._token_entropies(rows))
         sign = 1.0 if self.mode == "penalty" else -1.0
         return sign * entropy, {"entropy": entropy.item()}
@@ -114,9 +130,10 @@ class ConfidencePenalty:
 
     `[T, K]`: `mean max(0, Γ - H_t)` over tokens, H_t the entropy of the K classes and their
     tail. **The gradient is exact.** `[T]`: `max(0, Γ - H)` with H = -mean log p over the sampled
-    tokens of the batch. **The gradient is an estimator**: where the penalty is above 0 that of
-    `½ mean (log p)²`, which as in `Entropy` estimates -∇H from tokens sampled from the model being
-    trained; elsewhere 0.
+    tokens of the batch. **The gradient is an estimator**, not that of this value: each token adds
+    that of `½ (log p)²` if the entropy that the other tokens of the batch show is below Γ. If the
+    tokens were sampled from the model being trained, its expectation is -∇H, as in `Entropy`, times
+    the probability that the other tokens are below Γ; a batch of one token always counts.
 
     Reads from each datum: `weights` (optional), where 0 leaves a token out.
 
@@ -146,13 +163,9 @@ class ConfidencePenalty:
         """Compute the penalty of a batch, and its `entropy` in nats."""
         rows = batch_rows(data, logprobs, classes=True)
         if rows[0].logprobs.dim() == 1:
-            entropy = _sampled_entropy(rows)
-        else:
-            classes = [with_tail(row.kept) for row in rows]
-            entropy = torch.cat([penalties.entropy(each, reduction="none") for each in classes])
+            kept = torch.cat([row.kept for row in rows])
+            return sampled_confidence(kept, self.threshold), {"entropy": -mean(kept).item()}
+        classes = [with_tail(row.kept) for row in rows]
+        entropy = torch.cat([penalties.entropy(each, reduction="none") for each in classes])
         penalty = mean((self.threshold - entropy).clamp_min(0))
         return penalty, {"entropy": mean(entropy).item()}
-
-
-def _sampled_entropy(rows: Sequence[DatumRow]) -> Tensor:
-    return sampled_entropy(torch.cat([row.kept for row in rows]))

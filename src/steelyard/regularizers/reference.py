@@ -12,7 +12,14 @@ from steelyard import penalties
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._estimators import sampled_js, sampled_kl, with_tail
+from steelyard.regularizers._estimators import (
+    require_samples,
+    reward_to_go,
+    sampled_js,
+    sampled_kl,
+    with_gradient_of,
+    with_tail,
+)
 from steelyard.regularizers._tokens import DatumRow, Source, batch_pairs, batch_rows, mean
 
 REFERENCE = "reference_logprobs"
@@ -31,8 +38,10 @@ class KLToReference:
     * `"k3"` = (r/p - 1) - log(r/p), never below 0. The value is unbiased with low variance; the
       gradient 1 - r/p is, on policy, an estimator of that of KL(r‖p).
 
-    On policy means: the tokens were sampled from the model being trained. On fixed data k2
-    and k3 move each token's log-prob towards the reference's.
+    On policy means: the tokens were sampled from the model being trained. These gradients hold the
+    context of each token fixed; KL(p‖r) of whole sequences also changes with the contexts that the
+    model visits, which `level="sequence"` counts. On fixed data k2 and k3 move each token's
+    log-prob towards the reference's.
 
     `[T, K]`: the divergence over the K classes and one tail class with the remaining mass; a
     lower bound of the true one. **The gradient is exact.**
@@ -46,6 +55,9 @@ class KLToReference:
         estimator: `"k1"`, `"k2"` or `"k3"`, for `[T]`.
         direction: for `[T, K]`: `"forward"` is KL(p‖r), `"reverse"` KL(r‖p), `"symmetric"`
             their mean.
+        level: `"token"`, or `"sequence"`, for `[T]` with `"k1"` or `"k2"`: the gradient of token t
+            is the sum of δ over it and the tokens after it (REINFORCE with the reward-to-go; of
+            higher variance), divided by the number of tokens.
 
     Raises:
         SpecError: an option is invalid.
@@ -63,6 +75,7 @@ class KLToReference:
     reference: Source = REFERENCE
     estimator: Literal["k1", "k2", "k3"] = "k2"
     direction: Literal["forward", "reverse", "symmetric"] = "forward"
+    level: Literal["token", "sequence"] = "token"
     name: ClassVar[str] = "kl_to_reference"
 
     def __post_init__(self) -> None:
@@ -70,12 +83,16 @@ class KLToReference:
         _options.one_of("estimator", self.estimator, ("k1", "k2", "k3"), self.name)
         directions = ("forward", "reverse", "symmetric")
         _options.one_of("direction", self.direction, directions, self.name)
+        _options.one_of("level", self.level, ("token", "sequence"), self.name)
+        fits = self.level == "token" or self.estimator != "k3"
+        _options.require(fits, "level", "'token' with estimator='k3'", self.level, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
         """Compute the penalty of a batch; for `[T]` also the value of each estimator."""
         rows = batch_rows(data, logprobs, classes=True)
         if rows[0].logprobs.dim() == 1:
             return self._from_samples(rows)
+        require_samples(self.level)
         each = [
             penalties.kl_divergence(p, r, direction=self.direction, reduction="none")
             for p, r in _distributions(rows, self.reference)
@@ -88,9 +105,14 @@ class KLToReference:
                 f"direction must be 'forward' for log-probs [T], whose estimators are of KL(p‖r), "
                 f"got {self.direction!r}: use [T, K] targets."
             )
-        estimates = sampled_kl(*_tokens_and_reference(rows, self.reference))
+        own, reference = _tokens_and_reference(rows, self.reference)
+        estimates = sampled_kl(own, reference)
         metrics = {key: value.item() for key, value in estimates.items()}
-        return estimates[self.estimator], metrics
+        estimate = estimates[self.estimator]
+        if self.level == "sequence":
+            ratios = torch.split(own - reference, [row.kept.shape[0] for row in rows])
+            estimate = with_gradient_of(mean(reward_to_go(ratios) * own), value=estimate)
+        return estimate, metrics
 
 
 @dataclass(frozen=True, kw_only=True)
