@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,25 @@ def test_a_search_returns_the_best_trial_and_continues(folder: Path) -> None:
     assert found.weights == {"l2": best}
     assert 0.1 <= best <= 10
     assert read_config(found.config).regularizers[0].weight == best
+
+
+def test_a_continued_search_has_the_trials_of_an_uninterrupted_one(folder: Path) -> None:
+    def weights_of(name: str) -> list[float]:
+        runs = sorted((folder / name).glob("trial-*"))
+        return [RunFolder(run).config().regularizers[0].weight for run in runs]
+
+    def search(name: str, trials: int, **options: Any) -> None:
+        overrides = (f"tune.trials={trials}", "tune.prune=false", "train.steps=2")
+        tune(small_config(folder, *overrides, regularizers=[RANGE]), folder / name, **options)
+
+    search("whole", 13)
+    assert len(set(weights_of("whole"))) == 13
+    search("parts", 3)
+    calls = itertools.count()
+    search("parts", 13, stop=lambda: next(calls) >= 2)  # in the middle of the fourth trial
+    search("parts", 11)  # the first that follow the ten random ones
+    search("parts", 13)
+    assert weights_of("parts") == weights_of("whole")
 
 
 def test_trials_are_evaluated_five_times_unless_the_config_says_how_often(folder: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from steelyard._extras import cure
 from steelyard.errors import ConfigError, TermError
 from steelyard.experiment.config import Config, TuneConfig
@@ -118,7 +120,6 @@ class _Search:
             study_name="steelyard",
             load_if_exists=True,
             direction=settings.direction,
-            sampler=optuna.samplers.TPESampler(seed=self.config.train.seed),
             pruner=pruner if settings.prune else optuna.pruners.NopPruner(),
         )
 
@@ -150,8 +151,19 @@ class _Search:
         # A trial that is still RUNNING was interrupted: the folder's lock admits one process.
         running = self.optuna.trial.TrialState.RUNNING
         for frozen in self.study.get_trials(deepcopy=False, states=(running,)):
+            self.study.sampler = self._sampler(frozen.number)
             return self.optuna.trial.Trial(self.study, frozen._trial_id)  # noqa: SLF001 - Optuna has no public way to continue a trial
+        self.study.sampler = self._sampler(len(self.study.get_trials(deepcopy=False)))
         return self.study.ask()
+
+    def _sampler(self, number: int) -> Any:
+        """Sampler of one trial: a function of the seed and the trial's number.
+
+        The generator of a sampler is not saved with the study. One for all trials would begin
+        anew when a search is continued, and propose its first weights again.
+        """
+        (seed,) = np.random.SeedSequence((self.config.train.seed, number)).generate_state(1)
+        return self.optuna.samplers.TPESampler(seed=int(seed))
 
     def _run_trial(self, trial: Any) -> None:
         weights = {
