@@ -353,12 +353,21 @@ def _entry(run: str, kind: Kind, link: Path) -> CheckpointEntry | None:
             return None
         try:
             info = checkpoint_files.read_info(folder, link.name)
-            size = sum(file.stat().st_size for file in folder.iterdir())
+            size = _size_of(folder)
         except (OSError, RuntimeError):
             if folder == _target(link):
                 return None
             continue  # overwritten meanwhile
         return None if _has_expired(info) else CheckpointEntry(run, kind, link.name, info, size)
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of the files in a folder; one that is renamed meanwhile, by `set_expiry`, counts 0."""
+    size = 0
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            size += file.stat().st_size
+    return size
 
 
 def _sweep(folder: Path) -> None:
