@@ -27,6 +27,7 @@ from steelyard.spec import describe
 
 # Seconds between two looks at a pool, which breaks without a sign to those who wait for it.
 _WATCH_INTERVAL = 0.5
+_STARTS = 3  # attempts to start a pool
 
 
 @dataclass(eq=False)
@@ -99,15 +100,7 @@ class ProcessExecutor(Executor):
                 self._pool_ended.set()
                 self._pool = None
             if self._pool is None:
-                threads = max(1, (os.cpu_count() or 1) // self._processes)
-                self._pool = ProcessPool(
-                    max_workers=self._processes + 1,
-                    initializer=worker_process.prepare,
-                    initargs=(threads,),
-                    context=worker_context(preload=worker_process.__name__),
-                )
-                # Reading `active` starts the pool.
-                assert self._pool.active  # noqa: S101
+                self._pool = self._start_pool()
                 # A child of multiprocessing runs no atexit functions, and joins its own children
                 # before it ends: these finalizers come first.
                 self._end_pool = Finalize(self, _end, (self._pool,), exitpriority=100)
@@ -115,6 +108,25 @@ class ProcessExecutor(Executor):
                 watch = partial(self._replace_if_broken, self._pool, self._pool_ended)
                 threading.Thread(target=watch, name="steelyard-watch", daemon=True).start()
             return self._pool
+
+    def _start_pool(self) -> ProcessPool:
+        threads = max(1, (os.cpu_count() or 1) // self._processes)
+        for attempt in range(_STARTS):
+            pool = ProcessPool(
+                max_workers=self._processes + 1,
+                initializer=worker_process.prepare,
+                initargs=(threads,),
+                context=worker_context(preload=worker_process.__name__),
+            )
+            try:
+                assert pool.active  # noqa: S101 - reading it starts the pool
+            except BrokenProcessPool:  # the fork server died meanwhile
+                _end(pool)
+                if attempt + 1 == _STARTS:
+                    raise
+            else:
+                break
+        return pool
 
     def _replace_if_broken(self, pool: ProcessPool, ended: threading.Event) -> None:
         """Replace a pool that breaks while tickets wait for it and no call notices."""
