@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steelyard import RegularizerSpec
+
 LOGPROBS = [torch.tensor([-0.5, -1.5, -2.0]), torch.tensor([-1.0]), torch.tensor([-0.1, -3.0])]
 
 
@@ -36,3 +38,26 @@ def constant(_: Any, logprobs: list[Tensor]) -> float:
 
 def broken(_: Any, logprobs: list[Tensor]) -> Tensor:
     raise KeyError("nothing here")
+
+
+def spec(fn: Any = l2, weight: Any = 0.1, name: str = "l2", **more: Any) -> RegularizerSpec:
+    return RegularizerSpec(fn, weight, name, **more)
+
+
+class Counter:
+    """Counts its calls, as a stateful regularizer."""
+
+    name = "counter"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def compute(self, data: Any, logprobs: list[Tensor]) -> Tensor:
+        self.calls += 1
+        return torch.cat(logprobs).sum() * self.calls
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]

@@ -13,17 +13,13 @@ from torch import Tensor
 from steelyard import Pipeline, RegularizerSpec, Workers, compute, schedules
 from steelyard.errors import ClosedError, InputError, SpecError
 
-from .terms import LOGPROBS, l2, nll, patient, surprise
+from .terms import LOGPROBS, Counter, l2, nll, patient, spec, surprise
 
 
 def by_autograd(total: Callable[[list[Tensor]], Tensor]) -> tuple[float, list[Tensor]]:
     leaves = [lp.detach().clone().requires_grad_() for lp in LOGPROBS]
     loss = total(leaves)
     return loss.item(), list(torch.autograd.grad(loss, leaves))
-
-
-def spec(fn: Any = l2, weight: Any = 0.1, name: str = "l2", **more: Any) -> RegularizerSpec:
-    return RegularizerSpec(fn, weight, name, **more)
 
 
 def test_values_by_hand() -> None:
@@ -175,25 +171,6 @@ def test_data_and_options_reach_the_terms() -> None:
 def test_dicts_are_specs_too() -> None:
     output = compute([], LOGPROBS, nll, regularizers=[{"fn": l2, "weight": 0.1, "name": "l2"}])
     assert output.regularizers["l2"].contribution == pytest.approx(1.651)
-
-
-class Counter:
-    """Counts its calls, as a stateful regularizer."""
-
-    name = "counter"
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def compute(self, data: Any, logprobs: list[Tensor]) -> Tensor:
-        self.calls += 1
-        return torch.cat(logprobs).sum() * self.calls
-
-    def state_dict(self) -> dict[str, int]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.calls = state["calls"]
 
 
 @pytest.mark.parametrize("tracked", [True, False])

@@ -9,34 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard import Pipeline, RegularizerSpec, schedules
+from steelyard import Pipeline, schedules
 from steelyard.composition import CompositeLoss, term
 from steelyard.errors import SpecError, StateError, TermError, UnpicklableError
 
-from .terms import LOGPROBS, l2, nll, surprise
-
-
-def spec(fn: Any = l2, weight: Any = 0.1, name: str = "l2", **more: Any) -> RegularizerSpec:
-    return RegularizerSpec(fn, weight, name, **more)
-
-
-class Counter:
-    """Counts its calls, as a stateful regularizer."""
-
-    name = "counter"
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def compute(self, data: Any, logprobs: list[Tensor]) -> Tensor:
-        self.calls += 1
-        return torch.cat(logprobs).sum() * self.calls
-
-    def state_dict(self) -> dict[str, int]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.calls = state["calls"]
+from .terms import LOGPROBS, Counter, l2, nll, spec, surprise
 
 
 def test_state_is_collected_and_restored() -> None:

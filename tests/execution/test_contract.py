@@ -4,51 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from steelyard.errors import TermTimeoutError
-from steelyard.execution import Batch, Ticket, Workers
+from steelyard.execution import Ticket, Workers
 
-LANES: tuple[str, ...] = ("thread", "process", "async")
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(processes=2) as workers:
-        yield workers
-
-
-@pytest.fixture(params=LANES)
-def lane(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
-
-
-def for_lane(lane: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as the lane takes it; a sleep in it becomes one that yields."""
-    if lane != "async":
-        return fn
-
-    async def afn(*args: Any) -> Any:
-        return fn(*args)
-
-    return afn
-
-
-def ticket(lane: str, fn: Callable[..., Any], *args: Any, timeout: float | None = 300.0) -> Ticket:
-    return Ticket(fn.__name__, lane, for_lane(lane, fn), args, timeout)
-
-
-def run(workers: Workers, tickets: list[Ticket], width: int = 2, **options: Any) -> list[Ticket]:
-    with Batch(tickets, workers.executors, width, **options) as batch:
-        return list(batch.settled())
-
-
-def double(x: int) -> int:
-    return 2 * x
+from .lanes import double, hang, run, ticket
 
 
 def fail(x: int) -> int:
@@ -82,16 +44,6 @@ def test_an_exit_is_a_failure_too(workers: Workers, lane: str) -> None:
     assert good.result() == 2
     with pytest.raises(SystemExit):
         bad.result()
-
-
-def hang(lane: str) -> Callable[[], Any]:
-    if lane != "async":
-        return lambda: time.sleep(60.0)
-
-    async def nap() -> None:
-        await asyncio.sleep(60.0)
-
-    return nap
 
 
 def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, lane: str) -> None:

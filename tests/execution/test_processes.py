@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from steelyard.errors import ClosedError, TermTimeoutError, UnpicklableError, Wo
 from steelyard.execution import Batch, Ticket, Workers, check_picklable
 
 from .tickets import job, memory_files, run, wait_until
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(processes=2) as workers:
-        yield workers
 
 
 def loop_for_ever() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from steelyard.errors import UnpicklableError
 from steelyard.execution import Workers
 
 from .tickets import job, run, wait_until
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(processes=2) as workers:
-        yield workers
 
 
 def test_an_error_carries_the_traceback_of_the_worker(workers: Workers) -> None:

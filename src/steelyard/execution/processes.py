@@ -48,7 +48,7 @@ class ProcessExecutor(Executor):
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pool: ProcessPool | None = None
         self._end_pool: Finalize | None = None
         self._pool_ended = threading.Event()
@@ -132,7 +132,9 @@ class ProcessExecutor(Executor):
         """Replace a pool that breaks while tickets wait for it and no call notices."""
         while not ended.wait(_WATCH_INTERVAL):
             if not pool.active:
-                self._running_pool(broken=pool)
+                with self._lock:
+                    if self._pool is pool:  # else it was closed, or replaced by a call
+                        self._running_pool(broken=pool)
                 return
 
     def _retire(self, pool: ProcessPool, end: Finalize | None) -> None:
@@ -153,7 +155,10 @@ class ProcessExecutor(Executor):
                 worker_process.work, args=(parcel.message, sys.path), timeout=ticket.timeout
             )
         except Exception as error:  # noqa: BLE001 - raised where the ticket is waited for
-            self._finish(ticket, sent, error=error)
+            if isinstance(error, BrokenProcessPool) and sent.pool is not None:
+                self._send_again(ticket, sent, error)  # it broke since it was looked at
+            else:
+                self._finish(ticket, sent, error=error)
             return
         ticket.stop = future.cancel
         future.add_done_callback(partial(self._settle, ticket, sent))
