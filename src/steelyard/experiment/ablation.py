@@ -14,6 +14,7 @@ from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.parallel_runs import run_in_parallel
+from steelyard.experiment.reference_logprobs import share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.training_loop import SilentWatcher, Watcher, resume, train
@@ -91,6 +92,7 @@ def ablate(
         configs = variants(config)
         runs = {label: _slug(label) for label in configs}
         _check_same_configs(parent.path, configs, runs)
+        share_reference_logprobs(parent.path)
         unfinished = {
             parent.path / runs[label]: variant
             for label, variant in configs.items()

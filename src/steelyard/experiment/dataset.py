@@ -63,10 +63,13 @@ def load_dataset(
     else:
         train, held_out = split(main.groups, settings.held_out, config.train.seed)
         run.hold_data([settings.path])
-    if settings.reference == "always" or (settings.reference == "auto" and terms.reads_reference):
-        say("computing the base model's log-probs")
-        used = used_lines(config.train, len(train))
-        groups = add_reference_logprobs([*(train[i] for i in used), *held_out], backend, run)
+    everywhere = settings.reference == "always" or (
+        settings.reference == "auto" and terms.reads_reference
+    )
+    if everywhere or (settings.reference == "auto" and terms.measures_reference):
+        used = used_lines(config.train, len(train)) if everywhere else []
+        groups = [*(train[i] for i in used), *held_out]
+        groups = add_reference_logprobs(groups, backend, run, say)
         for index, group in zip(used, groups, strict=False):
             train[index] = group
         held_out = groups[len(used) :]

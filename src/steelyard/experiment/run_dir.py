@@ -6,7 +6,8 @@ metrics.jsonl    a flat JSON object for each step
 checkpoints/     safetensors and JSON
 samples.jsonl    completions of the sample prompts, before and after training
 log.txt          log messages
-reference.safetensors  the base model's log-probs, if a term reads them
+reference.safetensors  the base model's log-probs, if a term reads them; runs of an ablation or a
+                 search share the one in the folder of all of them
 result.json      written when the run is done
 """
 

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,7 +28,7 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
 from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.dataset import Dataset, load_dataset
-from steelyard.experiment.held_out import evaluate_held_out
+from steelyard.experiment.held_out import evaluate_held_out, failures
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
@@ -145,6 +145,7 @@ class _TrainingRun:
     terms: Terms
     watch: Watcher
     stop: Callable[[], bool]
+    _unmeasured: set[str] = field(default_factory=set)  # terms reported to have no held-out value
 
     def execute(self) -> Outcome:
         try:
@@ -207,7 +208,7 @@ class _TrainingRun:
         settings, client = self.config.train, backend.client
         started, clock = time.time(), time.perf_counter()
         _seed(settings.seed, step)
-        held_out: dict[str, float] = {}
+        held_out: dict[str, Any] = {}
         if step == 0 and settings.steps > 1:  # before any update: the base model's own loss
             held_out = self._evaluate(backend, dataset)
         lines = batch(step, settings.batch_size, len(dataset.train), settings.seed)
@@ -253,8 +254,20 @@ class _TrainingRun:
         every = settings.evaluate_every
         return step + 1 == settings.steps or bool(step and every and step % every == 0)
 
-    def _evaluate(self, backend: Backend, dataset: Dataset) -> dict[str, float]:
-        return evaluate_held_out(backend, dataset.held_out, self.terms, self.config.train.timeout)
+    def _evaluate(self, backend: Backend, dataset: Dataset) -> dict[str, Any]:
+        settings = self.config.train
+        metrics = evaluate_held_out(
+            backend,
+            dataset.held_out,
+            self.terms,
+            settings.timeout,
+            batch=settings.batch_size * len(dataset.train[0]),  # the data of a training step
+        )
+        for name, reason in failures(metrics).items():
+            if name not in self._unmeasured:
+                self._say(f"{name} has no held-out value: {reason}")
+                self._unmeasured.add(name)
+        return metrics
 
     def _save(self, backend: Backend, completed: int) -> None:
         settings = self.config.train

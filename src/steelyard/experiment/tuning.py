@@ -15,6 +15,7 @@ from steelyard.errors import ConfigError, TermError
 from steelyard.experiment.config import Config, TuneConfig
 from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.config_weights import is_range
+from steelyard.experiment.reference_logprobs import share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.training_loop import Outcome, SilentWatcher, Watcher, resume, train
@@ -93,6 +94,7 @@ def tune(
         )
     parent = RunFolder(folder)
     with parent.locked():
+        share_reference_logprobs(parent.path)
         search = _Search(config, parent.path, ranges, watch or SilentWatcher(), stop)
         search.run()
         return search.result()
