@@ -14,9 +14,11 @@ from steelyard.experiment import RunFolder, resume, train
 from .small_runs import (
     DRIFT,
     L2,
+    STEADY,
     Recorder,
     detached,
     failing,
+    from_logits,
     noise,
     small_config,
     term,
@@ -69,8 +71,8 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     folder: Path, save_every: int, steps: int
 ) -> None:
     config = small_config(
-        folder, "train.steps=4", f"train.save_every={save_every}",
-        regularizers=[L2, DRIFT, term(noise)],
+        folder, "train.steps=4", f"train.save_every={save_every}", "train.evaluate_every=1",
+        regularizers=[L2, DRIFT, STEADY, term(noise), term(from_logits, needs=["logits"])],
     )  # fmt: skip
     train(config, folder / "whole")
     outcome = train(config, folder / "r", stop=stop_after(steps))
@@ -81,6 +83,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     assert [line["step"] for line in recorder.steps] == list(range(steps, 4))
     whole, resumed = (RunFolder(folder / name).metrics() for name in ("whole", "r"))
     assert [without_clock(line) for line in resumed] == [without_clock(line) for line in whole]
+    assert len([key for key in whole[-1] if key.startswith("held_out/regularizers/")]) == 5
 
 
 def test_steps_after_the_last_checkpoint_are_repeated(folder: Path) -> None:
@@ -119,6 +122,13 @@ def test_the_learning_rate_follows_its_schedule(folder: Path) -> None:
     assert rest[0] != first
 
 
+def test_the_second_step_has_the_second_rate_of_the_schedule(folder: Path) -> None:
+    overrides = ("train.learning_rate={piecewise = {0 = 0.0, 1 = 0.01}}", "train.evaluate_every=1")
+    train(small_config(folder, *overrides, "train.steps=2"), folder / "r")
+    base, trained = (line["held_out/loss"] for line in RunFolder(folder / "r").metrics())
+    assert trained != base
+
+
 def test_a_failing_term_ends_the_run_and_is_logged(folder: Path) -> None:
     with pytest.raises(TermError, match="the knowledge base is down"):
         train(small_config(folder, regularizers=[term(failing)]), folder / "r")
@@ -136,6 +146,18 @@ def test_a_skipped_term_is_logged_with_its_reason(folder: Path) -> None:
         assert f"step {step}: failing was skipped: {line['skipped/failing/reason']}" in (
             recorder.messages
         )
+
+
+def test_a_term_without_a_held_out_value_is_reported_once_and_counted(folder: Path) -> None:
+    entry = term(failing, on_error="skip", every=9)
+    recorder = Recorder()
+    overrides = ("train.steps=3", "train.evaluate_every=1")
+    train(small_config(folder, *overrides, regularizers=[entry]), folder / "r", watch=recorder)
+    reasons = [line["held_out/skipped/failing/reason"] for line in recorder.steps]
+    assert [line["held_out/skipped/failing"] for line in recorder.steps] == [1.0] * 3
+    said = [text for text in recorder.messages if "held-out value" in text]
+    assert said == [f"failing has no held-out value: {reasons[0]}"]
+    assert reasons[0].endswith("RuntimeError: the knowledge base is down")
 
 
 @pytest.mark.filterwarnings("default::steelyard.DetachedTermWarning")

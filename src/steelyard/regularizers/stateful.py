@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from inspect import isawaitable
 from typing import Any
 
 import torch
@@ -233,13 +234,14 @@ class Adaptive:
         self.multiplier = float(multiplier)
 
     def _compute(self, data: Any, logprobs: LogProbs, **options: Any) -> Any:
-        options = {**self._options, **options}
-        return self._scaled(entry_point(self._inner)(data, logprobs, **options))
+        returned = entry_point(self._inner)(data, logprobs, **self._options, **options)
+        return self._ascaled(returned) if isawaitable(returned) else self._scaled(returned)
 
     async def _acompute(self, data: Any, logprobs: LogProbs, **options: Any) -> Any:
-        return self._scaled(
-            await entry_point(self._inner)(data, logprobs, **self._options, **options)
-        )
+        return await self._compute(data, logprobs, **options)
+
+    async def _ascaled(self, returned: Awaitable[Any]) -> Any:
+        return self._scaled(await returned)
 
     def _scaled(self, returned: Any) -> tuple[Any, dict[str, float]]:
         loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
