@@ -70,7 +70,7 @@ def test_a_plain_function_that_returns_an_awaitable_runs_as_a_coroutine(run_in: 
 
 
 def test_a_base_loss_and_a_numerical_gradient_may_return_awaitables() -> None:
-    async def result(data: Any, logprobs: list[Tensor]) -> Tensor:
+    async def result(data: Any, logprobs: list[Tensor]) -> Any:
         await asyncio.sleep(0)
         return nll(data, logprobs)
 

@@ -246,7 +246,7 @@ def test_the_projection_has_the_bias_of_the_output_layer(tmp_path: Path) -> None
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, max_position_embeddings=32,
     )  # fmt: skip
-    model: Any = transformers.PhiForCausalLM(config)
+    model: Any = transformers.PhiForCausalLM(config)  # type: ignore[no-untyped-call]
     torch.nn.init.normal_(model.lm_head.bias, generator=torch.Generator().manual_seed(0))
     folder = saved(tmp_path, model)
     with LocalServiceClient(dtype="float64") as service:

@@ -206,8 +206,11 @@ def distributions(need: str) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("batch", [1, 2, 16])
 @pytest.mark.parametrize("need", ["logits", "projection"])
 def test_a_term_over_logits_is_the_mean_over_the_tokens_of_all_batches(
-    backend: Backend, data: list[types.Datum], need: str, batch: int
+    backend: Backend, plain: Encoder, need: str, batch: int
 ) -> None:
+    lengths = (1, 9, 30)  # an equal mean of the batches would be another number
+    lines = [{"prompt": f"{n} of a", "completion": "abc"[n % 3] * n} for n in lengths]
+    data = [datum for line in lines for datum in plain.encode("completion", line)]
     spec = RegularizerSpec(distributions(need), 1.0, "entropy", needs=(need,))
     model = ByHand({}, 1, torch.float64)
     logits = [model.logits(datum.model_input.to_ints()).detach() for datum in data]
