@@ -32,7 +32,7 @@ from steelyard.experiment.held_out import evaluate_held_out
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
-from steelyard.experiment.step_metrics import skip_reasons
+from steelyard.experiment.step_metrics import skip_reasons, space_metrics
 from steelyard.spec import Schedule
 
 
@@ -230,6 +230,7 @@ class _TrainingRun:
             "time": started,
             "seconds": time.perf_counter() - clock,
             **output.metrics,
+            **space_metrics(output.regularizers),
             **(skip_reasons(output.skipped) if output.skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
             **held_out,
