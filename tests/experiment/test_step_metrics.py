@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from steelyard import RegularizerOutput
 from steelyard.experiment.step_metrics import (
     cosine_to_base,
     gradients,
     short_reason,
     skip_reasons,
     skipped_terms,
-    space_metrics,
     terms_that_ran,
 )
 
@@ -105,15 +103,3 @@ def test_norms_that_are_not_finite_have_no_share() -> None:
     by_name = gradients(lines, ["a"])
     assert (by_name["a"].share, by_name["base"].share) == (0.25, 0.75)
     assert (by_name["a"].cosine, by_name["a"].cancelled) == (None, None)
-
-
-def test_space_metrics_are_those_of_terms_with_a_norm() -> None:
-    terms = {
-        "kl": RegularizerOutput("kl", 1.0, 1.0, 1.0, grad_norm=1.0),
-        "rare": RegularizerOutput("rare", 1.0, 1.0, 1.0, grad_norm=1.0, grad_space="logits"),
-        "judge": RegularizerOutput("judge", 1.0, 1.0, 1.0),
-    }
-    assert space_metrics(terms) == {
-        "regularizers/kl/grad_space": "logprobs",
-        "regularizers/rare/grad_space": "logits",
-    }

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard.output import RegularizerOutput
-
 _TERM, _RAN, _SKIPPED, _REASON = "regularizers/", "/contribution", "skipped/", "/reason"
 _SPACE = "/grad_space"
 _MAX_WORDS = 12  # of a shortened reason
@@ -78,15 +76,6 @@ class Gradient:
     alone: bool = False
     cosine: float | None = None
     cancelled: float | None = None
-
-
-def space_metrics(regularizers: Mapping[str, RegularizerOutput]) -> dict[str, str]:
-    """Metrics `regularizers/<name>/grad_space` of the terms that have a gradient norm."""
-    return {
-        f"{_TERM}{name}{_SPACE}": output.grad_space
-        for name, output in regularizers.items()
-        if output.grad_norm is not None
-    }
 
 
 def gradients(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Gradient]:

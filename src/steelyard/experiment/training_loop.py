@@ -32,7 +32,8 @@ from steelyard.experiment.held_out import evaluate_held_out
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
-from steelyard.experiment.step_metrics import skip_reasons, space_metrics
+from steelyard.experiment.step_metrics import skip_reasons
+from steelyard.output import RegularizerOutput
 from steelyard.spec import Schedule
 
 
@@ -292,6 +293,15 @@ class _TrainingRun:
     def _say(self, text: str) -> None:
         self.run.log(text)
         self.watch.say(redact(text))
+
+
+def space_metrics(regularizers: Mapping[str, RegularizerOutput]) -> dict[str, str]:
+    """Metrics `regularizers/<name>/grad_space` of the terms that have a gradient norm."""
+    return {
+        f"regularizers/{name}/grad_space": output.grad_space
+        for name, output in regularizers.items()
+        if output.grad_norm is not None
+    }
 
 
 def _outcome(run: RunFolder, status: Literal["done", "interrupted"]) -> Outcome:

@@ -240,10 +240,12 @@ def test_held_out_values(folder: Path) -> None:
 
 def test_sentences(folder: Path, steps: list[Step]) -> None:
     text = text_of(write_report([folder / "run"], folder / "report.html"))
-    base = [each.values["base"] for each in steps]
+    base = [each.values["base"] / len(each.gradients["base"]) for each in steps]
     first, last = sum(base[:2]) / 2, sum(base[-2:]) / 2
     verb = "fell" if last < first else "rose"
-    assert f"The base loss {verb} from {first:.1f} to {last:.1f}" in text
+    assert f"The base loss per token {verb} from {first:.3f} to {last:.3f}" in text
+    counts = [len(each.gradients["base"]) for each in steps]
+    assert f"its base is a sum over {min(counts)} to {max(counts)} tokens a batch." in text
     recomputed = Recomputed(folder)
     start, end = (recomputed.held_out(completed)["base"] for completed in (0, STEPS))
     assert f"On held-out data the loss went from {start:.3f} to {end:.3f}." in text

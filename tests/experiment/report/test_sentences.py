@@ -61,6 +61,16 @@ def test_the_base_loss_fell() -> None:
     assert said("The total loss fell from", found)
 
 
+def test_the_base_loss_per_token_fell() -> None:
+    # The sum over the tokens of a batch falls since the last batches are short.
+    rows = [
+        {"step": step, "base_loss/value": nll * tokens, "nll": nll, "tokens": tokens}
+        for step, (nll, tokens) in enumerate([(2.0, 30), (2.1, 28), (2.2, 12), (2.3, 10)])
+    ]
+    run = LoadedRun("run", Path(), {"loss": {"use": "cross_entropy"}}, rows)
+    assert said("The base loss per token rose from 2.000 to 2.300", summarize(findings(run)))
+
+
 def test_the_total_loss_fell() -> None:
     assert said("The total loss fell from", sentences(term(evenness, 0.1)))
     # A large term that runs at the first steps only: the mean of all totals falls by two thirds.

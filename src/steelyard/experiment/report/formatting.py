@@ -206,7 +206,9 @@ def _progress(found: Findings) -> str:
 def _losses(found: Findings) -> list[str]:
     """Sentences about the base loss, the held-out loss, and the total where it is comparable."""
     sentences = []
-    if found.base.value is not None:
+    if found.per_token is not None:
+        sentences.append(f"The base loss per token {_moved(found.per_token)}.")
+    elif found.base.value is not None:
         sentences.append(f"The base loss {_moved(found.base.value)}.")
     if found.held_out is not None:
         sentences.append(f"On held-out data the loss went {format_change(found.held_out)}.")
@@ -216,14 +218,13 @@ def _losses(found: Findings) -> list[str]:
         sentences.append(
             "The total loss is not compared: its terms or weights changed from step to step."
         )
-    elif found.loss.steps < found.steps:
-        sentences.append(
-            f"The total loss, over the {found.loss.steps} steps with the same terms and weights, "
-            f"{_moved(found.loss)}."
-        )
-    else:
-        sentences.append(f"The total loss {_moved(found.loss)}.")
-    return sentences
+        return sentences
+    steps = f", over the {found.loss.steps} steps with the same terms and weights,"
+    total = f"The total loss{steps if found.loss.steps < found.steps else ''}"
+    tokens = ""
+    if found.tokens is not None and found.tokens[0] < found.tokens[1]:
+        tokens = "; its base is a sum over {:g} to {:g} tokens a batch".format(*found.tokens)
+    return [*sentences, f"{total} {_moved(found.loss)}{tokens}."]
 
 
 def _moved(change: Change) -> str:

@@ -100,6 +100,9 @@ class Findings:
         planned: number of steps in the config.
         loss: change of the total loss over the steps with the same terms and weights; None if
             there are fewer than two: the total of other steps is the sum of something else.
+        per_token: change of the base loss per token; None unless it is cross-entropy, whose sum
+            over a batch also changes with the number of tokens.
+        tokens: smallest and largest number of tokens of a batch, where the base loss is their sum.
         held_out: change of the held-out loss; None if it was not measured.
         seconds: time of all steps.
         tracked: whether gradient norms were tracked.
@@ -115,6 +118,8 @@ class Findings:
     tracked: bool
     base: TermFinding
     terms: Sequence[TermFinding] = field(default=())
+    per_token: Change | None = None
+    tokens: tuple[float, float] | None = None
 
     def extreme(
         self, attribute: str, pick: Callable[..., TermFinding | None]
@@ -153,6 +158,10 @@ def findings(run: LoadedRun) -> Findings:
     planned = (run.config.get("train") or {}).get("steps")
     seconds = run.series("seconds")[1]
     by_name = gradients(run.rows, run.terms)
+    loss = run.config.get("loss") or {}
+    cross_entropy = loss.get("use") == "cross_entropy"
+    is_sum = cross_entropy and (loss.get("options") or {}).get("reduction", "sum") == "sum"
+    tokens = run.series("tokens")[1]
     return Findings(
         steps=len(run.rows),
         planned=planned if isinstance(planned, int) else None,
@@ -169,6 +178,8 @@ def findings(run: LoadedRun) -> Findings:
             steps=len(run.series("base_loss/value")[1]),
         ),
         terms=[_term(run, name, by_name.get(name)) for name in run.terms],
+        per_token=_change(run.series("nll")[1]) if cross_entropy else None,
+        tokens=(min(tokens), max(tokens)) if is_sum and tokens else None,
     )
 
 
