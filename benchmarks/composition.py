@@ -108,9 +108,7 @@ def norm_of_one(repeats: int) -> Timing:
     data = [torch.rand(TOKENS) for _ in range(DATA)]
     spec = RegularizerSpec(l2, WEIGHTS["l2"], "l2")
     pipelines = [Pipeline(base, [spec], track_grad_norms=tracked) for tracked in (False, True)]
-    untracked, tracked = (
-        (lambda each=each: each.compute(data, logprobs)) for each in pipelines
-    )
+    untracked, tracked = ((lambda each=each: each.compute(data, logprobs)) for each in pipelines)
     found = in_turn({"untracked": untracked, "tracked": tracked}, repeats=repeats)
     pairs = zip(found["tracked"].seconds, found["untracked"].seconds, strict=True)
     return replace(found["tracked"], seconds=[max(a - b, 0.0) for a, b in pairs])
