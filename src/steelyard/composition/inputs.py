@@ -326,8 +326,9 @@ class FlatInputs(Inputs):
         gradients = layout.split(torch.zeros_like(flat) if total is None else total)
         fields: dict[str, Any] = {"gradients": gradients, "extra_gradients": extra}
         if tracked:
-            rows = {r.term.name: r.gradients[LOGPROBS] for r in results if LOGPROBS in r.gradients}
-            own = {name: vector for name, (vector,) in rows.items() if vector is not None}
+            done = [r for r in results if r.space == (LOGPROBS,)]
+            rows = {r.term.name: r.gradients.get(LOGPROBS, ()) for r in done}
+            own = {name: g for name, row in rows.items() for g in row if g is not None}
             fields["term_gradients"] = SplitOnRead(layout, own)
         return fields
 

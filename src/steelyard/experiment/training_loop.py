@@ -28,12 +28,16 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
 from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.dataset import Dataset, load_dataset
+from steelyard.experiment.driver_records import driver_records
 from steelyard.experiment.held_out import evaluate_held_out
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.step_metrics import skip_reasons
 from steelyard.spec import Schedule
+
+# About so many times in a run by default: enough to see a change, in a small file.
+_DRIVER_RECORDS = 10
 
 
 class Watcher(Protocol):
@@ -176,6 +180,7 @@ class _TrainingRun:
         checkpoint = checkpointing.latest_checkpoint(self.run)
         start = 0 if checkpoint is None else checkpoint.step
         self.run.cut(0 if checkpoint is None else checkpoint.metrics_bytes)
+        self.run.cut_drivers(start)
         if not start:
             self._sample(backend, dataset, "before", 0)
         if checkpoint is not None:
@@ -222,7 +227,10 @@ class _TrainingRun:
         ).result()
         for name, reason in output.skipped.items():
             self._say(f"step {step}: {name} was skipped: {reason}")
-        optim = client.optim_step(self._adam(step)).result()
+        if self._drivers_due(step):
+            self.run.append_drivers(driver_records(output, step, dataset, lines))
+        adam = self._adam(step)
+        optim = client.optim_step(adam).result()
         if self._evaluation_due(step):
             held_out = self._evaluate(backend, dataset)
         return {
@@ -232,6 +240,7 @@ class _TrainingRun:
             **output.metrics,
             **(skip_reasons(output.skipped) if output.skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
+            "optim/learning_rate": adam.learning_rate,
             **held_out,
         }
 
@@ -252,6 +261,13 @@ class _TrainingRun:
         settings = self.config.train
         every = settings.evaluate_every
         return step + 1 == settings.steps or bool(step and every and step % every == 0)
+
+    def _drivers_due(self, step: int) -> bool:
+        settings = self.config.train
+        every = settings.drivers_every
+        if every is None:
+            every = -(-settings.steps // _DRIVER_RECORDS)
+        return bool(every) and (step % every == 0 or step + 1 == settings.steps)
 
     def _evaluate(self, backend: Backend, dataset: Dataset) -> dict[str, float]:
         return evaluate_held_out(backend, dataset.held_out, self.terms, self.config.train.timeout)
