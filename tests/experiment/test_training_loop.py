@@ -83,6 +83,46 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     assert [without_clock(line) for line in resumed] == [without_clock(line) for line in whole]
 
 
+@pytest.mark.parametrize(
+    ("override", "steps"),
+    [
+        ("train.drivers_every=2", [0, 2, 4, 5]),
+        ("train.drivers_every=0", []),
+        ("train.track_grad_norms=false", []),
+        ("train.batch_size=2", [0, 1, 2, 3, 4, 5]),  # the default: a tenth of the run
+    ],
+)
+def test_drivers_are_recorded_at_some_steps(folder: Path, override: str, steps: list[int]) -> None:
+    train(small_config(folder, "train.steps=6", override), folder / "r")
+    records = RunFolder(folder / "r").drivers()
+    assert [(r["step"], r["term"]) for r in records] == [
+        (step, name) for step in steps for name in ("base", "l2")
+    ]
+
+
+def test_by_default_drivers_are_recorded_about_ten_times(folder: Path) -> None:
+    train(small_config(folder, "train.steps=23", "train.save_every=0"), folder / "r")
+    steps = sorted({record["step"] for record in RunFolder(folder / "r").drivers()})
+    assert steps == [0, 3, 6, 9, 12, 15, 18, 21, 22]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 3, "ter'])
+def test_the_drivers_of_a_resumed_run_are_those_of_an_uninterrupted_one(
+    folder: Path, torn: bytes
+) -> None:
+    config = small_config(folder, "train.steps=4", regularizers=[L2, DRIFT])
+    train(config, folder / "whole")
+    train(config, folder / "r", stop=stop_after(3))
+    # As if killed after step 2 had written its drivers, and before its checkpoint.
+    (folder / "r" / "checkpoints" / "step-00000003.json").unlink()
+    with (folder / "r" / "drivers.jsonl").open("ab") as file:
+        file.write(torn)
+    assert resume(folder / "r").status == "done"
+    whole, resumed = ((folder / run / "drivers.jsonl").read_bytes() for run in ("whole", "r"))
+    assert whole == resumed
+    assert whole.count(b"\n") == 4 * 3 - 1  # at step 0 there is no drift yet
+
+
 def test_steps_after_the_last_checkpoint_are_repeated(folder: Path) -> None:
     config = small_config(folder, regularizers=[term(noise)])
     train(config, folder / "r", stop=stop_after(2))
@@ -114,6 +154,9 @@ def test_the_learning_rate_follows_its_schedule(folder: Path) -> None:
     # With a rate of 0 after the first step, held-out loss stays where that step left it.
     overrides = ("train.learning_rate={piecewise = {0 = 0.01, 1 = 0.0}}", "train.evaluate_every=1")
     train(small_config(folder, *overrides, "train.steps=4"), folder / "r")
+    lines = RunFolder(folder / "r").metrics()
+    assert [line["optim/learning_rate"] for line in lines] == [0.01, 0.0, 0.0, 0.0]
+    assert all(line["optim/unclipped_grad_l2:mean"] > 0 for line in lines)
     first, *rest = [line["held_out/loss"] for line in RunFolder(folder / "r").metrics()]
     assert len(set(rest)) == 1
     assert rest[0] != first

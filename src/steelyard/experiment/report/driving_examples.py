@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from steelyard.errors import RunError
 from steelyard.experiment.driver_records import Piece, redact_pieces
 from steelyard.experiment.report.formatting import percent
-from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.load import DRIVERS, LoadedRun
 from steelyard.spec import BASE
 
 _MAX_STEPS = 12  # in the page; of more steps with records, some are left out, never the last
@@ -70,7 +71,21 @@ class DrivenTerm:
 
 
 def driving_examples(run: LoadedRun) -> dict[int, list[DrivenTerm]]:
-    """Driven terms by step, the base loss first; at most twelve steps, the last one included."""
+    """Driven terms by step, the base loss first; at most twelve steps, the last one included.
+
+    Raises:
+        RunError: a record is not as a run writes it.
+    """
+    try:
+        return _driving_examples(run)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{run.folder / DRIVERS} must hold records as a run writes them, and one is damaged: "
+            f"{type(error).__name__}: {error}. Remove it, and the report leaves them out."
+        ) from error
+
+
+def _driving_examples(run: LoadedRun) -> dict[int, list[DrivenTerm]]:
     by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
     for record in run.drivers:
         by_step.setdefault(record["step"], {})[record["term"]] = record
