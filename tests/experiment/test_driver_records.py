@@ -108,7 +108,10 @@ def test_words_keep_their_spaces(tmp_path: Path) -> None:
     # As the tokenizers of Llama 2 and T5: their decoder drops the space before the first word.
     raw = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "</s>": 2}, unk_token="</s>"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=raw,
+        eos_token="</s>",  # noqa: S106
+    )
     dataset = dataset_of(tmp_path, answer("a b b"), encoder=Encoder(tokenizer, 8))
     (record,) = driver_records(output_of([[1.0, 1.0, 2.0]]), 0, dataset, [0])
     assert [text for text, _ in tokens_of(record)] == ["a", " b", " b", "</s>"]

@@ -176,7 +176,7 @@ class TrainConfig(_Table):
         default=None,
         ge=0,
         description="steps between records of the examples that drive each term, if gradient norms "
-        "are tracked; 0: none; None: a tenth of the run",
+        "are tracked; 0: none; None: a tenth of the run, at least 10",
     )
     timeout: float = Field(default=30.0, gt=0, le=300, description="maximum seconds of one term")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ from steelyard.spec import BASE
 
 # Text and its share of the term's gradient; the share is None for the mark of an omission.
 Piece: TypeAlias = tuple[str, float | None]
+Decode: TypeAlias = Callable[[tuple[int, ...]], str]
 
 OMITTED: Piece = ("…", None)
 _DATA = 3  # of a term in a record
@@ -35,6 +37,7 @@ def driver_records(
         dataset: the data that the batch was taken from.
         lines: indices in `dataset.train` of the batch.
     """
+    decode = _decoder(dataset.encoder.tokenizer)
     batch = [(index, part) for index in lines for part in range(len(dataset.train[index]))]
     records = []
     for name in output.term_gradients or ():
@@ -47,7 +50,7 @@ def driver_records(
             # The log-prob at position t is that of token t + 1; the first token has none.
             shares = dict.fromkeys(range(len(tokens) + 1), 0.0)
             shares |= {token.position + 1: token.share for token in driver.tokens}
-            pieces = _pieces(dataset.encoder.tokenizer, [*tokens, targets[-1]], shares)
+            pieces = _pieces(decode, (*tokens, targets[-1]), shares)
             field = {"field": _FIELDS[part]} if len(group) > 1 else {}
             share = round(driver.share, 5)
             data.append({"line": dataset.lines[index], **field, "share": share, "tokens": pieces})
@@ -71,10 +74,10 @@ def redact_pieces(pieces: Sequence[Piece]) -> list[Piece]:
     return [(short, round(sum(share or 0.0 for _, share in pieces), 5))]
 
 
-def _pieces(tokenizer: Any, tokens: Sequence[int], shares: dict[int, float]) -> list[Piece]:
+def _pieces(decode: Decode, tokens: tuple[int, ...], shares: dict[int, float]) -> list[Piece]:
     """Text of a datum, token by token; of a long one, the parts around the strongest tokens."""
     # Before it is shortened: a part of a secret would not be recognised as one.
-    whole = [(_decode(tokenizer, tokens), sum(shares.values()))]
+    whole = [(decode(tokens), sum(shares.values()))]
     redacted = redact_pieces(whole)
     if redacted != whole:
         return redacted
@@ -86,7 +89,7 @@ def _pieces(tokenizer: Any, tokens: Sequence[int], shares: dict[int, float]) -> 
     ends = [at + 1 for at in shown if at + 1 not in shown]
     pieces: list[Piece] = [OMITTED] if starts[0] > 0 else []
     for start, end in zip(starts, ends, strict=True):
-        run = list(_texts(tokenizer, tokens[start:end]))
+        run = list(_texts(decode, tokens[start:end]))
         bounds = accumulate((count for _, count in run), initial=start)
         for (text, _), (first, last) in zip(run, pairwise(bounds), strict=True):
             share = sum(shares[at] for at in range(first, last))
@@ -106,7 +109,7 @@ def _around_strongest(shares: dict[int, float]) -> list[int]:
     return sorted(shown)
 
 
-def _texts(tokenizer: Any, tokens: Sequence[int]) -> Iterator[tuple[str, int]]:
+def _texts(decode: Decode, tokens: tuple[int, ...]) -> Iterator[tuple[str, int]]:
     """Yield the text of each token, and 1; tokens that divide a character are taken together.
 
     Each is decoded behind the one before it, since some tokenizers drop the space before the first
@@ -114,15 +117,19 @@ def _texts(tokenizer: Any, tokens: Sequence[int]) -> Iterator[tuple[str, int]]:
     """
     before = start = 0
     for end in range(1, len(tokens) + 1):
-        text = _decode(tokenizer, tokens[before:end])
+        text = decode(tokens[before:end])
         if text.endswith(_INCOMPLETE) and end < len(tokens) and end - start < _MAX_BYTES:
             continue
-        known = _decode(tokenizer, tokens[before:start])
+        known = decode(tokens[before:start])
         alone = not text.startswith(known)
-        yield (_decode(tokenizer, tokens[start:end]) if alone else text[len(known) :]), end - start
+        yield (decode(tokens[start:end]) if alone else text[len(known) :]), end - start
         before, start = start, end
 
 
-def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    text: str = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
-    return text
+def _decoder(tokenizer: Any) -> Decode:
+    @cache  # most terms are driven by the same data, and pairs of tokens come again
+    def decode(tokens: tuple[int, ...]) -> str:
+        text: str = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+        return text
+
+    return decode

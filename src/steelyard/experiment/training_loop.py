@@ -36,8 +36,9 @@ from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.step_metrics import skip_reasons
 from steelyard.spec import Schedule
 
-# About so many times in a run by default: enough to see a change, in a small file.
-_DRIVER_RECORDS = 10
+# By default a tenth of the run lies between records of drivers, and at least so many steps: enough
+# to see a change, in a small file.
+_STEPS_BETWEEN_DRIVERS = 10
 
 
 class Watcher(Protocol):
@@ -266,7 +267,7 @@ class _TrainingRun:
         settings = self.config.train
         every = settings.drivers_every
         if every is None:
-            every = -(-settings.steps // _DRIVER_RECORDS)
+            every = max(_STEPS_BETWEEN_DRIVERS, settings.steps // 10)
         return bool(every) and (step % every == 0 or step + 1 == settings.steps)
 
     def _evaluate(self, backend: Backend, dataset: Dataset) -> dict[str, float]:
