@@ -110,7 +110,7 @@ def test_words_keep_their_spaces(tmp_path: Path) -> None:
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=raw,
-        eos_token="</s>",  # noqa: S106
+        eos_token="</s>",
     )
     dataset = dataset_of(tmp_path, answer("a b b"), encoder=Encoder(tokenizer, 8))
     (record,) = driver_records(output_of([[1.0, 1.0, 2.0]]), 0, dataset, [0])
