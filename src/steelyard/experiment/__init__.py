@@ -29,7 +29,8 @@ try:
     from steelyard.experiment.run_dir import RunFolder
     from steelyard.experiment.secrets import redact
     from steelyard.experiment.step_metrics import (
-        gradient_shares,
+        Gradient,
+        gradients,
         short_reason,
         skipped_terms,
         terms_that_ran,
@@ -42,6 +43,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Ablation",
     "Config",
+    "Gradient",
     "Outcome",
     "RunFolder",
     "Tuned",
@@ -50,7 +52,7 @@ __all__ = [
     "check_config",
     "example_config",
     "flags_of",
-    "gradient_shares",
+    "gradients",
     "read_config",
     "redact",
     "resume",

@@ -48,6 +48,7 @@ def page(experiment: Experiment) -> str:
         "seconds": formatting.seconds,
         "skip_count": formatting.skip_count,
         "skip_reasons": formatting.skip_reasons,
+        "space": formatting.format_space,
         "top_level_settings": top_level_settings,
         "setting": format_setting,
     }
@@ -60,7 +61,7 @@ def page(experiment: Experiment) -> str:
         skipping=any(each.skipping for each in found),
         sentences=formatting.summarize(first) if single else formatting.summarize_runs(runs, found),
         slowest=first.extreme("seconds", max),
-        strongest=first.extreme("share", max),
+        strongest=first.strongest,
         opposed=first.extreme("cosine", min),
         ablation=ablation_table(experiment),
         sections=sections,
