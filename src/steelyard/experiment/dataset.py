@@ -61,7 +61,8 @@ def load_dataset(
         train, held_out = list(main.groups), list(separate.groups)
         run.hold_data([settings.path, settings.held_out])
     else:
-        train, held_out = split(main.groups, settings.held_out, config.train.seed)
+        seed = config.train.seed if settings.split_seed is None else settings.split_seed
+        train, held_out = split(main.groups, settings.held_out, seed)
         run.hold_data([settings.path])
     if settings.reference == "always" or (settings.reference == "auto" and terms.reads_reference):
         say("computing the base model's log-probs")
