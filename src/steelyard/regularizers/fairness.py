@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -19,6 +20,14 @@ from steelyard.spec import title
 Outcome: TypeAlias = Literal["logprob", "prob"]
 Test: TypeAlias = Literal["kruskal", "anova", "none"]
 
+# With n data a mean has the standard error s/√n; a gap between two such means has s·√(2/n), half
+# of the spread s of single data at n = 8.
+ENOUGH = 8
+
+
+class SmallBatchWarning(UserWarning):
+    """A batch has too few data for a statistic over them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemographicParity:
@@ -34,7 +43,8 @@ class DemographicParity:
     the variance of the outcomes within group g, and its gradient also minimizes these variances.
     `unbiased=True` subtracts the estimate of that excess from the batch; the value may then be
     negative, and pairs with a group of a single datum do not count. It does not reduce the noise
-    of a small batch. The first batch with fewer than 8 data of a group is a `SmallBatchWarning`.
+    of a small batch. The first batch with fewer than 8 data of a group gives a
+    `SmallBatchWarning`.
 
     The gradient is exact (at a gap of exactly 0 with `power=1`: 0).
 
@@ -83,10 +93,9 @@ class DemographicParity:
         metrics = {f"mean/{label}": group.mean().item() for label, group in groups.items()}
         samples = list(groups.values())
         metrics |= {"gap": _largest_gap(samples), "groups": float(len(groups))}
-        if len(groups) > 1:
-            _warn_if_small(self, samples)
-            if self.test != "none":
-                metrics["p_value"] = _p_value(self.test, samples)
+        _warn_if_small(self, groups)
+        if self.test != "none" and len(groups) > 1:
+            metrics["p_value"] = _p_value(self.test, samples)
         return _penalty(rows, [samples], self), metrics
 
 
@@ -149,12 +158,13 @@ class EqualizedOdds:
         for label in dict.fromkeys(labels):
             same_label = [row for row, own in zip(rows, labels, strict=True) if own == label]
             names = [row.read_label(self.group) for row in same_label]
-            groups = list(_grouped(same_label, names, self.outcome).values())
+            by_group = _grouped(same_label, names, self.outcome)
+            _warn_if_small(self, by_group)
+            groups = list(by_group.values())
             if len(groups) < 2:  # noqa: PLR2004 - nothing to compare
                 continue
             compared.append(groups)
             metrics[f"gap/{label}"] = _largest_gap(groups)
-            _warn_if_small(self, groups)
             if self.test != "none":
                 p_values.append(_p_value(self.test, groups))
         metrics["gap"] = max(metrics.values(), default=0.0)
@@ -168,6 +178,7 @@ def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
     _options.resolve_source(regularizer, "group")
     _options.one_of("outcome", regularizer.outcome, ("logprob", "prob"), name)
     _options.require(regularizer.power in (1, 2), "power", "1 or 2", regularizer.power, name)
+    _options.flag("unbiased", regularizer.unbiased, name)
     _options.require(
         not regularizer.unbiased or regularizer.power == 2,  # noqa: PLR2004 - squared gaps
         "unbiased", "False with power=1", regularizer.unbiased, name,
@@ -215,9 +226,22 @@ def _penalty(
 
 
 def _warn_if_small(
-    regularizer: DemographicParity | EqualizedOdds, groups: Sequence[Tensor]
+    regularizer: DemographicParity | EqualizedOdds, groups: Mapping[Hashable, Tensor]
 ) -> None:
-    """Warn once for each regularizer if a group has few data in a batch."""
+    """Warn if the batch has few data of a group, or no second group; once for a regularizer."""
+    small = len(groups) < 2 or min(map(len, groups.values())) < ENOUGH  # noqa: PLR2004 - a pair
+    if not small or hasattr(regularizer, "_warned"):
+        return
+    object.__setattr__(regularizer, "_warned", True)
+    counts = ", ".join(f"{len(group)} of group {label!r}" for label, group in groups.items())
+    warnings.warn(
+        f"a batch has few data of a group ({counts}): the gap between their means is mostly "
+        f"chance, and training on it reduces the spread within the groups rather than the gap. "
+        f"Use batches with at least {ENOUGH} data of each group (regularizer "
+        f"{regularizer.name!r}).",
+        SmallBatchWarning,
+        stacklevel=3,
+    )
 
 
 def _p_value(test: Test, groups: Sequence[Tensor]) -> float:
