@@ -42,7 +42,7 @@ def spread(data: Sequence[Any], logprobs: Sequence[Tensor]) -> Tensor:
 def write_lines(path: Path, count: int, generator: np.random.Generator) -> None:
     with path.open("w") as file:
         for index in range(count):
-            known, group = generator.random() < 0.5, index % 2  # noqa: PLR2004 - half of them
+            known, group = generator.random() < 0.5, index % 2
             answer = "ok" if known else "".join(generator.choice(list("abcdefghijklmnop"), 4))
             question = f"{'please' if group else 'now'} {'a' if known else 'b'}"
             line = {"prompt": question, "completion": f" {answer}", "group": group}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -15,7 +16,7 @@ from steelyard.experiment.search import read_search, storage_url
 from .small_runs import L2, failing, small_config, term
 
 
-def write_study(folder: Path, direction: str = "minimize") -> optuna.Study:
+def write_study(folder: Path, direction: Any = "minimize") -> optuna.Study:
     folder.mkdir(exist_ok=True)
     return optuna.create_study(
         storage=storage_url(folder), study_name="steelyard", direction=direction

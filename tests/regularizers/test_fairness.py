@@ -133,7 +133,7 @@ def population(groups: int = 2) -> list[torch.Tensor]:
 def expected(term: Any, outcomes: list[torch.Tensor], size: int) -> tuple[float, torch.Tensor]:
     """Mean of value and gradient over all batches of `size` data of each group."""
     leaf = torch.cat(outcomes).requires_grad_()
-    parts = leaf.split([len(each) for each in outcomes])
+    parts = leaf.chunk(len(outcomes))
     drawn = [list(product(part, repeat=size)) for part in parts]  # with replacement
     losses = []
     for batch in product(*drawn):
@@ -150,8 +150,8 @@ def expected(term: Any, outcomes: list[torch.Tensor], size: int) -> tuple[float,
 def test_unbiased_squared_gaps_are_those_of_the_population(kind: Any, groups: int) -> None:
     outcomes = population(groups)
     leaf = torch.cat(outcomes).requires_grad_()
-    means = leaf.split([3] * groups)
-    gap = torch.stack([(a.mean() - b.mean()) ** 2 for a, b in combinations(means, 2)]).mean()
+    pairs = combinations(leaf.chunk(groups), 2)
+    gap = torch.stack([(a.mean() - b.mean()) ** 2 for a, b in pairs]).mean()
     (gradient,) = torch.autograd.grad(gap, leaf)
     value, found = expected(kind(unbiased=True, test="none"), outcomes, 2)
     assert value == pytest.approx(gap.item(), rel=1e-12)

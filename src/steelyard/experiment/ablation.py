@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def _row(run: _Run) -> dict[str, Any] | None:
 
 def _effects(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Comparison]]:
     quantities = [LOSS, *dict.fromkeys(name for row in table for name in row["terms"])]
-    values: dict[str, dict[str, dict[Hashable, float | None]]] = {}
+    values: dict[str, dict[str, dict[int, float | None]]] = {}
     for row in table:
         own = values.setdefault(row["run"], {name: {} for name in quantities})
         for quantity in quantities:

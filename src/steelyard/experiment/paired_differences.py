@@ -8,11 +8,11 @@ difference; the interval of the mean difference is narrower than those of the tw
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-BySeed: TypeAlias = Mapping[Hashable, float | None]
+BySeed: TypeAlias = Mapping[Any, float | None]  # `Any`: the keys of a mapping are invariant
 
 CONFIDENCE = 0.95
 LOSS = "held-out loss"

@@ -1,7 +1,7 @@
-"""The report: one self-contained HTML page about a run, several runs, or an ablation.
+"""The report: one self-contained HTML page about a run, several runs, an ablation or a search.
 
 Data flows in this order: `load` reads run folders; `findings` computes means, shares and flags;
-`charts` (one run) and `compare_charts` (several) make the charts out of `figure`;
+`charts` (one run), `compare_charts` (several) and `search_charts` make the charts out of `figure`;
 `ablation_table`, `samples` and `config_diff` make the tables; `formatting` turns numbers into
 text; `page` renders everything with `page.html`, `page.css` and `page.js`; `write` saves it.
 """
