@@ -70,6 +70,20 @@ def test_the_best_trial_comes_first(folder: Path, direction: str, order: list[in
     assert search.seeds == 1, "a study of an older version has no number of seeds"
 
 
+def test_trials_are_compared_with_the_best_by_seed(folder: Path) -> None:
+    study = write_study(folder)
+    for values in ([1.5, 5.51, 9.49], [1.0, 5.0, 9.0]):
+        trial = study.ask()
+        trial.set_user_attr("objectives", values)
+        study.tell(trial, sum(values) / 3)
+    best, other = read_search(folder).trials
+    assert best.behind is None
+    assert other.objective is not None
+    assert other.objective.margin == pytest.approx(9.92, abs=0.01)
+    assert other.behind is not None
+    assert (other.behind.mean, other.behind.margin) == pytest.approx((0.5, 0.02484), rel=1e-3)
+
+
 def test_importances_tell_the_weight_that_matters(folder: Path) -> None:
     study = write_study(folder)
     generator = random.Random(0)

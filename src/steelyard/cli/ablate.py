@@ -57,7 +57,8 @@ def _print_table(ablation: Ablation) -> None:
 
     count = len(ablation.seeds)
     values = f"means of {count} seeds" if count > 1 else "final held-out values"
-    table = Table(title=f"effect of each term: {values} (change from the run 'all')")
+    mark = "; * where its 95 % interval excludes 0" if count > 1 else ""
+    table = Table(title=f"effect of each term: {values} (change from the run 'all'{mark})")
     quantities = list(next(iter(ablation.effects.values())))
     for column in ("run", *quantities, "time"):
         table.add_column(column, justify="left" if column == "run" else "right")

@@ -11,7 +11,7 @@ from steelyard.cli.exit_codes import INTERRUPTED
 from steelyard.cli.train import Overrides, Seeds, SkipBad
 
 if TYPE_CHECKING:
-    from steelyard.experiment import Search, TrialResult
+    from steelyard.experiment import Estimate, Search
 
 
 def tune(
@@ -61,18 +61,20 @@ def _print_table(search: Search) -> None:
     means = f", means of {search.seeds} seeds ± 95 % intervals" if search.seeds > 1 else ""
     table = Table(title=f"trials, the best first{means}")
     weights = list(dict.fromkeys(name for trial in search.trials for name in trial.weights))
-    for column in ("trial", "objective", *weights, "state", "time"):
+    columns = ["trial", "objective", *(["from the best"] if search.seeds > 1 else []), *weights]
+    for column in (*columns, "state", "time"):
         table.add_column(column, justify="left" if column == "state" else "right")
     for trial in search.trials:
         given = [f"{trial.weights[name]:.4g}" if name in trial.weights else "-" for name in weights]
         time = f"{trial.seconds:.1f} s"
-        table.add_row(str(trial.number), _objective(trial), *given, trial.state, time)
+        cells = [_text(trial.objective, ".6g")]
+        cells += [_text(trial.behind, "+.2g")] if search.seeds > 1 else []
+        table.add_row(str(trial.number), *cells, *given, trial.state, time)
     print_table(table)
 
 
-def _objective(trial: TrialResult) -> str:
-    objective = trial.objective
-    if objective is None:
+def _text(estimate: Estimate | None, template: str) -> str:
+    if estimate is None:
         return "-"
-    margin = "" if objective.margin is None else f" ± {objective.margin:.2g}"
-    return f"{objective.mean:.6g}{margin}"
+    margin = "" if estimate.margin is None else f" ± {estimate.margin:.2g}"
+    return f"{estimate.mean:{template}}{margin}"

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from steelyard._extras import cure
 from steelyard.errors import RunError
-from steelyard.experiment.paired_differences import Estimate, estimate
+from steelyard.experiment.paired_differences import Comparison, Estimate, compare
 from steelyard.experiment.run_dir import RunFolder
 
 State: TypeAlias = Literal["completed", "pruned", "failed", "unfinished"]
@@ -32,6 +32,8 @@ class TrialResult:
         state: whether it was completed, pruned, failed, or has not ended.
         weights: its weights, by the names of `weight_ranges`.
         objective: its objective, with an interval for several seeds; None unless completed.
+        behind: how much larger its objective is than that of the best trial, paired by seed;
+            None unless completed, and for the best trial.
         held_out: mean over its seeds of each `held_out/` metric at the last step; empty unless
             completed.
         seconds: time of all of its steps.
@@ -42,6 +44,7 @@ class TrialResult:
     state: State
     weights: Mapping[str, float]
     objective: Estimate | None
+    behind: Estimate | None
     held_out: Mapping[str, float]
     seconds: float
     runs: Sequence[Path]
@@ -88,17 +91,20 @@ def read_search(folder: Path) -> Search:
         raise RunError(
             f"{folder / STUDY} must be a study of Optuna, and it is not: {error}."
         ) from error
-    trials = [_trial(folder, frozen) for frozen in study.get_trials(deepcopy=False)]
     direction = study.direction.name.lower()
     sign = 1.0 if direction == "minimize" else -1.0
     order = [*_STATES.values(), "unfinished"]
-    trials.sort(
-        key=lambda trial: (
-            order.index(trial.state),
-            sign * trial.objective.mean if trial.objective else 0.0,
-            trial.number,
+
+    def rank(frozen: Any) -> tuple[int, float, int]:
+        state = _state(frozen)
+        return (
+            order.index(state),
+            sign * frozen.value if state == "completed" else 0.0,
+            frozen.number,
         )
-    )
+
+    ranked = sorted(study.get_trials(deepcopy=False), key=rank)
+    trials = [_trial(folder, frozen, ranked[0]) for frozen in ranked]
     seeds = study.user_attrs.get(SEEDS, 1)
     return Search(folder, direction, seeds, trials, _importances(optuna, study))
 
@@ -127,25 +133,33 @@ def trial_folder(parent: Path, number: int) -> Path:
     return parent / f"trial-{number:04d}"
 
 
-def _trial(folder: Path, frozen: Any) -> TrialResult:
-    state = _STATES.get(frozen.state.name, "unfinished")
+def _state(frozen: Any) -> State:
+    return _STATES.get(frozen.state.name, "unfinished")
+
+
+def _trial(folder: Path, frozen: Any, best: Any) -> TrialResult:
+    state = _state(frozen)
     parents = sorted(folder.glob("seed-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     paths = [trial_folder(parent, frozen.number) for parent in (folder, *parents)]
     runs = [RunFolder(path) for path in paths if RunFolder(path).holds_run]
-    completed = state == "completed"
+    compared = Comparison(None)
+    if state == "completed":
+        compared = compare(_objectives(frozen), None if frozen is best else _objectives(best))
     return TrialResult(
         number=frozen.number,
         state=state,
         weights=frozen.params,
-        objective=_objective(frozen) if completed else None,
-        held_out=_held_out(runs) if completed else {},
+        objective=compared.value,
+        behind=compared.difference,
+        held_out=_held_out(runs) if state == "completed" else {},
         seconds=sum(line["seconds"] for run in runs for line in run.metrics()),
         runs=[run.path for run in runs],
     )
 
 
-def _objective(frozen: Any) -> Estimate | None:
-    return estimate(frozen.user_attrs.get(OBJECTIVES, [frozen.value]))
+def _objectives(frozen: Any) -> dict[int, float]:
+    """Objective of each run of a trial, in the order of the seeds."""
+    return dict(enumerate(frozen.user_attrs.get(OBJECTIVES, [frozen.value])))
 
 
 def _held_out(runs: Sequence[RunFolder]) -> dict[str, float]:

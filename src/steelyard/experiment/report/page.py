@@ -41,7 +41,7 @@ def page(experiment: Experiment) -> str:
     environment.filters |= {
         "cosine": formatting.cosine,
         "number": formatting.number,
-        "objective": search_charts.objective_text,
+        "with_margin": formatting.with_margin,
         "percent": formatting.percent,
         "seconds": formatting.seconds,
         "skip_count": formatting.skip_count,
@@ -93,6 +93,12 @@ def _sentences(experiment: Experiment, found: Sequence[Findings]) -> list[str]:
         return search_charts.summarize_search(experiment.search, runs[0])
     if len(runs) == 1:
         return formatting.summarize(found[0])
+    if len(experiment.seeds) > 1:
+        count = sum(map(len, experiment.seeds.values()))
+        return [
+            f"{count} runs: {len(runs)} variants, {len(experiment.seeds)} seeds.",
+            "This table, and the charts of single runs, show the runs with the first seed.",
+        ]
     return formatting.summarize_runs(runs, found)
 
 

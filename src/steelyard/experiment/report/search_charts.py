@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from steelyard.experiment.report.figure import Figure, Section, Trace, bars, color
-from steelyard.experiment.report.formatting import join_names, number, percent
+from steelyard.experiment.report.formatting import join_names, percent, with_margin
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.search import Search, TrialResult
 
@@ -20,7 +20,7 @@ def summarize_search(search: Search, best: LoadedRun) -> list[str]:
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     first = search.completed[0]
     weights = join_names(f"{name} = {weight:.4g}" for name, weight in first.weights.items())
-    objective = f"{_objective(best.config)} {objective_text(first)}"
+    objective = f"{_objective(best.config)} {with_margin(first.objective)}"
     sentences = [
         f"{len(search.trials)} trial{'s' if len(search.trials) != 1 else ''}: {states}.",
         f"The best is trial {first.number}, with {weights}: {objective}.",
@@ -31,14 +31,6 @@ def summarize_search(search: Search, best: LoadedRun) -> list[str]:
             "in another folder, compares means of three runs."
         )
     return sentences
-
-
-def objective_text(trial: TrialResult) -> str:
-    """Text of the objective of a trial, with the margin of its interval."""
-    if trial.objective is None:
-        return number(None)
-    margin = trial.objective.margin
-    return number(trial.objective.mean) + ("" if margin is None else f" ± {number(margin)}")
 
 
 def sections(search: Search) -> list[Section]:
