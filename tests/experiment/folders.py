@@ -13,6 +13,7 @@ from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, schedules
 from steelyard.experiment.step_metrics import skip_reasons
+from steelyard.experiment.training_loop import space_metrics
 
 DATA = [{"bad": 0.0}, {"bad": 1.0}, {"bad": 0.0}, {"bad": 0.0}]
 START = 1_790_000_000.0
@@ -80,7 +81,8 @@ def metrics(terms: Sequence[RegularizerSpec], steps: int, *, tracked: bool) -> l
         for step in range(steps):
             output = pipeline.compute(DATA, logprobs, step=step)
             times = {"step": step, "time": START + step, "seconds": 0.25 + 0.01 * step}
-            rows.append(times | output.metrics | skip_reasons(output.skipped))
+            texts = space_metrics(output.regularizers) | skip_reasons(output.skipped)
+            rows.append(times | output.metrics | texts)
             if step % 4 == 0 or step == steps - 1:
                 rows[-1]["held_out/loss"] = output.base_loss.value + 0.1
             logprobs = [

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from steelyard import RegularizerOutput
 from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
+from steelyard.experiment.training_loop import space_metrics
 
 from .small_runs import (
     DRIFT,
@@ -166,3 +168,15 @@ def test_the_config_is_written_with_every_default(folder: Path) -> None:
     written = json.loads((folder / "r" / "config.json").read_text())
     assert written == config.model_dump(mode="json")
     assert written["train"]["grad_clip_norm"] == 0
+
+
+def test_space_metrics_are_those_of_terms_with_a_norm() -> None:
+    terms = {
+        "kl": RegularizerOutput("kl", 1.0, 1.0, 1.0, grad_norm=1.0),
+        "rare": RegularizerOutput("rare", 1.0, 1.0, 1.0, grad_norm=1.0, grad_space="logits"),
+        "judge": RegularizerOutput("judge", 1.0, 1.0, 1.0),
+    }
+    assert space_metrics(terms) == {
+        "regularizers/kl/grad_space": "logprobs",
+        "regularizers/rare/grad_space": "logits",
+    }

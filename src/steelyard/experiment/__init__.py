@@ -33,7 +33,8 @@ try:
     from steelyard.experiment.search import Search, TrialResult
     from steelyard.experiment.secrets import redact
     from steelyard.experiment.step_metrics import (
-        gradient_shares,
+        Gradient,
+        gradients,
         short_reason,
         skipped_terms,
         terms_that_ran,
@@ -48,6 +49,7 @@ __all__ = [
     "Comparison",
     "Config",
     "Estimate",
+    "Gradient",
     "Outcome",
     "RunFolder",
     "Search",
@@ -59,7 +61,7 @@ __all__ = [
     "conclusions",
     "example_config",
     "flags_of",
-    "gradient_shares",
+    "gradients",
     "read_config",
     "redact",
     "resume",

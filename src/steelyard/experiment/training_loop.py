@@ -33,6 +33,7 @@ from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.step_metrics import skip_reasons
+from steelyard.output import RegularizerOutput
 from steelyard.spec import Schedule
 
 
@@ -230,6 +231,7 @@ class _TrainingRun:
             "time": started,
             "seconds": time.perf_counter() - clock,
             **output.metrics,
+            **space_metrics(output.regularizers),
             **(skip_reasons(output.skipped) if output.skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
             **held_out,
@@ -291,6 +293,15 @@ class _TrainingRun:
     def _say(self, text: str) -> None:
         self.run.log(text)
         self.watch.say(redact(text))
+
+
+def space_metrics(regularizers: Mapping[str, RegularizerOutput]) -> dict[str, str]:
+    """Metrics `regularizers/<name>/grad_space` of the terms that have a gradient norm."""
+    return {
+        f"regularizers/{name}/grad_space": output.grad_space
+        for name, output in regularizers.items()
+        if output.grad_norm is not None
+    }
 
 
 def _outcome(run: RunFolder, status: Literal["done", "interrupted"]) -> Outcome:

@@ -46,6 +46,7 @@ def page(experiment: Experiment) -> str:
         "seconds": formatting.seconds,
         "skip_count": formatting.skip_count,
         "skip_reasons": formatting.skip_reasons,
+        "space": formatting.format_space,
         "top_level_settings": top_level_settings,
         "setting": format_setting,
     }
@@ -59,7 +60,7 @@ def page(experiment: Experiment) -> str:
         search=experiment.search,
         sentences=_sentences(experiment, found),
         slowest=first.extreme("seconds", max),
-        strongest=first.extreme("share", max),
+        strongest=first.strongest,
         opposed=first.extreme("cosine", min),
         ablation=ablation,
         sections=sections,
