@@ -139,6 +139,9 @@ class DataConfig(_Table):
     held_out: HeldOut = Field(
         default=0.1, description="a fraction of the lines, or a separate file"
     )
+    split_seed: int | None = Field(
+        default=None, ge=0, description="seed that picks the held-out lines; None: train.seed"
+    )
     skip_bad: bool = Field(default=False, description="skip malformed lines, and report how many")
     reference: Literal["auto", "always", "never"] = Field(
         default="auto", description="whether to compute reference_logprobs with the base model"

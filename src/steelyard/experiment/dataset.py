@@ -67,8 +67,9 @@ def load_dataset(
         lines = list(main.lines)
         run.hold_data([settings.path, settings.held_out])
     else:
-        train, held_out = split(main.groups, settings.held_out, config.train.seed)
-        lines, _ = split(main.lines, settings.held_out, config.train.seed)
+        seed = config.train.seed if settings.split_seed is None else settings.split_seed
+        train, held_out = split(main.groups, settings.held_out, seed)
+        lines, _ = split(main.lines, settings.held_out, seed)
         run.hold_data([settings.path])
     everywhere = settings.reference == "always" or (
         settings.reference == "auto" and terms.reads_reference
