@@ -67,7 +67,7 @@ def page(experiment: Experiment) -> str:
         opposed=first.extreme("cosine", min),
         ablation=ablation,
         sections=sections,
-        drivers=driving_examples(runs[0]) if single else {},
+        drivers=driving_examples(runs[0]) if len(runs) == 1 and not experiment.search else {},
         samples=collect_samples([] if experiment.search else runs),
         differences=config_differences(runs),
         figures=charts_json(sections),
