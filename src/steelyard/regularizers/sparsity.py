@@ -55,11 +55,9 @@ class L1:
         """Compute the penalty of a batch; its sum `l1_total` and its mean `l1_mean`."""
         x = _values(data, logprobs, self.of)
         value: Tensor = penalties.l1(x, reduction=self.reduction)
-        number, count = value.item(), max(x.numel(), 1)
-        total, average = (number, number / count)
-        if self.reduction == "mean":
-            total, average = (number * count, number)
-        return value, {"l1_total": total, "l1_mean": average}
+        count = max(x.numel(), 1)
+        total = value.item() * (count if self.reduction == "mean" else 1)
+        return value, {"l1_total": total, "l1_mean": total / count}
 
 
 @dataclass(frozen=True, kw_only=True)
