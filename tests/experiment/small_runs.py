@@ -31,12 +31,14 @@ class Recorder:
     def __init__(self) -> None:
         self.messages: list[str] = []
         self.steps: list[dict[str, Any]] = []
+        self.counts: list[tuple[int, int]] = []  # number of the step, and of all steps
 
     def say(self, text: str) -> None:
         self.messages.append(text)
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
         self.steps.append(metrics)
+        self.counts.append((step, steps))
 
 
 def noise(data: Any, logprobs: list[Tensor]) -> Tensor:

@@ -36,6 +36,9 @@ def test_a_fraction_of_the_lines_is_held_out(
     held_out = [datum.record["prompt"] for datum in dataset.held_out]  # type: ignore[attr-defined]
     assert sorted(prompts(dataset) + held_out) == sorted(line["prompt"] for line in lines(12))
     assert messages == ["10 lines to train on, 2 held out"]
+    in_file = [line["prompt"] for line in lines(12)]
+    assert prompts(dataset) == [in_file[number - 1] for number in dataset.lines]
+    assert dataset.file == "train.jsonl"
     assert "reference_logprobs" not in dataset.held_out[0].loss_fn_inputs
 
 
@@ -43,6 +46,7 @@ def test_a_separate_file_is_held_out(folder: Path, backend: Backend, run: RunFol
     write_data(folder / "held.jsonl", lines(3))
     dataset = load(small_config(folder, "data.held_out=held.jsonl"), backend, run, [])
     assert (len(dataset.train), len(dataset.held_out)) == (12, 3)
+    assert dataset.lines == list(range(1, 13))
     write_data(folder / "held.jsonl", lines(4))
     with pytest.raises(RunError, match=r"held\.jsonl must be as it was when the run began"):
         load(small_config(folder, "data.held_out=held.jsonl"), backend, run, [])

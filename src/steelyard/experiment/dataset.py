@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tinker import types
 
@@ -27,12 +28,16 @@ class Dataset:
         held_out: data to evaluate on.
         kind: format of the lines.
         encoder: tokenizes lines and prompts.
+        file: name of the file that `train` comes from.
+        lines: numbers of the lines of `train` in the file, from 1.
     """
 
     train: Sequence[Group]
     held_out: Sequence[types.Datum]
     kind: Kind
     encoder: Encoder
+    file: str
+    lines: Sequence[int]
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""
@@ -59,9 +64,12 @@ def load_dataset(
                 f"got {separate.kind}."
             )
         train, held_out = list(main.groups), list(separate.groups)
+        lines = list(main.lines)
         run.hold_data([settings.path, settings.held_out])
     else:
-        train, held_out = split(main.groups, settings.held_out, config.train.seed)
+        seed = config.train.seed if settings.split_seed is None else settings.split_seed
+        train, held_out = split(main.groups, settings.held_out, seed)
+        lines, _ = split(main.lines, settings.held_out, seed)
         run.hold_data([settings.path])
     everywhere = settings.reference == "always" or (
         settings.reference == "auto" and terms.reads_reference
@@ -74,7 +82,8 @@ def load_dataset(
             train[index] = group
         held_out = groups[len(used) :]
     say(f"{len(train)} lines to train on, {len(held_out)} held out")
-    return Dataset(train, [datum for group in held_out for datum in group], main.kind, encoder)
+    data = [datum for group in held_out for datum in group]
+    return Dataset(train, data, main.kind, encoder, Path(settings.path).name, lines)
 
 
 def used_lines(config: TrainConfig, count: int) -> list[int]:

@@ -28,6 +28,7 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
 from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.dataset import Dataset, load_dataset
+from steelyard.experiment.driver_records import driver_records
 from steelyard.experiment.held_out import evaluate_held_out, failures
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
@@ -35,6 +36,10 @@ from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.step_metrics import skip_reasons
 from steelyard.output import RegularizerOutput
 from steelyard.spec import Schedule
+
+# By default a tenth of the run lies between records of drivers, and at least so many steps: enough
+# to see a change, in a small file.
+_STEPS_BETWEEN_DRIVERS = 10
 
 
 class Watcher(Protocol):
@@ -178,6 +183,7 @@ class _TrainingRun:
         checkpoint = checkpointing.latest_checkpoint(self.run)
         start = 0 if checkpoint is None else checkpoint.step
         self.run.cut(0 if checkpoint is None else checkpoint.metrics_bytes)
+        self.run.cut_drivers(start)
         if not start:
             self._sample(backend, dataset, "before", 0)
         if checkpoint is not None:
@@ -224,7 +230,10 @@ class _TrainingRun:
         ).result()
         for name, reason in output.skipped.items():
             self._say(f"step {step}: {name} was skipped: {reason}")
-        optim = client.optim_step(self._adam(step)).result()
+        if self._drivers_due(step):
+            self.run.append_drivers(driver_records(output, step, dataset, lines))
+        adam = self._adam(step)
+        optim = client.optim_step(adam).result()
         if self._evaluation_due(step):
             held_out = self._evaluate(backend, dataset)
         return {
@@ -235,6 +244,7 @@ class _TrainingRun:
             **space_metrics(output.regularizers),
             **(skip_reasons(output.skipped) if output.skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
+            "optim/learning_rate": adam.learning_rate,
             **held_out,
         }
 
@@ -255,6 +265,13 @@ class _TrainingRun:
         settings = self.config.train
         every = settings.evaluate_every
         return step + 1 == settings.steps or bool(step and every and step % every == 0)
+
+    def _drivers_due(self, step: int) -> bool:
+        settings = self.config.train
+        every = settings.drivers_every
+        if every is None:
+            every = max(_STEPS_BETWEEN_DRIVERS, settings.steps // 10)
+        return bool(every) and (step % every == 0 or step + 1 == settings.steps)
 
     def _evaluate(self, backend: Backend, dataset: Dataset) -> dict[str, Any]:
         settings = self.config.train

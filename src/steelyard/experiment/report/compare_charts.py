@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from steelyard.experiment.report.ablation_table import AblationTable
+from steelyard.experiment.report.detail_charts import GRAD_NORM
 from steelyard.experiment.report.figure import (
     Figure,
     Section,
@@ -13,6 +15,7 @@ from steelyard.experiment.report.figure import (
     heatmap,
     line,
     over_steps,
+    with_intervals,
 )
 from steelyard.experiment.report.formatting import (
     cosine,
@@ -43,6 +46,13 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
                        for i, name in enumerate(terms)),
         ),
         Section(
+            "held-out-terms",
+            "Every term on held-out data",
+            "The raw value of each regularizer on data that are not trained on.",
+            _non_empty(_line_per_run(runs, f"held-out-{i}", name, f"held_out/regularizers/{name}")
+                       for i, name in enumerate(terms)),
+        ),
+        Section(
             "contributions",
             "Contributions",
             "Weight × value of each regularizer, mean over all steps of a run: 0 where it did not "
@@ -62,9 +72,42 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
             "respect to the model's weights the sign may differ.",
             _cosines(runs, found, terms) if tracked else [],
         ),
+        Section(
+            "optimizer",
+            "Optimizer",
+            "The gradient of the total loss with respect to the trained weights.",
+            _non_empty([_line_per_run(runs, "optimizer-grad-norm", "Gradient norm before clipping",
+                                      GRAD_NORM, size="wide")]),
+        ),
         Section("time", "Time", "Seconds, mean over the steps of a run.", _time(runs, terms)),
     ]  # fmt: skip
     return [section for section in sections if section.figures]
+
+
+def effects(table: AblationTable) -> Section:
+    """Section with the differences of an ablation and their intervals; empty with one seed."""
+    figures = [] if table.seeds == 1 else [_effect(table, column) for column in table.held_out]
+    intro = (
+        f"Held-out value of each run, less that of the run with all terms: means of "
+        f"{table.seeds} seeds, paired by seed, with 95 % intervals. An interval that includes 0 "
+        f"shows no effect. The charts below are those of the first seed."
+    )
+    return Section("effects", "Effects and their intervals", intro, figures)
+
+
+def _effect(table: AblationTable, column: str) -> Figure:
+    index = table.columns.index(column)
+    cells = {name: cells[index] for name, cells in table.rows[1:]}  # the first has all terms
+    verdicts = join_names(f"{name} {cell.verdict}" for name, cell in cells.items() if cell.verdict)
+    return Figure(
+        f"effect-{index}",
+        column,
+        f"Differences from the run with all terms: {verdicts}.",
+        [with_intervals(list(cells), [cell.difference for cell in cells.values()], color(index))],
+        layout={"yaxis": {"zeroline": True}, "xaxis": {"type": "category"}},
+        size="small",
+        height=240,
+    )
 
 
 def _line_per_run(

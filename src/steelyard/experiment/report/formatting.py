@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from steelyard.experiment.flags import DOMINATES, FIGHTS, NO_GRADIENT
+from steelyard.experiment.paired_differences import Estimate
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import Change, Findings, TermFinding
 
@@ -37,6 +38,19 @@ def number(value: float | None, *, signed: bool = False) -> str:
         text = f"{size:.2g}"
     sign = "−" if value < 0 else "+" if signed and value > 0 else ""
     return sign + text
+
+
+def with_margin(estimate: Estimate | None, *, signed: bool = False) -> str:
+    """Text of a mean and the margin of its interval, if it has one.
+
+    Example:
+        >>> with_margin(Estimate(0.25, 0.5, 3), signed=True), with_margin(None)
+        ('+0.250 ± 0.500', '–')
+    """
+    if estimate is None:
+        return NONE
+    margin = "" if estimate.margin is None else f" ± {number(estimate.margin)}"
+    return number(estimate.mean, signed=signed) + margin
 
 
 def percent(fraction: float | None, *, signed: bool = False) -> str:
