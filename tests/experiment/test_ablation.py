@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scipy import stats  # type: ignore[import-untyped]  # SciPy has no types
 
+from steelyard.engine import LocalServiceClient
 from steelyard.errors import ConfigError, RunError
 from steelyard.experiment import Config, RunFolder, ablate, conclusions
 from steelyard.experiment.ablation import variants
+from steelyard.experiment.batching import split
+from steelyard.experiment.checkpointing import latest_checkpoint
+from steelyard.experiment.encoding import Encoder
+from tests.engine.by_hand import ByHand
 
-from .small_runs import DRIFT, L2, Recorder, noise, small_config, term
+from .small_runs import DRIFT, KL, L2, STEADY, Recorder, lines, noise, small_config, term
 
 
 def enabled(config: Config) -> list[bool]:
@@ -69,6 +75,58 @@ def test_the_table_holds_the_results_of_all_runs(folder: Path) -> None:
         "verdict": None,
     }
     assert ablation.effects["all"][loss].difference is None
+
+
+def recomputed(run: RunFolder, config: Config) -> dict[str, float]:
+    """Held-out KL (k2) and drift of the mean, from the checkpoint, by plain transformers."""
+    checkpoint = latest_checkpoint(run)
+    assert checkpoint is not None
+    with LocalServiceClient(checkpoint_dir=run.checkpoints) as service:
+        client = service.create_lora_training_client("tiny-random", rank=config.model.rank)
+        client.load_state(checkpoint.path).result()
+        weights = {key: weight.double() for key, weight in client.weights().items()}
+        encoder = Encoder(client.get_tokenizer(), config.data.max_length)
+    groups = [encoder.encode("completion", line) for line in lines(12)]
+    data = [group[0] for group in split(groups, 0.2, config.train.seed)[1]]
+    masks = [datum.loss_fn_inputs["weights"].to_torch() != 0 for datum in data]
+
+    def logprobs(model: ByHand) -> torch.Tensor:
+        rows = model.logprobs(data)
+        return torch.cat([row[mask] for row, mask in zip(rows, masks, strict=True)]).detach()
+
+    trained = logprobs(ByHand(weights, config.model.rank, torch.float64))
+    base = logprobs(ByHand({}, 1, torch.float64))
+    return {
+        "steady": 0.5 * (trained - base).square().mean().item(),
+        "drift": (trained.mean() - base.mean()).square().item(),
+    }
+
+
+def test_held_out_values_of_terms_with_state_are_those_of_the_checkpoints(folder: Path) -> None:
+    config = small_config(folder, "train.steps=4", regularizers=[STEADY, DRIFT])
+    ablation = ablate(config, folder / "a")
+    table = {row["run"]: row["terms"] for row in ablation.table}
+    assert list(table) == ["all", "without steady", "without drift", "none"]
+    for label, terms in table.items():
+        expected = recomputed(RunFolder(folder / "a" / ablation.runs[label]), config)
+        assert terms == pytest.approx(expected, rel=1e-3)
+        assert min(expected.values()) > 1e-3
+    # The multiplier, which would spoil the comparison, has moved far in the run with the term.
+    last = RunFolder(folder / "a" / "all").metrics()[-1]
+    assert last["regularizers/steady/custom/multiplier"] < 0.1
+
+
+def test_the_base_model_is_run_once_for_all_runs(folder: Path) -> None:
+    config = small_config(folder, "train.steps=2", regularizers=[KL, DRIFT])
+    answers = iter([False, False, True])  # stopped in the first run, and continued
+    assert not ablate(config, folder / "a", stop=lambda: next(answers, True)).done
+    assert ablate(config, folder / "a").done
+    logs = [path.read_text() for path in (folder / "a").glob("*/log.txt")]
+    assert len(logs) == 4
+    assert sum(log.count("computing the base model's log-probs") for log in logs) == 1
+    assert list((folder / "a").rglob("reference.safetensors")) == [
+        folder / "a" / "reference.safetensors"
+    ]
 
 
 def test_an_interrupted_ablation_continues_with_unfinished_runs(folder: Path) -> None:

@@ -15,7 +15,7 @@ from steelyard.experiment import RunFolder, read_config, tune
 from steelyard.experiment.config import TuneConfig
 from steelyard.experiment.tuning import objective, weight_ranges, with_weights
 
-from .small_runs import DRIFT, L2, Recorder, failing, small_config, term
+from .small_runs import DRIFT, KL, L2, Recorder, failing, small_config, term
 
 RANGE = {**L2, "weight": {"tune": [0.1, 10.0], "log": True}}
 
@@ -160,6 +160,13 @@ def test_an_interrupted_trial_is_resumed(folder: Path) -> None:
     found = run_trials(folder, 1, watch=recorder)
     assert (found.trials, found.done) == (1, True)
     assert [metrics["step"] for metrics in recorder.steps] == [2]
+
+
+def test_the_base_model_is_run_once_for_all_trials(folder: Path) -> None:
+    recorder = Recorder()
+    entries = [{**KL, "weight": RANGE["weight"]}]
+    run_trials(folder, 2, "train.steps=1", regularizers=entries, watch=recorder)
+    assert recorder.messages.count("computing the base model's log-probs") == 1
 
 
 def test_a_trial_whose_term_fails_counts_as_ended(folder: Path) -> None:

@@ -16,6 +16,7 @@ from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.overall_progress import OverallProgress
 from steelyard.experiment.paired_differences import LOSS, Comparison, compare
 from steelyard.experiment.parallel_runs import run_in_parallel
+from steelyard.experiment.reference_logprobs import share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
@@ -113,6 +114,7 @@ def ablate(
             for label, variant in variants(with_seed).items()
         ]
         _check_same_configs(parent.path, runs)
+        share_reference_logprobs(parent.path)
         if not config.data.held_out:
             watch.say(_NOT_HELD_OUT)
         _train_unfinished(runs, jobs, watch, stop)

@@ -16,6 +16,7 @@ from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.config_weights import is_range
 from steelyard.experiment.overall_progress import OverallProgress
 from steelyard.experiment.paired_differences import estimate
+from steelyard.experiment.reference_logprobs import share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.search import (
     OBJECTIVES,
@@ -113,6 +114,7 @@ def tune(
     _check_held_out(config)
     parent = RunFolder(folder)
     with parent.locked():
+        share_reference_logprobs(parent.path)
         search = _StudyRunner(config, parent.path, ranges, seeds, watch or SilentWatcher(), stop)
         search.run()
         return search.result()

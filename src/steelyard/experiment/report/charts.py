@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from steelyard.experiment.report.detail_charts import (
+    held_out_section,
+    optimizer_section,
+    own_metrics_section,
+)
 from steelyard.experiment.report.figure import (
     Figure,
     Section,
@@ -39,6 +44,8 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "The raw value of each regularizer, before its weight, each on its own scale.",
             _values(run, found),
         ),
+        held_out_section(run),
+        own_metrics_section(run),
         Section(
             "contributions",
             "Contributions",
@@ -60,6 +67,7 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "weights they may differ, even in sign.",
             _cosines(run, found),
         ),
+        optimizer_section(run),
         Section(
             "time", "Time per term", "Duration of a call in seconds, gradient included.", _time(run)
         ),

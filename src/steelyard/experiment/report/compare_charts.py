@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from steelyard.experiment.report.ablation_table import AblationTable
+from steelyard.experiment.report.detail_charts import GRAD_NORM
 from steelyard.experiment.report.figure import (
     Figure,
     Section,
@@ -45,6 +46,13 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
                        for i, name in enumerate(terms)),
         ),
         Section(
+            "held-out-terms",
+            "Every term on held-out data",
+            "The raw value of each regularizer on data that are not trained on.",
+            _non_empty(_line_per_run(runs, f"held-out-{i}", name, f"held_out/regularizers/{name}")
+                       for i, name in enumerate(terms)),
+        ),
+        Section(
             "contributions",
             "Contributions",
             "Weight × value of each regularizer, mean over all steps of a run: 0 where it did not "
@@ -63,6 +71,13 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
             "Mean cosine to the gradient of the base loss: +1 same direction, −1 opposite. With "
             "respect to the model's weights the sign may differ.",
             _cosines(runs, found, terms) if tracked else [],
+        ),
+        Section(
+            "optimizer",
+            "Optimizer",
+            "The gradient of the total loss with respect to the trained weights.",
+            _non_empty([_line_per_run(runs, "optimizer-grad-norm", "Gradient norm before clipping",
+                                      GRAD_NORM, size="wide")]),
         ),
         Section("time", "Time", "Seconds, mean over the steps of a run.", _time(runs, terms)),
     ]  # fmt: skip

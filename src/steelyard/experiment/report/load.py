@@ -16,9 +16,10 @@ from steelyard.experiment.step_metrics import skipped_terms, terms_that_ran
 
 Row: TypeAlias = Mapping[str, Any]
 
-CONFIG, METRICS, SAMPLES, ABLATION = (
+CONFIG, METRICS, DRIVERS, SAMPLES, ABLATION = (
     "config.json",
     "metrics.jsonl",
+    "drivers.jsonl",
     "samples.jsonl",
     "ablation.json",
 )
@@ -34,6 +35,7 @@ class LoadedRun:
         config: the resolved config.
         rows: metrics of each step, in the order of the steps.
         samples: completions of fixed prompts, before and after training.
+        drivers: records of the examples that drive each term, see `driver_records`.
     """
 
     name: str
@@ -41,6 +43,7 @@ class LoadedRun:
     config: Mapping[str, Any]
     rows: Sequence[Row]
     samples: Sequence[Mapping[str, Any]] = field(default=())
+    drivers: Sequence[Mapping[str, Any]] = field(default=())
 
     @property
     def terms(self) -> list[str]:
@@ -167,7 +170,7 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
     by_step = {row["step"]: row for row in _read_lines(folder / METRICS, required="step")}
     if not by_step:
         raise RunError(f"{folder / METRICS} must have at least one step, got none yet.")
-    samples = folder / SAMPLES
+    samples, drivers = folder / SAMPLES, folder / DRIVERS
     config = _read_json(folder / CONFIG)
     remember(config)  # a run of an older version, or a config edited since, may hold secrets
     return LoadedRun(
@@ -176,6 +179,7 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
         redact(config),
         redact([by_step[step] for step in sorted(by_step)]),
         redact(list(_read_lines(samples, required="prompt"))) if samples.is_file() else [],
+        redact(list(_read_lines(drivers, required="data"))) if drivers.is_file() else [],
     )
 
 

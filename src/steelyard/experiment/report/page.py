@@ -23,10 +23,13 @@ from steelyard.experiment.report.config_diff import (
     format_setting,
     top_level_settings,
 )
+from steelyard.experiment.report.driving_examples import driving_examples
 from steelyard.experiment.report.figure import Section
 from steelyard.experiment.report.load import Experiment, LoadedRun
 from steelyard.experiment.report.metrics import Findings, findings
 from steelyard.experiment.report.samples import collect_samples
+
+_MAX_VALUES = 4  # of a setting, named in the header; more are counted
 
 
 def page(experiment: Experiment) -> str:
@@ -52,7 +55,7 @@ def page(experiment: Experiment) -> str:
     }
     return environment.from_string(_text("page.html")).render(
         title=_title(experiment),
-        facts=_facts(runs, first),
+        facts=_facts(runs, found),
         runs=runs,
         found=found,
         flags=FLAGS,
@@ -64,6 +67,7 @@ def page(experiment: Experiment) -> str:
         opposed=first.extreme("cosine", min),
         ablation=ablation,
         sections=sections,
+        drivers=driving_examples(runs[0]) if len(runs) == 1 and not experiment.search else {},
         samples=collect_samples([] if experiment.search else runs),
         differences=config_differences(runs),
         figures=charts_json(sections),
@@ -155,15 +159,25 @@ def _title(experiment: Experiment) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} runs compared"
 
 
-def _facts(runs: Sequence[LoadedRun], found: Findings) -> list[str]:
-    model = runs[0].config.get("model") or {}
-    facts = [
-        str(model[key]) if key == "base_model" else f"{key} {model[key]}"
-        for key in ("base_model", "rank", "backend")
-        if model.get(key) is not None
-    ]
-    terms = len(found.terms)
-    facts += [f"{terms} regularizer{'s' if terms != 1 else ''}"] if len(runs) == 1 else []
+def _facts(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[str]:
+    """Facts of the header; where runs differ, all of their values."""
+    models = [run.config.get("model") or {} for run in runs]
+    facts = []
+    for key in ("base_model", "rank", "backend"):
+        # In the order of the runs; a run of another tool may lack a setting.
+        values = [str(m[key]) for m in models if m.get(key) is not None]
+        distinct = list(dict.fromkeys(values))
+        text = formatting.join_names(distinct)
+        if len(distinct) > _MAX_VALUES:
+            text = f"{len(distinct)} {key.replace('_', ' ')}s"
+        elif key != "base_model":
+            text = f"{key} {text}"
+        facts += [text] if distinct else []
+    counts = sorted({len(each.terms) for each in found})
+    if len(counts) == 1:
+        facts.append(f"{counts[0]} regularizer{'s' if counts != [1] else ''}")
+    else:
+        facts.append(f"{counts[0]} to {counts[-1]} regularizers")
     times = [row["time"] for run in runs for row in run.rows if "time" in row]
     if times:
         facts.append(f"{datetime.fromtimestamp(max(times), UTC):%Y-%m-%d %H:%M} UTC")
