@@ -15,6 +15,7 @@ from steelyard.penalties._arrays import (
     log_softmax,
     logaddexp,
 )
+from steelyard.penalties._logprob_check import warn_above_zero
 from steelyard.penalties._options import class_axis, flag, one_of, positive
 from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
 from steelyard.penalties._row_blocks import by_rows
@@ -82,6 +83,7 @@ def kl_divergence(
     axis = class_axis(axis, p.ndim)
     mask = accept_mask(xp, mask, p, axis)
     p, q = keep(xp, p, mask, axis), keep(xp, q, mask, axis)
+    warn_above_zero(p=p, q=q)
     rows = kl_rows(xp, p, q, direction, axis - p.ndim, limit)
     return cast(xp, reduce(xp, rows, reduction, mask), dtype)
 
@@ -127,6 +129,7 @@ def js_divergence(
     axis = class_axis(axis, p.ndim)
     mask = accept_mask(xp, mask, p, axis)
     p, q, axis = keep(xp, p, mask, axis), keep(xp, q, mask, axis), axis - p.ndim
+    warn_above_zero(p=p, q=q)
     rows = by_rows(lambda p, q: js_rows(xp, p, q, axis), [p, q], axis)
     return cast(xp, reduce(xp, rows, reduction, mask), dtype)
 
@@ -183,6 +186,8 @@ def entropy(
     axis = class_axis(axis, logprobs.ndim)
     mask = accept_mask(xp, mask, logprobs, axis)
     logprobs, axis = keep(xp, logprobs, mask, axis), axis - logprobs.ndim
+    if temperature == 1:  # else they are normalised below
+        warn_above_zero(logprobs=logprobs)
     rows = by_rows(lambda x: negative_entropy_rows(xp, x, temperature, axis), [logprobs], axis)
     sign = -1.0 if mode == "penalty" else 1.0
     classes = logprobs.shape[axis]
