@@ -46,6 +46,7 @@ def kl_divergence(
 
     Args:
         p: Log-probabilities, classes on `axis`; for example `[batch, sequence, vocabulary]`.
+            Values above 0 are warned of where that costs little: NumPy, and torch on the CPU.
         q: The same shape as `p`.
         direction: `"forward"`, `"reverse"` or `"symmetric"`.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per row.
@@ -102,7 +103,7 @@ def js_divergence(
     q = 0) contributes 0 to the first (or second) summand and its gradient.
 
     Args:
-        p: Log-probabilities, classes on `axis`.
+        p: Log-probabilities, classes on `axis`, as in `kl_divergence`.
         q: The same shape as `p`.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per row.
         axis: The axis of the classes.
@@ -151,7 +152,7 @@ def entropy(
     contribute 0 to value and gradient.
 
     Args:
-        logprobs: Log-probabilities, classes on `axis`.
+        logprobs: Log-probabilities, classes on `axis`, as in `kl_divergence`.
         mode: `"penalty"` or `"bonus"`.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per row.
         normalize: Divide by the log of the number of classes, so that H is between 0 and 1;
