@@ -24,6 +24,7 @@ from steelyard.regularizers import (
     TruncatedImportanceSampling,
     WholeVocabulary,
 )
+from steelyard.spec import measurement
 
 from .checks import doubles, plain, value_and_gradients
 from .enumeration import Policy, expectation
@@ -194,6 +195,25 @@ def test_penalties_of_a_coroutine() -> None:
             pytest.approx([math.exp(-0.5), 1.0]),
             pytest.approx([0.0]),
         ]
+
+
+def test_options_of_the_calls_and_a_plain_function_that_returns_an_awaitable() -> None:
+    async def answer(penalty: Tensor) -> Tensor:
+        return penalty
+
+    def asked(data: Any, logprobs: list[Tensor], scale: float) -> Any:
+        return answer(scale * logprobs[0].sum())
+
+    described = {"fn": asked, "options": {"scale": 3.0}}
+    term = TruncatedImportanceSampling(regularizer=described, high=None)
+    value, (gradient,) = value_and_gradients(term, [plain(logprobs=[-1.0])], doubles([-2.0]))
+    assert value == -6.0
+    assert gradient.item() == pytest.approx(3 * math.exp(-1))
+
+
+def test_held_out_data_need_no_sampling_log_probs() -> None:
+    term = TruncatedImportanceSampling(regularizer=L2())
+    assert measurement(term)([], doubles([-2.0])).item() == 4.0
 
 
 def test_the_structure_of_the_log_probs_is_kept() -> None:

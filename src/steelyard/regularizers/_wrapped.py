@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,8 @@ from steelyard.regularizers import _options
 from steelyard.spec import Regularizer, build, entry_point, rejects
 
 
-def build_wrapped(regularizer: Any, wrapper: str) -> Any:
-    """Build the regularizer that an option describes; its options are bound.
+def build_wrapped(regularizer: Any, wrapper: str) -> tuple[Any, dict[str, Any]]:
+    """Build the regularizer that an option describes; also return the options of its calls.
 
     Args:
         regularizer: an object, a function, a registered name, or `{"fn": ..., "options": {...}}`.
@@ -42,4 +41,4 @@ def build_wrapped(regularizer: Any, wrapper: str) -> Any:
             f"regularizer must accept (data, logprobs) and the options {list(options)}: {reason} "
             f"(regularizer {wrapper!r})."
         )
-    return functools.partial(entry_point(fn), **options) if options else fn
+    return fn, options

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,7 +16,7 @@ from steelyard.regularizers import _options
 from steelyard.regularizers._estimators import with_gradient_of
 from steelyard.regularizers._tokens import DatumRow, Source, batch_rows
 from steelyard.regularizers._wrapped import build_wrapped
-from steelyard.spec import Stateful, entry_point, is_async
+from steelyard.spec import Stateful, entry_point, is_async, measurement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class _ImportanceSampling:
     high: float | None = None
 
     kind: ClassVar[str]  # first word of the name
+    _call_options: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         _options.resolve_source(self, "importance")
@@ -38,8 +41,9 @@ class _ImportanceSampling:
             _options.at_least("low", self.low, 0, self.name)
         if self.high is not None:
             _options.at_least("high", self.high, self.low or 0, self.name)
-        inner = build_wrapped(self.regularizer, self.name)
+        inner, options = build_wrapped(self.regularizer, self.name)
         object.__setattr__(self, "regularizer", inner)
+        object.__setattr__(self, "_call_options", options)
         rules = {
             "a term over log-probs alone: the weights do not reach other inputs": (
                 not getattr(inner, "needs", ())
@@ -77,13 +81,18 @@ class _ImportanceSampling:
         """Function that computes the term; async if the wrapped one is."""
         return self._acompute if is_async(self.regularizer) else self._compute
 
-    def _compute(self, data: Any, logprobs: LogProbs) -> tuple[Any, dict[str, float]]:
-        weighted = _Weighted(data, logprobs, self)
-        return weighted.result(entry_point(self.regularizer)(data, weighted.logprobs))
+    @property
+    def measure(self) -> Any:
+        """Function that measures the wrapped term on held-out data, which were not sampled."""
+        return functools.partial(measurement(self.regularizer), **self._call_options)
 
-    async def _acompute(self, data: Any, logprobs: LogProbs) -> tuple[Any, dict[str, float]]:
+    def _compute(self, data: Any, logprobs: LogProbs) -> Any:
         weighted = _Weighted(data, logprobs, self)
-        return weighted.result(await entry_point(self.regularizer)(data, weighted.logprobs))
+        returned = entry_point(self.regularizer)(data, weighted.logprobs, **self._call_options)
+        return weighted.aresult(returned) if isawaitable(returned) else weighted.result(returned)
+
+    async def _acompute(self, data: Any, logprobs: LogProbs) -> Any:
+        return await self._compute(data, logprobs)
 
     def _weigh(self, ratio: Tensor) -> Tensor:
         raise NotImplementedError
@@ -227,6 +236,9 @@ class _Weighted:
         if getattr(self._sampling.regularizer, "gradient", "auto") == "score":
             loss = self._score(loss)
         return loss, {**(metrics or {}), **self._metrics}
+
+    async def aresult(self, returned: Awaitable[Any]) -> tuple[Any, dict[str, float]]:
+        return self.result(await returned)
 
     def _score(self, costs: Any) -> Tensor:
         """Mean of the costs, with the gradient of the score function times the weights.
