@@ -224,6 +224,20 @@ def test_a_label_with_several_elements_is_an_error() -> None:
         row.read_label("group")
 
 
+@pytest.mark.parametrize("value", [0.5, [0.5], torch.tensor([0.5]), [[0.5]]])
+def test_a_number(value: Any) -> None:
+    (row,) = batch_rows([plain(reward=value)], [torch.zeros(1)])
+    assert row.read_number("reward") == 0.5
+
+
+def test_several_numbers_are_an_error() -> None:
+    (row,) = batch_rows([plain(reward=[1.0, 2.0])], [torch.zeros(1)])
+    with pytest.raises(
+        InputError, match=r"reward of datum 0 must be one number, got the shape \[2\]"
+    ):
+        row.read_number("reward")
+
+
 def test_pairs_by_label_keep_their_order() -> None:
     rows = batch_rows([plain(pair=label) for label in (7, 3, 3, 7)], [torch.zeros(1)] * 4)
     found = [(a.index, b.index) for a, b in batch_pairs(rows, "pair")]

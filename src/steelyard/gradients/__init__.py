@@ -32,6 +32,7 @@ from steelyard.gradients.nested_tensors import (
 )
 from steelyard.gradients.numerical import check_count
 from steelyard.gradients.parse_result import as_scalar, check_finite, split_metrics
+from steelyard.gradients.score import read_costs, score_gradient
 
 __all__ = [
     "Evaluation",
@@ -60,6 +61,8 @@ __all__ = [
     "mapped",
     "norm_of",
     "norms_and_cosines",
+    "read_costs",
+    "score_gradient",
     "split_gradient",
     "split_metrics",
     "tensors_in",

@@ -74,14 +74,25 @@ class DatumRow:
         value = self.read(source)
         if isinstance(value, str):
             return value
+        number = self._one(source, value, "label")
+        return int(number) if number == int(number) else number
+
+    def read_number(self, source: Source) -> float:
+        """Read one number.
+
+        Raises:
+            InputError: it is missing, or has several elements.
+        """
+        return float(self._one(source, self.read(source), "number"))
+
+    def _one(self, source: Source, value: Any, what: str) -> float:
         tensor = as_tensor(value)
         if tensor.numel() != 1:
             raise InputError(
-                f"{_name(source)} of datum {self.index} must be one label, got the shape "
+                f"{_name(source)} of datum {self.index} must be one {what}, got the shape "
                 f"{list(tensor.shape)}."
             )
-        number = tensor.item()
-        return int(number) if number == int(number) else number
+        return tensor.item()
 
 
 def batch_rows(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[DatumRow]:

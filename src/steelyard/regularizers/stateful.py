@@ -10,20 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.errors import SpecError, StateError
+from steelyard.errors import StateError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import DatumRow, batch_rows, mean
-from steelyard.spec import (
-    Regularizer,
-    Stateful,
-    build,
-    entry_point,
-    is_async,
-    is_finite,
-    measurement,
-    rejects,
-)
+from steelyard.regularizers._wrapped import build_wrapped
+from steelyard.spec import Stateful, entry_point, is_async, is_finite, measurement
 
 
 class EMADrift:
@@ -174,7 +166,7 @@ class Adaptive:
         maximum: float = 1e4,
     ) -> None:
         self.name = "adaptive"
-        self._inner, self._options = _build_inner(regularizer)
+        self._inner, self._options = build_wrapped(regularizer, self.name)
         self.name = f"adaptive_{getattr(self._inner, 'name', 'term')}"
         self.target = _options.number("target", target, self.name)
         _options.require(self.target != 0, "target", "a number other than 0", target, self.name)
@@ -261,33 +253,6 @@ class Adaptive:
 def _kept(rows: Sequence[DatumRow]) -> Tensor:
     """All log-probs of the unmasked tokens, flattened."""
     return torch.cat([row.kept.reshape(-1) for row in rows])
-
-
-def _build_inner(regularizer: Any) -> tuple[Any, dict[str, Any]]:
-    """Build the regularizer that the option describes; also return the options of its calls."""
-    if isinstance(regularizer, Mapping):
-        unknown = sorted(set(regularizer) - {"fn", "options"})
-        if unknown or "fn" not in regularizer:
-            raise SpecError(
-                f"regularizer must have the fields 'fn' and, if need be, 'options', got "
-                f"{sorted(map(str, regularizer))} (regularizer 'adaptive')."
-            )
-        fn, options = regularizer["fn"], dict(regularizer.get("options") or {})
-    else:
-        fn, options = regularizer, {}
-    if isinstance(fn, str):
-        fn, options = build(fn, options)
-    rule = "a regularizer, or the name of one"
-    _options.require(
-        callable(fn) or isinstance(fn, Regularizer), "regularizer", rule, fn, "adaptive"
-    )
-    reason = rejects(entry_point(fn), options)
-    if reason is not None:
-        raise SpecError(
-            f"regularizer must accept (data, logprobs) and the options {list(options)}: {reason} "
-            f"(regularizer 'adaptive')."
-        )
-    return fn, options
 
 
 def _check_keys(state: Any, keys: set[str], name: str) -> Mapping[str, Any]:
