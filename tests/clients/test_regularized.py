@@ -432,7 +432,7 @@ def test_a_term_named_in_a_mapping_is_built_once(either: Any) -> None:
     for changed in ({}, {"weight": 2.0}, {"options": {"decay": 0.25}}):
         specs = [term | changed]
         client.forward_backward_custom(DATA, every, regularizers=specs).result()
-        specs_used.append(client.pipeline.specs[0])  # type: ignore[union-attr]
+        specs_used.append(client.pipeline.specs[0])
     assert specs_used[0].fn is specs_used[1].fn
     assert (specs_used[0].weight, specs_used[1].weight) == (1.0, 2.0)
     assert specs_used[2].fn is not specs_used[0].fn
