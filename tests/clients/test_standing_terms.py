@@ -162,12 +162,8 @@ def test_outputs_metrics_and_types_are_those_of_the_plain_call(either: Any, name
 
 def test_the_engine_runs_the_model_once(local: LocalTrainingClient) -> None:
     data, passes = sampled(local), []
-    layers = [
-        layer
-        for name, layer in local._worker.model.module.named_modules()
-        if name.endswith("embed_tokens")
-    ]
-    hook = layers[0].register_forward_hook(lambda *_: passes.append(1))
+    layer = local._worker.model.output_layer
+    hook = layer.register_forward_hook(lambda *_: passes.append(1))
     regularize(local, [spec()]).forward_backward(data, "importance_sampling").result()
     hook.remove()
     assert len(passes) == 1
@@ -493,4 +489,4 @@ def test_a_term_over_logits_stays_on_the_engine() -> None:
     expected = torch.autograd.grad(total, list(hand.weights.values()))
     found = local.gradients()
     for key, gradient in zip(hand.weights, expected, strict=True):
-        torch.testing.assert_close(found[key], gradient, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-7)
