@@ -332,11 +332,6 @@ def test_bad_data_are_refused(either: Any, data: Any, message: str) -> None:
         regularize(either).forward_backward_custom(data, every)
 
 
-def test_a_client_without_the_two_methods_is_refused() -> None:
-    with pytest.raises(InputError, match="str has no forward and no forward_backward"):
-        regularize("client")
-
-
 def test_loss_type_input_must_be_logprobs(either: Any) -> None:
     client = regularize(either)
     assert client.forward_backward_custom(DATA, every, loss_type_input="logprobs").result()

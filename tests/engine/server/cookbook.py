@@ -4,7 +4,7 @@
 
 It runs in a separate process, as it configures logging and more for the whole process. The folder
 `served` has the runs on the server, `embedded` those on the engine in this process. Beside them,
-`results.json` has the values of each run's KL term, and what answers of the trained model are like.
+`results.json` has the values of each run's KL term, and how far the trained model has moved.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Loops:
         finally:
             tinker.ServiceClient, tinker.SamplingParams = Plain, Params  # type: ignore[misc]
             telemetry.detach("values")
-        self.results[name] = {"kl": values, **self.compare(name)}
+        self.results[name] = {"kl": values}
 
     def kl(self, data: Sequence[tinker.Datum], logprobs: Any) -> Any:
         """KL divergence from the base model, whose log-probs are requested all at once."""
@@ -221,11 +221,12 @@ class Loops:
         path = self.checkpoint(name)["sampler_path"]
         trained = self.service.create_sampling_client(model_path=path)
         prompt, params = tinker.ModelInput.from_ints(PROMPT), Params(max_tokens=ANSWER, seed=0)
-        sampled = trained.sample(prompt, 64, params).result().sequences
+        sampled = trained.sample(prompt, 32, params).result().sequences
         sequences = [[*PROMPT, *each.tokens] for each in sampled]
         base = [lp for row in logprobs_of(self.base, sequences) for lp in row[len(PROMPT) :]]
         own = [lp for each in sampled for lp in each.logprobs]
-        chats = [list((prompt + answer).encode()) for prompt, answer in CHATS]
+        encode = get_tokenizer(MODEL).encode  # one token for each letter
+        chats = [encode(prompt + answer) for prompt, answer in CHATS]
         rows = zip(logprobs_of(trained, chats), logprobs_of(self.base, chats), CHATS, strict=True)
         ratios = [
             p - r
@@ -256,7 +257,7 @@ class Loops:
             )
             asyncio.run(train_rl.main(config))
 
-    def supervised(self, name: str, weight: float, lr=0.01) -> None:
+    def supervised(self, name: str, weight: float) -> None:
         with self.run(name, weight) as path:
             config = train_supervised.Config(
                 dataset_builder=FromConversationFileBuilder(
@@ -264,7 +265,7 @@ class Loops:
                 ),
                 recipe_name="steelyard_supervised",
                 renderer_name="role_colon",
-                learning_rate=lr,
+                learning_rate=0.01,
                 log_path=path,
                 eval_every=0,
                 save_every=2,
@@ -272,7 +273,7 @@ class Loops:
             )
             asyncio.run(train_supervised.main(config))
 
-    def dpo(self, name: str, weight: float, lr=0.01) -> None:
+    def dpo(self, name: str, weight: float) -> None:
         with self.run(name, weight) as path:
             config = train_dpo.Config(
                 dataset_builder=DPODatasetBuilderFromComparisons(
@@ -280,7 +281,7 @@ class Loops:
                 ),
                 recipe_name="steelyard_dpo",
                 renderer_name="role_colon",
-                learning_rate=lr,
+                learning_rate=0.005,
                 log_path=path,
                 eval_every=0,
                 save_every=0,
@@ -288,28 +289,26 @@ class Loops:
             )
             train_dpo.main(config)
 
-    def distillation(self, name: str, weight: float, teacher: str, steps: int, lr=0.02) -> None:
+    def distillation(
+        self, name: str, weight: float, steps: int, dataset: Any, teacher: Any, **options: Any
+    ) -> None:
         with self.run(name, weight) as path:
             config = train_on_policy.Config(
                 dataset_configs=[
                     DistillationDatasetConfig(
-                        dataset_builder=Prompts(),
-                        teacher_config=TeacherConfig(
-                            base_model=MODEL,
-                            load_checkpoint_path=self.checkpoint(teacher)["sampler_path"],
-                        ),
-                        groups_per_batch=GROUPS,
+                        dataset_builder=dataset, teacher_config=teacher, groups_per_batch=GROUPS
                     )
                 ],
                 recipe_name="steelyard_distillation",
                 renderer_name="role_colon",
-                learning_rate=lr,
+                learning_rate=0.03,
                 max_tokens=ANSWER,
                 max_steps=steps,
                 log_path=path,
                 eval_every=0,
                 save_every=0,
                 **self.common,
+                **options,
             )
             asyncio.run(train_on_policy.main(config))
 
@@ -322,30 +321,38 @@ def served(url: str, folder: Path) -> Loops:
     loops = Loops(Plain, folder, url)
     loops.supervised("supervised", 0.0)
     loops.dpo("dpo", 0.0)
-    loops.supervised("supervised with kl", 1.0)
-    loops.dpo("dpo with kl", 1.0)
+    loops.supervised("supervised with kl", 0.1)
+    loops.dpo("dpo with kl", 0.1)
     loops.rl("rl with kl", 1.0, 2, num_substeps=2)
     streamed = train_rl.StreamMinibatchConfig(groups_per_batch=GROUPS, num_minibatches=2)
     loops.rl("rl streamed with kl", 1.0, 2, stream_minibatch_config=streamed)
     off_policy = train_rl.AsyncConfig(max_steps_off_policy=1, groups_per_batch=GROUPS)
     loops.rl("rl async with kl", 1.0, 2, async_config=off_policy, loss_fn="ppo")
-    loops.distillation("distillation with kl", 1.0, "supervised", 2)
+    trained = loops.checkpoint("supervised")["sampler_path"]
+    teacher = TeacherConfig(base_model=MODEL, load_checkpoint_path=trained)
+    loops.distillation("distillation with kl", 1.0, 2, Prompts(), teacher)
     return loops
 
 
 def embedded(folder: Path) -> Loops:
-    """A toy task for each loop, with the same seed with and without the KL term."""
+    """A toy task for each loop, with the same seeds with and without the KL term."""
 
     class Embedded(LocalServiceClient):
         def __init__(self, user_metadata: Any = None, **_: Any) -> None:
             super().__init__(user_metadata, checkpoint_dir=folder / "checkpoints")
 
     loops = Loops(Embedded, folder)
-    for weight, name in ((0.0, ""), (20.0, " with kl")):
-        loops.rl(f"rl{name}", weight, 10)
-        loops.supervised(f"supervised{name}", weight)
-        loops.dpo(f"dpo{name}", weight)
-        loops.distillation(f"distillation{name}", weight, "rl", 6)
+    teacher = TeacherConfig(base_model=MODEL)
+    for on, name in ((0.0, ""), (1.0, " with kl")):
+        loops.supervised(f"supervised{name}", 5.0 * on)
+        loops.dpo(f"dpo{name}", 3.0 * on)
+        loops.rl(f"rl{name}", 20.0 * on, 8)
+        # The reward is that of the answers; the teacher's part in it is small.
+        loops.distillation(
+            f"distillation{name}", 20.0 * on, 8, OddTokensBuilder(), teacher, kl_penalty_coef=0.005
+        )
+    for each in loops.results:
+        loops.results[each].update(loops.compare(each))
     return loops
 
 
