@@ -72,9 +72,7 @@ def test_the_weights_after_a_step_are_those_of_the_loss_with_the_terms(
         RegularizerSpec(Entropy(mode="bonus"), 0.3, "entropy"),
     ]
     client = regularize(either, terms)
-    logprobs = asyncio.run(
-        train_step(data, client, RATE, substeps, "importance_sampling")  # type: ignore[arg-type]
-    )
+    logprobs = asyncio.run(train_step(data, client, RATE, substeps, "importance_sampling"))
     assert [len(row) for row in logprobs] == [len(PROMPT) + len(a) - 1 for a in ANSWERS]
     assert client.optim_steps == substeps
 

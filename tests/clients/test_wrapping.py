@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_client_without_the_two_methods_is_refused() -> None:
 
 
 def test_mappings_and_iterators_are_accepted(local: LocalTrainingClient) -> None:
-    terms = iter([{"fn": total, "weight": 0.5, "name": "a"}, SPEC])
+    terms: Iterator[Any] = iter([{"fn": total, "weight": 0.5, "name": "a"}, SPEC])
     client = regularize(local, terms)
     assert [(each.name, each.weight) for each in client.regularizers] == [
         ("a", 0.5),
