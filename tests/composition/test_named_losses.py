@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline
-from steelyard.composition import LOSSES, NamedBaseLoss, find_loss
+from steelyard.composition import NamedBaseLoss, find_loss, loss_names
+from steelyard.composition.named_losses import LOSSES
 from steelyard.errors import InputError
 
 # Ratios exp(new - old): 1.35 (above both clips), 0.61 (below), 1.05 (inside), 1.49, 0.82 ...
@@ -131,6 +132,10 @@ def test_an_unknown_setting_is_an_error_that_lists_the_known() -> None:
 def test_a_setting_that_is_no_finite_number_is_an_error(value: Any) -> None:
     with pytest.raises(InputError, match=r"loss_fn_config\['beta'\] must be a finite number, got"):
         find_loss("dro", {"beta": value})
+
+
+def test_the_names_are_those_of_the_losses() -> None:
+    assert loss_names() == ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 
 
 def test_settings_of_one_call_do_not_change_the_defaults() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from steelyard.clients import state_io
 from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
 from steelyard.clients.term_states import TermStates
-from steelyard.composition import LOSSES, Aggregator, NamedBaseLoss, Pipeline
+from steelyard.composition import Aggregator, NamedBaseLoss, Pipeline, loss_names
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
@@ -372,9 +372,9 @@ def _named_base(
         SpecError: it has no definition here.
         InputError: the settings or the data break a rule.
     """
-    if not isinstance(loss_fn, str) or loss_fn not in LOSSES:
+    if loss_fn not in loss_names():
         raise SpecError(
-            f"loss_fn must be one of {', '.join(LOSSES)} for a client with regularizers, got "
+            f"loss_fn must be one of {', '.join(loss_names())} for a client with regularizers, got "
             f"{loss_fn!r}, which has no definition here: use client.client, which has no "
             f"regularizers, or forward_backward_custom with a function."
         )

@@ -11,12 +11,11 @@ from steelyard.composition.aggregate import Aggregator, WeightedSum
 from steelyard.composition.auxiliary_losses import Deposits, aux_loss, collect_aux
 from steelyard.composition.composite import CompositeLoss, Share, TermLike
 from steelyard.composition.input_names import Reads, itself, reads, term
-from steelyard.composition.named_losses import LOSSES, NamedBaseLoss, NamedLoss, find_loss
+from steelyard.composition.named_losses import NamedBaseLoss, NamedLoss, find_loss, loss_names
 from steelyard.composition.pipeline import Pipeline, acompute, compute
 from steelyard.composition.terms import DetachedTermWarning, TermResult
 
 __all__ = [
-    "LOSSES",
     "Aggregator",
     "CompositeLoss",
     "Deposits",
@@ -35,6 +34,7 @@ __all__ = [
     "compute",
     "find_loss",
     "itself",
+    "loss_names",
     "reads",
     "term",
 ]

@@ -50,6 +50,11 @@ class NamedLoss:
     settings: Mapping[str, float]
 
 
+def loss_names() -> tuple[str, ...]:
+    """Names of the losses that are defined here."""
+    return tuple(LOSSES)
+
+
 def find_loss(
     name: str, config: Mapping[str, float | str] | None
 ) -> tuple[NamedLoss, Mapping[str, float]]:
