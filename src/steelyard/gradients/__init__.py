@@ -18,7 +18,7 @@ from steelyard.gradients.algebra import (
     split_gradient,
     weighted_sum,
 )
-from steelyard.gradients.datum_fields import as_tensor, loss_fn_input
+from steelyard.gradients.datum_fields import as_tensor, counted_tokens, loss_fn_input
 from steelyard.gradients.fusable import Fusable, Joint
 from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
 from steelyard.gradients.layout import Layout, LogProbs, SplitOnRead, flatten, leaf_over
@@ -50,6 +50,7 @@ __all__ = [
     "check_count",
     "check_finite",
     "check_gradient",
+    "counted_tokens",
     "differentiate",
     "fields_of",
     "filled",
