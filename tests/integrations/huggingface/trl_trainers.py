@@ -41,8 +41,17 @@ def model(seed: int = 0, **changed: Any) -> Any:
         torch.manual_seed(seed)
         built: Any = transformers.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            built.lm_head.weight[END] *= 10
+            built.lm_head.weight[END] *= 6
     return built
+
+
+def scoring_model() -> Any:
+    """The same, with one score for each sequence."""
+    config = model().config
+    config.num_labels = 1
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.LlamaForSequenceClassification(config)  # type: ignore[no-untyped-call]
 
 
 def tokenizer() -> Any:
@@ -124,6 +133,7 @@ def _of_prompts() -> Dataset:
     return Dataset.from_dict({"prompt": PROMPTS})
 
 
+# Those with a completion.
 TRAINERS = {
     "SFT": Trained(
         "trl.trainer.sft_trainer:SFTTrainer",
@@ -173,23 +183,26 @@ TRAINERS = {
 }
 
 
+REWARD = Trained("trl.trainer.reward_trainer:RewardTrainer", _pairs, {})
+
+
 def build(
     name: str, folder: Path, accumulation: int = 1, *, peft: bool = False, **more: Any
 ) -> Any:
     """Build a trainer of TRL with the mixin; `more` are arguments of its config, or the mixin's."""
-    row = TRAINERS[name]
+    row = REWARD if name == "Reward" else TRAINERS[name]
     module, _, kind = row.path.partition(":")
     trainer_class = getattr(import_module(module), kind)
     config_class = getattr(
         import_module(module.replace("_trainer", "_config")), kind.replace("Trainer", "Config")
     )
     own = {key: more.pop(key) for key in ("terms", "term_options", "capture") if key in more}
-    config = config_class(**_settings(folder, accumulation, **row.arguments, **more))
+    config = config_class(**_settings(folder, accumulation, **{**row.arguments, **more}))
     other = dict(row.more())
     if peft:
         other["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         other.pop("ref_model", None)
-    trained = model()
+    trained = scoring_model() if name == "Reward" else model()
     if other.get("reward_funcs") and config.beta and not peft:
         # These trainers load their reference from where the model came from.
         model(1).save_pretrained(folder / "reference")
@@ -236,10 +249,13 @@ def sequences(name: str, batch: Mapping[str, Any]) -> list[Tokens]:
     return [Tokens(ids[on == 1], kept[on == 1].bool()) for ids, on, kept in rows]
 
 
-def predictions(language_model: Any, batch: Sequence[Tokens], temperature: float) -> Tensor:
-    """Log-probs over the vocabulary of all tokens that count, `[N, V]`, one sequence at a time."""
-    each = []
+def predictions(
+    language_model: Any, batch: Sequence[Tokens], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Logits of the tokens that count, `[N, V]`, one sequence at a time; the tokens, `[N]`."""
+    rows, ids = [], []
     for sequence in batch:
         logits = language_model(input_ids=sequence.ids[None]).logits[0, :-1] / temperature
-        each.append(logits[sequence.counted[1:]])
-    return torch.cat(each)
+        rows.append(logits[sequence.counted[1:]])
+        ids.append(sequence.ids[1:][sequence.counted[1:]])
+    return torch.cat(rows), torch.cat(ids)
