@@ -82,6 +82,7 @@ class RegularizerCallback(TrainerCallback):
         self._forward_capture = ForwardCapture(paths, retain_graph=retain_graph)
         self._metrics = MetricAccumulator()
         self._step_state = StepState(self.composite)
+        self._unwrapped: dict[int, tuple[nn.Module, Any]] = {}
         self._trainer: Any = None
         self._kind: TrainerKind | None = None
 
@@ -129,7 +130,7 @@ class RegularizerCallback(TrainerCallback):
         captured = self._forward_capture.run(
             partial(own, model, inputs, **options),
             model,
-            _unwrap(self._trainer, model),
+            self._unwrap(model),
             projected="projection" in names,
             logit_free=not names & {"logits", "completion_logits"}
             and not return_outputs
@@ -250,7 +251,17 @@ class RegularizerCallback(TrainerCallback):
         if self._kind is None or self._kind.reference_model is None:
             return None
         model = self._kind.reference_model(self._trainer)
-        return None if model is None else (model, _unwrap(self._trainer, model))
+        return None if model is None else (model, self._unwrap(model))
+
+    def _unwrap(self, model: nn.Module) -> Any:
+        """The model without the wrappers of data parallelism and of peft."""
+        # Kept, because accelerate searches all modules for compiled ones; with the model, so that
+        # its id stays taken.
+        if id(model) not in self._unwrapped:
+            unwrapped = self._trainer.accelerator.unwrap_model(model)
+            peft = hasattr(unwrapped, "get_base_model")
+            self._unwrapped[id(model)] = model, unwrapped.get_base_model() if peft else unwrapped
+        return self._unwrapped[id(model)][1]
 
     def _load(self, path: Path) -> None:
         try:
@@ -302,9 +313,3 @@ class RegularizerMixin:
         return self.regularizers.compute_loss(
             own, model, inputs, return_outputs, num_items_in_batch
         )
-
-
-def _unwrap(trainer: Any, model: nn.Module) -> Any:
-    """The model without the wrappers of data parallelism and of peft."""
-    unwrapped = trainer.accelerator.unwrap_model(model)
-    return unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
