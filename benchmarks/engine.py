@@ -16,7 +16,7 @@ from tinker import types
 from torch import Tensor
 
 from benchmarks.composition import TERMS, WEIGHTS
-from benchmarks.measure import against, in_turn, show
+from benchmarks.measure import Timing, against, in_turn, show
 from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient, LocalTrainingClient
 
@@ -65,6 +65,8 @@ def ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
 
     return {
         "plain": lambda: client.forward_backward(data, "cross_entropy").result(),
+        "base": lambda: local.forward_backward_custom(data, nll).result(),
+        "one term": lambda: local.forward_backward_custom(data, nll, SPECS[:1]).result(),
         "custom": custom(local),
         "tracked": custom(local, track_grad_norms=True),
         "two passes": custom(remote),
@@ -123,12 +125,15 @@ def main() -> None:
         way: statistics.median(peak_of(way) for _ in range(PEAKS)) for way in ("plain", "custom")
     }
     heavier = peaks["custom"] / peaks["plain"]
+    pairs = zip(timings["one term"].seconds, timings["base"].seconds, strict=True)
+    one_term = Timing(timings["one term"].seconds, [a / b for a, b in pairs])
     show(
         "Engine",
         f"A custom loss with five terms on {MODEL}, {len(EVEN)} × {EVEN[0]} tokens, against a "
         "plain forward_backward",
         [
             against("plain", timings["plain"]),
+            against("one regularizer, against the base loss alone", one_term, 1.05),
             against("one forward pass", timings["custom"], 1.05),
             against("the same, all norms and cosines", timings["tracked"], 1.05),
             against("two passes, as over a network", timings["two passes"]),

@@ -111,6 +111,8 @@ def test_a_run_resumes_where_it_was(command: CommandRunner, project: Path, tmp_p
     expected, found = metrics_of(tmp_path), metrics_of(project / "run")
     assert [line["step"] for line in found] == [line["step"] for line in expected] == [*range(8)]
     assert found[:3] == before[:3]  # those before the checkpoint
+    for line in found[3:]:
+        assert line.pop("optim/learning_rate") > 0  # 0.1.0 did not write it
     assert_close(found[3], expected[3])
     average = "regularizers/drift/custom/average"  # the state of the terms, as it was saved
     multiplier = "regularizers/steady/custom/multiplier"

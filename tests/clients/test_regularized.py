@@ -614,3 +614,18 @@ def test_any_client_with_forward_and_forward_backward_works() -> None:
     assert bare.gradient == pytest.approx(9 * 2 * -2.0 + 1.0)
     assert output.server_metrics == {"loss:sum": output.loss_total}
     assert output.loss_fn_output_type == "bare"
+
+
+def test_drivers_come_through_the_client(either: Any) -> None:
+    client = regularize(either)
+    output = client.forward_backward_custom(
+        DATA, every, regularizers=[spec()], track_grad_norms=True
+    ).result()
+    # The gradient of the mean square is proportional to the log-probs: so are the shares.
+    sizes = [abs(each["logprobs"].to_torch().double()) for each in output.loss_fn_outputs]
+    total = float(sum(row.sum() for row in sizes))
+    for driver in output.drivers("l2"):
+        assert driver.share == pytest.approx(float(sizes[driver.datum].sum()) / total, rel=1e-5)
+        for position, share in driver.tokens:
+            assert share == pytest.approx(float(sizes[driver.datum][position]) / total, rel=1e-5)
+    assert sum(driver.share for driver in output.drivers("l2")) == pytest.approx(1)

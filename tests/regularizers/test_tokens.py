@@ -163,7 +163,7 @@ def test_data_and_log_probs_must_match_in_number() -> None:
 
 def test_one_tensor_is_one_datum() -> None:
     data = [plain(weights=[1.0, 0.0])]
-    assert L1().compute(data, torch.tensor([-1.0, -5.0])) == 1.0
+    assert L2().compute(data, torch.tensor([-1.0, -5.0])) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,25 @@ def test_log_probs_of_a_wrong_shape(term: Any, shapes: list[Any], message: str) 
     with pytest.raises(InputError) as caught:
         term.compute([], [torch.zeros(*shape) for shape in shapes])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)
+def test_tokens_of_negative_weight_count(term: Any) -> None:
+    """As in training: only a weight of 0 leaves a token out."""
+    data, logprobs = batch(plain)
+    expected = value_and_gradients(term, data, logprobs)
+    for datum in data:
+        weights = datum["loss_fn_inputs"]["weights"]
+        datum["loss_fn_inputs"]["weights"] = [-2.0 for _ in weights]
+    value, gradients = value_and_gradients(term, data, logprobs)
+    assert value == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected[1], strict=True))
+
+
+def test_the_mask_of_negative_weights() -> None:
+    (row,) = batch_rows([plain(weights=[-1.0, 0.0, 2.0])], [torch.zeros(3)])
+    assert row.mask is not None
+    assert row.mask.tolist() == [True, False, True]
 
 
 def test_weights_per_class_count_if_one_is_not_zero() -> None:

@@ -21,7 +21,7 @@ from steelyard.gradients.algebra import (
 from steelyard.gradients.datum_fields import as_tensor, loss_fn_input
 from steelyard.gradients.fusable import Fusable, Joint
 from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
-from steelyard.gradients.layout import Layout, LogProbs, flatten, leaf_over
+from steelyard.gradients.layout import Layout, LogProbs, SplitOnRead, flatten, leaf_over
 from steelyard.gradients.nested_tensors import (
     Nest,
     fields_of,
@@ -43,6 +43,7 @@ __all__ = [
     "Method",
     "Nest",
     "Row",
+    "SplitOnRead",
     "as_scalar",
     "as_tensor",
     "check_count",

@@ -84,7 +84,7 @@ def test_a_field_of_an_unknown_trainers_batch_is_read(tmp_path: Path) -> None:
     class Mixed(RegularizerMixin, Scaled):
         pass
 
-    trainer = Mixed(
+    trainer: Any = Mixed(
         model=tiny.build(torch.float32).train(),
         args=arguments(tmp_path),
         train_dataset=rows([5]),
@@ -108,7 +108,7 @@ def test_all_inputs_of_the_plain_trainer(tmp_path: Path) -> None:
         pass
 
     names = ("mask", "logprobs", "entropy", "logits")
-    trainer = Mixed(
+    trainer: Any = Mixed(
         model=tiny.build(torch.float32).train(),
         args=arguments(tmp_path),
         train_dataset=rows([5]),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
 
 from steelyard.integrations.huggingface import RegularizerMixin
@@ -92,5 +93,6 @@ def test_tokens_that_tools_have_written_do_not_count(name: str) -> None:
 def test_the_reference_of_a_preference_trainer() -> None:
     find = KINDS["DPOTrainer"].reference_model
     assert find is not None
-    assert find(SimpleNamespace(ref_model="reference", model="model")) == "reference"
-    assert find(SimpleNamespace(ref_model=None, model="model")) == "model"
+    model, reference = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert find(SimpleNamespace(ref_model=reference, model=model)) is reference
+    assert find(SimpleNamespace(ref_model=None, model=model)) is model

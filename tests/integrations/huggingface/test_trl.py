@@ -161,7 +161,7 @@ def test_gradients_and_logs_equal_those_by_hand(
     read = [sequences(name, batch) for batch in batches]
     assert len({len(tokens.ids) for batch in read for tokens in batch}) > 1  # there was padding
     counts = [sum(int(tokens.counted[1:].sum()) for tokens in batch) for batch in read]
-    weights = {spec.name: spec.weight for spec in terms(name)}
+    weights = {spec.name: spec.weight_at(0) for spec in terms(name)}
     trained = trainer.accelerator.unwrap_model(trainer.model)
     trained.zero_grad()
     reference = reference_of(name, peft=peft)
@@ -176,10 +176,10 @@ def test_gradients_and_logs_equal_those_by_hand(
                 others = predictions(reference, batch, temperature)[0]
         by_name = by_hand(name, logits, ids, others)
         assert by_name.keys() == weights.keys()
-        total = share * sum(weights[key] * value for key, value in by_name.items())
+        total: Any = share * sum(weights[key] * value for key, value in by_name.items())
         total.backward()
-        for key, value in by_name.items():
-            values[key] += share * value.item()
+        for key, found_value in by_name.items():
+            values[key] += share * found_value.item()
     expected = {n: p.grad for n, p in trained.named_parameters() if p.grad is not None}
     assert_equal({n: found[n] - plain[n] for n in expected}, expected)
 
@@ -243,8 +243,9 @@ def test_a_reward_model_has_scores_hidden_states_and_parameters(tmp_path: Path) 
     for batch in batches:
         fields = {key: batch[key] for key in ("input_ids", "attention_mask")}
         outputs = trainer.model(**fields, output_hidden_states=True)
-        value = size(outputs.logits, outputs.hidden_states, dict(trainer.model.named_parameters()))
-        (0.5 * value / 2).backward()
+        parameters = dict(trainer.model.named_parameters())
+        total: Any = 0.5 * size(outputs.logits, outputs.hidden_states, parameters) / 2
+        total.backward()
     expected = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
     assert_equal({n: found[n] - plain[n] for n in expected}, expected)
 

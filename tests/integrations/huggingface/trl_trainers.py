@@ -36,7 +36,7 @@ def model(seed: int = 0, **changed: Any) -> Any:
         "tie_word_embeddings": False,
     }
     tokens = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": END}
-    config = transformers.LlamaConfig(**(sizes | tokens | changed))  # type: ignore[arg-type]
+    config = transformers.LlamaConfig(**(sizes | tokens | changed))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         built: Any = transformers.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
