@@ -62,8 +62,9 @@ def test_a_replaced_forward_is_restored_after_an_error() -> None:
 
 def test_a_forward_that_was_replaced_before_is_put_back() -> None:
     net = Net()
-    own = net.head.forward
-    net.head.forward = lambda hidden: own(hidden) + 1  # type: ignore[method-assign]
+    head: Any = net.head
+    own = head.forward
+    head.forward = lambda hidden: own(hidden) + 1
     before = net(X)
     with overheard(net.head) as heard:
         torch.testing.assert_close(net(X), before)
