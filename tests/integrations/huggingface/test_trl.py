@@ -285,3 +285,16 @@ def test_an_absent_input_that_a_term_can_do_without_is_no_error(tmp_path: Path) 
 
     build("SFT", tmp_path, terms=[term(optional, 0.1)]).train()
     assert seen == [(torch.bool, None)]
+
+
+def test_inputs_are_computed_only_when_a_term_is_due(tmp_path: Path) -> None:
+    trainer = build("SFT", tmp_path, terms=[term(z, 0.1, every=2)], max_steps=3)
+    rows: list[int] = []
+    trainer.model.lm_head.register_forward_hook(lambda _m, _a, made: rows.append(made.shape[1]))
+    recorder = Recorder(trainer)
+    trainer.train()
+    counts = [
+        sum(int(tokens.counted[1:].sum()) for tokens in sequences("SFT", batch))
+        for batch in recorder.batches
+    ]
+    assert rows == [counts[0], counts[2]]  # the fused head does not call the layer

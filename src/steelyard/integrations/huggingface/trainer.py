@@ -122,7 +122,8 @@ class RegularizerCallback(TrainerCallback):
         options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
         if not model.training or not torch.is_grad_enabled():
             return own(model, inputs, **options)
-        required, names = input_names(self.composite.specs)
+        step = self._trainer.state.global_step
+        required, names = input_names([s for s in self.composite.specs if s.due(step)])
         if "hidden_states" in names:
             inputs = {**inputs, "output_hidden_states": True}
         batch = dict(inputs)  # before `own`, which may pop fields
