@@ -149,13 +149,13 @@ class Adaptive:
         RegistryError: `regularizer` is a name that is not registered.
 
     Example:
-        >>> size = Adaptive(regularizer="l1", target=1.0, rate=1.0)
+        >>> size = Adaptive(regularizer="l2", target=1.0, rate=1.0)
         >>> for _ in range(3):
-        ...     loss, metrics = size.compute([], [torch.tensor([-3.0])])
+        ...     loss, metrics = size.compute([], [torch.tensor([-2.0])])
         ...     print(f"{loss.item():.2f} {metrics}")
-        3.00 {'observed': 3.0, 'multiplier': 1.0}
-        3.60 {'observed': 3.0, 'multiplier': 1.2}
-        4.32 {'observed': 3.0, 'multiplier': 1.44}
+        4.00 {'observed': 4.0, 'multiplier': 1.0}
+        4.80 {'observed': 4.0, 'multiplier': 1.2}
+        5.76 {'observed': 4.0, 'multiplier': 1.44}
 
     References:
         Ziegler et al. (2019), "Fine-tuning language models from human preferences", section 2.2
