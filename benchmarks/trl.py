@@ -73,9 +73,12 @@ def model(vocabulary: int) -> Any:
 
 
 def stepper(
-    folder: str, vocabulary: int, terms: Sequence[RegularizerSpec] | None
+    folder: str, vocabulary: int, terms: Sequence[RegularizerSpec] | None, **changed: Any
 ) -> Callable[[], None]:
-    """Make a training step of a trainer, without terms if they are None; completions are reused."""
+    """Make a training step of a trainer, without terms if they are None; completions are reused.
+
+    `changed` are arguments of its config.
+    """
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     settings: dict[str, Any] = {
@@ -94,6 +97,7 @@ def stepper(
             bf16=False,
             gradient_checkpointing=False,
             dataloader_pin_memory=False,
+            **changed,
         ),
         "train_dataset": Dataset.from_dict({"prompt": ["x" * PROMPT]}),
         "processing_class": tokenizer,
@@ -120,7 +124,10 @@ def stepper(
 def measure(vocabulary: int, repeats: int) -> dict[str, Timing]:
     """Time the plain step and those with terms in turn."""
     with tempfile.TemporaryDirectory() as folder:
-        ways = {"plain": stepper(folder, vocabulary, None)}
+        ways = {
+            "plain": stepper(folder, vocabulary, None),
+            "entropy_coef": stepper(folder, vocabulary, None, entropy_coef=0.01),
+        }
         ways |= {name: stepper(folder, vocabulary, terms) for name, terms in TERMS.items()}
         return in_turn(ways, repeats=repeats, warmup=3)
 
@@ -135,6 +142,7 @@ def main() -> None:
             f"{SEQUENCES} × ({PROMPT} + {COMPLETION}) tokens",
             [
                 against("plain", timings["plain"]),
+                against("TRL's own entropy bonus, entropy_coef", timings["entropy_coef"]),
                 *(against(f"terms over {n}", timings[n], AT_MOST.get(n)) for n in TERMS),
             ],
             repeats=str(repeats),
