@@ -183,6 +183,11 @@ class Adaptive:
         return f"Adaptive(regularizer={self._inner!r}, target={self.target})"
 
     @property
+    def regularizer(self) -> Any:
+        """The wrapped regularizer."""
+        return self._inner
+
+    @property
     def gradient(self) -> str:
         """Gradient method of the wrapped regularizer."""
         return str(getattr(self._inner, "gradient", "auto"))
