@@ -343,7 +343,7 @@ def test_the_defaults() -> None:
 
 def test_settings_are_keyword_only() -> None:
     with pytest.raises(TypeError, match="positional"):
-        RegularizerSpec(nothing, 0.1, "term", "inline")  # type: ignore[call-arg]
+        RegularizerSpec(nothing, 0.1, "term", "inline")  # type: ignore[call-arg,arg-type]
 
 
 @pytest.mark.parametrize(
