@@ -236,10 +236,11 @@ def run_sweep(
         from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
 
         if _launch.fits(logits, reference, components):
+            from steelyard.penalties.from_logits.cluster import launch  # noqa: PLC0415
+
             into = logits if in_place else None
-            return _launch.sweep(
-                logits, reference, targets, scale, components, weights, wants, into=into
-            )
+            problem = (logits, reference, targets, scale, components, weights, wants)
+            return launch.sweep(*problem, into=into) or _launch.sweep(*problem, into=into)
     elif targets is not None:
         check_targets(targets, scale, logits.shape[-1])
     return sweep(xp, logits, reference, targets, scale, components, weights, wants)

@@ -1,0 +1,477 @@
+// Every component of a row in one visit to memory: a cluster of blocks holds the row in its shared
+// memory while its sums are computed, and then computes the gradient from there.
+//
+// The gradient needs the sums over its whole row. 128256 classes of bfloat16 and of a reference are
+// 512 kB, more than the shared memory of a multiprocessor, but a cluster of 8 blocks holds them in
+// 64 kB each, and three such blocks run on a multiprocessor at a time: while one waits for memory or
+// for its cluster, the others compute.
+//
+// A row is cut into vectors of 16 bytes at addresses that are multiples of 16, so the first and the
+// last may be partial. Block r of a cluster has the vectors [r * capacity, (r + 1) * capacity), and
+// vector i of a block belongs to thread i % THREADS in every pass: a thread reads only what it
+// copied itself, so no barrier separates the passes. When the last pass has read a vector, its thread
+// copies that of the cluster's next row over it. These copies come in stages, and the next row's
+// first pass waits for one at a time: the memory stays busy while the block computes.
+//
+// Macros beside those of `primitives.cuh`: KINDS (bits), GZ, GR, GRAM (outputs: the gradients by
+// logits and reference, inner products), ALIGNED (all rows begin and end at multiples of 16 bytes),
+// MIN_BLOCKS (on a multiprocessor, limits the registers).
+
+constexpr bool GRADIENTS = GZ || GR || GRAM;
+constexpr float OVERFLOWING = 1e30f;  // such a sum of 2^(x - m) is redone; float32 ends at 3e38
+constexpr int PARTS = WARPS > CLUSTER ? WARPS : CLUSTER;
+constexpr int CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
+
+struct Shared {
+  float4 parts[2][PARTS][2];
+  u64 barriers[2];
+  Row row;
+};
+
+// The part of a row that this block holds.
+struct Window {
+  int row;
+  float factor;  // of the row; 0: it does not count and is not read
+  long long target;
+  const element *logits, *reference;  // the row
+  int first;     // class of the block's first element; negative in the first vector of a row
+  int vectors;
+  int whole_from, whole;  // the vectors that lie within the row; the others are partial
+  bool reference_is_aligned;
+
+  DEVICE Window(const Problem& in, int row, u32 rank) : row(row), factor(0), vectors(0) {
+    if (row >= in.rows) return;
+    factor = in.scale ? in.scale[row] : 1;
+    target = has(CROSS_ENTROPY) ? in.targets[row] : -1;
+    logits = in.logits + row * in.logits_stride;
+    reference = COMPARES ? in.reference + row * in.reference_stride : nullptr;
+    // Elements of the first vector that belong to the row before.
+    const int before = ALIGNED ? 0 : (u64(logits) & 15) / sizeof(element);
+    const int all = (before + in.classes + VECTOR - 1) / VECTOR;
+    vectors = max(0, min(in.capacity, all - int(rank) * in.capacity));
+    first = int(rank) * in.capacity * VECTOR - before;
+    whole_from = first < 0 ? 1 : 0;
+    whole = max(0, (in.classes - first) / VECTOR - whole_from);
+    reference_is_aligned = ALIGNED || ((u64(reference) ^ u64(logits)) & 15) == 0;
+  }
+
+  DEVICE bool counts() const { return factor != 0; }
+  DEVICE bool is_whole(int i) const { return ALIGNED || u32(i - whole_from) < u32(whole); }
+
+  DEVICE void copy(const element* from, bool aligned, int i, int classes, uint4* to) const {
+    const int start = first + i * VECTOR;
+    if (ALIGNED || (aligned && is_whole(i))) {
+      copy_async(to, from + start);
+    } else {
+      for (int lane = 0; lane < VECTOR; lane++) {
+        const int at = start + lane;
+        ((element*)to)[lane] = at >= 0 && at < classes ? from[at] : negative_infinity();
+      }
+    }
+  }
+
+  DEVICE void load(const Problem& in, int i, uint4* x, uint4* y) const {
+    copy(logits, true, i, in.classes, x + i);
+    if constexpr (COMPARES) copy(reference, reference_is_aligned, i, in.classes, y + i);
+  }
+
+  // Store vector i of a gradient whose row begins at `to`.
+  DEVICE void store(element* to, const float (&x)[VECTOR], int i, int classes) const {
+    const int start = first + i * VECTOR;
+    const uint4 raw = pack(x);
+    if (ALIGNED || (is_whole(i) && (u64(to + start) & 15) == 0)) {
+      __stcs((uint4*)(to + start), raw);
+    } else {
+      const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+      for (int lane = 0; lane < VECTOR; lane++) {
+        const int at = start + lane;
+#if DTYPE == 2
+        const element value = __uint_as_float(words[lane]);
+#else
+        const element value = u16(words[lane / 2] >> 16 * (lane % 2));
+#endif
+        if (at >= 0 && at < classes) to[at] = value;
+      }
+    }
+  }
+};
+
+// Merge what each warp of the cluster holds (the same in its lanes). Warp 0 of every block gets the
+// result. `call` counts the merges: memory and barriers alternate, since a fast block may send its
+// part of the next merge while a slow one still waits for this one. A block can be one merge ahead,
+// not two: every merge needs the parts of all blocks. Until a block sends its part, no other is
+// ahead, and the other half is free for the parts of its warps.
+template <class Sums>
+DEVICE void merge_cluster(Sums& sums, Shared& shared, u32 rank, u32& call) {
+  static_assert(sizeof(Sums) == sizeof(float4[2]), "two vectors are sent");
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  auto& of_blocks = shared.parts[call & 1];
+  auto& of_warps = shared.parts[~call & 1];
+  if constexpr (WARPS > 1) {
+    if (lane == 0) *(Sums*)of_warps[warp] = sums;
+    __syncthreads();
+    if (warp == 0) {
+      sums = *(Sums*)of_warps[lane % WARPS];
+      sums.template merge<WARPS>();
+    }
+  }
+  if constexpr (CLUSTER > 1) {
+    if (warp == 0) {
+      u64* barrier = &shared.barriers[call & 1];
+      if (lane == 0) expect_bytes(barrier, CLUSTER * sizeof(Sums));
+      if (lane < CLUSTER) {
+        const float4* mine = (const float4*)&sums;
+        send(&of_blocks[rank][0], barrier, lane, mine[0]);
+        send(&of_blocks[rank][1], barrier, lane, mine[1]);
+      }
+      wait_for_bytes(barrier, call >> 1 & 1);
+      const int of = lane % CLUSTER_LANES;
+      sums = of < CLUSTER ? *(Sums*)of_blocks[of] : Sums();
+      sums.template merge<CLUSTER_LANES>();
+    }
+  }
+  call++;
+}
+
+// Statistics of a warp's vectors. The shift is the maximum of the first vectors: that takes no pass
+// of its own. It is good enough unless the sum overflows (which takes a logit that is larger by 70)
+// or they are all -inf; then the warp does it again with its true maximum.
+DEVICE Statistics statistics(const Problem& in, const uint4* x, const uint4* y, int vectors,
+                             float log2_scale) {
+  Statistics s;
+  int searched = THREADS;  // vectors from which the shift is taken
+  wait_for_stage(0);
+  for (int attempt = 0; attempt < 2; attempt++) {
+    float top = -INF, top_r = -INF;
+    for (int i = threadIdx.x; i < min(vectors, searched); i += THREADS) {
+      float of[VECTOR];
+      unpack(x[i], of);
+#pragma unroll
+      for (int k = 0; k < VECTOR; k++) top = fmaxf(top, of[k]);
+      if constexpr (COMPARES) {
+        unpack(y[i], of);
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++) top_r = fmaxf(top_r, of[k]);
+      }
+    }
+    s = Statistics();
+    s.top = warp_max(top) * log2_scale;
+    if constexpr (COMPARES) s.top_r = warp_max(top_r) * log2_scale;
+    const float shift = s.top == -INF ? 0 : s.top, shift_r = s.top_r == -INF ? 0 : s.top_r;
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES; stage++) {
+      wait_for_stage(stage);
+      const int end = min(vectors, (stage + 1) * in.stage);
+#pragma unroll 2
+      for (int i = threadIdx.x + stage * in.stage; i < end; i += THREADS) {
+        float a[VECTOR], b[VECTOR];
+        unpack_clamped(x[i], a);
+        if constexpr (COMPARES) unpack_clamped(y[i], b);
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++)
+          s.add(clamped_log2(a[k], log2_scale, shift),
+                COMPARES ? clamped_log2(b[k], log2_scale, shift_r) : 0);
+      }
+    }
+    s.add_lanes();
+    const bool exact = s.top != -INF && s.sum < OVERFLOWING &&
+                       (!COMPARES || (s.top_r != -INF && s.sum_r < OVERFLOWING));
+    if (exact) break;
+    searched = 1 << 30;
+  }
+  return s;
+}
+
+template <bool LIMITED>
+DEVICE MiddleSums middle_sums(uint4* x, uint4* y, int vectors, const Row& row, const Problem& in,
+                              float log2_scale) {
+  MiddleSums sums;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < vectors; i += THREADS) {
+    float a[VECTOR], b[VECTOR], share[VECTOR];
+    unpack_clamped(x[i], a);
+    unpack_clamped(y[i], b);
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++)
+      share[k] = sums.template add<LIMITED>(clamped_log2(a[k], log2_scale, row.top),
+                                            clamped_log2(b[k], log2_scale, row.top_r), row, in);
+    if constexpr (KEEPS_SHARE) {
+#if DTYPE == 2
+      y[i] = pack(share);
+#else
+#pragma unroll
+      for (int k = 0; k < VECTOR; k++) share[k] = max_nan(share[k], -6e4f);  // finite where p = 0
+      y[i] = make_uint4(pack_half_floats(share[0], share[1]), pack_half_floats(share[2], share[3]),
+                        pack_half_floats(share[4], share[5]), pack_half_floats(share[6], share[7]));
+#endif
+    }
+  }
+  sums.merge();
+  return sums;
+}
+
+DEVICE void unpack_share(uint4 raw, float (&share)[VECTOR]) {
+#if DTYPE == 2
+  unpack(raw, share);
+#else
+  unpack_half_floats(raw.x, share[0], share[1]);
+  unpack_half_floats(raw.y, share[2], share[3]);
+  unpack_half_floats(raw.z, share[4], share[5]);
+  unpack_half_floats(raw.w, share[6], share[7]);
+#endif
+}
+
+// The total gradient by the logits of a class, by `LinearFactors`.
+struct TotalGradient {
+  static constexpr bool CLAMPS = has(ENTROPY) || has(FORWARD) || has(JS);
+  static constexpr bool CLAMPS_R = has(FORWARD) || has(JS);
+  const float top, top_r, log2_scale;
+  const LinearFactors factors;
+
+  DEVICE TotalGradient(const Problem& in, const Row& row, const Window& here, float log2_scale)
+      : top(row.top), top_r(row.top_r), log2_scale(log2_scale),
+        factors(row, in, here.factor * in.inverse_temperature) {}
+
+  DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
+    if constexpr (CLAMPS) unpack_clamped(x, a);
+    else unpack(x, a);
+    if constexpr (KEEPS_SHARE) unpack_share(y, b);
+    else if constexpr (CLAMPS_R) unpack_clamped(y, b);
+    else if constexpr (COMPARES) unpack(y, b);
+  }
+
+  DEVICE void compute(float& x, float& y) {
+    const float log_p = CLAMPS ? clamped_log2(x, log2_scale, top) : fmaf(x, log2_scale, -top);
+    float log_q = 0;
+    if constexpr (COMPARES && !KEEPS_SHARE)
+      log_q = CLAMPS_R ? clamped_log2(y, log2_scale, top_r) : fmaf(y, log2_scale, -top_r);
+    x = factors.gradient(log_p, log_q, y);
+  }
+
+  DEVICE void compute_target(float& x, float& y) {
+    compute(x, y);
+    x -= factors.target;
+  }
+
+  DEVICE void finish() {}
+};
+
+// Each component's gradient by itself: totals by logits and reference, and inner products.
+template <bool LIMITED>
+struct SingleGradients {
+  const float top, top_r, log2_scale, factor;
+  const EachGradient<LIMITED> each;
+  float (&gram)[KIND_PAIRS];
+  float products[FUNCTION_PAIRS] = {};
+
+  DEVICE SingleGradients(const Problem& in, const Row& row, const Window& here, float log2_scale,
+                         float (&gram)[KIND_PAIRS])
+      : top(row.top), top_r(row.top_r), log2_scale(log2_scale),
+        factor(here.factor * in.inverse_temperature), each(row, in, factor), gram(gram) {}
+
+  DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
+    unpack_clamped(x, a);
+    if constexpr (COMPARES) unpack_clamped(y, b);
+  }
+
+  DEVICE void compute(float& x, float& y, float (&g)[FUNCTIONS]) {
+    each.compute(clamped_log2(x, log2_scale, top), COMPARES ? clamped_log2(y, log2_scale, top_r) : 0,
+                 g, y);
+    x = each.total(g);
+  }
+
+  DEVICE void compute(float& x, float& y) {
+    float g[FUNCTIONS];
+    compute(x, y, g);
+    if constexpr (GRAM) each.multiply(g, products);
+  }
+
+  DEVICE void compute_target(float& x, float& y) {
+    float g[FUNCTIONS];
+    compute(x, y, g);
+    x -= factor * each.in.weights[CROSS_ENTROPY];
+    if constexpr (GRAM) each.add_target(g, factor, gram);
+  }
+
+  DEVICE void finish() {
+    if constexpr (GRAM) each.add_products(products, gram);
+  }
+};
+
+// The target of a row, for cross-entropy: the one class whose gradient is not p times a factor. The
+// thread that holds it takes it out of the row, as a class of probability 0, before the last pass,
+// and adds its gradient and inner products afterwards.
+struct Target {
+  int at = -1;  // class, in the thread that holds it
+  float x = NOT_A_NUMBER, y = 0;  // a target that is no class gives a loss of NaN
+
+  DEVICE void take(const Window& here, const Problem& in, uint4* xs, uint4* ys) {
+    if (here.target < 0 || here.target >= in.classes) return;
+    const int place = int(here.target) - here.first, i = place / VECTOR;
+    if (place < 0 || i >= here.vectors || i % THREADS != threadIdx.x) return;
+    at = int(here.target);
+    element* in_x = (element*)xs + place;
+    x = to_float(*in_x);
+    if (GRADIENTS) *in_x = negative_infinity();
+    if constexpr (COMPARES) {
+      element* in_y = (element*)ys + place;
+      if constexpr (KEEPS_SHARE) {
+#if DTYPE == 2
+        y = *in_y;
+#else
+        float other;
+        unpack_half_floats(*in_y, y, other);
+#endif
+      } else {
+        y = to_float(*in_y);
+        if (GRADIENTS) *in_y = negative_infinity();
+      }
+    }
+  }
+
+  template <class Gradient>
+  DEVICE void store(Gradient& gradient, element* to, element* to_r) {
+    gradient.compute_target(x, y);
+    if constexpr (GZ) to[at] = from_float(x);
+    if constexpr (GR) to_r[at] = from_float(y);
+  }
+};
+
+DEVICE void load_all(const Problem& in, const Window& window, uint4* x, uint4* y) {
+  for (int stage = 0; stage < STAGES; stage++) {
+    const int end = window.counts() ? min(window.vectors, (stage + 1) * in.stage) : 0;
+    for (int i = threadIdx.x + stage * in.stage; i < end; i += THREADS) window.load(in, i, x, y);
+    end_stage();
+  }
+}
+
+// The last pass: a vector's gradient, and then the copy of the next row's vector in its place.
+template <class Gradient>
+DEVICE void last_pass(Gradient& gradient, const Problem& in, const Window& here, const Window& next,
+                      uint4* x, uint4* y, Target& target) {
+  element* to = in.by_logits + here.row * in.by_logits_stride;
+  element* to_r = in.by_reference + here.row * in.by_reference_stride;
+  const int following = next.counts() ? next.vectors : 0;
+  const int most = max(here.vectors, following);
+  auto compute = [&](int i, uint4 of_x, uint4 of_y) {
+    float a[VECTOR], b[VECTOR];
+    gradient.unpack_inputs(of_x, of_y, a, b);
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) gradient.compute(a[k], b[k]);
+    if constexpr (GZ) here.store(to, a, i, in.classes);
+    if constexpr (GR) here.store(to_r, b, i, in.classes);
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; stage++) {
+    const int end = min(most, (stage + 1) * in.stage);
+#pragma unroll 1
+    for (int i = threadIdx.x + stage * in.stage; i < end; i += 2 * THREADS) {
+      const int j = i + THREADS;  // two vectors at a time, for parallel instructions
+      const bool both = j < end;
+      const uint4 x0 = x[i], y0 = COMPARES ? y[i] : x0;
+      const uint4 x1 = both ? x[j] : x0, y1 = both && COMPARES ? y[j] : x1;
+      if (ALIGNED || i < here.vectors) compute(i, x0, y0);
+      if (both && (ALIGNED || j < here.vectors)) compute(j, x1, y1);
+      if (i < following) next.load(in, i, x, y);
+      if (both && j < following) next.load(in, j, x, y);
+    }
+    end_stage();
+  }
+  if (has(CROSS_ENTROPY) && target.at >= 0) target.store(gradient, to, to_r);
+  gradient.finish();
+}
+
+// A row that does not count: zeros.
+DEVICE void store_zeros(const Problem& in, const Window& here, u32 rank) {
+  float zeros[VECTOR] = {};
+  for (int i = threadIdx.x; i < here.vectors; i += THREADS) {
+    if constexpr (GZ)
+      here.store(in.by_logits + here.row * in.by_logits_stride, zeros, i, in.classes);
+    if constexpr (GR)
+      here.store(in.by_reference + here.row * in.by_reference_stride, zeros, i, in.classes);
+  }
+  if (rank == 0 && threadIdx.x == 0)
+    for (int kind = 0, at = here.row; kind <= KIND_COUNT; kind++)
+      if (kind == KIND_COUNT || has(kind)) in.values[at] = 0, at += in.rows;
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS)
+sweep(const __grid_constant__ Problem in) {
+  extern __shared__ uint4 x[];
+  uint4* y = x + in.capacity;
+  __shared__ Shared shared;
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int clusters = gridDim.x / CLUSTER;
+  const bool leads = threadIdx.x < 32;  // warp 0 computes what belongs to the whole row
+  const float log2_scale = in.inverse_temperature * LOG2E;
+  float gram[KIND_PAIRS] = {};
+  u32 call = 0;
+  Window here(in, blockIdx.x / CLUSTER, rank);
+  load_all(in, here, x, y);
+  if constexpr (CLUSTER > 1) {
+    if (threadIdx.x < 2) init_mbarrier(&shared.barriers[threadIdx.x]);
+    cluster_barrier();  // no block sends to one that has not begun
+  }
+  while (here.row < in.rows) {
+    const Window next(in, here.row + clusters, rank);
+    if (!here.counts()) {
+      store_zeros(in, here, rank);
+      load_all(in, next, x, y);
+      here = next;
+      continue;
+    }
+    Statistics found = statistics(in, x, y, here.vectors, log2_scale);
+    merge_cluster(found, shared, rank, call);
+    Row row;
+    if (leads) {
+      row.set(found, in);
+      if (threadIdx.x == 0) shared.row = row;
+    }
+    __syncthreads();
+    row = shared.row;
+    if (has(JS) || (LIMITS && row.limited)) {
+      MiddleSums sums = LIMITS && row.limited
+                            ? middle_sums<LIMITS>(x, y, here.vectors, row, in, log2_scale)
+                            : middle_sums<false>(x, y, here.vectors, row, in, log2_scale);
+      merge_cluster(sums, shared, rank, call);
+      if (leads) {
+        sums.put_into(row);
+        if (threadIdx.x == 0) shared.row = row;
+      }
+      __syncthreads();
+      row = shared.row;
+    }
+    Target target;
+    if constexpr (has(CROSS_ENTROPY)) target.take(here, in, x, y);
+    const bool is_class = has(CROSS_ENTROPY) && here.target >= 0 && here.target < in.classes;
+    if (is_class ? target.at >= 0 : rank == 0 && threadIdx.x == 0)
+      row.store_values(in, here.row, here.factor, target.x);
+    if constexpr (!GRADIENTS) {
+      load_all(in, next, x, y);
+    } else if (LIMITS && row.limited) {
+      SingleGradients<LIMITS> single(in, row, here, log2_scale, gram);
+      last_pass(single, in, here, next, x, y, target);
+    } else if constexpr (GRAM || GR) {
+      SingleGradients<false> single(in, row, here, log2_scale, gram);
+      last_pass(single, in, here, next, x, y, target);
+    } else {
+      TotalGradient total(in, row, here, log2_scale);
+      last_pass(total, in, here, next, x, y, target);
+    }
+    here = next;
+  }
+  if constexpr (GRAM) {
+    int pair = 0;
+    const int warps = gridDim.x * WARPS, warp = blockIdx.x * WARPS + threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < KIND_COUNT; i++)
+#pragma unroll
+      for (int j = i; j < KIND_COUNT; j++) {
+        if (!has(i) || !has(j)) continue;
+        const double sum = warp_sum(double(gram[pair_of(i, j, KIND_COUNT)]));
+        if (threadIdx.x % 32 == 0) in.gram[u64(pair) * warps + warp] = sum;
+        pair++;
+      }
+  }
+}
