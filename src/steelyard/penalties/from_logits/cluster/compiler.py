@@ -30,7 +30,8 @@ class Variant(NamedTuple):
         gram: Whether to write the inner products of the components' gradients.
         aligned: Whether all rows begin and end at multiples of 16 bytes.
         cluster: Blocks in a cluster.
-        threads: Threads in a block.
+        warps: Warps in a block, without the one that merges.
+        slots: Rows of which a block holds its part at a time.
         min_blocks: Blocks that should fit on a multiprocessor; limits the registers of a thread.
     """
 
@@ -41,7 +42,8 @@ class Variant(NamedTuple):
     gram: bool
     aligned: bool
     cluster: int
-    threads: int
+    warps: int
+    slots: int
     min_blocks: int
 
     def macros(self) -> list[str]:

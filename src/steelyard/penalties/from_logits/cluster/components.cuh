@@ -19,6 +19,7 @@ constexpr int KIND_COUNT = 6;
 __host__ __device__ constexpr bool has(int kind) { return (KINDS >> kind) & 1; }
 constexpr bool LIMITS = has(FORWARD) || has(REVERSE);  // a log ratio may have to be clamped
 constexpr bool COMPARES = LIMITS || has(JS);
+constexpr int INPUTS = COMPARES ? 2 : 1;
 // JS alone needs the reference in the gradient only for log2 p/M, which its middle pass computed.
 // It is kept as float16, more precise than the gradient only if that is bfloat16; or as float32.
 constexpr bool KEEPS_SHARE = has(JS) && !LIMITS && !GRAM && !GR && DTYPE != 1;
@@ -36,7 +37,6 @@ struct Problem {
   long long logits_stride, reference_stride, by_logits_stride, by_reference_stride;
   int rows, classes;
   int capacity;              // vectors of a block in shared memory, for each input
-  int stage;                 // vectors of a stage of copies, a multiple of THREADS
   float inverse_temperature;
   float weights[KIND_COUNT];  // 0 for kinds that are not computed
   float limits[KIND_COUNT];   // of the log ratios, in nats
@@ -103,6 +103,9 @@ struct alignas(16) Statistics {
 // 2. A row: its softmax, and the values and coefficients of its components. Logarithms base 2.
 
 struct Row {
+  int row;
+  float factor;                         // of the row
+  int target;                           // -1 if it is no class
   float top, level, inverse_sum;        // log2 p = x - top - level
   float top_r, level_r, inverse_sum_r;
   float two_lse;
@@ -149,7 +152,7 @@ struct Row {
   }
 
   // Store the values, each times the row's factor, and then the weighted total.
-  DEVICE void store_values(const Problem& in, int row, float factor, float target_logit) const {
+  DEVICE void store_values(const Problem& in, float target_logit) const {
     const float lse = no_mass ? INF : (top + level) * LN2;
     const float scaled = target_logit * in.inverse_temperature * LOG2E - top;
     const float values[KIND_COUNT] = {

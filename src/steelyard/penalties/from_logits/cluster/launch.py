@@ -43,7 +43,6 @@ class _Problem(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("classes", ctypes.c_int),
         ("capacity", ctypes.c_int),
-        ("stage", ctypes.c_int),
         ("inverse_temperature", ctypes.c_float),
         ("weights", ctypes.c_float * len(KERNEL_KINDS)),
         ("limits", ctypes.c_float * len(KERNEL_KINDS)),
@@ -97,7 +96,7 @@ def sweep(
     values = torch.empty((len(kinds) + 1, rows), dtype=torch.float32, device=device)
     products = None
     if wants.gram:
-        pairs, warps = len(kinds) * (len(kinds) + 1) // 2, shape.threads // 32 * shape.cluster
+        pairs, warps = len(kinds) * (len(kinds) + 1) // 2, shape.warps * shape.cluster
         products = torch.empty((pairs, clusters * warps), dtype=torch.float64, device=device)
     if targets is not None:
         targets = targets.long().contiguous()
@@ -115,7 +114,6 @@ def sweep(
         rows,
         classes,
         shape.capacity,
-        shape.stage,
         1.0 / components[0].temperature,
         (ctypes.c_float * len(by_kind))(*by_kind),
         (ctypes.c_float * len(limits))(*limits),
@@ -157,7 +155,8 @@ def _kernel(
         wants.gram,
         aligned,
         shape.cluster,
-        shape.threads,
+        shape.warps,
+        shape.slots,
         shape.min_blocks,
     )
     try:

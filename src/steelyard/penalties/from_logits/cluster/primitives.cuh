@@ -2,13 +2,13 @@
 //
 // The source is compiled by NVRTC, which has no headers, so everything is written out here. Macros
 // given on the command line: DTYPE (0 bfloat16, 1 float16, 2 float32), CLUSTER (blocks in a
-// cluster, at most 16) and THREADS (in a block, a power of 2).
+// cluster, at most 16) and WARPS (in a block, without the one that merges).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-constexpr int WARPS = THREADS / 32;
+constexpr int THREADS = 32 * WARPS;  // that compute
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LOG_ZERO = -1e30f;  // stands for log 0: 0 * LOG_ZERO is 0, not NaN
@@ -151,15 +151,12 @@ DEVICE void copy_async(uint4* to, const element* from) {
                :: "r"(shared_address(to)), "l"(from) : "memory");
 }
 
-DEVICE void end_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Copies form groups. Wait until at most `PENDING` of the last groups of this thread are under way.
+DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait for all stages of copies up to `stage`, of the STAGES last ones.
-constexpr int STAGES = 4;
-DEVICE void wait_for_stage(int stage) {
-  if (stage == 0) asm volatile("cp.async.wait_group 3;" ::: "memory");
-  else if (stage == 1) asm volatile("cp.async.wait_group 2;" ::: "memory");
-  else if (stage == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
-  else asm volatile("cp.async.wait_group 0;" ::: "memory");
+template <int PENDING>
+DEVICE void wait_for_group() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
 }
 
 // 3. Warps and clusters. WIDTH: lanes over which to reduce; the lanes beyond them repeat theirs.
@@ -191,21 +188,26 @@ DEVICE void cluster_barrier() {
 // Numbers sent between the blocks of a cluster, without a barrier of all threads: a store to another
 // block's shared memory counts its bytes at that block's mbarrier, where the receiver waits for them.
 
-DEVICE void init_mbarrier(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;"
-               :: "r"(shared_address(barrier)) : "memory");
+DEVICE void init_mbarrier(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+               :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-DEVICE void expect_bytes(u64* barrier, u32 bytes) {
+DEVICE void arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+DEVICE void arrive_and_expect(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-DEVICE void wait_for_bytes(u64* barrier, u32 phase) {
+// Wait until a phase of the barrier is over: the first has `parity` 0, the second 1, and so on.
+DEVICE void wait_for(u64* barrier, u32 parity) {
   asm volatile("{ .reg .pred done;\n"
                "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra again; }"
-               :: "r"(shared_address(barrier)), "r"(phase) : "memory");
+               :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
 // Store four numbers where `to` and `barrier` are, but in the shared memory of block `rank`.

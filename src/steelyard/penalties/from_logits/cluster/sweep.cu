@@ -3,46 +3,53 @@
 //
 // The gradient needs the sums over its whole row. 128256 classes of bfloat16 and of a reference are
 // 512 kB, more than the shared memory of a multiprocessor, but a cluster of 8 blocks holds them in
-// 64 kB each, and three such blocks run on a multiprocessor at a time: while one waits for memory or
-// for its cluster, the others compute.
+// 64 kB each. A block has room for SLOTS such parts, of as many rows: while the gradient of one is
+// computed, the sums of the next are merged, and the ones after that are copied from memory.
 //
 // A row is cut into vectors of 16 bytes at addresses that are multiples of 16, so the first and the
 // last may be partial. Block r of a cluster has the vectors [r * capacity, (r + 1) * capacity), and
 // vector i of a block belongs to thread i % THREADS in every pass: a thread reads only what it
-// copied itself, so no barrier separates the passes. When the last pass has read a vector, its thread
-// copies that of the cluster's next row over it. These copies come in stages, and the next row's
-// first pass waits for one at a time: the memory stays busy while the block computes.
+// copied itself. When the last pass has read a vector, its thread copies a later row's over it.
+//
+// The computing warps of a block run independently of each other:
+//
+//     for each row k of the cluster:
+//       sums of row k + 1        (`statistics`; each warp hands its own to the merging warp)
+//       gradient of row k        (`last_pass`, when the merging warp has handed the row out)
+//
+// One more warp merges: first the parts of its block's warps, then, sent between the blocks, those of
+// the cluster. All this takes a few microseconds, in which the others compute. Kinds with a middle
+// pass (JS), and rows in which a log ratio exceeds the limit, merge twice:
+//
+//     for each row k:  middle sums of row k;  sums of row k + 1;  gradient of row k
 //
 // Macros beside those of `primitives.cuh`: KINDS (bits), GZ, GR, GRAM (outputs: the gradients by
 // logits and reference, inner products), ALIGNED (all rows begin and end at multiples of 16 bytes),
-// MIN_BLOCKS (on a multiprocessor, limits the registers).
+// SLOTS (2 or 3), MIN_BLOCKS (on a multiprocessor, limits the registers).
 
 constexpr bool GRADIENTS = GZ || GR || GRAM;
 constexpr float OVERFLOWING = 1e30f;  // such a sum of 2^(x - m) is redone; float32 ends at 3e38
-constexpr int PARTS = WARPS > CLUSTER ? WARPS : CLUSTER;
 constexpr int CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
 
+// Everything is there twice, since a merge may begin while the one before is still read.
 struct Shared {
-  float4 parts[2][PARTS][2];
-  u64 barriers[2];
-  Row row;
+  float4 of_warps[2][WARPS][2];
+  float4 of_blocks[2][CLUSTER][2];
+  Row rows[2];
+  u64 warps_done[2], blocks_done[2], row_done[2];
 };
 
 // The part of a row that this block holds.
 struct Window {
   int row;
-  float factor;  // of the row; 0: it does not count and is not read
-  long long target;
   const element *logits, *reference;  // the row
   int first;     // class of the block's first element; negative in the first vector of a row
   int vectors;
   int whole_from, whole;  // the vectors that lie within the row; the others are partial
   bool reference_is_aligned;
 
-  DEVICE Window(const Problem& in, int row, u32 rank) : row(row), factor(0), vectors(0) {
+  DEVICE Window(const Problem& in, int row, u32 rank) : row(row), vectors(0) {
     if (row >= in.rows) return;
-    factor = in.scale ? in.scale[row] : 1;
-    target = has(CROSS_ENTROPY) ? in.targets[row] : -1;
     logits = in.logits + row * in.logits_stride;
     reference = COMPARES ? in.reference + row * in.reference_stride : nullptr;
     // Elements of the first vector that belong to the row before.
@@ -55,7 +62,6 @@ struct Window {
     reference_is_aligned = ALIGNED || ((u64(reference) ^ u64(logits)) & 15) == 0;
   }
 
-  DEVICE bool counts() const { return factor != 0; }
   DEVICE bool is_whole(int i) const { return ALIGNED || u32(i - whole_from) < u32(whole); }
 
   DEVICE void copy(const element* from, bool aligned, int i, int classes, uint4* to) const {
@@ -97,51 +103,77 @@ struct Window {
   }
 };
 
-// Merge what each warp of the cluster holds (the same in its lanes). Warp 0 of every block gets the
-// result. `call` counts the merges: memory and barriers alternate, since a fast block may send its
-// part of the next merge while a slow one still waits for this one. A block can be one merge ahead,
-// not two: every merge needs the parts of all blocks. Until a block sends its part, no other is
-// ahead, and the other half is free for the parts of its warps.
-template <class Sums>
-DEVICE void merge_cluster(Sums& sums, Shared& shared, u32 rank, u32& call) {
-  static_assert(sizeof(Sums) == sizeof(float4[2]), "two vectors are sent");
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  auto& of_blocks = shared.parts[call & 1];
-  auto& of_warps = shared.parts[~call & 1];
-  if constexpr (WARPS > 1) {
-    if (lane == 0) *(Sums*)of_warps[warp] = sums;
-    __syncthreads();
-    if (warp == 0) {
-      sums = *(Sums*)of_warps[lane % WARPS];
-      sums.template merge<WARPS>();
+// The merges of a block, counted by both sides. A merge waits for the parts of all warps and all
+// blocks, so nobody is ever two merges ahead of anybody else, and two of everything are enough.
+struct Merges {
+  Shared& shared;
+  const u32 rank;
+  u32 count = 0;
+
+  DEVICE u32 half() const { return count & 1; }
+  DEVICE u32 parity() const { return count >> 1 & 1; }
+
+  // Computing warps: hand a warp's sums (the same in its lanes) to the merging warp.
+  template <class Sums>
+  DEVICE void hand_in(const Sums& sums) {
+    static_assert(sizeof(Sums) == sizeof(float4[2]), "two vectors are sent");
+    if (threadIdx.x % 32 == 0) {
+      *(Sums*)shared.of_warps[half()][threadIdx.x / 32] = sums;
+      arrive(&shared.warps_done[half()]);
     }
+    count++;
   }
-  if constexpr (CLUSTER > 1) {
-    if (warp == 0) {
-      u64* barrier = &shared.barriers[call & 1];
-      if (lane == 0) expect_bytes(barrier, CLUSTER * sizeof(Sums));
+
+  // The merging warp: merge all of a cluster's.
+  template <class Sums>
+  DEVICE Sums merge() {
+    const int lane = threadIdx.x % 32;
+    wait_for(&shared.warps_done[half()], parity());
+    Sums sums = lane < WARPS ? *(Sums*)shared.of_warps[half()][lane] : Sums();
+    sums.template merge<32>();
+    if constexpr (CLUSTER > 1) {
+      u64* barrier = &shared.blocks_done[half()];
+      if (lane == 0) arrive_and_expect(barrier, CLUSTER * sizeof(Sums));
       if (lane < CLUSTER) {
         const float4* mine = (const float4*)&sums;
-        send(&of_blocks[rank][0], barrier, lane, mine[0]);
-        send(&of_blocks[rank][1], barrier, lane, mine[1]);
+        send(&shared.of_blocks[half()][rank][0], barrier, lane, mine[0]);
+        send(&shared.of_blocks[half()][rank][1], barrier, lane, mine[1]);
       }
-      wait_for_bytes(barrier, call >> 1 & 1);
+      wait_for(barrier, parity());
       const int of = lane % CLUSTER_LANES;
-      sums = of < CLUSTER ? *(Sums*)of_blocks[of] : Sums();
+      sums = of < CLUSTER ? *(Sums*)shared.of_blocks[half()][of] : Sums();
       sums.template merge<CLUSTER_LANES>();
     }
+    return sums;
   }
-  call++;
-}
+
+  // The merging warp: hand the row out.
+  DEVICE void hand_out(const Row& row) {
+    if (threadIdx.x % 32 == 0) {
+      shared.rows[half()] = row;
+      arrive(&shared.row_done[half()]);
+    }
+    count++;
+  }
+
+  // Computing warps: wait for the row that merge `number` gave.
+  DEVICE Row row(u32 number) const {
+    wait_for(&shared.row_done[number & 1], number >> 1 & 1);
+    return shared.rows[number & 1];
+  }
+
+  DEVICE bool is_limited(u32 number) const {
+    wait_for(&shared.row_done[number & 1], number >> 1 & 1);
+    return shared.rows[number & 1].limited;
+  }
+};
 
 // Statistics of a warp's vectors. The shift is the maximum of the first vectors: that takes no pass
 // of its own. It is good enough unless the sum overflows (which takes a logit that is larger by 70)
 // or they are all -inf; then the warp does it again with its true maximum.
-DEVICE Statistics statistics(const Problem& in, const uint4* x, const uint4* y, int vectors,
-                             float log2_scale) {
+DEVICE Statistics statistics(const uint4* x, const uint4* y, int vectors, float log2_scale) {
   Statistics s;
   int searched = THREADS;  // vectors from which the shift is taken
-  wait_for_stage(0);
   for (int attempt = 0; attempt < 2; attempt++) {
     float top = -INF, top_r = -INF;
     for (int i = threadIdx.x; i < min(vectors, searched); i += THREADS) {
@@ -159,20 +191,15 @@ DEVICE Statistics statistics(const Problem& in, const uint4* x, const uint4* y, 
     s.top = warp_max(top) * log2_scale;
     if constexpr (COMPARES) s.top_r = warp_max(top_r) * log2_scale;
     const float shift = s.top == -INF ? 0 : s.top, shift_r = s.top_r == -INF ? 0 : s.top_r;
-#pragma unroll 1
-    for (int stage = 0; stage < STAGES; stage++) {
-      wait_for_stage(stage);
-      const int end = min(vectors, (stage + 1) * in.stage);
 #pragma unroll 2
-      for (int i = threadIdx.x + stage * in.stage; i < end; i += THREADS) {
-        float a[VECTOR], b[VECTOR];
-        unpack_clamped(x[i], a);
-        if constexpr (COMPARES) unpack_clamped(y[i], b);
+    for (int i = threadIdx.x; i < vectors; i += THREADS) {
+      float a[VECTOR], b[VECTOR];
+      unpack_clamped(x[i], a);
+      if constexpr (COMPARES) unpack_clamped(y[i], b);
 #pragma unroll
-        for (int k = 0; k < VECTOR; k++)
-          s.add(clamped_log2(a[k], log2_scale, shift),
-                COMPARES ? clamped_log2(b[k], log2_scale, shift_r) : 0);
-      }
+      for (int k = 0; k < VECTOR; k++)
+        s.add(clamped_log2(a[k], log2_scale, shift),
+              COMPARES ? clamped_log2(b[k], log2_scale, shift_r) : 0);
     }
     s.add_lanes();
     const bool exact = s.top != -INF && s.sum < OVERFLOWING &&
@@ -229,9 +256,9 @@ struct TotalGradient {
   const float top, top_r, log2_scale;
   const LinearFactors factors;
 
-  DEVICE TotalGradient(const Problem& in, const Row& row, const Window& here, float log2_scale)
+  DEVICE TotalGradient(const Problem& in, const Row& row, float log2_scale)
       : top(row.top), top_r(row.top_r), log2_scale(log2_scale),
-        factors(row, in, here.factor * in.inverse_temperature) {}
+        factors(row, in, row.factor * in.inverse_temperature) {}
 
   DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
     if constexpr (CLAMPS) unpack_clamped(x, a);
@@ -265,10 +292,10 @@ struct SingleGradients {
   float (&gram)[KIND_PAIRS];
   float products[FUNCTION_PAIRS] = {};
 
-  DEVICE SingleGradients(const Problem& in, const Row& row, const Window& here, float log2_scale,
+  DEVICE SingleGradients(const Problem& in, const Row& row, float log2_scale,
                          float (&gram)[KIND_PAIRS])
       : top(row.top), top_r(row.top_r), log2_scale(log2_scale),
-        factor(here.factor * in.inverse_temperature), each(row, in, factor), gram(gram) {}
+        factor(row.factor * in.inverse_temperature), each(row, in, factor), gram(gram) {}
 
   DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
     unpack_clamped(x, a);
@@ -306,11 +333,10 @@ struct Target {
   int at = -1;  // class, in the thread that holds it
   float x = NOT_A_NUMBER, y = 0;  // a target that is no class gives a loss of NaN
 
-  DEVICE void take(const Window& here, const Problem& in, uint4* xs, uint4* ys) {
-    if (here.target < 0 || here.target >= in.classes) return;
-    const int place = int(here.target) - here.first, i = place / VECTOR;
-    if (place < 0 || i >= here.vectors || i % THREADS != threadIdx.x) return;
-    at = int(here.target);
+  DEVICE void take(const Row& row, const Window& here, uint4* xs, uint4* ys) {
+    const int place = row.target - here.first, i = place / VECTOR;
+    if (row.target < 0 || place < 0 || i >= here.vectors || i % THREADS != threadIdx.x) return;
+    at = row.target;
     element* in_x = (element*)xs + place;
     x = to_float(*in_x);
     if (GRADIENTS) *in_x = negative_infinity();
@@ -338,22 +364,18 @@ struct Target {
   }
 };
 
-DEVICE void load_all(const Problem& in, const Window& window, uint4* x, uint4* y) {
-  for (int stage = 0; stage < STAGES; stage++) {
-    const int end = window.counts() ? min(window.vectors, (stage + 1) * in.stage) : 0;
-    for (int i = threadIdx.x + stage * in.stage; i < end; i += THREADS) window.load(in, i, x, y);
-    end_stage();
-  }
+DEVICE void load(const Problem& in, const Window& window, uint4* x, uint4* y) {
+  for (int i = threadIdx.x; i < window.vectors; i += THREADS) window.load(in, i, x, y);
+  end_group();
 }
 
-// The last pass: a vector's gradient, and then the copy of the next row's vector in its place.
+// The last pass: a vector's gradient, and then the copy of a later row's vector in its place.
 template <class Gradient>
-DEVICE void last_pass(Gradient& gradient, const Problem& in, const Window& here, const Window& next,
+DEVICE void last_pass(Gradient& gradient, const Problem& in, const Window& here, const Window& later,
                       uint4* x, uint4* y, Target& target) {
   element* to = in.by_logits + here.row * in.by_logits_stride;
   element* to_r = in.by_reference + here.row * in.by_reference_stride;
-  const int following = next.counts() ? next.vectors : 0;
-  const int most = max(here.vectors, following);
+  const int most = max(here.vectors, later.vectors);
   auto compute = [&](int i, uint4 of_x, uint4 of_y) {
     float a[VECTOR], b[VECTOR];
     gradient.unpack_inputs(of_x, of_y, a, b);
@@ -363,104 +385,165 @@ DEVICE void last_pass(Gradient& gradient, const Problem& in, const Window& here,
     if constexpr (GR) here.store(to_r, b, i, in.classes);
   };
 #pragma unroll 1
-  for (int stage = 0; stage < STAGES; stage++) {
-    const int end = min(most, (stage + 1) * in.stage);
-#pragma unroll 1
-    for (int i = threadIdx.x + stage * in.stage; i < end; i += 2 * THREADS) {
-      const int j = i + THREADS;  // two vectors at a time, for parallel instructions
-      const bool both = j < end;
-      const uint4 x0 = x[i], y0 = COMPARES ? y[i] : x0;
-      const uint4 x1 = both ? x[j] : x0, y1 = both && COMPARES ? y[j] : x1;
-      if (ALIGNED || i < here.vectors) compute(i, x0, y0);
-      if (both && (ALIGNED || j < here.vectors)) compute(j, x1, y1);
-      if (i < following) next.load(in, i, x, y);
-      if (both && j < following) next.load(in, j, x, y);
-    }
-    end_stage();
+  for (int i = threadIdx.x; i < most; i += 2 * THREADS) {
+    const int j = i + THREADS;  // two vectors at a time, for parallel instructions
+    const bool both = j < most;
+    const uint4 x0 = x[i], y0 = COMPARES ? y[i] : x0;
+    const uint4 x1 = both ? x[j] : x0, y1 = both && COMPARES ? y[j] : x1;
+    if (i < later.vectors) later.load(in, i, x, y);
+    if (both && j < later.vectors) later.load(in, j, x, y);
+    if (ALIGNED || i < here.vectors) compute(i, x0, y0);
+    if (both && (ALIGNED || j < here.vectors)) compute(j, x1, y1);
   }
+  end_group();
   if (has(CROSS_ENTROPY) && target.at >= 0) target.store(gradient, to, to_r);
   gradient.finish();
 }
 
-// A row that does not count: zeros.
-DEVICE void store_zeros(const Problem& in, const Window& here, u32 rank) {
+// The rows of a cluster, one after the other. Rows of factor 0 do not count: their values and
+// gradients are 0, and they are not read.
+struct Rows {
+  const Problem& in;
+  const int clusters;
+  int candidate;
+  float factor;  // of the candidate, loaded before it is needed
+
+  DEVICE Rows(const Problem& in) : in(in), clusters(gridDim.x / CLUSTER) {
+    candidate = blockIdx.x / CLUSTER;
+    look_up();
+  }
+
+  DEVICE void look_up() { factor = in.scale && candidate < in.rows ? in.scale[candidate] : 1; }
+
+  // The next row that counts, or one after the last; `skip` is called with those that do not.
+  template <class Skip>
+  DEVICE int next(float& its_factor, Skip skip) {
+    while (factor == 0) {
+      skip(candidate);
+      candidate += clusters;
+      look_up();
+    }
+    const int found = candidate;
+    its_factor = factor;
+    if (candidate < in.rows) candidate += clusters;
+    look_up();
+    return found;
+  }
+};
+
+DEVICE void store_zeros(const Problem& in, int row, u32 rank) {
+  const Window here(in, row, rank);
   float zeros[VECTOR] = {};
   for (int i = threadIdx.x; i < here.vectors; i += THREADS) {
-    if constexpr (GZ)
-      here.store(in.by_logits + here.row * in.by_logits_stride, zeros, i, in.classes);
-    if constexpr (GR)
-      here.store(in.by_reference + here.row * in.by_reference_stride, zeros, i, in.classes);
+    if constexpr (GZ) here.store(in.by_logits + row * in.by_logits_stride, zeros, i, in.classes);
+    if constexpr (GR) here.store(in.by_reference + row * in.by_reference_stride, zeros, i, in.classes);
   }
   if (rank == 0 && threadIdx.x == 0)
-    for (int kind = 0, at = here.row; kind <= KIND_COUNT; kind++)
+    for (int kind = 0, at = row; kind <= KIND_COUNT; kind++)
       if (kind == KIND_COUNT || has(kind)) in.values[at] = 0, at += in.rows;
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS)
-sweep(const __grid_constant__ Problem in) {
-  extern __shared__ uint4 x[];
-  uint4* y = x + in.capacity;
-  __shared__ Shared shared;
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const int clusters = gridDim.x / CLUSTER;
-  const bool leads = threadIdx.x < 32;  // warp 0 computes what belongs to the whole row
-  const float log2_scale = in.inverse_temperature * LOG2E;
-  float gram[KIND_PAIRS] = {};
-  u32 call = 0;
-  Window here(in, blockIdx.x / CLUSTER, rank);
-  load_all(in, here, x, y);
-  if constexpr (CLUSTER > 1) {
-    if (threadIdx.x < 2) init_mbarrier(&shared.barriers[threadIdx.x]);
-    cluster_barrier();  // no block sends to one that has not begun
-  }
-  while (here.row < in.rows) {
-    const Window next(in, here.row + clusters, rank);
-    if (!here.counts()) {
-      store_zeros(in, here, rank);
-      load_all(in, next, x, y);
-      here = next;
-      continue;
-    }
-    Statistics found = statistics(in, x, y, here.vectors, log2_scale);
-    merge_cluster(found, shared, rank, call);
+// The merging warp.
+DEVICE void merge_rows(const Problem& in, Merges& merges) {
+  Rows rows(in);
+  while (true) {
     Row row;
-    if (leads) {
-      row.set(found, in);
-      if (threadIdx.x == 0) shared.row = row;
+    row.row = rows.next(row.factor, [](int) {});
+    if (row.row >= in.rows) break;
+    row.target = -1;
+    if constexpr (has(CROSS_ENTROPY)) {
+      const long long target = in.targets[row.row];
+      if (target >= 0 && target < in.classes) row.target = int(target);
     }
-    __syncthreads();
-    row = shared.row;
+    row.set(merges.merge<Statistics>(), in);
+    merges.hand_out(row);
     if (has(JS) || (LIMITS && row.limited)) {
-      MiddleSums sums = LIMITS && row.limited
-                            ? middle_sums<LIMITS>(x, y, here.vectors, row, in, log2_scale)
-                            : middle_sums<false>(x, y, here.vectors, row, in, log2_scale);
-      merge_cluster(sums, shared, rank, call);
-      if (leads) {
-        sums.put_into(row);
-        if (threadIdx.x == 0) shared.row = row;
-      }
-      __syncthreads();
-      row = shared.row;
+      merges.merge<MiddleSums>().put_into(row);
+      merges.hand_out(row);
     }
-    Target target;
-    if constexpr (has(CROSS_ENTROPY)) target.take(here, in, x, y);
-    const bool is_class = has(CROSS_ENTROPY) && here.target >= 0 && here.target < in.classes;
-    if (is_class ? target.at >= 0 : rank == 0 && threadIdx.x == 0)
-      row.store_values(in, here.row, here.factor, target.x);
-    if constexpr (!GRADIENTS) {
-      load_all(in, next, x, y);
-    } else if (LIMITS && row.limited) {
-      SingleGradients<LIMITS> single(in, row, here, log2_scale, gram);
-      last_pass(single, in, here, next, x, y, target);
-    } else if constexpr (GRAM || GR) {
-      SingleGradients<false> single(in, row, here, log2_scale, gram);
-      last_pass(single, in, here, next, x, y, target);
-    } else {
-      TotalGradient total(in, row, here, log2_scale);
-      last_pass(total, in, here, next, x, y, target);
-    }
-    here = next;
   }
+}
+
+// The computing warps.
+DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges, float (&gram)[KIND_PAIRS]) {
+  const u32 rank = merges.rank;
+  const float log2_scale = in.inverse_temperature * LOG2E;
+  Rows rows(in);
+  auto next = [&] {
+    float factor;
+    return rows.next(factor, [&](int row) { store_zeros(in, row, rank); });
+  };
+  auto slot = [&](int i) { return slots + i * INPUTS * in.capacity; };
+  int queue[SLOTS];  // the row in each slot, the oldest first
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++) {
+    queue[i] = next();
+    load(in, Window(in, queue[i], rank), slot(i), slot(i) + in.capacity);
+  }
+  auto hand_in_statistics = [&](int row, uint4* x) {
+    if (row < in.rows)
+      merges.hand_in(statistics(x, x + in.capacity, Window(in, row, rank).vectors, log2_scale));
+  };
+  wait_for_group<SLOTS - 1>();
+  u32 merge = merges.count;  // that of the row at hand
+  hand_in_statistics(queue[0], slot(0));
+  for (int k = 0; queue[0] < in.rows; k = k + 1 < SLOTS ? k + 1 : 0) {
+    const Window here(in, queue[0], rank);
+    uint4 *x = slot(k), *y = x + in.capacity;
+    if (has(JS) || (LIMITS && merges.is_limited(merge))) {
+      const Row row = merges.row(merge);
+      merge = merges.count;
+      merges.hand_in(LIMITS && row.limited
+                         ? middle_sums<LIMITS>(x, y, here.vectors, row, in, log2_scale)
+                         : middle_sums<false>(x, y, here.vectors, row, in, log2_scale));
+    }
+    const u32 merge_of_next = merges.count;
+    wait_for_group<SLOTS - 2>();
+    hand_in_statistics(queue[1], slot(k + 1 < SLOTS ? k + 1 : 0));
+    const Row row = merges.row(merge);
+    merge = merge_of_next;
+#pragma unroll
+    for (int i = 0; i + 1 < SLOTS; i++) queue[i] = queue[i + 1];
+    queue[SLOTS - 1] = next();
+    const Window later(in, queue[SLOTS - 1], rank);
+    Target target;
+    if constexpr (has(CROSS_ENTROPY)) target.take(row, here, x, y);
+    if (row.target >= 0 ? target.at >= 0 : rank == 0 && threadIdx.x == 0)
+      row.store_values(in, target.x);
+    if constexpr (!GRADIENTS) {
+      load(in, later, x, y);
+    } else if (LIMITS && row.limited) {
+      SingleGradients<LIMITS> single(in, row, log2_scale, gram);
+      last_pass(single, in, here, later, x, y, target);
+    } else if constexpr (GRAM || GR) {
+      SingleGradients<false> single(in, row, log2_scale, gram);
+      last_pass(single, in, here, later, x, y, target);
+    } else {
+      TotalGradient total(in, row, log2_scale);
+      last_pass(total, in, here, later, x, y, target);
+    }
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + 32, MIN_BLOCKS)
+sweep(const __grid_constant__ Problem in) {
+  extern __shared__ uint4 slots[];
+  __shared__ Shared shared;
+  if (threadIdx.x < 2) {
+    init_mbarrier(&shared.warps_done[threadIdx.x], WARPS);
+    init_mbarrier(&shared.blocks_done[threadIdx.x], 1);
+    init_mbarrier(&shared.row_done[threadIdx.x], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if constexpr (CLUSTER > 1) cluster_barrier();  // no block sends to one that has not begun
+  Merges merges{shared, CLUSTER > 1 ? cluster_rank() : 0};
+  float gram[KIND_PAIRS] = {};
+  if (threadIdx.x >= THREADS) {
+    merge_rows(in, merges);
+    return;
+  }
+  compute_rows(in, slots, merges, gram);
   if constexpr (GRAM) {
     int pair = 0;
     const int warps = gridDim.x * WARPS, warp = blockIdx.x * WARPS + threadIdx.x / 32;
