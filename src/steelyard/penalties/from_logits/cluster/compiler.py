@@ -31,6 +31,7 @@ class Variant(NamedTuple):
         aligned: Whether all rows begin and end at multiples of 16 bytes.
         cluster: Blocks in a cluster.
         warps: Warps in a block, without the one that merges.
+        capacity: Vectors of 16 bytes in a slot, for each input.
         slots: Rows of which a block holds its part at a time.
         min_blocks: Blocks that should fit on a multiprocessor; limits the registers of a thread.
     """
@@ -43,6 +44,7 @@ class Variant(NamedTuple):
     aligned: bool
     cluster: int
     warps: int
+    capacity: int
     slots: int
     min_blocks: int
 

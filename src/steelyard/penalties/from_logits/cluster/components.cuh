@@ -36,7 +36,6 @@ struct Problem {
   double* gram;              // [pairs, warps of the grid]: inner products of the gradients
   long long logits_stride, reference_stride, by_logits_stride, by_reference_stride;
   int rows, classes;
-  int capacity;              // vectors of a block in shared memory, for each input
   float inverse_temperature;
   float weights[KIND_COUNT];  // 0 for kinds that are not computed
   float limits[KIND_COUNT];   // of the log ratios, in nats
@@ -69,24 +68,22 @@ struct alignas(16) Statistics {
     }
   }
 
-  template <int WIDTH = 32>
+  template <int WIDTH, int LEFT = 1>
   DEVICE void add_lanes() {  // of a warp, which have the same shifts
-    sum = warp_sum<WIDTH>(sum);
-    if constexpr (has(ENTROPY)) moment = warp_sum<WIDTH>(moment);
-    if constexpr (COMPARES) sum_r = warp_sum<WIDTH>(sum_r);
-    if constexpr (has(FORWARD)) cross_f = warp_sum<WIDTH>(cross_f);
-    if constexpr (has(REVERSE)) cross_r = warp_sum<WIDTH>(cross_r);
-    if constexpr (LIMITS) max_d = warp_max<WIDTH>(max_d);
+    sum = warp_sum<WIDTH, LEFT>(sum);
+    if constexpr (has(ENTROPY)) moment = warp_sum<WIDTH, LEFT>(moment);
+    if constexpr (COMPARES) sum_r = warp_sum<WIDTH, LEFT>(sum_r);
+    if constexpr (has(FORWARD)) cross_f = warp_sum<WIDTH, LEFT>(cross_f);
+    if constexpr (has(REVERSE)) cross_r = warp_sum<WIDTH, LEFT>(cross_r);
+    if constexpr (LIMITS) max_d = warp_max<WIDTH, LEFT>(max_d);
   }
 
-  template <int WIDTH>
-  DEVICE void merge() {  // the parts that the lanes of a warp hold, with shifts of their own
-    const float common = warp_max<WIDTH>(top), common_r = COMPARES ? warp_max<WIDTH>(top_r) : 0;
-    float offset = top == -INF ? 0 : top - common, offset_r = 0;
+  DEVICE void shift_to(float common, float common_r) {
+    const float offset = top == -INF ? 0 : top - common;
     const float part = top == -INF ? 0 : exp2_(offset);
     if constexpr (has(ENTROPY)) moment = part * fmaf(sum, offset, moment);
     if constexpr (COMPARES) {
-      offset_r = top_r == -INF ? 0 : top_r - common_r;
+      const float offset_r = top_r == -INF ? 0 : top_r - common_r;
       const float part_r = top_r == -INF ? 0 : exp2_(offset_r);
       const float shift = offset - offset_r;
       if constexpr (has(FORWARD)) cross_f = part * fmaf(sum, shift, cross_f);
@@ -95,8 +92,22 @@ struct alignas(16) Statistics {
       sum_r *= part_r;
     }
     sum *= part;
-    add_lanes<WIDTH>();
     top = common, top_r = common_r;
+  }
+
+  DEVICE void add(Statistics other) {
+    const float common = fmaxf(top, other.top), common_r = fmaxf(top_r, other.top_r);
+    shift_to(common, common_r);
+    other.shift_to(common, common_r);
+    sum += other.sum, moment += other.moment, sum_r += other.sum_r;
+    cross_f += other.cross_f, cross_r += other.cross_r;
+    max_d = fmaxf(max_d, other.max_d);
+  }
+
+  template <int WIDTH>
+  DEVICE void merge() {  // the parts that the lanes of a warp hold, with shifts of their own
+    shift_to(warp_max<WIDTH>(top), COMPARES ? warp_max<WIDTH>(top_r) : 0);
+    add_lanes<WIDTH>();
   }
 };
 
@@ -208,13 +219,18 @@ struct alignas(16) MiddleSums {
     return log_share;
   }
 
-  template <int WIDTH = 32>
+  template <int WIDTH, int LEFT = 1>
   DEVICE void merge() {
     if constexpr (LIMITS) {
-      k_f = warp_sum<WIDTH>(k_f), mass_f = warp_sum<WIDTH>(mass_f);
-      k_r = warp_sum<WIDTH>(k_r), mass_r = warp_sum<WIDTH>(mass_r);
+      k_f = warp_sum<WIDTH, LEFT>(k_f), mass_f = warp_sum<WIDTH, LEFT>(mass_f);
+      k_r = warp_sum<WIDTH, LEFT>(k_r), mass_r = warp_sum<WIDTH, LEFT>(mass_r);
     }
-    if constexpr (has(JS)) k_p = warp_sum<WIDTH>(k_p), k_q = warp_sum<WIDTH>(k_q);
+    if constexpr (has(JS)) k_p = warp_sum<WIDTH, LEFT>(k_p), k_q = warp_sum<WIDTH, LEFT>(k_q);
+  }
+
+  DEVICE void add(const MiddleSums& other) {
+    k_f += other.k_f, mass_f += other.mass_f, k_r += other.k_r, mass_r += other.mass_r;
+    k_p += other.k_p, k_q += other.k_q;
   }
 
   DEVICE void put_into(Row& row) const {
@@ -234,12 +250,18 @@ struct alignas(16) MiddleSums {
 // normalization and all sums of the row go into these factors: an element takes a few fused
 // multiply-adds. a = x - m lacks its level, so e = 2^a is 2^level too large; the factors undo it.
 
-struct LinearFactors {
-  float constant = 0, by_a = 0, by_d = 0, by_q = 0, by_share = 0, target = 0;
-  float level_gap = 0;
+struct alignas(16) LinearFactors {
+  float top, top_r;
+  float constant, by_a, by_d, by_q, by_share, level_gap;
+  float of_target;
+  int target;    // -1 if it is no class
+  bool limited;  // then these factors do not hold
 
-  DEVICE LinearFactors(const Row& row, const Problem& in, float factor) {
+  DEVICE void set(const Row& row, const Problem& in) {
     const float* w = in.weights;
+    const float factor = row.factor * in.inverse_temperature;
+    top = row.top, top_r = row.top_r, limited = row.limited, target = row.target;
+    constant = by_a = by_d = by_q = by_share = level_gap = 0;
     const float gap = COMPARES ? row.level_r - row.level : 0;
     if constexpr (has(ENTROPY)) {
       by_a = -w[ENTROPY] * LN2;
@@ -263,7 +285,7 @@ struct LinearFactors {
     constant *= factor * row.inverse_sum;
     by_a *= factor * row.inverse_sum;
     by_d *= factor * row.inverse_sum;
-    target = factor * w[CROSS_ENTROPY];
+    of_target = factor * w[CROSS_ENTROPY];
   }
 
   // a is clamped, b too unless only q is needed; `share` is log2 p/M where it was kept.

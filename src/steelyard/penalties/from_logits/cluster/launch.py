@@ -42,7 +42,6 @@ class _Problem(ctypes.Structure):
         ("strides", ctypes.c_longlong * 4),
         ("rows", ctypes.c_int),
         ("classes", ctypes.c_int),
-        ("capacity", ctypes.c_int),
         ("inverse_temperature", ctypes.c_float),
         ("weights", ctypes.c_float * len(KERNEL_KINDS)),
         ("limits", ctypes.c_float * len(KERNEL_KINDS)),
@@ -113,7 +112,6 @@ def sweep(
         (ctypes.c_longlong * 4)(*strides),
         rows,
         classes,
-        shape.capacity,
         1.0 / components[0].temperature,
         (ctypes.c_float * len(by_kind))(*by_kind),
         (ctypes.c_float * len(limits))(*limits),
@@ -156,6 +154,7 @@ def _kernel(
         aligned,
         shape.cluster,
         shape.warps,
+        shape.capacity,
         shape.slots,
         shape.min_blocks,
     )

@@ -128,6 +128,26 @@ DEVICE void unpack_clamped(uint4 raw, float (&x)[VECTOR]) {
   unpack(raw, x);
 }
 
+// Largest number of a vector; NaN is left out.
+DEVICE float largest(uint4 raw) {
+#if DTYPE == 2
+  return fmaxf(fmaxf(__uint_as_float(raw.x), __uint_as_float(raw.y)),
+               fmaxf(__uint_as_float(raw.z), __uint_as_float(raw.w)));
+#else
+  u32 most = raw.x;
+  const u32 others[3] = {raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 3; i++) {
+#if DTYPE == 0
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(others[i]));
+#else
+    asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(others[i]));
+#endif
+  }
+  return fmaxf(to_float(u16(most)), to_float(u16(most >> 16)));
+#endif
+}
+
 DEVICE uint4 pack(const float (&x)[VECTOR]) {
   u32 words[4];
 #pragma unroll
@@ -159,19 +179,20 @@ DEVICE void wait_for_group() {
   asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
 }
 
-// 3. Warps and clusters. WIDTH: lanes over which to reduce; the lanes beyond them repeat theirs.
+// 3. Warps and clusters. Reductions leave LEFT partial results in the first lanes, of WIDTH lanes;
+// the lanes beyond repeat theirs.
 
-template <int WIDTH = 32, class Number>
+template <int WIDTH, int LEFT = 1, class Number>
 DEVICE Number warp_sum(Number x) {
 #pragma unroll
-  for (int o = WIDTH / 2; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+  for (int o = WIDTH / 2; o >= LEFT; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
   return x;
 }
 
-template <int WIDTH = 32>
+template <int WIDTH, int LEFT = 1>
 DEVICE float warp_max(float x) {
 #pragma unroll
-  for (int o = WIDTH / 2; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
+  for (int o = WIDTH / 2; o >= LEFT; o >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
   return x;
 }
 

@@ -60,7 +60,7 @@ def shape_for(vectors: int, inputs: int, per_block: int, per_multiprocessor: int
 
 def _static(cluster: int, warps: int) -> int:
     """Most bytes of the kernel's `Shared`: parts of warps and blocks, rows and barriers."""
-    return 2 * 32 * (warps + cluster) + 256
+    return 2 * 32 * (8 * warps + cluster) + 512
 
 
 def _warps(capacity: int) -> int:

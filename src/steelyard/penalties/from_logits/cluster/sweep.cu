@@ -7,7 +7,7 @@
 // computed, the sums of the next are merged, and the ones after that are copied from memory.
 //
 // A row is cut into vectors of 16 bytes at addresses that are multiples of 16, so the first and the
-// last may be partial. Block r of a cluster has the vectors [r * capacity, (r + 1) * capacity), and
+// last may be partial. Block r of a cluster has the vectors [r * CAPACITY, (r + 1) * CAPACITY), and
 // vector i of a block belongs to thread i % THREADS in every pass: a thread reads only what it
 // copied itself. When the last pass has read a vector, its thread copies a later row's over it.
 //
@@ -25,17 +25,20 @@
 //
 // Macros beside those of `primitives.cuh`: KINDS (bits), GZ, GR, GRAM (outputs: the gradients by
 // logits and reference, inner products), ALIGNED (all rows begin and end at multiples of 16 bytes),
-// SLOTS (2 or 3), MIN_BLOCKS (on a multiprocessor, limits the registers).
+// CAPACITY (vectors of a block in a slot, for each input), SLOTS (2 or 3), MIN_BLOCKS (on a multiprocessor, limits the registers).
 
 constexpr bool GRADIENTS = GZ || GR || GRAM;
+constexpr bool PLAIN = GZ && !GR && !GRAM;  // the total gradient alone, by `LinearFactors`
 constexpr float OVERFLOWING = 1e30f;  // such a sum of 2^(x - m) is redone; float32 ends at 3e38
+constexpr int HANDED = 8;  // partial sums of a warp: the merging warp has time to add them up
 constexpr int CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
 
 // Everything is there twice, since a merge may begin while the one before is still read.
 struct Shared {
-  float4 of_warps[2][WARPS][2];
+  float4 of_warps[2][WARPS * HANDED][2];
   float4 of_blocks[2][CLUSTER][2];
   Row rows[2];
+  LinearFactors factors[2];
   u64 warps_done[2], blocks_done[2], row_done[2];
 };
 
@@ -55,8 +58,8 @@ struct Window {
     // Elements of the first vector that belong to the row before.
     const int before = ALIGNED ? 0 : (u64(logits) & 15) / sizeof(element);
     const int all = (before + in.classes + VECTOR - 1) / VECTOR;
-    vectors = max(0, min(in.capacity, all - int(rank) * in.capacity));
-    first = int(rank) * in.capacity * VECTOR - before;
+    vectors = max(0, min(CAPACITY, all - int(rank) * CAPACITY));
+    first = int(rank) * CAPACITY * VECTOR - before;
     whole_from = first < 0 ? 1 : 0;
     whole = max(0, (in.classes - first) / VECTOR - whole_from);
     reference_is_aligned = ALIGNED || ((u64(reference) ^ u64(logits)) & 15) == 0;
@@ -113,14 +116,14 @@ struct Merges {
   DEVICE u32 half() const { return count & 1; }
   DEVICE u32 parity() const { return count >> 1 & 1; }
 
-  // Computing warps: hand a warp's sums (the same in its lanes) to the merging warp.
+  // Computing warps: hand the sums in a warp's first lanes to the merging warp.
   template <class Sums>
   DEVICE void hand_in(const Sums& sums) {
     static_assert(sizeof(Sums) == sizeof(float4[2]), "two vectors are sent");
-    if (threadIdx.x % 32 == 0) {
-      *(Sums*)shared.of_warps[half()][threadIdx.x / 32] = sums;
-      arrive(&shared.warps_done[half()]);
-    }
+    const int lane = threadIdx.x % 32;
+    if (lane < HANDED) *(Sums*)shared.of_warps[half()][threadIdx.x / 32 * HANDED + lane] = sums;
+    __syncwarp();
+    if (lane == 0) arrive(&shared.warps_done[half()]);
     count++;
   }
 
@@ -129,7 +132,8 @@ struct Merges {
   DEVICE Sums merge() {
     const int lane = threadIdx.x % 32;
     wait_for(&shared.warps_done[half()], parity());
-    Sums sums = lane < WARPS ? *(Sums*)shared.of_warps[half()][lane] : Sums();
+    Sums sums;
+    for (int i = lane; i < WARPS * HANDED; i += 32) sums.add(*(Sums*)shared.of_warps[half()][i]);
     sums.template merge<32>();
     if constexpr (CLUSTER > 1) {
       u64* barrier = &shared.blocks_done[half()];
@@ -148,24 +152,22 @@ struct Merges {
   }
 
   // The merging warp: hand the row out.
-  DEVICE void hand_out(const Row& row) {
+  DEVICE void hand_out(const Row& row, const Problem& in) {
     if (threadIdx.x % 32 == 0) {
       shared.rows[half()] = row;
+      if constexpr (PLAIN) shared.factors[half()].set(row, in);
       arrive(&shared.row_done[half()]);
     }
     count++;
   }
 
   // Computing warps: wait for the row that merge `number` gave.
-  DEVICE Row row(u32 number) const {
+  DEVICE const Row& row(u32 number) const {
     wait_for(&shared.row_done[number & 1], number >> 1 & 1);
     return shared.rows[number & 1];
   }
 
-  DEVICE bool is_limited(u32 number) const {
-    wait_for(&shared.row_done[number & 1], number >> 1 & 1);
-    return shared.rows[number & 1].limited;
-  }
+  DEVICE const LinearFactors& factors(u32 number) const { return shared.factors[number & 1]; }
 };
 
 // Statistics of a warp's vectors. The shift is the maximum of the first vectors: that takes no pass
@@ -177,19 +179,12 @@ DEVICE Statistics statistics(const uint4* x, const uint4* y, int vectors, float 
   for (int attempt = 0; attempt < 2; attempt++) {
     float top = -INF, top_r = -INF;
     for (int i = threadIdx.x; i < min(vectors, searched); i += THREADS) {
-      float of[VECTOR];
-      unpack(x[i], of);
-#pragma unroll
-      for (int k = 0; k < VECTOR; k++) top = fmaxf(top, of[k]);
-      if constexpr (COMPARES) {
-        unpack(y[i], of);
-#pragma unroll
-        for (int k = 0; k < VECTOR; k++) top_r = fmaxf(top_r, of[k]);
-      }
+      top = fmaxf(top, largest(x[i]));
+      if constexpr (COMPARES) top_r = fmaxf(top_r, largest(y[i]));
     }
     s = Statistics();
-    s.top = warp_max(top) * log2_scale;
-    if constexpr (COMPARES) s.top_r = warp_max(top_r) * log2_scale;
+    s.top = warp_max<32>(top) * log2_scale;
+    if constexpr (COMPARES) s.top_r = warp_max<32>(top_r) * log2_scale;
     const float shift = s.top == -INF ? 0 : s.top, shift_r = s.top_r == -INF ? 0 : s.top_r;
 #pragma unroll 2
     for (int i = threadIdx.x; i < vectors; i += THREADS) {
@@ -201,10 +196,10 @@ DEVICE Statistics statistics(const uint4* x, const uint4* y, int vectors, float 
         s.add(clamped_log2(a[k], log2_scale, shift),
               COMPARES ? clamped_log2(b[k], log2_scale, shift_r) : 0);
     }
-    s.add_lanes();
+    s.add_lanes<32, HANDED>();
     const bool exact = s.top != -INF && s.sum < OVERFLOWING &&
                        (!COMPARES || (s.top_r != -INF && s.sum_r < OVERFLOWING));
-    if (exact) break;
+    if (__all_sync(~0u, exact)) break;
     searched = 1 << 30;
   }
   return s;
@@ -234,7 +229,7 @@ DEVICE MiddleSums middle_sums(uint4* x, uint4* y, int vectors, const Row& row, c
 #endif
     }
   }
-  sums.merge();
+  sums.merge<32, HANDED>();
   return sums;
 }
 
@@ -253,12 +248,8 @@ DEVICE void unpack_share(uint4 raw, float (&share)[VECTOR]) {
 struct TotalGradient {
   static constexpr bool CLAMPS = has(ENTROPY) || has(FORWARD) || has(JS);
   static constexpr bool CLAMPS_R = has(FORWARD) || has(JS);
-  const float top, top_r, log2_scale;
   const LinearFactors factors;
-
-  DEVICE TotalGradient(const Problem& in, const Row& row, float log2_scale)
-      : top(row.top), top_r(row.top_r), log2_scale(log2_scale),
-        factors(row, in, row.factor * in.inverse_temperature) {}
+  const float log2_scale;
 
   DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
     if constexpr (CLAMPS) unpack_clamped(x, a);
@@ -269,16 +260,18 @@ struct TotalGradient {
   }
 
   DEVICE void compute(float& x, float& y) {
-    const float log_p = CLAMPS ? clamped_log2(x, log2_scale, top) : fmaf(x, log2_scale, -top);
+    const float log_p = CLAMPS ? clamped_log2(x, log2_scale, factors.top)
+                                : fmaf(x, log2_scale, -factors.top);
     float log_q = 0;
     if constexpr (COMPARES && !KEEPS_SHARE)
-      log_q = CLAMPS_R ? clamped_log2(y, log2_scale, top_r) : fmaf(y, log2_scale, -top_r);
+      log_q = CLAMPS_R ? clamped_log2(y, log2_scale, factors.top_r)
+                       : fmaf(y, log2_scale, -factors.top_r);
     x = factors.gradient(log_p, log_q, y);
   }
 
   DEVICE void compute_target(float& x, float& y) {
     compute(x, y);
-    x -= factors.target;
+    x -= factors.of_target;
   }
 
   DEVICE void finish() {}
@@ -331,15 +324,15 @@ struct SingleGradients {
 // and adds its gradient and inner products afterwards.
 struct Target {
   int at = -1;  // class, in the thread that holds it
-  float x = NOT_A_NUMBER, y = 0;  // a target that is no class gives a loss of NaN
+  float x = 0, y = 0;
 
-  DEVICE void take(const Row& row, const Window& here, uint4* xs, uint4* ys) {
-    const int place = row.target - here.first, i = place / VECTOR;
-    if (row.target < 0 || place < 0 || i >= here.vectors || i % THREADS != threadIdx.x) return;
-    at = row.target;
+  DEVICE void take(int target, const Window& here, uint4* xs, uint4* ys) {
+    const int place = target - here.first, i = place / VECTOR;
+    if (target < 0 || place < 0 || i >= here.vectors || i % THREADS != threadIdx.x) return;
+    at = target;
     element* in_x = (element*)xs + place;
     x = to_float(*in_x);
-    if (GRADIENTS) *in_x = negative_infinity();
+    *in_x = negative_infinity();
     if constexpr (COMPARES) {
       element* in_y = (element*)ys + place;
       if constexpr (KEEPS_SHARE) {
@@ -351,7 +344,7 @@ struct Target {
 #endif
       } else {
         y = to_float(*in_y);
-        if (GRADIENTS) *in_y = negative_infinity();
+        *in_y = negative_infinity();
       }
     }
   }
@@ -451,16 +444,21 @@ DEVICE void merge_rows(const Problem& in, Merges& merges) {
     row.row = rows.next(row.factor, [](int) {});
     if (row.row >= in.rows) break;
     row.target = -1;
+    float target_logit = NOT_A_NUMBER;  // a target that is no class gives a loss of NaN
     if constexpr (has(CROSS_ENTROPY)) {
       const long long target = in.targets[row.row];
       if (target >= 0 && target < in.classes) row.target = int(target);
+      // Read before this block's part is sent: afterwards a gradient may be stored over the logits.
+      const element* logits = in.logits + row.row * in.logits_stride;
+      if (row.target >= 0) target_logit = to_float(*(volatile const element*)(logits + row.target));
     }
     row.set(merges.merge<Statistics>(), in);
-    merges.hand_out(row);
+    merges.hand_out(row, in);
     if (has(JS) || (LIMITS && row.limited)) {
       merges.merge<MiddleSums>().put_into(row);
-      merges.hand_out(row);
+      merges.hand_out(row, in);
     }
+    if (merges.rank == 0 && threadIdx.x % 32 == 0) row.store_values(in, target_logit);
   }
 }
 
@@ -473,24 +471,24 @@ DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges, float 
     float factor;
     return rows.next(factor, [&](int row) { store_zeros(in, row, rank); });
   };
-  auto slot = [&](int i) { return slots + i * INPUTS * in.capacity; };
+  auto slot = [&](int i) { return slots + i * INPUTS * CAPACITY; };
   int queue[SLOTS];  // the row in each slot, the oldest first
 #pragma unroll
   for (int i = 0; i < SLOTS; i++) {
     queue[i] = next();
-    load(in, Window(in, queue[i], rank), slot(i), slot(i) + in.capacity);
+    load(in, Window(in, queue[i], rank), slot(i), slot(i) + CAPACITY);
   }
   auto hand_in_statistics = [&](int row, uint4* x) {
     if (row < in.rows)
-      merges.hand_in(statistics(x, x + in.capacity, Window(in, row, rank).vectors, log2_scale));
+      merges.hand_in(statistics(x, x + CAPACITY, Window(in, row, rank).vectors, log2_scale));
   };
   wait_for_group<SLOTS - 1>();
   u32 merge = merges.count;  // that of the row at hand
   hand_in_statistics(queue[0], slot(0));
   for (int k = 0; queue[0] < in.rows; k = k + 1 < SLOTS ? k + 1 : 0) {
     const Window here(in, queue[0], rank);
-    uint4 *x = slot(k), *y = x + in.capacity;
-    if (has(JS) || (LIMITS && merges.is_limited(merge))) {
+    uint4 *x = slot(k), *y = x + CAPACITY;
+    if (has(JS) || (LIMITS && merges.row(merge).limited)) {
       const Row row = merges.row(merge);
       merge = merges.count;
       merges.hand_in(LIMITS && row.limited
@@ -500,28 +498,26 @@ DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges, float 
     const u32 merge_of_next = merges.count;
     wait_for_group<SLOTS - 2>();
     hand_in_statistics(queue[1], slot(k + 1 < SLOTS ? k + 1 : 0));
-    const Row row = merges.row(merge);
-    merge = merge_of_next;
+    const Row& row = merges.row(merge);
 #pragma unroll
     for (int i = 0; i + 1 < SLOTS; i++) queue[i] = queue[i + 1];
     queue[SLOTS - 1] = next();
     const Window later(in, queue[SLOTS - 1], rank);
     Target target;
-    if constexpr (has(CROSS_ENTROPY)) target.take(row, here, x, y);
-    if (row.target >= 0 ? target.at >= 0 : rank == 0 && threadIdx.x == 0)
-      row.store_values(in, target.x);
+    if constexpr (has(CROSS_ENTROPY) && GRADIENTS) target.take(row.target, here, x, y);
     if constexpr (!GRADIENTS) {
       load(in, later, x, y);
     } else if (LIMITS && row.limited) {
       SingleGradients<LIMITS> single(in, row, log2_scale, gram);
       last_pass(single, in, here, later, x, y, target);
-    } else if constexpr (GRAM || GR) {
+    } else if constexpr (PLAIN) {
+      TotalGradient total{merges.factors(merge), log2_scale};
+      last_pass(total, in, here, later, x, y, target);
+    } else {
       SingleGradients<false> single(in, row, log2_scale, gram);
       last_pass(single, in, here, later, x, y, target);
-    } else {
-      TotalGradient total(in, row, log2_scale);
-      last_pass(total, in, here, later, x, y, target);
     }
+    merge = merge_of_next;
   }
 }
 
@@ -552,7 +548,7 @@ sweep(const __grid_constant__ Problem in) {
 #pragma unroll
       for (int j = i; j < KIND_COUNT; j++) {
         if (!has(i) || !has(j)) continue;
-        const double sum = warp_sum(double(gram[pair_of(i, j, KIND_COUNT)]));
+        const double sum = warp_sum<32>(double(gram[pair_of(i, j, KIND_COUNT)]));
         if (threadIdx.x % 32 == 0) in.gram[u64(pair) * warps + warp] = sum;
         pair++;
       }
