@@ -68,14 +68,14 @@ struct alignas(16) Statistics {
     }
   }
 
-  template <int WIDTH, int LEFT = 1>
+  template <int WIDTH>
   DEVICE void add_lanes() {  // of a warp, which have the same shifts
-    sum = warp_sum<WIDTH, LEFT>(sum);
-    if constexpr (has(ENTROPY)) moment = warp_sum<WIDTH, LEFT>(moment);
-    if constexpr (COMPARES) sum_r = warp_sum<WIDTH, LEFT>(sum_r);
-    if constexpr (has(FORWARD)) cross_f = warp_sum<WIDTH, LEFT>(cross_f);
-    if constexpr (has(REVERSE)) cross_r = warp_sum<WIDTH, LEFT>(cross_r);
-    if constexpr (LIMITS) max_d = warp_max<WIDTH, LEFT>(max_d);
+    sum = warp_sum<WIDTH>(sum);
+    if constexpr (has(ENTROPY)) moment = warp_sum<WIDTH>(moment);
+    if constexpr (COMPARES) sum_r = warp_sum<WIDTH>(sum_r);
+    if constexpr (has(FORWARD)) cross_f = warp_sum<WIDTH>(cross_f);
+    if constexpr (has(REVERSE)) cross_r = warp_sum<WIDTH>(cross_r);
+    if constexpr (LIMITS) max_d = warp_max<WIDTH>(max_d);
   }
 
   DEVICE void shift_to(float common, float common_r) {
@@ -93,15 +93,6 @@ struct alignas(16) Statistics {
     }
     sum *= part;
     top = common, top_r = common_r;
-  }
-
-  DEVICE void add(Statistics other) {
-    const float common = fmaxf(top, other.top), common_r = fmaxf(top_r, other.top_r);
-    shift_to(common, common_r);
-    other.shift_to(common, common_r);
-    sum += other.sum, moment += other.moment, sum_r += other.sum_r;
-    cross_f += other.cross_f, cross_r += other.cross_r;
-    max_d = fmaxf(max_d, other.max_d);
   }
 
   template <int WIDTH>
@@ -192,7 +183,8 @@ DEVICE float limit_ratio(float p, float d, float limit, float& inside) {
 // 3. Sums that need p and q themselves: a pass of its own between statistics and gradients.
 
 struct alignas(16) MiddleSums {
-  float k_f = 0, mass_f = 0, k_r = 0, mass_r = 0;  // only for rows that are limited
+  float k_f = 0, outside_f = 0;  // only for rows that are limited: the mass outside of the limit,
+  float k_r = 0, outside_r = 0;  // since 1 minus it is exact where nothing is
   float k_p = 0, k_q = 0;
   float unused[2] = {};  // as large as `Statistics`
 
@@ -212,25 +204,20 @@ struct alignas(16) MiddleSums {
     if constexpr (LIMITED) {
       float inside;
       k_f = fmaf(p, limit_ratio(p, a - b, in.limits[FORWARD] * LOG2E, inside), k_f);
-      mass_f = fmaf(p, inside, mass_f);
+      outside_f = fmaf(p, 1 - inside, outside_f);
       k_r = fmaf(q, limit_ratio(q, b - a, in.limits[REVERSE] * LOG2E, inside), k_r);
-      mass_r = fmaf(q, inside, mass_r);
+      outside_r = fmaf(q, 1 - inside, outside_r);
     }
     return log_share;
   }
 
-  template <int WIDTH, int LEFT = 1>
+  template <int WIDTH>
   DEVICE void merge() {
     if constexpr (LIMITS) {
-      k_f = warp_sum<WIDTH, LEFT>(k_f), mass_f = warp_sum<WIDTH, LEFT>(mass_f);
-      k_r = warp_sum<WIDTH, LEFT>(k_r), mass_r = warp_sum<WIDTH, LEFT>(mass_r);
+      k_f = warp_sum<WIDTH>(k_f), outside_f = warp_sum<WIDTH>(outside_f);
+      k_r = warp_sum<WIDTH>(k_r), outside_r = warp_sum<WIDTH>(outside_r);
     }
-    if constexpr (has(JS)) k_p = warp_sum<WIDTH, LEFT>(k_p), k_q = warp_sum<WIDTH, LEFT>(k_q);
-  }
-
-  DEVICE void add(const MiddleSums& other) {
-    k_f += other.k_f, mass_f += other.mass_f, k_r += other.k_r, mass_r += other.mass_r;
-    k_p += other.k_p, k_q += other.k_q;
+    if constexpr (has(JS)) k_p = warp_sum<WIDTH>(k_p), k_q = warp_sum<WIDTH>(k_q);
   }
 
   DEVICE void put_into(Row& row) const {
@@ -238,8 +225,8 @@ struct alignas(16) MiddleSums {
     if constexpr (has(JS)) row.k_p = k_p * inverse, row.k_q = k_q * inverse;
     if constexpr (LIMITS) {
       if (row.limited) {
-        row.k_f = k_f * inverse, row.mass_f = mass_f * inverse;
-        row.k_r = k_r * inverse, row.mass_r = mass_r * inverse;
+        row.k_f = k_f * inverse, row.mass_f = 1 - outside_f * inverse;
+        row.k_r = k_r * inverse, row.mass_r = 1 - outside_r * inverse;
       }
     }
   }

@@ -179,20 +179,19 @@ DEVICE void wait_for_group() {
   asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
 }
 
-// 3. Warps and clusters. Reductions leave LEFT partial results in the first lanes, of WIDTH lanes;
-// the lanes beyond repeat theirs.
+// 3. Warps and clusters. Reductions are over WIDTH lanes; the lanes beyond repeat theirs.
 
-template <int WIDTH, int LEFT = 1, class Number>
+template <int WIDTH, class Number>
 DEVICE Number warp_sum(Number x) {
 #pragma unroll
-  for (int o = WIDTH / 2; o >= LEFT; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+  for (int o = WIDTH / 2; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
   return x;
 }
 
-template <int WIDTH, int LEFT = 1>
+template <int WIDTH>
 DEVICE float warp_max(float x) {
 #pragma unroll
-  for (int o = WIDTH / 2; o >= LEFT; o >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
+  for (int o = WIDTH / 2; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
   return x;
 }
 

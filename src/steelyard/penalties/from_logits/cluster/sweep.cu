@@ -15,13 +15,11 @@
 //
 //     for each row k of the cluster:
 //       sums of row k + 1        (`statistics`; each warp hands its own to the merging warp)
-//       gradient of row k        (`last_pass`, when the merging warp has handed the row out)
+//       gradient of row k        (`last_pass`, when the merging warp has handed row k out)
 //
 // One more warp merges: first the parts of its block's warps, then, sent between the blocks, those of
-// the cluster. All this takes a few microseconds, in which the others compute. Kinds with a middle
-// pass (JS), and rows in which a log ratio exceeds the limit, merge twice:
-//
-//     for each row k:  middle sums of row k;  sums of row k + 1;  gradient of row k
+// the cluster. All this takes a few microseconds, in which the others compute. Some rows are merged
+// twice, after a middle pass: for JS all of them, else those in which a log ratio exceeds the limit.
 //
 // Macros beside those of `primitives.cuh`: KINDS (bits), GZ, GR, GRAM (outputs: the gradients by
 // logits and reference, inner products), ALIGNED (all rows begin and end at multiples of 16 bytes),
@@ -29,18 +27,40 @@
 
 constexpr bool GRADIENTS = GZ || GR || GRAM;
 constexpr bool PLAIN = GZ && !GR && !GRAM;  // the total gradient alone, by `LinearFactors`
+constexpr bool MIDDLE_FIRST = has(JS);  // every row has a middle pass: before the next row's sums
 constexpr float OVERFLOWING = 1e30f;  // such a sum of 2^(x - m) is redone; float32 ends at 3e38
-constexpr int HANDED = 8;  // partial sums of a warp: the merging warp has time to add them up
+constexpr int ROWS = 4;  // rows handed out at a time: two, each perhaps merged twice
 constexpr int CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
 
-// Everything is there twice, since a merge may begin while the one before is still read.
+// What is there twice alternates, since a merge may begin while the one before is still read.
 struct Shared {
-  float4 of_warps[2][WARPS * HANDED][2];
+  float4 of_warps[2][WARPS][2];
   float4 of_blocks[2][CLUSTER][2];
-  Row rows[2];
-  LinearFactors factors[2];
-  u64 warps_done[2], blocks_done[2], row_done[2];
+  Row rows[ROWS];
+  LinearFactors factors[ROWS];
+  u64 warps_done[2], blocks_done[2], row_done[ROWS];
 };
+
+// Rare, so not inlined: vectors at other addresses than multiples of 16, or at the array's ends.
+__device__ __noinline__ void copy_elements(element* to, const element* from, int start, int classes) {
+  element each[VECTOR];
+#pragma unroll
+  for (int lane = 0; lane < VECTOR; lane++) {
+    const int at = start + lane;
+    each[lane] = at >= 0 && at < classes ? from[at] : negative_infinity();
+  }
+#pragma unroll
+  for (int lane = 0; lane < VECTOR; lane++) to[lane] = each[lane];
+}
+
+__device__ __noinline__ void store_elements(element* to, uint4 raw, int start, int classes) {
+  const element* each = (const element*)&raw;
+#pragma unroll
+  for (int lane = 0; lane < VECTOR; lane++) {
+    const int at = start + lane;
+    if (at >= 0 && at < classes) to[at] = each[lane];
+  }
+}
 
 // The part of a row that this block holds.
 struct Window {
@@ -49,12 +69,12 @@ struct Window {
   int first;     // class of the block's first element; negative in the first vector of a row
   int vectors;
   int whole_from, whole;  // the vectors that lie within the row; the others are partial
-  bool reference_is_aligned;
+  bool copies_vectors;    // whether all of them can be copied as they are, with what surrounds them
 
   DEVICE Window(const Problem& in, int row, u32 rank) : row(row), vectors(0) {
     if (row >= in.rows) return;
     logits = in.logits + row * in.logits_stride;
-    reference = COMPARES ? in.reference + row * in.reference_stride : nullptr;
+    reference = COMPARES ? in.reference + row * in.reference_stride : logits;
     // Elements of the first vector that belong to the row before.
     const int before = ALIGNED ? 0 : (u64(logits) & 15) / sizeof(element);
     const int all = (before + in.classes + VECTOR - 1) / VECTOR;
@@ -62,52 +82,51 @@ struct Window {
     first = int(rank) * CAPACITY * VECTOR - before;
     whole_from = first < 0 ? 1 : 0;
     whole = max(0, (in.classes - first) / VECTOR - whole_from);
-    reference_is_aligned = ALIGNED || ((u64(reference) ^ u64(logits)) & 15) == 0;
+    // What surrounds the first and the last row may be outside of the array.
+    copies_vectors = ALIGNED || (((u64(reference) ^ u64(logits)) & 15) == 0 && row > 0 &&
+                                 row + 1 < in.rows);
   }
 
   DEVICE bool is_whole(int i) const { return ALIGNED || u32(i - whole_from) < u32(whole); }
 
-  DEVICE void copy(const element* from, bool aligned, int i, int classes, uint4* to) const {
+  DEVICE void load(const Problem& in, int i, uint4* x, uint4* y) const {
     const int start = first + i * VECTOR;
-    if (ALIGNED || (aligned && is_whole(i))) {
-      copy_async(to, from + start);
+    if (ALIGNED || copies_vectors) {
+      copy_async(x + i, logits + start);
+      if constexpr (COMPARES) copy_async(y + i, reference + start);
     } else {
-      for (int lane = 0; lane < VECTOR; lane++) {
-        const int at = start + lane;
-        ((element*)to)[lane] = at >= 0 && at < classes ? from[at] : negative_infinity();
-      }
+      copy_elements((element*)(x + i), logits, start, in.classes);
+      if constexpr (COMPARES) copy_elements((element*)(y + i), reference, start, in.classes);
     }
   }
 
-  DEVICE void load(const Problem& in, int i, uint4* x, uint4* y) const {
-    copy(logits, true, i, in.classes, x + i);
-    if constexpr (COMPARES) copy(reference, reference_is_aligned, i, in.classes, y + i);
+  // Put -inf in place of the elements around the row, in the vectors of this thread.
+  DEVICE void hide_neighbours(const Problem& in, uint4* slot) const {
+    if (ALIGNED) return;
+    const int end = in.classes - first;  // of the row, in elements
+    const int tail = end / VECTOR;
+    const bool has_tail = end % VECTOR != 0 && tail >= 0 && tail < vectors;
+    for (int input = 0; input < INPUTS; input++, slot += CAPACITY) {
+      if (first < 0 && threadIdx.x == 0)
+        for (int lane = 0; lane < -first; lane++) ((element*)slot)[lane] = negative_infinity();
+      if (has_tail && tail % THREADS == threadIdx.x)
+        for (int lane = end; lane < (tail + 1) * VECTOR; lane++)
+          ((element*)slot)[lane] = negative_infinity();
+    }
   }
 
   // Store vector i of a gradient whose row begins at `to`.
   DEVICE void store(element* to, const float (&x)[VECTOR], int i, int classes) const {
     const int start = first + i * VECTOR;
     const uint4 raw = pack(x);
-    if (ALIGNED || (is_whole(i) && (u64(to + start) & 15) == 0)) {
-      __stcs((uint4*)(to + start), raw);
-    } else {
-      const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-      for (int lane = 0; lane < VECTOR; lane++) {
-        const int at = start + lane;
-#if DTYPE == 2
-        const element value = __uint_as_float(words[lane]);
-#else
-        const element value = u16(words[lane / 2] >> 16 * (lane % 2));
-#endif
-        if (at >= 0 && at < classes) to[at] = value;
-      }
-    }
+    if (ALIGNED || (is_whole(i) && (u64(to + start) & 15) == 0)) __stcs((uint4*)(to + start), raw);
+    else store_elements(to, raw, start, classes);
   }
 };
 
 // The merges of a block, counted by both sides. A merge waits for the parts of all warps and all
-// blocks, so nobody is ever two merges ahead of anybody else, and two of everything are enough.
+// blocks, and they wait for its result before they take part in the next but one: two of everything
+// that goes into a merge are enough.
 struct Merges {
   Shared& shared;
   const u32 rank;
@@ -116,14 +135,14 @@ struct Merges {
   DEVICE u32 half() const { return count & 1; }
   DEVICE u32 parity() const { return count >> 1 & 1; }
 
-  // Computing warps: hand the sums in a warp's first lanes to the merging warp.
+  // Computing warps: hand a warp's sums (the same in its lanes) to the merging warp.
   template <class Sums>
   DEVICE void hand_in(const Sums& sums) {
     static_assert(sizeof(Sums) == sizeof(float4[2]), "two vectors are sent");
-    const int lane = threadIdx.x % 32;
-    if (lane < HANDED) *(Sums*)shared.of_warps[half()][threadIdx.x / 32 * HANDED + lane] = sums;
-    __syncwarp();
-    if (lane == 0) arrive(&shared.warps_done[half()]);
+    if (threadIdx.x % 32 == 0) {
+      *(Sums*)shared.of_warps[half()][threadIdx.x / 32] = sums;
+      arrive(&shared.warps_done[half()]);
+    }
     count++;
   }
 
@@ -132,8 +151,7 @@ struct Merges {
   DEVICE Sums merge() {
     const int lane = threadIdx.x % 32;
     wait_for(&shared.warps_done[half()], parity());
-    Sums sums;
-    for (int i = lane; i < WARPS * HANDED; i += 32) sums.add(*(Sums*)shared.of_warps[half()][i]);
+    Sums sums = lane < WARPS ? *(Sums*)shared.of_warps[half()][lane] : Sums();
     sums.template merge<32>();
     if constexpr (CLUSTER > 1) {
       u64* barrier = &shared.blocks_done[half()];
@@ -154,37 +172,42 @@ struct Merges {
   // The merging warp: hand the row out.
   DEVICE void hand_out(const Row& row, const Problem& in) {
     if (threadIdx.x % 32 == 0) {
-      shared.rows[half()] = row;
-      if constexpr (PLAIN) shared.factors[half()].set(row, in);
-      arrive(&shared.row_done[half()]);
+      shared.rows[count % ROWS] = row;
+      if constexpr (PLAIN) shared.factors[count % ROWS].set(row, in);
+      arrive(&shared.row_done[count % ROWS]);
     }
     count++;
   }
 
   // Computing warps: wait for the row that merge `number` gave.
   DEVICE const Row& row(u32 number) const {
-    wait_for(&shared.row_done[number & 1], number >> 1 & 1);
-    return shared.rows[number & 1];
+    wait_for(&shared.row_done[number % ROWS], number / ROWS & 1);
+    return shared.rows[number % ROWS];
   }
 
-  DEVICE const LinearFactors& factors(u32 number) const { return shared.factors[number & 1]; }
+  DEVICE const LinearFactors& factors(u32 number) const { return shared.factors[number % ROWS]; }
 };
 
-// Statistics of a warp's vectors. The shift is the maximum of the first vectors: that takes no pass
-// of its own. It is good enough unless the sum overflows (which takes a logit that is larger by 70)
-// or they are all -inf; then the warp does it again with its true maximum.
+// Statistics of a warp's vectors. The shift is the largest number of its first vector: that takes no
+// pass of its own. It is good enough unless the sum overflows (which takes a logit that is larger by
+// 70) or the vector is all -inf; then the warp does it again with its true maximum.
 DEVICE Statistics statistics(const uint4* x, const uint4* y, int vectors, float log2_scale) {
   Statistics s;
-  int searched = THREADS;  // vectors from which the shift is taken
   for (int attempt = 0; attempt < 2; attempt++) {
     float top = -INF, top_r = -INF;
-    for (int i = threadIdx.x; i < min(vectors, searched); i += THREADS) {
+    const int searched = attempt == 0 ? min(vectors, THREADS) : vectors;
+    for (int i = threadIdx.x; i < searched; i += THREADS) {
       top = fmaxf(top, largest(x[i]));
       if constexpr (COMPARES) top_r = fmaxf(top_r, largest(y[i]));
     }
+    if (attempt == 0) {
+      top = __shfl_sync(~0u, top, 0), top_r = __shfl_sync(~0u, top_r, 0);
+    } else {
+      top = warp_max<32>(top), top_r = warp_max<32>(top_r);
+    }
     s = Statistics();
-    s.top = warp_max<32>(top) * log2_scale;
-    if constexpr (COMPARES) s.top_r = warp_max<32>(top_r) * log2_scale;
+    s.top = top * log2_scale;
+    if constexpr (COMPARES) s.top_r = top_r * log2_scale;
     const float shift = s.top == -INF ? 0 : s.top, shift_r = s.top_r == -INF ? 0 : s.top_r;
 #pragma unroll 2
     for (int i = threadIdx.x; i < vectors; i += THREADS) {
@@ -196,11 +219,10 @@ DEVICE Statistics statistics(const uint4* x, const uint4* y, int vectors, float 
         s.add(clamped_log2(a[k], log2_scale, shift),
               COMPARES ? clamped_log2(b[k], log2_scale, shift_r) : 0);
     }
-    s.add_lanes<32, HANDED>();
+    s.add_lanes<32>();
     const bool exact = s.top != -INF && s.sum < OVERFLOWING &&
                        (!COMPARES || (s.top_r != -INF && s.sum_r < OVERFLOWING));
-    if (__all_sync(~0u, exact)) break;
-    searched = 1 << 30;
+    if (exact) break;
   }
   return s;
 }
@@ -229,7 +251,7 @@ DEVICE MiddleSums middle_sums(uint4* x, uint4* y, int vectors, const Row& row, c
 #endif
     }
   }
-  sums.merge<32, HANDED>();
+  sums.merge<32>();
   return sums;
 }
 
@@ -383,10 +405,10 @@ DEVICE void last_pass(Gradient& gradient, const Problem& in, const Window& here,
     const bool both = j < most;
     const uint4 x0 = x[i], y0 = COMPARES ? y[i] : x0;
     const uint4 x1 = both ? x[j] : x0, y1 = both && COMPARES ? y[j] : x1;
-    if (i < later.vectors) later.load(in, i, x, y);
-    if (both && j < later.vectors) later.load(in, j, x, y);
     if (ALIGNED || i < here.vectors) compute(i, x0, y0);
     if (both && (ALIGNED || j < here.vectors)) compute(j, x1, y1);
+    if (i < later.vectors) later.load(in, i, x, y);
+    if (both && j < later.vectors) later.load(in, j, x, y);
   }
   end_group();
   if (has(CROSS_ENTROPY) && target.at >= 0) target.store(gradient, to, to_r);
@@ -436,29 +458,53 @@ DEVICE void store_zeros(const Problem& in, int row, u32 rank) {
       if (kind == KIND_COUNT || has(kind)) in.values[at] = 0, at += in.rows;
 }
 
-// The merging warp.
-DEVICE void merge_rows(const Problem& in, Merges& merges) {
-  Rows rows(in);
-  while (true) {
-    Row row;
+// The merging warp's side of a row.
+struct MergedRow {
+  Row row;
+  float target_logit = NOT_A_NUMBER;  // a target that is no class gives a loss of NaN
+
+  // Merge the statistics of the next row; whether there is one.
+  DEVICE bool merge_statistics(const Problem& in, Rows& rows, Merges& merges) {
     row.row = rows.next(row.factor, [](int) {});
-    if (row.row >= in.rows) break;
+    if (row.row >= in.rows) return false;
     row.target = -1;
-    float target_logit = NOT_A_NUMBER;  // a target that is no class gives a loss of NaN
     if constexpr (has(CROSS_ENTROPY)) {
       const long long target = in.targets[row.row];
-      if (target >= 0 && target < in.classes) row.target = int(target);
-      // Read before this block's part is sent: afterwards a gradient may be stored over the logits.
-      const element* logits = in.logits + row.row * in.logits_stride;
-      if (row.target >= 0) target_logit = to_float(*(volatile const element*)(logits + row.target));
+      target_logit = NOT_A_NUMBER;
+      if (target >= 0 && target < in.classes) {
+        row.target = int(target);
+        // Read before this block's part is sent: afterwards a gradient may be stored over the logits.
+        const element* logits = in.logits + row.row * in.logits_stride;
+        target_logit = to_float(*(volatile const element*)(logits + target));
+      }
     }
     row.set(merges.merge<Statistics>(), in);
     merges.hand_out(row, in);
-    if (has(JS) || (LIMITS && row.limited)) {
-      merges.merge<MiddleSums>().put_into(row);
-      merges.hand_out(row, in);
-    }
+    return true;
+  }
+
+  DEVICE bool has_middle() const { return has(JS) || (LIMITS && row.limited); }
+
+  DEVICE void merge_middle(const Problem& in, Merges& merges) {
+    merges.merge<MiddleSums>().put_into(row);
+    merges.hand_out(row, in);
+  }
+
+  DEVICE void store_values(const Problem& in, const Merges& merges) const {
     if (merges.rank == 0 && threadIdx.x % 32 == 0) row.store_values(in, target_logit);
+  }
+};
+
+DEVICE void merge_rows(const Problem& in, Merges& merges) {
+  Rows rows(in);
+  MergedRow here, next;
+  bool more = next.merge_statistics(in, rows, merges);
+  while (more) {  // in the order of `compute_rows`
+    here = next;
+    if (MIDDLE_FIRST) here.merge_middle(in, merges);
+    more = next.merge_statistics(in, rows, merges);
+    if (!MIDDLE_FIRST && here.has_middle()) here.merge_middle(in, merges);
+    here.store_values(in, merges);
   }
 }
 
@@ -467,41 +513,51 @@ DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges, float 
   const u32 rank = merges.rank;
   const float log2_scale = in.inverse_temperature * LOG2E;
   Rows rows(in);
-  auto next = [&] {
+  auto next_row = [&] {
     float factor;
     return rows.next(factor, [&](int row) { store_zeros(in, row, rank); });
   };
   auto slot = [&](int i) { return slots + i * INPUTS * CAPACITY; };
+  auto hand_in_statistics = [&](int row, uint4* x) {
+    if (row >= in.rows) return;
+    const Window window(in, row, rank);
+    window.hide_neighbours(in, x);
+    merges.hand_in(statistics(x, x + CAPACITY, window.vectors, log2_scale));
+  };
+  auto hand_in_middle = [&](const Row row, const Window& here, uint4* x) {
+    merges.hand_in(LIMITS && row.limited
+                       ? middle_sums<LIMITS>(x, x + CAPACITY, here.vectors, row, in, log2_scale)
+                       : middle_sums<false>(x, x + CAPACITY, here.vectors, row, in, log2_scale));
+  };
   int queue[SLOTS];  // the row in each slot, the oldest first
 #pragma unroll
   for (int i = 0; i < SLOTS; i++) {
-    queue[i] = next();
+    queue[i] = next_row();
     load(in, Window(in, queue[i], rank), slot(i), slot(i) + CAPACITY);
   }
-  auto hand_in_statistics = [&](int row, uint4* x) {
-    if (row < in.rows)
-      merges.hand_in(statistics(x, x + CAPACITY, Window(in, row, rank).vectors, log2_scale));
-  };
   wait_for_group<SLOTS - 1>();
-  u32 merge = merges.count;  // that of the row at hand
+  u32 merge = merges.count;  // the one that gives the row at hand
   hand_in_statistics(queue[0], slot(0));
   for (int k = 0; queue[0] < in.rows; k = k + 1 < SLOTS ? k + 1 : 0) {
     const Window here(in, queue[0], rank);
     uint4 *x = slot(k), *y = x + CAPACITY;
-    if (has(JS) || (LIMITS && merges.row(merge).limited)) {
-      const Row row = merges.row(merge);
+    if constexpr (MIDDLE_FIRST) {
+      const Row& row = merges.row(merge);
       merge = merges.count;
-      merges.hand_in(LIMITS && row.limited
-                         ? middle_sums<LIMITS>(x, y, here.vectors, row, in, log2_scale)
-                         : middle_sums<false>(x, y, here.vectors, row, in, log2_scale));
+      hand_in_middle(row, here, x);
     }
     const u32 merge_of_next = merges.count;
     wait_for_group<SLOTS - 2>();
     hand_in_statistics(queue[1], slot(k + 1 < SLOTS ? k + 1 : 0));
+    if (LIMITS && !MIDDLE_FIRST && merges.row(merge).limited) {
+      const Row& row = merges.row(merge);
+      merge = merges.count;
+      hand_in_middle(row, here, x);
+    }
     const Row& row = merges.row(merge);
 #pragma unroll
     for (int i = 0; i + 1 < SLOTS; i++) queue[i] = queue[i + 1];
-    queue[SLOTS - 1] = next();
+    queue[SLOTS - 1] = next_row();
     const Window later(in, queue[SLOTS - 1], rank);
     Target target;
     if constexpr (has(CROSS_ENTROPY) && GRADIENTS) target.take(row.target, here, x, y);
@@ -528,7 +584,7 @@ sweep(const __grid_constant__ Problem in) {
   if (threadIdx.x < 2) {
     init_mbarrier(&shared.warps_done[threadIdx.x], WARPS);
     init_mbarrier(&shared.blocks_done[threadIdx.x], 1);
-    init_mbarrier(&shared.row_done[threadIdx.x], 1);
+    for (int i = threadIdx.x; i < ROWS; i += 2) init_mbarrier(&shared.row_done[i], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

@@ -1,0 +1,63 @@
+"""Compilation through NVRTC: on a GPU machine for real, elsewhere up to the compiler itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from steelyard.penalties.from_logits.cluster import compiler
+from steelyard.penalties.from_logits.cluster.compiler import CompilerError, Variant, cubin
+
+REAL = torch.cuda.is_available()
+VARIANT = Variant(1, 0, True, False, False, True, 1, 1, 64, 3, 1)
+
+
+def test_a_variant_as_macros() -> None:
+    macros = VARIANT.macros()
+    assert macros[:3] == ["-DKINDS=1", "-DDTYPE=0", "-DGZ=1"]
+    assert all(macro.removeprefix("-D").partition("=")[0] in compiler._source() for macro in macros)
+
+
+def test_the_source_has_one_part_after_the_other() -> None:
+    source = compiler._source()
+    assert source.index("typedef unsigned int u32") < source.index("struct Problem")
+    assert source.index("struct Problem") < source.index('extern "C" __global__')
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    assert compiler.cache_folder() == tmp_path / "kernels"
+    monkeypatch.delenv("STEELYARD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiler.cache_folder() == tmp_path / "steelyard" / "kernels"
+
+
+def test_a_compiled_kernel_is_read_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    path = compiler.cache_folder() / compiler._file_name(VARIANT, (9, 0))
+    assert path.name != compiler._file_name(VARIANT._replace(kinds=2), (9, 0))
+    assert path.name != compiler._file_name(VARIANT, (10, 0))
+    compiler._write_whole(path, b"machine code")
+    assert cubin(VARIANT, (9, 0)) == b"machine code"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.skipif(REAL, reason="here NVRTC is there")
+def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    with pytest.raises(CompilerError, match=r"libnvrtc\.so\S* cannot be loaded"):
+        cubin(VARIANT, (9, 0))
+
+
+@pytest.mark.skipif(not REAL, reason="needs the compiler of a torch with CUDA")
+def test_compilation_and_its_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    code = cubin(VARIANT, (9, 0))
+    assert code.startswith(b"\x7fELF")
+    assert [path.read_bytes() for path in compiler.cache_folder().iterdir()] == [code]
+    with pytest.raises(CompilerError, match="did not compile"):
+        compiler._compile("this is no program", [])
