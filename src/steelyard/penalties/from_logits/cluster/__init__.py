@@ -8,3 +8,7 @@
 
 It computes what the Triton kernels of `_kernels` compute, which remain for other GPUs and inputs.
 """
+
+from __future__ import annotations
+
+__all__: list[str] = []  # nothing for users: `_operators` launches it
