@@ -46,6 +46,26 @@ def test_a_compiled_kernel_is_read_from_the_cache(
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_what_is_compiled_is_kept_if_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a fake in place of NVRTC, which a machine without a GPU does not have."""
+    compiled: list[str] = []
+
+    def fake(source: str, options: list[str]) -> bytes:
+        compiled.extend(options)
+        return b"machine code"
+
+    monkeypatch.setattr(compiler, "_compile", fake)
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    assert cubin(VARIANT, (9, 0)) == cubin(VARIANT, (9, 0)) == b"machine code"
+    assert compiled.count("--gpu-architecture=sm_90") == 1
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "file"))
+    assert cubin(VARIANT, (9, 0)) == b"machine code"
+    assert compiled.count("--gpu-architecture=sm_90") == 2
+
+
 @pytest.mark.skipif(REAL, reason="here NVRTC is there")
 def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
