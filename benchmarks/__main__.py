@@ -19,6 +19,7 @@ NAMES = (
     "engine",
     "regularizers",
     "integrations",
+    "trl",
     "scaling",
     "optim",
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchjd.autojac import jac
 
-from benchmarks.measure import Row, Timing, against, in_turn, show
+from benchmarks.measure import Row, Timing, against, each, in_turn, show, takes
 from steelyard import Pipeline, RegularizerSpec
 
 DATA, TOKENS = 128, 512
@@ -100,6 +100,16 @@ def measure(repeats: int) -> dict[str, Timing]:
     )
 
 
+def one_norm(repeats: int) -> Timing:
+    """Time a call with one regularizer: values, gradients, and the norm of each."""
+    torch.manual_seed(0)
+    logprobs = [-torch.randn(TOKENS).abs() for _ in range(DATA)]
+    data = [torch.rand(TOKENS) for _ in range(DATA)]
+    spec = RegularizerSpec(l2, WEIGHTS["l2"], "l2")
+    pipeline = Pipeline(base, [spec], track_grad_norms=True)
+    return each(lambda: pipeline.compute(data, logprobs), repeats=repeats)
+
+
 def main(repeats: int = 300) -> None:
     """Measure and print."""
     timings = measure(repeats)
@@ -117,6 +127,7 @@ def main(repeats: int = 300) -> None:
             against("by hand", timings["by hand"]),
             against("Pipeline, untracked", timings["untracked"], 0.95),
             against("Pipeline, all norms and cosines", timings["tracked"], 1.0),
+            takes("one regularizer, with its gradient norm, in all", one_norm(repeats), 0.01),
             slower("TorchJD", "TorchJD autojac.jac and norms"),
             slower("three times", "every term evaluated three times"),
         ],

@@ -1,4 +1,4 @@
-"""Time of a custom loss with five terms on the real model, against a plain step and two passes."""
+"""Time of losses with five terms on the real model, against a plain step and two passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinker import types
 from torch import Tensor
 
 from benchmarks.composition import TERMS, WEIGHTS
-from benchmarks.measure import against, in_turn, show
+from benchmarks.measure import Timing, against, in_turn, show
 from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient, LocalTrainingClient
 
@@ -38,6 +38,21 @@ def data_of(lengths: Sequence[int]) -> list[types.Datum]:
             types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
         )
     return data
+
+
+def sampled(data: Sequence[types.Datum]) -> list[types.Datum]:
+    """The data of an RL loss: half of each sequence is the prompt, which nobody sampled."""
+    found = []
+    for each in data:
+        length = len(each.model_input.to_ints())
+        answer = (torch.arange(length) >= length // 2).float()
+        inputs: Any = {
+            "target_tokens": each.loss_fn_inputs["target_tokens"],
+            "logprobs": -8.0 * answer,
+            "advantages": 0.5 * answer,
+        }
+        found.append(types.Datum(model_input=each.model_input, loss_fn_inputs=inputs))
+    return found
 
 
 def nll(data: Sequence[types.Datum], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -65,9 +80,19 @@ def ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
 
     return {
         "plain": lambda: client.forward_backward(data, "cross_entropy").result(),
+        "base": lambda: local.forward_backward_custom(data, nll).result(),
+        "one term": lambda: local.forward_backward_custom(data, nll, SPECS[:1]).result(),
         "custom": custom(local),
         "tracked": custom(local, track_grad_norms=True),
         "two passes": custom(remote),
+    }
+
+
+def rl_ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
+    data, wrapped = sampled(data_of(EVEN)), regularize(client, SPECS)
+    return {
+        "plain": lambda: client.forward_backward(data, "importance_sampling").result(),
+        "with terms": lambda: wrapped.forward_backward(data, "importance_sampling").result(),
     }
 
 
@@ -110,6 +135,7 @@ def main() -> None:
     """Measure and print."""
     client = started()
     timings = in_turn(ways_of(client), repeats=STEPS, warmup=1)
+    rl = in_turn(rl_ways_of(client), repeats=STEPS, warmup=1)
     ragged = data_of(RAGGED)
     packing = in_turn(
         {
@@ -123,15 +149,19 @@ def main() -> None:
         way: statistics.median(peak_of(way) for _ in range(PEAKS)) for way in ("plain", "custom")
     }
     heavier = peaks["custom"] / peaks["plain"]
+    pairs = zip(timings["one term"].seconds, timings["base"].seconds, strict=True)
+    one_term = Timing(timings["one term"].seconds, [a / b for a, b in pairs])
     show(
         "Engine",
         f"A custom loss with five terms on {MODEL}, {len(EVEN)} × {EVEN[0]} tokens, against a "
         "plain forward_backward",
         [
             against("plain", timings["plain"]),
+            against("one regularizer, against the base loss alone", one_term, 1.05),
             against("one forward pass", timings["custom"], 1.05),
             against("the same, all norms and cosines", timings["tracked"], 1.05),
             against("two passes, as over a network", timings["two passes"]),
+            against("importance_sampling with the terms, against plain", rl["with terms"], 1.05),
             (
                 "memory above the model's, against plain",
                 f"{heavier:.2f} ×",
@@ -140,7 +170,7 @@ def main() -> None:
             ),
             against(f"packed against padded, {len(RAGGED)} lengths", packing["packed"], 1.0),
         ],
-        repeats=f"{STEPS} custom, {PACKED} packed, {PEAKS} memory",
+        repeats=f"{STEPS} with terms, {PACKED} packed, {PEAKS} memory",
     )
 
 

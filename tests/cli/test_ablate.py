@@ -34,6 +34,7 @@ def ablated(command: CommandRunner, project: Path) -> Path:
     assert done.code == 0, done.err
     assert "Done: 6 runs in whole" in done.out
     assert "held-out loss" in done.out
+    assert "there is no verdict: --seeds 3 adds runs with two more seeds" in done.out
     return project
 
 
@@ -70,15 +71,13 @@ def test_an_interrupted_ablation_continues(
     assert stopped.code in (130, -signal.SIGKILL)
     again = command.run(*args, cwd=ablated)
     assert again.code == 0, again.err
-    assert "run all" not in again.out, "finished runs are not repeated"
+    assert "run 1 of 6: all" not in again.out, "finished runs are not repeated"
     for slug in RUNS.values():
         assert_same(ablated / "r" / slug, ablated / "whole" / slug)
 
 
 def test_parallel_runs_give_the_same_results(command: CommandRunner, project: Path) -> None:
-    config = project / "c.toml"
-    kept = config.read_text().partition('[[regularizers]]\nuse = "ema_drift"')[0]
-    config.write_text(kept.replace("steps = 8", "steps = 3"))
+    small_project(project)
     one = command.run("ablate", "c.toml", "--run", "one", cwd=project)
     two = command.run("ablate", "c.toml", "--run", "two", "--jobs", "2", cwd=project)
     assert (one.code, two.code) == (0, 0), two.err
@@ -92,3 +91,37 @@ def test_another_config_in_the_same_folder_is_refused(
     done = command.run("ablate", "c.toml", "train.steps=4", "--run", "whole", cwd=ablated)
     assert done.code == 1
     assert "must be new or hold runs of this config" in done.err
+
+
+def small_project(project: Path) -> Path:
+    """Leave one term in the config, and two steps."""
+    config = project / "c.toml"
+    kept = config.read_text().partition('[[regularizers]]\nuse = "ema_drift"')[0]
+    config.write_text(kept.replace("steps = 8", "steps = 2"))
+    return project
+
+
+def test_seeds_give_intervals_and_verdicts(command: CommandRunner, project: Path) -> None:
+    args = ("ablate", "c.toml", "--seeds", "2", "--run", "a")
+    done = command.run(*args, cwd=small_project(project))
+    assert done.code == 0, done.err
+    assert "run 4 of 4: none, seed 1" in done.out
+    assert "step 8/8" in done.out
+    assert "means of 2 seeds" in done.out
+    (cell,) = [line for line in done.out.splitlines() if line.startswith("│ none")]
+    assert " ± " in cell
+    assert "means of 2 seeds, paired by seed, with the 95 % interval" in done.out
+    assert "Done: 4 runs in a" in done.out
+    found = ablation_json(project / "a")
+    assert found["seeds"]["1"] == {"all": "seed-1/all", "none": "seed-1/none"}
+    written = command.run("report", "a", cwd=project)
+    assert written.code == 0, written.err
+    again = command.run(*args, cwd=project)
+    assert "run " not in again.out.partition("effect of each term")[0], "all have finished"
+
+
+def test_no_seed_is_refused(command: CommandRunner, project: Path) -> None:
+    for name in ("ablate", "tune"):
+        done = command.run(name, "c.toml", "--seeds", "0", cwd=project)
+        assert done.code == 2
+        assert "Invalid value for '--seeds'" in done.err

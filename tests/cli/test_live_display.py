@@ -42,13 +42,24 @@ def shown_table(line: dict[str, Any]) -> str:
         ),
         ({"cosines/base/t/1": -0.31, "term__weight": 0.0}, []),
         ({"term__grad_norm": None, "term__grad_norm_weighted": None}, ["no gradient"]),
-        ({"term__grad_norm": 0.0, "term__grad_norm_weighted": 0.0}, ["no gradient"]),
+        ({"term__grad_norm": 0.0, "term__grad_norm_weighted": 0.0}, []),
     ],
 )
 def test_the_table_shows_the_flags(changed: dict[str, float | None], flags: list[str]) -> None:
     shown = shown_table(metrics(**changed))
     assert ", ".join(flags) in shown
     assert [flag for flag in FLAGS if flag in shown] == flags
+
+
+def test_the_table_names_the_space_of_the_gradients() -> None:
+    assert "gradients w.r.t. log-probs" in shown_table(metrics())
+    elsewhere: dict[str, Any] = {"regularizers/t/1/grad_space": "hidden_states"}
+    shown = shown_table({**metrics(), **elsewhere})
+    assert "w.r.t." not in shown
+    assert "100% of log-probs" in shown
+    assert "100% of hidden states" in shown
+    untracked = {key: v for key, v in metrics().items() if "norm" not in key}
+    assert "w.r.t." not in shown_table(untracked)
 
 
 def test_the_table_shows_why_a_term_was_skipped() -> None:

@@ -13,7 +13,8 @@ def test_a_row_has_the_numbers_of_a_term() -> None:
     base, term = rows_of(metrics())
     assert (base.name, base.value, base.share, base.flags) == ("base", 2.0, 0.75, ())
     assert (term.name, term.value, term.weight, term.contribution) == ("t/1", 5.0, 0.1, 0.5)
-    assert (term.grad_norm, term.share, term.cosine) == (1.0, 0.25, 0.5)
+    assert (term.grad_norm, term.space, term.share) == (1.0, "logprobs", 0.25)
+    assert term.cosine == 0.5
     assert (term.seconds, term.flags, term.skipped) == (0.002, (), None)
 
 
@@ -28,7 +29,7 @@ def test_a_row_has_the_numbers_of_a_term() -> None:
         ),
         ({"cosines/base/t/1": -0.31, "term__weight": 0.0}, []),
         ({"term__grad_norm": None, "term__grad_norm_weighted": None}, ["no gradient"]),
-        ({"term__grad_norm": 0.0, "term__grad_norm_weighted": 0.0}, ["no gradient"]),
+        ({"term__grad_norm": 0.0, "term__grad_norm_weighted": 0.0}, []),
     ],
 )
 def test_flags_of_a_row(changed: dict[str, float | None], flags: list[str]) -> None:

@@ -29,6 +29,15 @@ def test_a_search_finds_weights_and_continues(command: CommandRunner, project: P
     assert "trial 2:" not in again.out
     assert "trial 3:" in again.out, "an interrupted trial is continued"
     assert "Best of 5 trials: " in again.out
+    table = again.out.partition("trials, the best first")[2]
+    for column in ("trial", "objective", "kl", "drift", "state", "time"):
+        assert column in table.splitlines()[2]
+    rows = [line.split("│") for line in table.splitlines() if line.startswith("│")]
+    assert len(rows) == 5
+    objectives = [float(row[2]) for row in rows if row[5].strip() == "completed"]
+    assert objectives == sorted(objectives)
+    written = command.run("report", "t", cwd=project)
+    assert (written.code, written.out) == (0, "Report: t/report.html\n"), written.err
     results = [project / "t" / f"trial-{number:04d}" / "result.json" for number in range(5)]
     values = {
         file.parent.name: json.loads(file.read_text())["metrics"]["held_out/loss"]

@@ -39,6 +39,51 @@ def test_compute_works_inside_a_running_loop() -> None:
     assert asyncio.run(main()) == compute([], LOGPROBS, nll, regularizers=SPECS).loss_total
 
 
+class Wrapped:
+    """A plain `compute` that returns a coroutine."""
+
+    name = "wrapped"
+
+    def compute(self, data: Any, logprobs: list[Tensor]) -> Any:
+        return patient(data, logprobs)
+
+
+@pytest.mark.parametrize("run_in", ["auto", "inline", "thread"])
+def test_a_plain_function_that_returns_an_awaitable_runs_as_a_coroutine(run_in: Any) -> None:
+    expected = compute([], LOGPROBS, nll, regularizers=[RegularizerSpec(patient, 0.2, "p")])
+    for fn in (Wrapped().compute, Wrapped()):
+        spec = RegularizerSpec(fn, 0.2, "p", run_in=run_in)
+        assert not spec.is_async
+        pipeline = Pipeline(nll, [spec])
+
+        async def inside(pipeline: Pipeline = pipeline) -> Any:
+            return pipeline.compute([], LOGPROBS)
+
+        for output in (
+            pipeline.compute([], LOGPROBS),
+            pipeline.compute([], LOGPROBS),  # "auto" may be inline by now
+            asyncio.run(pipeline.acompute([], LOGPROBS)),
+            asyncio.run(inside()),
+        ):
+            assert output.loss_total == expected.loss_total
+            torch.testing.assert_close(output.gradients, expected.gradients)
+
+
+def test_a_base_loss_and_a_numerical_gradient_may_return_awaitables() -> None:
+    async def result(data: Any, logprobs: list[Tensor]) -> Any:
+        await asyncio.sleep(0)
+        return nll(data, logprobs)
+
+    def late(data: Any, logprobs: list[Tensor]) -> Any:
+        return result(data, logprobs)
+
+    expected = compute([], LOGPROBS, nll, regularizers=[RegularizerSpec(nll, 0.5, "again")])
+    spec = RegularizerSpec(late, 0.5, "again", gradient="numerical")
+    output = compute([], LOGPROBS, late, regularizers=[spec])
+    assert output.loss_total == pytest.approx(expected.loss_total)
+    torch.testing.assert_close(output.gradients, expected.gradients)
+
+
 released = threading.Event()
 
 

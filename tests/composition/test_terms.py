@@ -70,3 +70,8 @@ def test_a_term_without_a_gradient_warns_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one.warn_detached("the log-probs")
+
+
+def test_code_without_a_module_name_is_warned_too() -> None:
+    with pytest.warns(DetachedTermWarning):
+        exec("warn('the log-probs')", {"warn": of().warn_detached})

@@ -72,6 +72,20 @@ def backward_through_pass(client: LocalTrainingClient, data: list[types.Datum]) 
     opened.backward([g for g in gradients if g is not None], extra_gradients).result()
 
 
+def test_a_pass_for_evaluation_keeps_no_graph(precise: LocalTrainingClient) -> None:
+    kept, free = (precise.open_pass(DATA, NEEDS, keep_graph=keep) for keep in (True, False))
+    assert kept._opened.results is not None
+    assert free._opened.results is None
+    for ours, theirs in zip(free.logprobs, kept.logprobs, strict=True):
+        assert torch.equal(ours, theirs)
+    gradients = [torch.ones_like(row) for row in free.logprobs]
+    free.backward(gradients).result()  # runs forward again
+    found = precise.gradients()
+    precise.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    kept.backward(gradients).result()
+    close(found, precise.gradients(), 1e-10)
+
+
 def test_the_outputs_of_a_pass_are_those_of_transformers(precise: LocalTrainingClient) -> None:
     data = ragged(4, LENGTHS)
     opened = precise.open_pass(data, NEEDS)

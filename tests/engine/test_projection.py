@@ -241,6 +241,33 @@ def test_the_projection_of_a_tied_output_layer_has_the_gradients_of_logits(tmp_p
     close(found[1], found[0], 1e-10)
 
 
+def test_the_projection_has_the_bias_of_the_output_layer(tmp_path: Path) -> None:
+    config = transformers.PhiConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    model: Any = transformers.PhiForCausalLM(config)  # type: ignore[no-untyped-call]
+    torch.nn.init.normal_(model.lm_head.bias, generator=torch.Generator().manual_seed(0))
+    folder = saved(tmp_path, model)
+    with LocalServiceClient(dtype="float64") as service:
+        client = service.create_lora_training_client(folder, rank=2, seed=0)
+        data = [datum([1, 2, 3, 4]), datum([9, 8])]
+        given = client.open_pass(data, ("projection",)).given["projection"]
+        model = transformers.PhiForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        for one, projection in zip(data, given, strict=True):
+            expected = model(torch.tensor([one.model_input.to_ints()])).logits[0]
+            torch.testing.assert_close(projection.logits(), expected, rtol=0, atol=1e-10)
+        found = []
+        for need in ("logits", "projection"):
+            output = regularize(client).forward_backward_custom(
+                data, squares, regularizers=terms(need)[:1]
+            )
+            found.append((output.result().regularizers["spread"].value, client.gradients()))
+            client.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-12)
+    close(found[1][1], found[0][1], 1e-10)
+
+
 def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 64,

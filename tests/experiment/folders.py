@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, schedules
 from steelyard.experiment.step_metrics import skip_reasons
+from steelyard.experiment.training_loop import space_metrics
 
 DATA = [{"bad": 0.0}, {"bad": 1.0}, {"bad": 0.0}, {"bad": 0.0}]
 START = 1_790_000_000.0
@@ -79,7 +81,8 @@ def metrics(terms: Sequence[RegularizerSpec], steps: int, *, tracked: bool) -> l
         for step in range(steps):
             output = pipeline.compute(DATA, logprobs, step=step)
             times = {"step": step, "time": START + step, "seconds": 0.25 + 0.01 * step}
-            rows.append(times | output.metrics | skip_reasons(output.skipped))
+            texts = space_metrics(output.regularizers) | skip_reasons(output.skipped)
+            rows.append(times | output.metrics | texts)
             if step % 4 == 0 or step == steps - 1:
                 rows[-1]["held_out/loss"] = output.base_loss.value + 0.1
             logprobs = [
@@ -118,8 +121,11 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def write_ablation(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Write the folder of an ablation, and return the rows of each run, by the run's label."""
+def write_ablation(folder: Path, seeds: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """Write the folder of an ablation, and return the rows of each run, by the run's label.
+
+    The rows are those of the first seed; each further seed adds 0.1 to the held-out losses.
+    """
     names = [term.name for term in specs() if term.name]
     runs: dict[str, list[str]] = {"all": names, "none": []}
     runs |= {f"without {name}": [other for other in names if other != name] for name in names}
@@ -130,7 +136,23 @@ def write_ablation(folder: Path) -> dict[str, list[dict[str, Any]]]:
         )
         for name, kept in runs.items()
     }
-    (folder / "ablation.json").write_text(
-        json.dumps({"runs": subfolders, "table": []}), encoding="utf-8"
-    )
+    found: dict[str, Any] = {"runs": subfolders, "table": []}
+    if seeds > 1:
+        found["seeds"] = {"0": subfolders}
+    for seed in range(1, seeds):
+        found["seeds"][str(seed)] = {n: f"seed-{seed}/{sub}" for n, sub in subfolders.items()}
+        for name, subfolder in subfolders.items():
+            target = folder / f"seed-{seed}" / subfolder
+            shutil.copytree(folder / subfolder, target)
+            write_lines(
+                target / "metrics.jsonl",
+                [
+                    {
+                        key: value + 0.1 * seed if key == "held_out/loss" else value
+                        for key, value in row.items()
+                    }
+                    for row in rows[name]
+                ],
+            )
+    (folder / "ablation.json").write_text(json.dumps(found), encoding="utf-8")
     return rows

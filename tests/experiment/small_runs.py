@@ -15,6 +15,13 @@ from torch import Tensor
 from steelyard.experiment import Config, read_config
 
 L2 = {"use": "l2", "name": "l2", "weight": 0.1}
+KL = {"use": "kl_to_reference", "name": "kl", "weight": 0.1}
+STEADY = {  # has a state: a multiplier that changes tenfold in a step
+    "use": "adaptive",
+    "name": "steady",
+    "weight": 0.1,
+    "options": {"regularizer": "kl_to_reference", "target": 1e-4, "rate": 9.0, "clip": 1.0},
+}
 DRIFT = {"use": "ema_drift", "name": "drift", "weight": 0.1}  # has a state
 
 
@@ -24,12 +31,14 @@ class Recorder:
     def __init__(self) -> None:
         self.messages: list[str] = []
         self.steps: list[dict[str, Any]] = []
+        self.counts: list[tuple[int, int]] = []  # number of the step, and of all steps
 
     def say(self, text: str) -> None:
         self.messages.append(text)
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
         self.steps.append(metrics)
+        self.counts.append((step, steps))
 
 
 def noise(data: Any, logprobs: list[Tensor]) -> Tensor:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from scipy import stats  # type: ignore[import-untyped]  # SciPy has no types
 
-from steelyard.errors import RunError
-from steelyard.experiment import Config, RunFolder, ablate
+from steelyard.engine import LocalServiceClient
+from steelyard.errors import ConfigError, RunError
+from steelyard.experiment import Config, RunFolder, ablate, conclusions
 from steelyard.experiment.ablation import variants
+from steelyard.experiment.batching import split
+from steelyard.experiment.checkpointing import latest_checkpoint
+from steelyard.experiment.encoding import Encoder
+from tests.engine.by_hand import ByHand
 
-from .small_runs import DRIFT, L2, Recorder, noise, small_config, term
+from .small_runs import DRIFT, KL, L2, STEADY, Recorder, lines, noise, small_config, term
 
 
 def enabled(config: Config) -> list[bool]:
@@ -45,6 +53,7 @@ def test_the_table_holds_the_results_of_all_runs(folder: Path) -> None:
         metrics = result["metrics"]
         assert row == {
             "run": label,
+            "seed": 0,
             "held_out/loss": metrics["held_out/loss"],
             "loss": metrics["base_loss/value"],
             "terms": {"l2": metrics["held_out/regularizers/l2"]},
@@ -52,7 +61,72 @@ def test_the_table_holds_the_results_of_all_runs(folder: Path) -> None:
         }
     assert ablation.table[0]["held_out/loss"] != ablation.table[1]["held_out/loss"]
     written = json.loads((folder / "a" / "ablation.json").read_text())
-    assert written == {"runs": ablation.runs, "table": ablation.table}
+    assert written["runs"] == ablation.runs
+    assert written["seeds"] == {"0": ablation.runs}
+    assert written["table"] == ablation.table
+    (full, other), loss = ablation.table, "held-out loss"
+    assert written["effects"]["none"][loss] == {
+        "value": {"mean": other["held_out/loss"], "margin": None, "count": 1},
+        "difference": {
+            "mean": other["held_out/loss"] - full["held_out/loss"],
+            "margin": None,
+            "count": 1,
+        },
+        "verdict": None,
+    }
+    assert ablation.effects["all"][loss].difference is None
+
+
+def recomputed(run: RunFolder, config: Config) -> dict[str, float]:
+    """Held-out KL (k2) and drift of the mean, from the checkpoint, by plain transformers."""
+    checkpoint = latest_checkpoint(run)
+    assert checkpoint is not None
+    with LocalServiceClient(checkpoint_dir=run.checkpoints) as service:
+        client = service.create_lora_training_client("tiny-random", rank=config.model.rank)
+        client.load_state(checkpoint.path).result()
+        weights = {key: weight.double() for key, weight in client.weights().items()}
+        encoder = Encoder(client.get_tokenizer(), config.data.max_length)
+    groups = [encoder.encode("completion", line) for line in lines(12)]
+    data = [group[0] for group in split(groups, 0.2, config.train.seed)[1]]
+    masks = [datum.loss_fn_inputs["weights"].to_torch() != 0 for datum in data]
+
+    def logprobs(model: ByHand) -> torch.Tensor:
+        rows = model.logprobs(data)
+        return torch.cat([row[mask] for row, mask in zip(rows, masks, strict=True)]).detach()
+
+    trained = logprobs(ByHand(weights, config.model.rank, torch.float64))
+    base = logprobs(ByHand({}, 1, torch.float64))
+    return {
+        "steady": 0.5 * (trained - base).square().mean().item(),
+        "drift": (trained.mean() - base.mean()).square().item(),
+    }
+
+
+def test_held_out_values_of_terms_with_state_are_those_of_the_checkpoints(folder: Path) -> None:
+    config = small_config(folder, "train.steps=4", regularizers=[STEADY, DRIFT])
+    ablation = ablate(config, folder / "a")
+    table = {row["run"]: row["terms"] for row in ablation.table}
+    assert list(table) == ["all", "without steady", "without drift", "none"]
+    for label, terms in table.items():
+        expected = recomputed(RunFolder(folder / "a" / ablation.runs[label]), config)
+        assert terms == pytest.approx(expected, rel=1e-3)
+        assert min(expected.values()) > 1e-3
+    # The multiplier, which would spoil the comparison, has moved far in the run with the term.
+    last = RunFolder(folder / "a" / "all").metrics()[-1]
+    assert last["regularizers/steady/custom/multiplier"] < 0.1
+
+
+def test_the_base_model_is_run_once_for_all_runs(folder: Path) -> None:
+    config = small_config(folder, "train.steps=2", regularizers=[KL, DRIFT])
+    answers = iter([False, False, True])  # stopped in the first run, and continued
+    assert not ablate(config, folder / "a", stop=lambda: next(answers, True)).done
+    assert ablate(config, folder / "a").done
+    logs = [path.read_text() for path in (folder / "a").glob("*/log.txt")]
+    assert len(logs) == 4
+    assert sum(log.count("computing the base model's log-probs") for log in logs) == 1
+    assert list((folder / "a").rglob("reference.safetensors")) == [
+        folder / "a" / "reference.safetensors"
+    ]
 
 
 def test_an_interrupted_ablation_continues_with_unfinished_runs(folder: Path) -> None:
@@ -64,8 +138,87 @@ def test_an_interrupted_ablation_continues_with_unfinished_runs(folder: Path) ->
     recorder = Recorder()
     second = ablate(config, folder / "a", watch=recorder)
     assert second.done
-    assert [text for text in recorder.messages if text.startswith("run ")] == ["run none"]
+    assert [text for text in recorder.messages if text.startswith("run ")] == ["run 2 of 2: none"]
     assert [metrics["step"] for metrics in recorder.steps] == [0, 1]
+
+
+def test_every_variant_is_trained_with_the_same_seeds(folder: Path) -> None:
+    config = small_config(folder, "train.steps=2", "train.seed=5")
+    once = ablate(config, folder / "a")
+    recorder = Recorder()
+    ablation = ablate(config, folder / "a", seeds=3, watch=recorder)
+    assert ablation.done
+    assert ablation.runs == once.runs
+    assert ablation.seeds == {
+        5: {"all": "all", "none": "none"},
+        6: {"all": "seed-6/all", "none": "seed-6/none"},
+        7: {"all": "seed-7/all", "none": "seed-7/none"},
+    }
+    assert ablation.table[:2] == once.table, "runs of the first seed are kept"
+    begun = [text for text in recorder.messages if text.startswith("run ")]
+    assert begun == [
+        "run 3 of 6: all, seed 6",
+        "run 4 of 6: none, seed 6",
+        "run 5 of 6: all, seed 7",
+        "run 6 of 6: none, seed 7",
+    ]
+    losses = {(row["run"], row["seed"]): row["held_out/loss"] for row in ablation.table}
+    assert len(set(losses.values())) == 6, "a seed changes the result"
+    differences = [losses["none", seed] - losses["all", seed] for seed in (5, 6, 7)]
+    found = ablation.effects["none"]["held-out loss"].difference
+    assert found is not None
+    interval = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    assert found.margin is not None
+    assert (found.mean - found.margin, found.mean + found.margin) == pytest.approx(
+        (interval.low, interval.high), rel=1e-9
+    )
+
+
+def test_all_seeds_have_the_same_held_out_lines(folder: Path) -> None:
+    config = small_config(folder, "train.steps=2", regularizers=[])
+    ablate(config, folder / "a", seeds=2)
+    first, second = (RunFolder(folder / "a" / run).metrics() for run in ("all", "seed-1/all"))
+    assert first[0]["held_out/loss"] == second[0]["held_out/loss"], "both are the base model's"
+    assert first[0]["base_loss/value"] != second[0]["base_loss/value"], "the order differs"
+
+
+def test_progress_counts_the_steps_of_all_runs(folder: Path) -> None:
+    config = small_config(folder, "train.steps=2")
+    answers = iter([False] * 4 + [True])  # before the first two runs and three of their steps
+    ablate(config, folder / "a", stop=lambda: next(answers, True))
+    recorder = Recorder()
+    ablate(config, folder / "a", seeds=2, watch=recorder)
+    assert recorder.counts == [(step, 8) for step in range(2, 8)]
+
+
+def test_an_interrupted_ablation_has_the_pairs_of_its_first_seeds(folder: Path) -> None:
+    config = small_config(folder, "train.steps=1")
+    answers = iter([False] * 8 + [True])  # one before each run and each step
+    ablation = ablate(config, folder / "a", seeds=3, stop=lambda: next(answers, True))
+    assert not ablation.done
+    assert [(row["run"], row["seed"]) for row in ablation.table] == [
+        ("all", 0), ("none", 0), ("all", 1), ("none", 1),
+    ]  # fmt: skip
+    difference = ablation.effects["none"]["l2"].difference
+    assert difference is not None
+    assert difference.count == 2
+
+
+def test_without_held_out_data_there_is_no_verdict(folder: Path) -> None:
+    config = small_config(folder, "train.steps=1", "data.held_out=0.0")
+    recorder = Recorder()
+    ablation = ablate(config, folder / "a", seeds=2, watch=recorder)
+    assert recorder.messages[0].startswith("data.held_out is 0: the runs are not compared on data")
+    verdicts = {each.verdict for own in ablation.effects.values() for each in own.values()}
+    assert verdicts == {None}
+    assert conclusions(ablation.effects) == []
+
+
+@pytest.mark.parametrize("seeds", [0, -1, 1.5, True])
+def test_seeds_must_be_a_whole_number(folder: Path, seeds: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^seeds must be a whole number >= 1, got "):
+        ablate(small_config(folder), folder / "a", seeds=seeds)
+    assert not (folder / "a").exists()
 
 
 def test_a_folder_of_another_config_is_refused(folder: Path) -> None:

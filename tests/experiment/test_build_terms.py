@@ -34,6 +34,21 @@ def test_terms_that_read_reference_logprobs_are_recognised(
     assert build_terms(read_config(raw, folder=folder)).reads_reference is reads
 
 
+@pytest.mark.parametrize(
+    ("use", "options", "measures"),
+    [
+        ("ema_drift", {}, True),
+        ("adaptive", {"regularizer": "ema_drift", "target": 1.0}, True),
+        ("kl_to_reference", {}, False),
+    ],
+)
+def test_terms_that_are_measured_against_the_base_model_are_recognised(
+    folder: Path, use: str, options: dict[str, Any], measures: bool
+) -> None:
+    terms = build(folder, {"use": use, "weight": 1, "options": options})
+    assert terms.measures_reference is measures
+
+
 def test_a_custom_loss_takes_options(folder: Path) -> None:
     (folder / "own_loss_of_mine.py").write_text(
         "def scaled(data, logprobs, by):\n    return by * -sum(lp.sum() for lp in logprobs)\n"

@@ -32,6 +32,14 @@ def test_a_malformed_line_is_named_by_file_and_number(
     assert str(caught.value).startswith(f"{path}:3: {message}")
     found = read_records(path, plain.encode, skip_bad=True)
     assert (len(found.groups), len(found.skipped)) == (1, 1)
+    assert found.lines == [1]
+
+
+def test_numbers_of_lines_are_those_in_the_file(plain: Encoder, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    good = b'{"prompt": "a", "completion": "b"}\n'
+    path.write_bytes(b"\n" + good + b"{\n\n" + good)
+    assert read_records(path, plain.encode, skip_bad=True).lines == [2, 5]
 
 
 def test_a_file_without_a_valid_line_is_an_error(plain: Encoder, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from steelyard.errors import DataError, RunError
 from steelyard.experiment import Config, RunFolder
@@ -15,9 +16,7 @@ from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import TrainConfig
 from steelyard.experiment.dataset import Dataset, load_dataset, used_lines
 
-from .small_runs import L2, lines, small_config, write_data
-
-KL = {"use": "kl_to_reference", "name": "kl", "weight": 0.1}
+from .small_runs import DRIFT, KL, L2, lines, small_config, write_data
 
 
 def load(config: Config, backend: Backend, run: RunFolder, messages: list[str]) -> Dataset:
@@ -37,6 +36,9 @@ def test_a_fraction_of_the_lines_is_held_out(
     held_out = [datum.record["prompt"] for datum in dataset.held_out]  # type: ignore[attr-defined]
     assert sorted(prompts(dataset) + held_out) == sorted(line["prompt"] for line in lines(12))
     assert messages == ["10 lines to train on, 2 held out"]
+    in_file = [line["prompt"] for line in lines(12)]
+    assert prompts(dataset) == [in_file[number - 1] for number in dataset.lines]
+    assert dataset.file == "train.jsonl"
     assert "reference_logprobs" not in dataset.held_out[0].loss_fn_inputs
 
 
@@ -44,6 +46,7 @@ def test_a_separate_file_is_held_out(folder: Path, backend: Backend, run: RunFol
     write_data(folder / "held.jsonl", lines(3))
     dataset = load(small_config(folder, "data.held_out=held.jsonl"), backend, run, [])
     assert (len(dataset.train), len(dataset.held_out)) == (12, 3)
+    assert dataset.lines == list(range(1, 13))
     write_data(folder / "held.jsonl", lines(4))
     with pytest.raises(RunError, match=r"held\.jsonl must be as it was when the run began"):
         load(small_config(folder, "data.held_out=held.jsonl"), backend, run, [])
@@ -77,6 +80,23 @@ def test_reference_logprobs_are_added_to_the_lines_that_are_used(
     assert having == (used if computed else set())
     for datum in dataset.held_out:
         assert ("reference_logprobs" in datum.loss_fn_inputs) == computed
+
+
+@pytest.mark.parametrize("entry", [KL, DRIFT], ids=["everywhere", "where it is measured"])
+def test_lines_stay_where_they_are_and_get_their_own_reference(
+    folder: Path, backend: Backend, run: RunFolder, entry: Any
+) -> None:
+    plain = load(small_config(folder, "data.reference=never"), backend, run, [])
+    dataset = load(small_config(folder, regularizers=[entry]), backend, run, [])
+    assert prompts(dataset) == prompts(plain)
+    for datum, original in zip(dataset.held_out, plain.held_out, strict=True):
+        assert datum.model_input == original.model_input
+    data = [group[0] for group in dataset.train] + list(dataset.held_out)
+    referenced = [datum for datum in data if "reference_logprobs" in datum.loss_fn_inputs]
+    assert len(referenced) == (6 + 2 if entry is KL else 2)
+    for datum, row in zip(referenced, backend.logprobs(referenced), strict=True):
+        found = datum.loss_fn_inputs["reference_logprobs"].to_torch()
+        torch.testing.assert_close(found, row)
 
 
 @pytest.mark.parametrize(

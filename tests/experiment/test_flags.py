@@ -12,11 +12,12 @@ from steelyard.cli.term_table import rows_of
 from steelyard.experiment.flags import FLAGS, flags_of
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import TermFinding, findings
+from steelyard.experiment.step_metrics import Gradient
 
 TRACKED = [False, True]
 WEIGHTS = [0.0, 0.5]
-NORMS = [None, 0.0, 2.0, float("nan")]
-BASE_NORMS = [0.0, 0.5, 3.0]  # with a weighted norm of 1: shares of 1, 2/3 and 1/4
+NORMS = [None, 2.0, float("nan")]
+BASE_NORMS = [0.0, 0.5, 3.0, 30.0]  # with a weighted norm of 1: shares of 1, 2/3, 1/4 and 3 %
 COSINES = [None, -1.0, -0.31, -0.3, 0.4]
 CASES = list(itertools.product(TRACKED, WEIGHTS, NORMS, BASE_NORMS, COSINES))
 
@@ -52,12 +53,13 @@ def expected_flags(
 ) -> list[str]:
     if not tracked:
         return []
-    if norm is None or norm == 0:
+    if norm is None:
         return ["no gradient"]
-    if weight == 0:
+    if weight == 0 or norm != 2:
         return []
-    dominates = ["dominates"] if norm == 2 and base < 1 else []
-    return dominates + (["fights the base loss"] if cosine in (-1.0, -0.31) else [])
+    dominates = ["dominates"] if base < 1 else []
+    fights = cosine in (-1.0, -0.31) and base in (0.5, 3.0)  # a base of 30 hardly notices
+    return dominates + (["fights the base loss"] if fights else [])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -74,7 +76,29 @@ def test_every_flag_and_no_flag_is_among_the_cases() -> None:
 
 
 def test_flags_without_a_share_or_a_cosine() -> None:
-    assert flags_of(tracked=True, weight=1.0, grad_norm=2.0, share=None, cosine=None) == ()
+    assert flags_of(tracked=True, weight=1.0, gradient=Gradient(0.0, "logprobs")) == ()
+
+
+def test_a_term_alone_in_its_space_does_not_dominate() -> None:
+    elsewhere = {"regularizers/kl/grad_space": "parameters"}
+    step = {**line(True, 0.5, 2.0, 0.1, None), **elsewhere}
+    _, row = rows_of(step)
+    found = in_report(step, step)
+    assert (row.space, row.share, row.flags) == ("parameters", 1.0, ())
+    assert (found.space, found.share, found.flags) == ("parameters", 1.0, ())
+
+
+def test_opposition_counts_by_its_size() -> None:
+    # cosine −0.9 with a tenth of the norm cancels 9 % of the base gradient, with a 25th 3.6 %
+    assert in_report(line(True, 0.5, 2.0, 10.0, -0.9)).flags == ("fights the base loss",)
+    assert in_report(line(True, 0.5, 2.0, 25.0, -0.9)).flags == ()
+
+
+def test_a_gradient_of_zero_is_flagged_only_if_it_was_zero_at_every_step_of_a_run() -> None:
+    zero = line(True, 0.5, 0.0, 3.0, 0.0)
+    assert rows_of(zero)[1].flags == ()
+    assert in_report(zero, zero).flags == ("no gradient",)
+    assert in_report(zero, line(True, 0.5, 2.0, 3.0, 0.4)).flags == ()
 
 
 def test_a_gradient_or_weight_of_zero_at_some_steps_does_not_flag_the_run() -> None:
@@ -82,7 +106,7 @@ def test_a_gradient_or_weight_of_zero_at_some_steps_does_not_flag_the_run() -> N
     opposing = line(True, 0.5, 2.0, 0.5, -1.0)
     off = line(True, 0.0, 2.0, 0.5, -1.0)
     assert in_report(at_optimum, opposing).flags == ("fights the base loss",)
-    assert in_report(opposing, opposing, off).flags == ("fights the base loss",)
+    assert in_report(opposing, opposing, off).flags == ("dominates", "fights the base loss")
     assert in_report(off, off).flags == ()
 
 

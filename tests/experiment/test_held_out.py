@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tinker import types
 
+from steelyard import RegularizerSpec
 from steelyard.experiment.backend import Backend
+from steelyard.experiment.base_losses import CrossEntropy
 from steelyard.experiment.build_terms import Terms, build_terms
 from steelyard.experiment.encoding import Encoder
-from steelyard.experiment.held_out import evaluate_held_out
+from steelyard.experiment.held_out import evaluate_held_out, failures
+from steelyard.regularizers import Adaptive, EMADrift
+from tests.engine.by_hand import ByHand
 
-from .small_runs import DRIFT, L2, failing, from_logits, lines, small_config, term
+from .small_runs import L2, failing, from_logits, lines, small_config, term
 
 
 @pytest.fixture
@@ -54,22 +62,198 @@ def test_terms_are_evaluated_unweighted_and_even_if_disabled_or_not_due(
     assert value == metrics["held_out/regularizers/off"] > 0
 
 
-def test_terms_that_fail_or_need_logits_have_no_value(
+def test_a_failing_term_has_a_reason_in_place_of_a_value(
     folder: Path, backend: Backend, data: list[types.Datum]
 ) -> None:
-    terms = terms_of(folder, term(failing), term(from_logits, needs=["logits"]), L2)
-    metrics = evaluate_held_out(backend, data, terms, timeout=300)
-    assert list(metrics) == ["held_out/loss", "held_out/regularizers/l2"]
+    metrics = evaluate_held_out(backend, data, terms_of(folder, term(failing), L2), timeout=300)
+    reason = metrics.pop("held_out/skipped/failing/reason")
+    assert list(metrics) == [
+        "held_out/loss",
+        "held_out/skipped/failing",
+        "held_out/regularizers/l2",
+    ]
+    assert metrics["held_out/skipped/failing"] == 1.0
+    failed = "TermError: regularizer 'failing' failed: "
+    assert reason == f"{failed}RuntimeError: the knowledge base is down"
+    assert failures({**metrics, "held_out/skipped/failing/reason": reason}) == {"failing": reason}
 
 
-def test_evaluation_does_not_change_the_state_of_a_term(
+def value(backend: Backend, data: Sequence[types.Datum], spec: RegularizerSpec, **more: Any) -> Any:
+    metrics = evaluate_held_out(backend, data, Terms(CrossEntropy(), (spec,)), 300, **more)
+    assert failures(metrics) == {}
+    return metrics[f"held_out/regularizers/{spec.name}"]
+
+
+@pytest.fixture
+def referenced(data: list[types.Datum]) -> list[types.Datum]:
+    """The data, with a reference that is 0.5 below the log-probs of the base model."""
+    return [with_reference(datum, ByHand({}, 1, torch.float64), -0.5) for datum in data]
+
+
+def with_reference(datum: types.Datum, model: ByHand, shift: float) -> types.Datum:
+    (logprobs,) = model.logprobs([datum])
+    field = types.TensorData.from_torch((logprobs + shift).float().detach())
+    return replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, "reference_logprobs": field})
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 40.0])
+def test_adaptive_is_measured_without_its_multiplier(
+    backend: Backend, referenced: list[types.Datum], multiplier: float
+) -> None:
+    adaptive = Adaptive(regularizer="kl_to_reference", target=1.0, initial=multiplier)
+    before = adaptive.state_dict()
+    # k2 of a log ratio of 0.5 everywhere.
+    found = value(backend, referenced, RegularizerSpec(adaptive, 3.0, "kl"))
+    assert found == pytest.approx(0.5 * 0.5**2, rel=1e-4)
+    assert adaptive.state_dict() == before
+
+
+def test_a_drift_is_measured_from_the_base_model_whatever_its_average_is(
+    backend: Backend, referenced: list[types.Datum]
+) -> None:
+    for average in (None, -1.0, -9.0):
+        drift = EMADrift()
+        drift.load_state_dict({"average": average})
+        nested = Adaptive(regularizer=drift, target=1.0, initial=7.0)
+        for measured in (drift, nested):
+            found = value(backend, referenced, RegularizerSpec(measured, 1.0, "drift"))
+            assert found == pytest.approx(0.5**2, rel=1e-4)
+        assert drift.state_dict() == {"average": average}
+
+
+class Count:
+    """A stateful term of somebody's: the number of its calls so far."""
+
+    calls = 0
+    lock: Any = None
+
+    def compute(self, data: Any, logprobs: Any) -> float:
+        self.calls += 1
+        return float(self.calls)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Measured(Count):
+    async def measure(self, data: Any, logprobs: Any) -> float:
+        return 5.0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_term_with_state_is_measured_by_its_own_method_or_on_a_copy(
+    backend: Backend, data: list[types.Datum], wrapped: bool
+) -> None:
+    for fn, expected in ((Count(), 1.0), (Measured(), 5.0)):
+        measured: Any = Adaptive(regularizer=fn, target=1.0, initial=3.0) if wrapped else fn
+        for _ in range(2):
+            assert value(backend, data, RegularizerSpec(measured, 1.0, "count")) == expected
+        assert fn.calls == 0
+
+
+def test_a_term_that_cannot_be_copied_is_reported(
+    backend: Backend, data: list[types.Datum]
+) -> None:
+    fn = Count()
+    fn.lock = threading.Lock()
+    terms = Terms(CrossEntropy(), (RegularizerSpec(fn, 1.0, "count"),))
+    (reason,) = failures(evaluate_held_out(backend, data, terms, timeout=300)).values()
+    assert reason == "TypeError: cannot pickle '_thread.lock' object"
+
+
+@pytest.mark.parametrize("gradient", ["auto", "autograd", "numerical", "score", "none"])
+def test_a_term_is_evaluated_once_whatever_its_gradient_is(
+    backend: Backend, plain: Encoder, gradient: Any
+) -> None:
+    long = {"prompt": "p" * 50, "completion": "c" * 13}
+    data = plain.encode("completion", long) * 90  # more log-probs than a numerical gradient takes
+    seen: list[bool] = []
+
+    def penalties(data: Any, logprobs: list[torch.Tensor]) -> Any:
+        seen.append(logprobs[0].requires_grad)
+        means = torch.stack([row.mean() for row in logprobs])
+        return means if gradient == "score" else means.mean()
+
+    spec = RegularizerSpec(penalties, 1.0, "mean", gradient=gradient)
+    found = value(backend, data, spec)
+    assert seen == [False]
+    rows = backend.logprobs(data)
+    assert sum(map(len, rows)) > 5000
+    assert found == pytest.approx(sum(row.mean().item() for row in rows) / len(rows), rel=1e-4)
+
+
+# Terms that need more than log-probs.
+
+
+def distributions(need: str) -> Callable[..., torch.Tensor]:
+    """Mean entropy over the tokens that count, from logits or from a projection."""
+
+    def entropy(data: Any, logprobs: Any, **given: Any) -> torch.Tensor:
+        total, count = 0.0, 0
+        for datum, each in zip(data, given[need], strict=True):
+            logits = each.logits() if need == "projection" else each
+            mask = datum.loss_fn_inputs["weights"].to_torch() != 0
+            rows = logits.log_softmax(-1)
+            total, count = total - (rows.exp() * rows).sum(-1)[mask].sum(), count + int(mask.sum())
+        return torch.as_tensor(total / count)
+
+    return entropy
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+@pytest.mark.parametrize("need", ["logits", "projection"])
+def test_a_term_over_logits_is_the_mean_over_the_tokens_of_all_batches(
+    backend: Backend, plain: Encoder, need: str, batch: int
+) -> None:
+    lengths = (1, 9, 30)  # an equal mean of the batches would be another number
+    lines = [{"prompt": f"{n} of a", "completion": "abc"[n % 3] * n} for n in lengths]
+    data = [datum for line in lines for datum in plain.encode("completion", line)]
+    spec = RegularizerSpec(distributions(need), 1.0, "entropy", needs=(need,))
+    model = ByHand({}, 1, torch.float64)
+    logits = [model.logits(datum.model_input.to_ints()).detach() for datum in data]
+    expected = distributions("logits")(data, None, logits=logits).item()
+    assert value(backend, data, spec, batch=batch) == pytest.approx(expected, rel=1e-5)
+
+
+def test_terms_over_hidden_states_and_parameters_have_values(
+    backend: Backend, data: list[types.Datum]
+) -> None:
+    calls: list[int] = []
+
+    def last(data: Any, logprobs: Any, hidden_states: Any) -> torch.Tensor:
+        return torch.cat([layers[max(layers)] for layers in hidden_states]).square().mean()
+
+    def size(data: Any, logprobs: list[torch.Tensor], parameters: Any) -> torch.Tensor:
+        calls.append(len(logprobs))
+        norms = [p.square().sum() for key, p in parameters.items() if "lora_A" in key]
+        return torch.stack(norms).sum()
+
+    weights = backend.client.weights()
+    expected = sum(w.square().sum().item() for key, w in weights.items() if "lora_A" in key)
+    spec = RegularizerSpec(size, 1.0, "size", needs=("parameters",))
+    assert value(backend, data, spec, batch=2) == pytest.approx(expected, rel=1e-5)
+    assert calls == [3]  # once, with all data
+    model = ByHand({}, 1, torch.float64).model
+    states = [
+        model(torch.tensor([d.model_input.to_ints()]), output_hidden_states=True).hidden_states[-1]
+        for d in data
+    ]
+    squares = torch.cat([each[0] for each in states]).square().mean().item()
+    spec = RegularizerSpec(last, 1.0, "last", needs=("hidden_states",))
+    assert value(backend, data, spec) == pytest.approx(squares, rel=1e-5)
+
+
+def test_log_probs_are_the_same_with_and_without_other_inputs(
     folder: Path, backend: Backend, data: list[types.Datum]
 ) -> None:
-    terms = terms_of(folder, DRIFT)
-    drift = terms.specs[0].fn
-    before = drift.state_dict()
-    assert "held_out/regularizers/drift" in evaluate_held_out(backend, data, terms, timeout=300)
-    assert drift.state_dict() == before
+    alone = evaluate_held_out(backend, data, terms_of(folder, L2), timeout=300)
+    entry = term(from_logits, needs=["logits"])
+    beside = evaluate_held_out(backend, data, terms_of(folder, entry, L2), timeout=300)
+    for key, expected in alone.items():
+        assert beside[key] == pytest.approx(expected, rel=1e-5)
 
 
 def test_without_data_there_are_no_metrics(folder: Path, backend: Backend) -> None:

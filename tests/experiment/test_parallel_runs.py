@@ -25,8 +25,14 @@ def ended() -> subprocess.Popen[bytes]:
 
 def test_a_run_in_a_process_gives_the_same_metrics(folder: Path) -> None:
     config, recorder = small_config(folder, "train.steps=2"), Recorder()
-    run_in_parallel({folder / "there": config}, 2, recorder, lambda: False)
-    assert recorder.messages == ["run there"]
+    begun: list[Path] = []
+
+    def begin(path: Path) -> Recorder:
+        begun.append(path)
+        return recorder
+
+    run_in_parallel({folder / "there": config}, 2, begin, lambda: False)
+    assert begun == [folder / "there"]
     assert [metrics["step"] for metrics in recorder.steps] == [0, 1]
     train(config, folder / "here")
     there, here = (RunFolder(folder / name).metrics() for name in ("there", "here"))
@@ -43,31 +49,32 @@ def test_a_run_that_fails_is_named_and_no_other_is_started(folder: Path) -> None
     with pytest.raises(
         RunError, match=r"and bad did not: see .*bad/log\.txt and .*bad/output\.txt"
     ):
-        run_in_parallel(configs, 1, Recorder(), lambda: False)
+        run_in_parallel(configs, 1, lambda _: Recorder(), lambda: False)
     assert "OSError: away" in (folder / "bad" / "log.txt").read_text()
     assert not (folder / "next").exists()
 
 
 def test_nothing_starts_after_a_stop(folder: Path) -> None:
-    recorder = Recorder()
-    run_in_parallel({folder / "r": small_config(folder)}, 2, recorder, lambda: True)
-    assert recorder.messages == []
+    begun: list[Path] = []
+    run_in_parallel({folder / "r": small_config(folder)}, 2, begun.append, lambda: True)  # type: ignore[arg-type]  # never called
+    assert begun == []
     assert not (folder / "r").exists()
 
 
 def test_steps_are_reported_once_and_only_whole_lines(
     run: RunFolder, ended: subprocess.Popen[bytes]
 ) -> None:
-    child, recorder = _Child(run.path, 3, ended), Recorder()
-    child.report_steps(recorder)
+    recorder = Recorder()
+    child = _Child(run.path, 3, ended, recorder)
+    child.report_steps()
     run.append({"step": 0})
     with run.metrics_file.open("a") as file:
         file.write('{"step"')
-    child.report_steps(recorder)
-    child.report_steps(recorder)
+    child.report_steps()
+    child.report_steps()
     with run.metrics_file.open("a") as file:
         file.write(": 1}\n")
-    child.report_steps(recorder)
+    child.report_steps()
     assert recorder.steps == [{"step": 0}, {"step": 1}]
     assert child.memory == 0, "it has ended"
 
@@ -76,6 +83,7 @@ def test_another_run_starts_when_every_running_one_has_made_a_step(
     run: RunFolder, ended: subprocess.Popen[bytes]
 ) -> None:
     assert _memory_is_free([])
-    made_a_step, has_not = _Child(run.path, 3, ended, reported=1), _Child(run.path, 3, ended)
+    made_a_step = _Child(run.path, 3, ended, Recorder(), reported=1)
+    has_not = _Child(run.path, 3, ended, Recorder())
     assert _memory_is_free([made_a_step])
     assert not _memory_is_free([made_a_step, has_not])

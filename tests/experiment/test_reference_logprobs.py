@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +12,14 @@ import safetensors.torch
 import torch
 from tinker import types
 
-from steelyard.experiment import RunFolder
+from steelyard.experiment import RunFolder, read_config
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.data_files import Group
 from steelyard.experiment.encoding import Encoder
-from steelyard.experiment.reference_logprobs import add_reference_logprobs
+from steelyard.experiment.reference_logprobs import (
+    add_reference_logprobs,
+    share_reference_logprobs,
+)
 
 from .small_runs import lines
 
@@ -44,9 +50,8 @@ def test_every_datum_gets_the_logprobs_of_the_untrained_client(
         assert torch.equal(reference(datum), row)
         assert datum.record == original.record  # type: ignore[attr-defined]
         assert "reference_logprobs" not in original.loss_fn_inputs
-    file = safetensors.torch.load((run.path / "reference.safetensors").read_bytes())
-    assert file["lengths"].tolist() == [len(row) for row in expected]
-    assert torch.equal(file["logprobs"], torch.cat(expected))
+    cached = safetensors.torch.load((run.path / "reference.safetensors").read_bytes())
+    assert sorted(map(len, cached.values())) == sorted(map(len, expected))
 
 
 def test_a_resumed_run_reads_them_from_its_folder(
@@ -59,20 +64,71 @@ def test_a_resumed_run_reads_them_from_its_folder(
             assert torch.equal(reference(datum), reference(same))
 
 
-@pytest.mark.parametrize("damage", ["other data", "half a file"])
-def test_a_cache_that_does_not_fit_is_computed_again(
-    groups: list[Group], backend: Backend, run: RunFolder, damage: str
+def test_a_damaged_cache_is_computed_again(
+    groups: list[Group], backend: Backend, run: RunFolder
 ) -> None:
+    add_reference_logprobs(groups, backend, run)
     file = run.path / "reference.safetensors"
-    if damage == "other data":
-        add_reference_logprobs(groups[:1], backend, run)
-    else:
-        add_reference_logprobs(groups, backend, run)
-        file.write_bytes(file.read_bytes()[:-5])
+    file.write_bytes(file.read_bytes()[:-5])
     completed = add_reference_logprobs(groups, backend, run)
     expected = backend.logprobs([datum for group in groups for datum in group])
     for datum, row in zip((d for group in completed for d in group), expected, strict=True):
         assert torch.equal(reference(datum), row)
+
+
+class Counting:
+    """The backend, with the lengths of the data of each call."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.calls: list[list[int]] = []
+
+    def logprobs(self, data: Any) -> list[torch.Tensor]:
+        self.calls.append([len(datum.model_input.to_ints()) for datum in data])
+        return self.backend.logprobs(data)
+
+
+def begun(path: Path) -> RunFolder:
+    run = RunFolder(path)
+    run.begin(read_config({"model": {"base_model": "tiny-random"}, "data": {"path": __file__}}))
+    return run
+
+
+def test_only_data_that_no_run_has_had_are_computed(
+    groups: list[Group], backend: Backend, folder: Path
+) -> None:
+    share_reference_logprobs(folder)
+    counting: Any = Counting(backend)
+    messages: list[str] = []
+    # Runs may be two folders further down.
+    for name, part in (("x", groups[1:]), ("y", groups), ("1/x", [*groups, groups[0]])):
+        run = begun(folder / name)
+        completed = add_reference_logprobs(part, counting, run, messages.append)
+        expected = backend.logprobs([datum for group in part for datum in group])
+        for datum, row in zip((d for group in completed for d in group), expected, strict=True):
+            torch.testing.assert_close(reference(datum), row)
+    lengths = [[len(datum.model_input.to_ints()) for datum in group] for group in groups]
+    assert counting.calls == [[*lengths[1], *lengths[2]], lengths[0]]
+    assert messages == ["computing the base model's log-probs"] * 2
+    share_reference_logprobs(folder)  # does not empty it
+    assert len(safetensors.torch.load((folder / "reference.safetensors").read_bytes())) == 4
+
+
+def test_runs_that_start_together_compute_once(
+    groups: list[Group], backend: Backend, folder: Path
+) -> None:
+    share_reference_logprobs(folder)
+    counting: Any = Counting(backend)
+    runs = [begun(folder / name) for name in "abc"]
+    barrier = threading.Barrier(3)
+
+    def start(run: RunFolder) -> None:
+        barrier.wait()
+        add_reference_logprobs(groups, counting, run)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(start, runs))
+    assert len(counting.calls) == 1
 
 
 def test_other_tokens_of_the_same_lengths_do_not_fit(
@@ -95,13 +151,10 @@ def test_another_model_does_not_fit(groups: list[Group], backend: Backend, run: 
         add_reference_logprobs(groups, NO_BACKEND, run)
 
 
-def test_a_cache_without_a_digest_does_not_fit(
-    groups: list[Group], backend: Backend, run: RunFolder
-) -> None:
-    """As 0.1.0 wrote it."""
-    add_reference_logprobs(groups, backend, run)
-    file = run.path / "reference.safetensors"
-    file.write_bytes(safetensors.torch.save(safetensors.torch.load(file.read_bytes())))
+def test_a_cache_of_an_earlier_version_does_not_fit(groups: list[Group], run: RunFolder) -> None:
+    """All log-probs in one tensor, with the lengths beside it."""
+    tensors = {"logprobs": torch.zeros(9), "lengths": torch.tensor([4, 5])}
+    (run.path / "reference.safetensors").write_bytes(safetensors.torch.save(tensors))
     with pytest.raises(AttributeError):
         add_reference_logprobs(groups, NO_BACKEND, run)
 

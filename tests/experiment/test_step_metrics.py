@@ -1,11 +1,12 @@
-"""Reading one line of metrics."""
+"""Reading lines of metrics."""
 
 from __future__ import annotations
 
 import pytest
 
 from steelyard.experiment.step_metrics import (
-    gradient_shares,
+    cosine_to_base,
+    gradients,
     short_reason,
     skip_reasons,
     skipped_terms,
@@ -39,21 +40,66 @@ def test_a_reason_is_shortened_to_its_first_words() -> None:
     assert short_reason("x", "TermError: regularizer 'y' failed: z").startswith("TermError")
 
 
-def test_shares_add_up_to_one() -> None:
-    line = {
-        "base_loss/grad_norm": 2.0,
-        "regularizers/a/grad_norm_weighted": 1.0,
-        "regularizers/b/grad_norm_weighted": 5.0,
-    }
-    shares = gradient_shares(line, ["a", "b", "none"])
-    assert shares == {
-        "base": pytest.approx(0.25),
-        "a": pytest.approx(0.125),
-        "b": pytest.approx(0.625),
-        "none": None,
+def step(base: float, **terms: tuple[float, float]) -> dict[str, float]:
+    """Metrics of a step: norm of the base loss, and weighted norm and cosine of each term."""
+    line = {"base_loss/grad_norm": base}
+    for name, (norm, cosine) in terms.items():
+        line |= {
+            f"regularizers/{name}/grad_norm": 10 * norm,
+            f"regularizers/{name}/grad_norm_weighted": norm,
+            f"cosines/base/{name}": cosine,
+        }
+    return line
+
+
+def test_shares_are_sums_of_norms_over_all_steps() -> None:
+    lines = [step(2.0, a=(1.0, 0.5), b=(5.0, 0.0)), step(6.0, a=(2.0, 0.5)), step(4.0)]
+    by_name = gradients(lines, ["a", "b", "none"])
+    assert {name: each.norm for name, each in by_name.items()} == {"base": 12.0, "a": 3.0, "b": 5.0}
+    shares = {name: each.share for name, each in by_name.items()}
+    assert shares == pytest.approx({"base": 0.6, "a": 0.15, "b": 0.25})
+
+
+def test_norms_of_different_spaces_are_not_added() -> None:
+    spaces = {"size": "parameters", "rare": "logits", "flat": "logits"}
+    line: dict[str, object] = {**step(1.0, kl=(3.0, 0.0), size=(9.0, 0.0), rare=(6.0, 0.0))}
+    line["regularizers/flat/grad_norm_weighted"] = 2.0
+    line |= {f"regularizers/{name}/grad_space": space for name, space in spaces.items()}
+    by_name = gradients([line], ["kl", *spaces])
+    assert {name: (each.share, each.alone) for name, each in by_name.items()} == {
+        "base": (0.25, False),
+        "kl": (0.75, False),
+        "size": (1.0, True),
+        "rare": (0.75, False),
+        "flat": (0.25, False),
     }
 
 
-@pytest.mark.parametrize("line", [{}, {"base_loss/grad_norm": 0.0}])
-def test_without_gradients_there_are_no_shares(line: dict[str, float]) -> None:
-    assert gradient_shares(line, ["a"]) == {"base": None, "a": None}
+@pytest.mark.parametrize(
+    ("line", "share"), [({}, None), ({"base_loss/grad_norm": 0.0}, {"base": None})]
+)
+def test_without_gradients_there_are_no_shares(
+    line: dict[str, float], share: dict[str, None] | None
+) -> None:
+    assert {name: each.share for name, each in gradients([line], ["a"]).items()} == (share or {})
+
+
+def test_cancelled_is_the_projection_on_the_gradient_of_the_base_loss() -> None:
+    # Gradients by hand: base (2, 0) and (0, 4); term (−1, 1) at the first step only.
+    lines = [step(2.0, a=(2**0.5, -(0.5**0.5))), step(4.0)]
+    found = gradients(lines, ["a"])["a"]
+    assert found.cosine == pytest.approx(-(0.5**0.5))
+    assert found.cancelled == pytest.approx(2 / (4 + 16)), "−⟨term, base⟩ over ‖base‖²"
+
+
+def test_cosines_of_a_zero_gradient_do_not_count() -> None:
+    lines = [step(2.0, a=(0.0, 0.0)), step(2.0, a=(1.0, -0.5)), step(0.0, a=(1.0, 0.0))]
+    assert [cosine_to_base(line, "a") for line in lines] == [None, -0.5, None]
+    assert gradients(lines, ["a"])["a"].cosine == -0.5
+
+
+def test_norms_that_are_not_finite_have_no_share() -> None:
+    lines = [step(2.0, a=(float("nan"), 0.1)), step(float("inf"), a=(1.0, 0.2)), step(1.0)]
+    by_name = gradients(lines, ["a"])
+    assert (by_name["a"].share, by_name["base"].share) == (0.25, 0.75)
+    assert (by_name["a"].cosine, by_name["a"].cancelled) == (None, None)

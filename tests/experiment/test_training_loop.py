@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from steelyard import RegularizerOutput
 from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
+from steelyard.experiment.training_loop import space_metrics
 
 from .small_runs import (
     DRIFT,
     L2,
+    STEADY,
     Recorder,
     detached,
     failing,
+    from_logits,
     noise,
     small_config,
     term,
@@ -69,8 +73,8 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     folder: Path, save_every: int, steps: int
 ) -> None:
     config = small_config(
-        folder, "train.steps=4", f"train.save_every={save_every}",
-        regularizers=[L2, DRIFT, term(noise)],
+        folder, "train.steps=4", f"train.save_every={save_every}", "train.evaluate_every=1",
+        regularizers=[L2, DRIFT, STEADY, term(noise), term(from_logits, needs=["logits"])],
     )  # fmt: skip
     train(config, folder / "whole")
     outcome = train(config, folder / "r", stop=stop_after(steps))
@@ -81,6 +85,49 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     assert [line["step"] for line in recorder.steps] == list(range(steps, 4))
     whole, resumed = (RunFolder(folder / name).metrics() for name in ("whole", "r"))
     assert [without_clock(line) for line in resumed] == [without_clock(line) for line in whole]
+    assert len([key for key in whole[-1] if key.startswith("held_out/regularizers/")]) == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "steps"),
+    [
+        ("train.drivers_every=2", [0, 2, 4, 5]),
+        ("train.drivers_every=0", []),
+        ("train.track_grad_norms=false", []),
+        ("train.batch_size=2", [0, 5]),  # the default: at least ten steps
+    ],
+)
+def test_drivers_are_recorded_at_some_steps(folder: Path, override: str, steps: list[int]) -> None:
+    train(small_config(folder, "train.steps=6", override), folder / "r")
+    records = RunFolder(folder / "r").drivers()
+    assert [(r["step"], r["term"]) for r in records] == [
+        (step, name) for step in steps for name in ("base", "l2")
+    ]
+
+
+def test_by_default_a_tenth_of_the_run_lies_between_drivers(folder: Path) -> None:
+    config = small_config(folder, "train.steps=130", "train.save_every=0", "train.batch_size=1")
+    train(config, folder / "r", stop=stop_after(40))
+    steps = sorted({record["step"] for record in RunFolder(folder / "r").drivers()})
+    assert steps == [0, 13, 26, 39]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 3, "ter'])
+def test_the_drivers_of_a_resumed_run_are_those_of_an_uninterrupted_one(
+    folder: Path, torn: bytes
+) -> None:
+    overrides = ("train.steps=4", "train.drivers_every=1")
+    config = small_config(folder, *overrides, regularizers=[L2, DRIFT])
+    train(config, folder / "whole")
+    train(config, folder / "r", stop=stop_after(3))
+    # As if killed after step 2 had written its drivers, and before its checkpoint.
+    (folder / "r" / "checkpoints" / "step-00000003.json").unlink()
+    with (folder / "r" / "drivers.jsonl").open("ab") as file:
+        file.write(torn)
+    assert resume(folder / "r").status == "done"
+    whole, resumed = ((folder / run / "drivers.jsonl").read_bytes() for run in ("whole", "r"))
+    assert whole == resumed
+    assert whole.count(b"\n") == 4 * 3 - 1  # at step 0 there is no drift yet
 
 
 def test_steps_after_the_last_checkpoint_are_repeated(folder: Path) -> None:
@@ -114,9 +161,19 @@ def test_the_learning_rate_follows_its_schedule(folder: Path) -> None:
     # With a rate of 0 after the first step, held-out loss stays where that step left it.
     overrides = ("train.learning_rate={piecewise = {0 = 0.01, 1 = 0.0}}", "train.evaluate_every=1")
     train(small_config(folder, *overrides, "train.steps=4"), folder / "r")
+    lines = RunFolder(folder / "r").metrics()
+    assert [line["optim/learning_rate"] for line in lines] == [0.01, 0.0, 0.0, 0.0]
+    assert all(line["optim/unclipped_grad_l2:mean"] > 0 for line in lines)
     first, *rest = [line["held_out/loss"] for line in RunFolder(folder / "r").metrics()]
     assert len(set(rest)) == 1
     assert rest[0] != first
+
+
+def test_the_second_step_has_the_second_rate_of_the_schedule(folder: Path) -> None:
+    overrides = ("train.learning_rate={piecewise = {0 = 0.0, 1 = 0.01}}", "train.evaluate_every=1")
+    train(small_config(folder, *overrides, "train.steps=2"), folder / "r")
+    base, trained = (line["held_out/loss"] for line in RunFolder(folder / "r").metrics())
+    assert trained != base
 
 
 def test_a_failing_term_ends_the_run_and_is_logged(folder: Path) -> None:
@@ -136,6 +193,18 @@ def test_a_skipped_term_is_logged_with_its_reason(folder: Path) -> None:
         assert f"step {step}: failing was skipped: {line['skipped/failing/reason']}" in (
             recorder.messages
         )
+
+
+def test_a_term_without_a_held_out_value_is_reported_once_and_counted(folder: Path) -> None:
+    entry = term(failing, on_error="skip", every=9)
+    recorder = Recorder()
+    overrides = ("train.steps=3", "train.evaluate_every=1")
+    train(small_config(folder, *overrides, regularizers=[entry]), folder / "r", watch=recorder)
+    reasons = [line["held_out/skipped/failing/reason"] for line in recorder.steps]
+    assert [line["held_out/skipped/failing"] for line in recorder.steps] == [1.0] * 3
+    said = [text for text in recorder.messages if "held-out value" in text]
+    assert said == [f"failing has no held-out value: {reasons[0]}"]
+    assert reasons[0].endswith("RuntimeError: the knowledge base is down")
 
 
 @pytest.mark.filterwarnings("default::steelyard.DetachedTermWarning")
@@ -166,3 +235,15 @@ def test_the_config_is_written_with_every_default(folder: Path) -> None:
     written = json.loads((folder / "r" / "config.json").read_text())
     assert written == config.model_dump(mode="json")
     assert written["train"]["grad_clip_norm"] == 0
+
+
+def test_space_metrics_are_those_of_terms_with_a_norm() -> None:
+    terms = {
+        "kl": RegularizerOutput("kl", 1.0, 1.0, 1.0, grad_norm=1.0),
+        "rare": RegularizerOutput("rare", 1.0, 1.0, 1.0, grad_norm=1.0, grad_space="logits"),
+        "judge": RegularizerOutput("judge", 1.0, 1.0, 1.0),
+    }
+    assert space_metrics(terms) == {
+        "regularizers/kl/grad_space": "logprobs",
+        "regularizers/rare/grad_space": "logits",
+    }

@@ -10,12 +10,12 @@ from typing import Any
 import optuna
 import pytest
 
-from steelyard.errors import ConfigError
+from steelyard.errors import ConfigError, RunError
 from steelyard.experiment import RunFolder, read_config, tune
 from steelyard.experiment.config import TuneConfig
 from steelyard.experiment.tuning import objective, weight_ranges, with_weights
 
-from .small_runs import DRIFT, L2, Recorder, failing, small_config, term
+from .small_runs import DRIFT, KL, L2, Recorder, failing, small_config, term
 
 RANGE = {**L2, "weight": {"tune": [0.1, 10.0], "log": True}}
 
@@ -93,6 +93,57 @@ def test_a_continued_search_has_the_trials_of_an_uninterrupted_one(folder: Path)
     assert weights_of("parts") == weights_of("whole")
 
 
+def test_the_objective_of_a_trial_is_the_mean_over_its_seeds(folder: Path) -> None:
+    recorder = Recorder()
+    overrides = ("tune.prune=false", "train.steps=2")
+    found = run_trials(folder, 2, *overrides, seeds=2, watch=recorder)
+    assert found.done
+    assert recorder.counts == [(step, 8) for step in range(8)]
+    best = found.search.trials[0]
+    assert best.runs == [
+        folder / "t" / f"trial-000{best.number}",
+        folder / "t" / "seed-1" / f"trial-000{best.number}",
+    ]
+    configs = [RunFolder(run).config() for run in best.runs]
+    assert [config.train.seed for config in configs] == [0, 1]
+    assert [config.regularizers[0].weight for config in configs] == [found.weights["l2"]] * 2
+    losses = [RunFolder(run).metrics()[-1]["held_out/loss"] for run in best.runs]
+    assert found.value == pytest.approx(sum(losses) / 2, rel=1e-12)
+    assert best.objective is not None
+    assert best.objective.margin == pytest.approx(12.7062 * abs(losses[0] - losses[1]) / 2, 1e-4)
+    assert "trial 0, seed 1" in recorder.messages
+    assert any(" ± " in text for text in recorder.messages)
+
+
+def test_a_trial_interrupted_between_its_seeds_is_resumed(folder: Path) -> None:
+    overrides = ("tune.prune=false", "train.steps=1")
+    answers = iter([False, False])  # before the trial, and before the step of its first run
+    stopped = run_trials(folder, 1, *overrides, seeds=2, stop=lambda: next(answers, True))
+    assert (stopped.trials, stopped.done) == (0, False)
+    assert [trial.state for trial in stopped.search.trials] == ["unfinished"]
+    recorder = Recorder()
+    found = run_trials(folder, 1, *overrides, seeds=2, watch=recorder)
+    assert found.done
+    assert len(recorder.steps) == 1, "the run of the first seed is not repeated"
+    assert recorder.counts == [(1, 2)]
+
+
+def test_a_search_keeps_its_number_of_seeds(folder: Path) -> None:
+    run_trials(folder, 1, "train.steps=1")
+    with pytest.raises(RunError, match=r"searched with as many seeds as before, 1, got 2: means"):
+        run_trials(folder, 2, "train.steps=1", seeds=2)
+    with pytest.raises(ConfigError, match=r"^seeds must be a whole number >= 1, got 0"):
+        run_trials(folder, 2, seeds=0)
+
+
+def test_a_held_out_objective_needs_held_out_data(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^\[tune\]: objective .*, and data.held_out is 0: hold"):
+        run_trials(folder, 1, "data.held_out=0.0")
+    assert not (folder / "t").exists(), "nothing is trained first"
+    found = run_trials(folder, 1, "data.held_out=0.0", 'tune.objective="base_loss/value"')
+    assert found.value is not None
+
+
 def test_trials_are_evaluated_five_times_unless_the_config_says_how_often(folder: Path) -> None:
     run_trials(folder, 1, "train.steps=10")
     run = RunFolder(folder / "t" / "trial-0000")
@@ -109,6 +160,13 @@ def test_an_interrupted_trial_is_resumed(folder: Path) -> None:
     found = run_trials(folder, 1, watch=recorder)
     assert (found.trials, found.done) == (1, True)
     assert [metrics["step"] for metrics in recorder.steps] == [2]
+
+
+def test_the_base_model_is_run_once_for_all_trials(folder: Path) -> None:
+    recorder = Recorder()
+    entries = [{**KL, "weight": RANGE["weight"]}]
+    run_trials(folder, 2, "train.steps=1", regularizers=entries, watch=recorder)
+    assert recorder.messages.count("computing the base model's log-probs") == 1
 
 
 def test_a_trial_whose_term_fails_counts_as_ended(folder: Path) -> None:
@@ -137,5 +195,7 @@ def test_a_trial_that_is_worse_than_the_median_is_pruned(folder: Path) -> None:
     assert found.trials == 4
     assert study.trials[3].state == optuna.trial.TrialState.PRUNED
     assert "trial 3 pruned after step 3" in recorder.messages
+    states = [(trial.number, trial.state) for trial in found.search.trials]
+    assert states == [(0, "completed"), (1, "completed"), (2, "completed"), (3, "pruned")]
     assert len(recorder.steps) == 3, "the first evaluation after the warm-up is at step 2"
     assert json.loads(found.config.read_text())["regularizers"][0]["weight"] == found.weights["l2"]

@@ -42,6 +42,19 @@ def test_a_range_gives_the_slopes_of_that_range() -> None:
     assert torch.equal(torch.cat([differences(f, x, 0, 1), differences(f, x, 1, 4)]), whole)
 
 
+@pytest.mark.parametrize("x", [0.0, 0.25, -3.0, 1e4, -1e6])
+def test_the_step_is_relative_to_values_above_one(x: float) -> None:
+    seen: list[float] = []
+
+    def spy(point: Tensor) -> float:
+        seen.append(point.item())
+        return 0.0
+
+    differences(spy, torch.tensor([x], dtype=torch.float64), 0, 1)
+    step = 1e-5 * max(1.0, abs(x))
+    assert seen == pytest.approx([x + step, x - step], rel=0, abs=1e-3 * step)
+
+
 def test_the_input_is_left_alone_and_seen_in_float64() -> None:
     x = torch.tensor([1.0, 2.0])
     seen: list[torch.dtype] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import pickle
 import time
@@ -15,7 +16,7 @@ import torch
 
 from steelyard import Pipeline, RegularizerSpec, Workers, telemetry
 from steelyard.errors import InputError, SpecError, TermError, TermTimeoutError
-from steelyard.regularizers import ExternalValidation
+from steelyard.regularizers import ExternalValidation, _http_endpoint
 
 from .checks import plain, tinkered, value_and_gradients
 from .http_server import Server
@@ -64,6 +65,7 @@ def test_one_penalty_per_datum_in_order(server: Server) -> None:
     penalties = [0.25, 2, -1.5, 0.0]
     found, metrics = validate(validator(server), [{"penalty": p} for p in penalties])
     assert found == penalties
+    assert metrics.pop("latency_ms") > 0
     assert metrics == {"retries": 0.0, "unanswered": 0.0}
     assert all(isinstance(penalty, float) for penalty in found)
 
@@ -165,6 +167,16 @@ def test_busy_servers_are_retried(server: Server, behaviour: str) -> None:
     found, metrics = validate(validator(server, behaviour), [{"times": 2}])
     assert (found, metrics["retries"]) == ([0.5], 2.0)
     assert server.seen[behaviour] == 3
+
+
+def test_the_latency_is_that_of_the_last_attempt(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.accumulate(itertools.repeat(0.25))
+    monkeypatch.setattr(_http_endpoint, "perf_counter", lambda: next(clock))
+    term = validator(server, "busy", concurrency=1, backoff=0.0)
+    _, metrics = validate(term, [{"times": 2}])
+    assert (metrics["latency_ms"], metrics["retries"]) == (250.0, 2.0)
 
 
 def test_retries_are_limited(server: Server) -> None:

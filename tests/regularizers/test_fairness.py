@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from itertools import combinations
+import warnings
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steelyard.errors import SpecError
 from steelyard.regularizers import DemographicParity, EqualizedOdds
+from steelyard.regularizers.fairness import SmallBatchWarning
 
 from .checks import assert_gradients, doubles, plain, tinkered, value_and_gradients
 
@@ -119,6 +122,98 @@ def test_one_group_has_no_gap(term: Any) -> None:
     assert value == 0
     assert all(bool((row == 0).all()) for row in gradients)
     assert term.compute(alone, doubles([-1.0], [-2.0]))[1]["gap"] == 0
+
+
+def population(groups: int = 2) -> list[torch.Tensor]:
+    """Outcomes of a few data of each group, all that there are."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(3, generator=generator, dtype=torch.float64) - g for g in range(groups)]
+
+
+def expected(term: Any, outcomes: list[torch.Tensor], size: int) -> tuple[float, torch.Tensor]:
+    """Mean of value and gradient over all batches of `size` data of each group."""
+    leaf = torch.cat(outcomes).requires_grad_()
+    parts = leaf.chunk(len(outcomes))
+    drawn = [list(product(part, repeat=size)) for part in parts]  # with replacement
+    losses = []
+    for batch in product(*drawn):
+        rows = [row.reshape(1) for group in batch for row in group]
+        labels = [plain(group=g, label=0) for g, group in enumerate(batch) for _ in group]
+        losses.append(term.compute(labels, rows)[0])
+    loss = torch.stack(losses).mean()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.item(), gradient
+
+
+@pytest.mark.parametrize("kind", [DemographicParity, EqualizedOdds])
+@pytest.mark.parametrize("groups", [2, 3])
+def test_unbiased_squared_gaps_are_those_of_the_population(kind: Any, groups: int) -> None:
+    outcomes = population(groups)
+    leaf = torch.cat(outcomes).requires_grad_()
+    pairs = combinations(leaf.chunk(groups), 2)
+    gap = torch.stack([(a.mean() - b.mean()) ** 2 for a, b in pairs]).mean()
+    (gradient,) = torch.autograd.grad(gap, leaf)
+    value, found = expected(kind(unbiased=True, test="none"), outcomes, 2)
+    assert value == pytest.approx(gap.item(), rel=1e-12)
+    assert torch.allclose(found, gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_squared_gaps_of_batches_are_too_large_by_the_spread_within_groups(size: int) -> None:
+    first, second = population()
+    excess = (first.var(correction=0) + second.var(correction=0)).item() / size
+    value, gradient = expected(DemographicParity(test="none"), [first, second], size)
+    gap = (first.mean() - second.mean()).item()
+    assert value == pytest.approx(gap**2 + excess, rel=1e-12)
+    # Its gradient is that of the gap, and of the variances: it pulls outcomes to their mean.
+    spread = torch.cat([first - first.mean(), second - second.mean()]) * 2 / 3 / size
+    of_gap = torch.tensor([1.0] * 3 + [-1.0] * 3, dtype=torch.float64) * 2 * gap / 3
+    assert torch.allclose(gradient, of_gap + spread, rtol=1e-10)
+
+
+def test_unbiased_gaps_leave_out_groups_of_one_datum() -> None:
+    term = DemographicParity(unbiased=True, test="none")
+    groups = [plain(group=g) for g in (0, 0, 1)]
+    value, gradients = value_and_gradients(term, groups, doubles([-1.0], [-2.0], [-9.0]))
+    assert value == 0
+    assert all(bool((row == 0).all()) for row in gradients)
+    more = [plain(group=g) for g in (0, 0, 1, 1)]
+    rows = doubles([-1.0], [-2.0], [-9.0], [-8.0])
+    assert value_and_gradients(term, more, rows)[0] == pytest.approx(7.0**2 - 2 * 0.5 / 2)
+    assert_gradients(
+        term, more, rows, lambda x: float((x[0] + x[1] - x[2] - x[3]) ** 2 / 4
+                                          - (x[0] - x[1]) ** 2 / 4 - (x[2] - x[3]) ** 2 / 4)
+    )  # fmt: skip
+
+
+def test_unbiased_is_for_squared_gaps() -> None:
+    with pytest.raises(SpecError, match=r"unbiased must be False with power=1, got True"):
+        EqualizedOdds(unbiased=True, power=1)
+    with pytest.raises(SpecError, match=r"unbiased must be True or False, got 1"):
+        DemographicParity(unbiased=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [DemographicParity, EqualizedOdds])
+@pytest.mark.parametrize(
+    ("counts", "warned"),
+    [((2, 9), "2 of group 0, 9 of group 1"), ((9,), "9 of group 0"), ((8, 8), "")],
+)  # fmt: skip
+def test_a_small_batch_is_warned_of_once(kind: Any, counts: tuple[int, ...], warned: str) -> None:
+    term = kind(test="none")
+    batch = [plain(group=g, label=0) for g, count in enumerate(counts) for _ in range(count)]
+    rows = [torch.tensor([-1.0])] * len(batch)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            term.compute(batch, rows)
+    messages = [str(each.message) for each in seen]
+    assert all(each.category is SmallBatchWarning for each in seen)
+    if not warned:
+        assert messages == []
+    else:
+        (message,) = messages
+        assert message.startswith(f"a batch has few data of a group ({warned}): the gap between")
+        assert "at least 8 data of each group" in message
 
 
 def test_equalized_odds_ignore_differences_between_labels() -> None:

@@ -48,7 +48,7 @@ def post(target: Endpoint, *bodies: Any) -> list[tuple[Any, int]]:
         session = await target.session()
         try:
             calls = [target.post(session, json.dumps(body)) for body in bodies]
-            return list(await asyncio.gather(*calls))
+            return [(found.content, found.retries) for found in await asyncio.gather(*calls)]
         finally:
             await session.close()
 

@@ -42,6 +42,17 @@ def test_value_and_gradient(cls: Any, formula: Any, of: str, reduction: str, log
     assert_gradients(term, [], logprobs, by_hand)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("of", ["logprobs", "probs"])
+def test_l1_reports_its_sum_and_its_mean(of: Any, reduction: Any) -> None:
+    _, metrics = L1(of=of, reduction=reduction).compute([], LOGPROBS)
+    x = np.abs(flat(LOGPROBS, of))
+    assert metrics == {
+        "l1_total": pytest.approx(x.sum(), rel=1e-12),
+        "l1_mean": pytest.approx(x.mean(), rel=1e-12),
+    }
+
+
 def test_l1_of_log_probs_is_the_negative_log_likelihood() -> None:
     value, (first, second) = value_and_gradients(L1(), [], LOGPROBS)
     assert value == pytest.approx(5.0 / 3)
@@ -63,4 +74,4 @@ def test_the_centre_is_the_mean_of_unmasked_tokens() -> None:
 
 
 def test_infinity_propagates() -> None:
-    assert L1().compute([], [torch.tensor([-math.inf])]).item() == math.inf
+    assert L2().compute([], [torch.tensor([-math.inf])]).item() == math.inf

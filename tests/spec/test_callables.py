@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from steelyard import RegularizerSpec
-from steelyard.spec.callables import entry_point, is_async, rejects
+from steelyard.spec.callables import entry_point, is_async, measurement, rejects
 
 
 def function(data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0) -> float:
@@ -200,3 +200,44 @@ def test_a_partial_of_an_object_calls_the_object_not_its_compute() -> None:
 
     assert is_async(Both())
     assert not is_async(functools.partial(Both()))
+
+
+class Stateful(Computing):
+    calls = 0
+
+    def compute(self, data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0) -> float:
+        self.calls += 1
+        return float(self.calls)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Measured(Stateful):
+    def measure(self, data: Any, logprobs: Any) -> float:
+        return 7.0
+
+
+def test_a_term_is_measured_by_its_own_method() -> None:
+    assert measurement(Measured())([], []) == 7.0
+
+
+def test_a_term_with_state_is_measured_on_a_copy() -> None:
+    term = Stateful()
+    term.compute([], [])
+    assert [measurement(term)([], []) for _ in range(2)] == [2.0, 2.0]
+    assert term.calls == 1
+
+
+@pytest.mark.parametrize("fn", [function, functools.partial(function), SyncCallable()])
+def test_other_terms_are_measured_as_they_are(fn: Any) -> None:
+    assert measurement(fn) is fn
+
+
+def test_a_measure_that_is_no_method_is_not_used() -> None:
+    term = Computing()
+    term.measure = 0.5  # type: ignore[attr-defined]
+    assert measurement(term)([], []) == 1.0

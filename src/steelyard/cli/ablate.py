@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.exit_codes import INTERRUPTED
-from steelyard.cli.train import Overrides, SkipBad
+from steelyard.cli.train import Overrides, Seeds, SkipBad
 
 if TYPE_CHECKING:
-    from steelyard.experiment import Ablation
+    from steelyard.experiment import Ablation, Comparison
 
 
 def ablate(
@@ -21,6 +21,7 @@ def ablate(
         Path | None,
         typer.Option("--run", "-r", help="Folder of all runs; an existing ablation is continued."),
     ] = None,
+    seeds: Seeds = 1,
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Number of runs at the same time.")
     ] = 1,
@@ -34,38 +35,45 @@ def ablate(
     parsed = experiment.read_config(config, settings)
     folder = run or Path("runs") / f"{config.stem}-ablation"
     ablation = run_with_display(
-        lambda watch, stop: experiment.ablate(parsed, folder, jobs=jobs, watch=watch, stop=stop)
+        lambda watch, stop: experiment.ablate(
+            parsed, folder, seeds=seeds, jobs=jobs, watch=watch, stop=stop
+        )
     )
-    _print_table(ablation)
+    if ablation.table:
+        _print_table(ablation)
+        for sentence in experiment.conclusions(ablation.effects):
+            typer.echo(experiment.redact(sentence))
     if not ablation.done:
         typer.echo(f"Stopped and saved. Run the same command again to continue: {ablation.folder}")
         raise typer.Exit(INTERRUPTED)
-    typer.echo(f"Done: {len(ablation.runs)} runs in {ablation.folder}")
+    count = sum(map(len, ablation.seeds.values()))
+    typer.echo(f"Done: {count} runs in {ablation.folder}")
 
 
 def _print_table(ablation: Ablation) -> None:
-    from rich.console import Console  # noqa: PLC0415 - takes a moment
-    from rich.table import Table  # noqa: PLC0415 - as above
+    from rich.table import Table  # noqa: PLC0415 - takes a moment
 
-    if not ablation.table:
-        return
-    first = ablation.table[0]  # the run with all terms
-    terms = list(first["terms"])
-    table = Table(title="effect of each term: final held-out values (change from the run 'all')")
-    for column in ("run", "held-out loss", *terms, "time"):
+    from steelyard.cli.print_table import print_table  # noqa: PLC0415 - as above
+
+    count = len(ablation.seeds)
+    values = f"means of {count} seeds" if count > 1 else "final held-out values"
+    mark = "; * where its 95 % interval excludes 0" if count > 1 else ""
+    table = Table(title=f"effect of each term: {values} (change from the run 'all'{mark})")
+    quantities = list(next(iter(ablation.effects.values())))
+    for column in ("run", *quantities, "time"):
         table.add_column(column, justify="left" if column == "run" else "right")
-    for row in ablation.table:
-        cells = [_with_change(row["held_out/loss"], first["held_out/loss"])]
-        cells += [_with_change(row["terms"].get(term), first["terms"].get(term)) for term in terms]
-        table.add_row(row["run"], *cells, f"{row['seconds']:.1f} s")
-    console = Console()
-    console.width = max(console.width, 40 + 22 * len(terms))
-    console.print(table)
+    for run, own in ablation.effects.items():
+        seconds = sum(row["seconds"] for row in ablation.table if row["run"] == run)
+        table.add_row(run, *map(_cell, own.values()), f"{seconds:.1f} s")
+    print_table(table)
 
 
-def _with_change(value: float | None, first: float | None) -> str:
+def _cell(comparison: Comparison) -> str:
+    value, difference = comparison.value, comparison.difference
     if value is None:
         return "-"
-    if first is None or value == first:
-        return f"{value:.4g}"
-    return f"{value:.4g} ({value - first:+.2g})"
+    if difference is None or not (difference.mean or difference.margin):
+        return f"{value.mean:.4g}"
+    margin = "" if difference.margin is None else f" ± {difference.margin:.2g}"
+    mark = "*" if difference.differs_from_zero else ""
+    return f"{value.mean:.4g} ({difference.mean:+.2g}{margin}){mark}"

@@ -80,28 +80,35 @@ def step_table(metrics: dict[str, Any]) -> Table:
     """Table of the terms at one step; the caption says why terms were skipped."""
     held_out = metrics.get("held_out/loss")
     title = f"step {metrics['step'] + 1}, {metrics['seconds']:.1f} s"
+    if held_out is not None:
+        title += f", held-out loss {held_out:.4f}"
     rows = rows_of(metrics)
     skipped = [f"{row.name} skipped: {row.skipped}" for row in rows if row.skipped is not None]
+    spaces = {row.space for row in rows if row.space is not None}
+    one_space = len(spaces) == 1
+    if one_space:
+        title += f", gradients w.r.t. {_label(*spaces)}"
     table = Table(
-        title=title if held_out is None else f"{title}, held-out loss {held_out:.4f}",
+        title=title,
         caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
         caption_justify="left",
     )
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("term", "") else "right")
     for row in rows:
-        table.add_row(*_cells(row))
+        table.add_row(*_cells(row, name_space=not one_space))
     return table
 
 
-def _cells(row: TermRow) -> list[Text]:
+def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
+    share = _format(row.share, "{:.0%}")
     cells = [
         row.name,
         _format(row.value, "{:.4g}"),
         _format(row.weight, "{:.4g}"),
         _format(row.contribution, "{:.4g}"),
         _format(row.grad_norm, "{:.3g}"),
-        _format(row.share, "{:.0%}"),
+        f"{share} of {_label(row.space)}" if name_space and row.space is not None else share,
         _format(row.cosine, "{:+.2f}"),
         _format(None if row.seconds is None else 1000 * row.seconds, "{:.1f} ms"),
         ", ".join(row.flags) if row.skipped is None else "skipped",
@@ -112,3 +119,7 @@ def _cells(row: TermRow) -> list[Text]:
 
 def _format(value: float | None, template: str) -> str:
     return "" if value is None else template.format(value)
+
+
+def _label(space: str) -> str:
+    return space.replace("logprobs", "log-probs").replace("_", " ")

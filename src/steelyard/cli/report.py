@@ -11,7 +11,9 @@ import typer
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders, or the folder of an ablation."),
+        typer.Argument(
+            metavar="RUN...", help="Run folders, or the folder of an ablation or a search."
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -22,7 +24,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write a self-contained HTML report about one or several runs."""
+    """Write an HTML report about runs, an ablation or a search."""
     from steelyard.experiment.report import write_report  # noqa: PLC0415 - takes seconds
 
     folder = runs[0] if len(runs) == 1 else Path()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.experiment import (
+    Gradient,
     flags_of,
-    gradient_shares,
+    gradients,
     short_reason,
     skipped_terms,
     terms_that_ran,
@@ -25,7 +26,8 @@ class TermRow:
         weight: weight at this step.
         contribution: weight × value, the summand in the total loss.
         grad_norm: norm of the weighted gradient.
-        share: `grad_norm` divided by the sum of the norms of all terms and the base loss.
+        space: what the gradient is with respect to.
+        share: `grad_norm` divided by the sum of the norms of all terms in this space.
         cosine: cosine between this gradient and that of the base loss.
         seconds: duration of the call, gradient included.
         flags: warnings about these numbers, see `steelyard.experiment.flags`.
@@ -37,6 +39,7 @@ class TermRow:
     weight: float | None = None
     contribution: float | None = None
     grad_norm: float | None = None
+    space: str | None = None
     share: float | None = None
     cosine: float | None = None
     seconds: float | None = None
@@ -58,33 +61,36 @@ def rows_of(metrics: Mapping[str, Any]) -> list[TermRow]:
         [('base', 0.25, ()), ('kl', 0.75, ('dominates',))]
     """
     names = terms_that_ran(metrics)
-    shares = gradient_shares(metrics, names)
-    value, norm = metrics["base_loss/value"], metrics.get("base_loss/grad_norm")
-    base = TermRow("base", value, contribution=value, grad_norm=norm, share=shares["base"])
+    by_name = gradients([metrics], names)
+    value = metrics["base_loss/value"]
+    base = TermRow("base", value, contribution=value, **_gradient_columns(by_name.get("base")))
     skipped = [
         TermRow(name, skipped=short_reason(name, reason))
         for name, reason in skipped_terms(metrics).items()
     ]
-    return [base, *(_row(name, metrics, shares[name]) for name in names), *skipped]
+    return [base, *(_row(name, metrics, by_name.get(name)) for name in names), *skipped]
 
 
-def _row(name: str, metrics: Mapping[str, Any], share: float | None) -> TermRow:
+def _row(name: str, metrics: Mapping[str, Any], gradient: Gradient | None) -> TermRow:
     prefix = f"regularizers/{name}"
-    weight, cosine = metrics[f"{prefix}/weight"], metrics.get(f"cosines/base/{name}")
+    weight = metrics[f"{prefix}/weight"]
     return TermRow(
         name,
         metrics[f"{prefix}/value"],
         weight,
         metrics[f"{prefix}/contribution"],
-        metrics.get(f"{prefix}/grad_norm_weighted"),
-        share,
-        cosine,
-        metrics.get(f"{prefix}/duration"),
-        flags_of(
-            tracked="base_loss/grad_norm" in metrics,
-            weight=weight,
-            grad_norm=metrics.get(f"{prefix}/grad_norm"),
-            share=share,
-            cosine=cosine,
-        ),
+        **_gradient_columns(gradient),
+        seconds=metrics.get(f"{prefix}/duration"),
+        flags=flags_of(tracked="base_loss/grad_norm" in metrics, weight=weight, gradient=gradient),
     )
+
+
+def _gradient_columns(gradient: Gradient | None) -> dict[str, Any]:
+    if gradient is None:
+        return {}
+    return {
+        "grad_norm": gradient.norm,
+        "space": gradient.space,
+        "share": gradient.share,
+        "cosine": gradient.cosine,
+    }

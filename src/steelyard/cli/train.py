@@ -18,6 +18,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings to override, such as train.steps=5."),
 ]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        "--seeds", min=1, help="Number of seeds to train with: train.seed and those after it."
+    ),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out malformed lines of the data.")]
 
 

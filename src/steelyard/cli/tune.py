@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from steelyard.cli.exit_codes import INTERRUPTED
-from steelyard.cli.train import Overrides, SkipBad
+from steelyard.cli.train import Overrides, Seeds, SkipBad
+
+if TYPE_CHECKING:
+    from steelyard.experiment import Estimate, Search
 
 
 def tune(
@@ -22,6 +25,7 @@ def tune(
         int | None,
         typer.Option("--trials", min=1, help="Number of trials in total; overrides tune.trials."),
     ] = None,
+    seeds: Seeds = 1,
     skip_bad: SkipBad = False,
 ) -> None:
     """Search for the weights written as { tune = [low, high] }."""
@@ -33,8 +37,9 @@ def tune(
     parsed = experiment.read_config(config, settings)
     folder = run or Path("runs") / f"{config.stem}-tune"
     tuned = run_with_display(
-        lambda watch, stop: experiment.tune(parsed, folder, watch=watch, stop=stop)
+        lambda watch, stop: experiment.tune(parsed, folder, seeds=seeds, watch=watch, stop=stop)
     )
+    _print_table(tuned.search)
     if tuned.value is not None:
         typer.echo(f"Best of {tuned.trials} trials: {tuned.value:.6g}")
         for name, weight in tuned.weights.items():
@@ -44,3 +49,32 @@ def tune(
         typer.echo(f"Stopped after {tuned.trials} trials. Run the same command again to continue:")
         typer.echo(f"  {tuned.folder}")
         raise typer.Exit(INTERRUPTED)
+
+
+def _print_table(search: Search) -> None:
+    from rich.table import Table  # noqa: PLC0415 - takes a moment
+
+    from steelyard.cli.print_table import print_table  # noqa: PLC0415 - as above
+
+    if not search.trials:
+        return
+    means = f", means of {search.seeds} seeds ± 95 % intervals" if search.seeds > 1 else ""
+    table = Table(title=f"trials, the best first{means}")
+    weights = list(dict.fromkeys(name for trial in search.trials for name in trial.weights))
+    columns = ["trial", "objective", *(["from the best"] if search.seeds > 1 else []), *weights]
+    for column in (*columns, "state", "time"):
+        table.add_column(column, justify="left" if column == "state" else "right")
+    for trial in search.trials:
+        given = [f"{trial.weights[name]:.4g}" if name in trial.weights else "-" for name in weights]
+        time = f"{trial.seconds:.1f} s"
+        cells = [_text(trial.objective, ".6g")]
+        cells += [_text(trial.behind, "+.2g")] if search.seeds > 1 else []
+        table.add_row(str(trial.number), *cells, *given, trial.state, time)
+    print_table(table)
+
+
+def _text(estimate: Estimate | None, template: str) -> str:
+    if estimate is None:
+        return "-"
+    margin = "" if estimate.margin is None else f" ± {estimate.margin:.2g}"
+    return f"{estimate.mean:{template}}{margin}"

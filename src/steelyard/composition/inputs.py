@@ -27,6 +27,7 @@ from steelyard.gradients import (
     LogProbs,
     Nest,
     Row,
+    SplitOnRead,
     differentiate,
     filled,
     flatten,
@@ -307,15 +308,29 @@ class FlatInputs(Inputs):
         gradient, by_need = evaluation.gradient, evaluation.extra
         result.gradients = by_need if gradient is None else {LOGPROBS: [gradient], **by_need}
 
-    def gradients(self, totals: Mapping[str, Row]) -> dict[str, Any]:
-        """Total gradients in the structure of the inputs, as fields of the output."""
+    def gradients(
+        self, totals: Mapping[str, Row], results: Sequence[TermResult], *, tracked: bool
+    ) -> dict[str, Any]:
+        """Gradients in the structure of the inputs, as fields of the output.
+
+        Args:
+            totals: of the composed loss, by space.
+            results: of the terms.
+            tracked: whether to keep the gradient of each term.
+        """
         (total,) = totals.get(LOGPROBS, [None])
         extra = {
             need: filled(self._given[need], r) for need, r in totals.items() if need != LOGPROBS
         }
         layout, flat = self._flat
         gradients = layout.split(torch.zeros_like(flat) if total is None else total)
-        return {"gradients": gradients, "extra_gradients": extra}
+        fields: dict[str, Any] = {"gradients": gradients, "extra_gradients": extra}
+        if tracked:
+            done = [r for r in results if r.space == (LOGPROBS,)]
+            rows = {r.term.name: r.gradients.get(LOGPROBS, ()) for r in done}
+            own = {name: g for name, row in rows.items() for g in row if g is not None}
+            fields["term_gradients"] = SplitOnRead(layout, own)
+        return fields
 
     def _total_gradients(self, total: Tensor, term: Term) -> Mapping[str, Row]:
         extra = {need: self._extra[need] for need in term.spec.needs}

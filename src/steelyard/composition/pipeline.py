@@ -197,7 +197,7 @@ class Pipeline(TermSet):
             combined,
             [term.name for term in terms if term not in due],
             total_grad_norm=(combined.total_norm or 0.0) if tracked else None,
-            **inputs.gradients(combined.totals),
+            **inputs.gradients(combined.totals, results, tracked=tracked),
         )
         if events is not None:
             events.stop(results, output, began)

@@ -186,6 +186,6 @@ def _levels_to_the_caller() -> int:
     levels, frame = 1, sys._getframe(1)  # noqa: SLF001 - the documented way to see the stack
     # Frames of torch lie between the call of an nn.Module and its forward method.
     ours = ("steelyard.", "torch.")
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(ours):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
         levels, frame = levels + 1, frame.f_back
     return levels

@@ -23,12 +23,12 @@ import torch
 from tinker import types
 from torch import Tensor
 
+from steelyard.composition import NamedLoss
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.datum_tensors import DatumTensors
 from steelyard.engine.forward import COMPUTED_INPUTS, ForwardResult, OutputGradients, forward
 from steelyard.engine.memory import TokenBudget, or_none
 from steelyard.engine.model import Model
-from steelyard.engine.named_losses import NamedLoss
 from steelyard.engine.packing import Packing, pack
 from steelyard.errors import InputError
 from steelyard.penalties.from_logits import Projection
@@ -111,12 +111,15 @@ class Trainer:
 
         return self._token_budget.run(self.adapter, work)
 
-    def open_pass(self, examples: Sequence[DatumTensors], needs: Sequence[str]) -> OpenPass:
+    def open_pass(
+        self, examples: Sequence[DatumTensors], needs: Sequence[str], *, keep_graph: bool = True
+    ) -> OpenPass:
         """Run the model forward, and keep its graph for `backward` if the token budget allows it.
 
         Args:
             examples: the data.
             needs: outputs beside the log-probs; those of `COMPUTED_INPUTS` are computed.
+            keep_graph: False if no backward pass is expected; one would run forward again.
 
         Raises:
             InputError: `needs` has a projection, and the model's logits are not the output of its
@@ -134,7 +137,8 @@ class Trainer:
             packings = self._packings(examples, tokens)
             outputs = _empty_outputs(examples)
             results = None
-            if sum(packing.rows * packing.length for packing in packings) <= tokens:
+            size = sum(packing.rows * packing.length for packing in packings)
+            if keep_graph and size <= tokens:
                 results = [self._with_graph(examples, packing, computed) for packing in packings]
                 for result in results:
                     result.split(examples, outputs)

@@ -17,11 +17,11 @@ from tinker.lib.public_interfaces.custom_loss import (
 )
 from torch import Tensor
 
+from steelyard.composition import find_loss
 from steelyard.engine.adapter import Adapter, check_adam
 from steelyard.engine.checkpoint_contents import TrainingState
 from steelyard.engine.datum_tensors import read_examples
 from steelyard.engine.forward_pass import ForwardPass
-from steelyard.engine.named_losses import find_loss
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.trainer import LossOfLogprobs, Trainer, with_metrics
 from steelyard.engine.worker_thread import WorkerThread
@@ -185,7 +185,9 @@ class LocalTrainingClient:
 
         return run
 
-    def open_pass(self, data: list[types.Datum], needs: Sequence[str] = ()) -> ForwardPass:
+    def open_pass(
+        self, data: list[types.Datum], needs: Sequence[str] = (), *, keep_graph: bool = True
+    ) -> ForwardPass:
         """Run a forward pass and wait for it; its `backward` takes d loss / d log-probs later.
 
         Custom losses are built on this.
@@ -193,6 +195,7 @@ class LocalTrainingClient:
         Args:
             data: with `target_tokens`; other fields are not read.
             needs: extra inputs: `"logits"`, `"projection"`, `"hidden_states"`, `"parameters"`.
+            keep_graph: False if no backward pass is expected, as in an evaluation.
 
         Raises:
             InputError: the data or the needs break a rule; or a projection is needed, and the
@@ -202,7 +205,9 @@ class LocalTrainingClient:
         if unknown:
             raise InputError(f"needs must be among {list(self.gives)}, got {unknown}.")
         examples = read_examples(data, {}, self._worker.model.limits)
-        opened = self._worker.submit(self._trainer.open_pass, examples, needs).result()
+        opened = self._worker.submit(
+            self._trainer.open_pass, examples, needs, keep_graph=keep_graph
+        ).result()
         return ForwardPass(self._worker, self._trainer, opened, needs)
 
     def forward_backward_custom(

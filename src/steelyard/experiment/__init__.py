@@ -12,7 +12,9 @@ The modules, in the order in which a run uses them:
 - Training: `training_loop` makes the steps, `held_out` evaluates on held-out data, and `run_dir`,
   `checkpointing` and `sinks` write files, checkpoints and metrics; `secrets` redacts secrets in
   all of them.
-- Several runs: `ablation` (with `parallel_runs`) and `tuning`.
+- Several runs: `ablation` (with `parallel_runs`) and `tuning`, which `search` reads back; `seeds`
+  repeats a config, `paired_differences` compares values over seeds, `overall_progress` counts the
+  steps of all runs.
 - Display: `step_metrics` reads a line of metrics, `flags` marks conspicuous terms; the terminal
   display and `report` use both.
 """
@@ -26,10 +28,13 @@ try:
     from steelyard.experiment.config_io import read_config
     from steelyard.experiment.example_config import example_config
     from steelyard.experiment.flags import flags_of
+    from steelyard.experiment.paired_differences import Comparison, Estimate, conclusions
     from steelyard.experiment.run_dir import RunFolder
+    from steelyard.experiment.search import Search, TrialResult
     from steelyard.experiment.secrets import redact
     from steelyard.experiment.step_metrics import (
-        gradient_shares,
+        Gradient,
+        gradients,
         short_reason,
         skipped_terms,
         terms_that_ran,
@@ -41,16 +46,22 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "Ablation",
+    "Comparison",
     "Config",
+    "Estimate",
+    "Gradient",
     "Outcome",
     "RunFolder",
+    "Search",
+    "TrialResult",
     "Tuned",
     "Watcher",
     "ablate",
     "check_config",
+    "conclusions",
     "example_config",
     "flags_of",
-    "gradient_shares",
+    "gradients",
     "read_config",
     "redact",
     "resume",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,20 @@ from steelyard.errors import RunError
 from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_secrets import literal_secrets
+from steelyard.experiment.overall_progress import OverallProgress
+from steelyard.experiment.paired_differences import LOSS, Comparison, compare
 from steelyard.experiment.parallel_runs import run_in_parallel
+from steelyard.experiment.reference_logprobs import share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
+from steelyard.experiment.seeds import seed_folder, seeded_configs
 from steelyard.experiment.training_loop import SilentWatcher, Watcher, resume, train
 
 _HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"
+_NOT_HELD_OUT = (
+    "data.held_out is 0: the runs are not compared on data that they were not trained on, a term "
+    "has no value in the runs without it, and there is no verdict. Hold out some of the data."
+)
 
 
 @dataclass(frozen=True)
@@ -27,15 +35,20 @@ class Ablation:
 
     Attributes:
         folder: the folder that holds all runs.
-        runs: sub-folder of each run, by the run's label.
-        table: a row for each finished run: `run`, `held_out/loss`, `loss`, `seconds`, and `terms`,
-            the value of every term on the held-out data, including terms not trained with.
+        runs: sub-folder of each run with the config's own seed, by the run's label.
+        seeds: sub-folders of the runs with each seed, by the run's label.
+        table: a row for each finished run: `run`, `seed`, `held_out/loss`, `loss`, `seconds`, and
+            `terms`, the value of every term on the held-out data, including terms not trained with.
+        effects: for each run and held-out value (`"held-out loss"`, or the name of a term) the
+            mean over the seeds, and the difference from the run `all`, paired by seed.
         done: whether all runs have finished.
     """
 
     folder: Path
     runs: Mapping[str, str]
+    seeds: Mapping[int, Mapping[str, str]]
     table: list[dict[str, Any]]
+    effects: Mapping[str, Mapping[str, Comparison]]
     done: bool
 
 
@@ -69,6 +82,7 @@ def ablate(
     config: Config,
     folder: str | Path,
     *,
+    seeds: int = 1,
     jobs: int = 1,
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -77,42 +91,81 @@ def ablate(
 
     Args:
         config: config of the run with all terms.
-        folder: parent folder of the runs; calling again with the same folder continues them.
+        folder: parent folder of the runs; calling again with the same folder continues them, and
+            a larger number of seeds adds runs to it.
+        seeds: number of seeds, `train.seed` and those after it, to train every variant with; see
+            `seeded_configs` for what a seed changes.
         jobs: number of runs at once, each in its own process; fewer while memory is short.
-        watch: notified of each step.
+        watch: notified of each step; `step` and `steps` count those of all runs.
         stop: called before each step; when it returns True the runs save a checkpoint and end.
 
     Raises:
-        ConfigError: the config names a model, term or file that does not exist.
+        ConfigError: the config names a model, term or file that does not exist, or the number of
+            seeds is not a whole number >= 1.
         RunError: the folder is in use, or holds runs of another config.
     """
+    seeded = seeded_configs(config, seeds)
     parent, watch = RunFolder(folder), watch or SilentWatcher()
     with parent.locked():
-        configs = variants(config)
-        runs = {label: _slug(label) for label in configs}
-        _check_same_configs(parent.path, configs, runs)
-        unfinished = {
-            parent.path / runs[label]: variant
-            for label, variant in configs.items()
-            if RunFolder(parent.path / runs[label]).result() is None
-        }
-        if jobs > 1:
-            run_in_parallel(unfinished, jobs, watch, stop)
-        else:
-            _run_in_turn(unfinished, watch, stop)
-        table = _table(parent.path, runs)
-        content = json.dumps(redact({"runs": runs, "table": table}), indent=2)
-        write_atomic(parent.path / "ablation.json", content.encode())
-        return Ablation(parent.path, runs, table, done=len(table) == len(runs))
+        # Seed by seed, so that an interrupted ablation has pairs to compare.
+        runs = [
+            _Run(label, seed, seed_folder(parent.path, config, seed) / _slug(label), variant)
+            for seed, with_seed in seeded.items()
+            for label, variant in variants(with_seed).items()
+        ]
+        _check_same_configs(parent.path, runs)
+        share_reference_logprobs(parent.path)
+        if not config.data.held_out:
+            watch.say(_NOT_HELD_OUT)
+        _train_unfinished(runs, jobs, watch, stop)
+        ablation = _result(parent.path, config, runs)
+        content = redact({
+            "runs": ablation.runs, "seeds": ablation.seeds, "table": ablation.table,
+            "effects": {
+                run: {quantity: each.to_dict() for quantity, each in own.items()}
+                for run, own in ablation.effects.items()
+            },
+        })  # fmt: skip
+        write_atomic(parent.path / "ablation.json", json.dumps(content, indent=2).encode())
+        return ablation
+
+
+@dataclass(frozen=True)
+class _Run:
+    label: str
+    seed: int
+    path: Path
+    config: Config
+
+
+def _train_unfinished(
+    runs: Sequence[_Run], jobs: int, watch: Watcher, stop: Callable[[], bool]
+) -> None:
+    steps = runs[0].config.train.steps
+    unfinished = {run.path: run for run in runs if RunFolder(run.path).result() is None}
+    done = {str(run.path): steps for run in runs if run.path not in unfinished}
+    progress = OverallProgress(watch, steps * len(runs), done)
+
+    def begin(path: Path) -> Watcher:
+        run = unfinished[path]
+        seed = f", seed {run.seed}" if run.seed != runs[0].seed else ""
+        watch.say(f"run {runs.index(run) + 1} of {len(runs)}: {run.label}{seed}")
+        return progress.of(str(path))
+
+    configs = {path: run.config for path, run in unfinished.items()}
+    if jobs > 1:
+        run_in_parallel(configs, jobs, begin, stop)
+    else:
+        _run_in_turn(configs, begin, stop)
 
 
 def _run_in_turn(
-    unfinished: Mapping[Path, Config], watch: Watcher, stop: Callable[[], bool]
+    configs: Mapping[Path, Config], begin: Callable[[Path], Watcher], stop: Callable[[], bool]
 ) -> None:
-    for path, variant in unfinished.items():
+    for path, variant in configs.items():
         if stop():
             return
-        watch.say(f"run {path.name}")
+        watch = begin(path)
         if RunFolder(path).holds_run:
             secrets = literal_secrets(variant.model_dump(mode="json"))
             resume(path, secrets, watch=watch, stop=stop)
@@ -120,36 +173,57 @@ def _run_in_turn(
             train(variant, path, watch=watch, stop=stop)
 
 
-def _table(folder: Path, runs: Mapping[str, str]) -> list[dict[str, Any]]:
-    rows = []
-    for label, slug in runs.items():
-        result = RunFolder(folder / slug).result()
-        if result is None:
-            continue
-        metrics = result["metrics"]
-        terms = {
-            key.removeprefix(_HELD_OUT_TERM): value
-            for key, value in metrics.items()
-            if key.startswith(_HELD_OUT_TERM)
+def _result(folder: Path, config: Config, runs: Sequence[_Run]) -> Ablation:
+    seeds: dict[int, dict[str, str]] = {}
+    for run in runs:
+        seeds.setdefault(run.seed, {})[run.label] = run.path.relative_to(folder).as_posix()
+    rows = [row for run in runs if (row := _row(run)) is not None]
+    done = len(rows) == len(runs)
+    return Ablation(folder, seeds[config.train.seed], seeds, rows, _effects(rows), done)
+
+
+def _row(run: _Run) -> dict[str, Any] | None:
+    result = RunFolder(run.path).result()
+    if result is None:
+        return None
+    metrics = result["metrics"]
+    terms = {
+        key.removeprefix(_HELD_OUT_TERM): value
+        for key, value in metrics.items()
+        if key.startswith(_HELD_OUT_TERM)
+    }
+    return {
+        "run": run.label,
+        "seed": run.seed,
+        _HELD_OUT_LOSS: metrics.get(_HELD_OUT_LOSS),
+        "loss": metrics["base_loss/value"],
+        "terms": terms,
+        "seconds": result["seconds"],
+    }
+
+
+def _effects(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Comparison]]:
+    quantities = [LOSS, *dict.fromkeys(name for row in table for name in row["terms"])]
+    values: dict[str, dict[str, dict[int, float | None]]] = {}
+    for row in table:
+        own = values.setdefault(row["run"], {name: {} for name in quantities})
+        for quantity in quantities:
+            value = row[_HELD_OUT_LOSS] if quantity == LOSS else row["terms"].get(quantity)
+            own[quantity][row["seed"]] = value
+    full = values.get("all", {})
+    return {
+        run: {
+            quantity: compare(by_seed, None if run == "all" else full.get(quantity))
+            for quantity, by_seed in own.items()
         }
-        rows.append(
-            {
-                "run": label,
-                _HELD_OUT_LOSS: metrics.get(_HELD_OUT_LOSS),
-                "loss": metrics["base_loss/value"],
-                "terms": terms,
-                "seconds": result["seconds"],
-            }
-        )
-    return rows
+        for run, own in values.items()
+    }
 
 
-def _check_same_configs(
-    folder: Path, configs: Mapping[str, Config], runs: Mapping[str, str]
-) -> None:
-    for label, variant in configs.items():
-        run = RunFolder(folder / runs[label])
-        if run.holds_run and _written(run.config()) != _written(variant):
+def _check_same_configs(folder: Path, runs: Sequence[_Run]) -> None:
+    for run in runs:
+        existing = RunFolder(run.path)
+        if existing.holds_run and _written(existing.config()) != _written(run.config):
             raise RunError(
                 f"{folder} must be new or hold runs of this config, and {run.path} is of another: "
                 f"choose another folder."

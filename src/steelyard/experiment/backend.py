@@ -50,6 +50,18 @@ class Backend:
             logprobs += [output["logprobs"].to_torch().to(torch.float32) for output in outputs]
         return logprobs
 
+    def forward(
+        self, data: Sequence[types.Datum], needs: Sequence[str], size: int
+    ) -> Iterator[tuple[list[types.Datum], Any]]:
+        """Run the model over batches of `size` data, with the extra inputs that terms need.
+
+        Yields each batch and its forward pass, without a graph: its `logprobs`, and `given`, the
+        extra inputs by name. Only a local backend has them.
+        """
+        for start in range(0, len(data), size):
+            batch = list(data[start : start + size])
+            yield batch, self.client.open_pass(batch, needs, keep_graph=False)
+
     def sample(self, prompts: Sequence[types.ModelInput], tokens: int) -> list[str]:
         """Greedy continuation of each prompt, at most `tokens` tokens long."""
         sampling = self.client.save_weights_and_get_sampling_client()

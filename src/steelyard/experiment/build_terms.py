@@ -36,7 +36,12 @@ class Terms:
     @property
     def reads_reference(self) -> bool:
         """True if the loss or a regularizer reads `reference_logprobs`."""
-        return any(_reads_reference(fn) for fn in (self.loss, *(s.fn for s in self.specs)))
+        return self._any_has("reference")
+
+    @property
+    def measures_reference(self) -> bool:
+        """True if a term reads `reference_logprobs` of held-out data, where it is measured."""
+        return self._any_has("measured_against")
 
     def close(self) -> None:
         """Close every term that has a `close` method, for example one with open connections."""
@@ -44,6 +49,9 @@ class Terms:
             close = getattr(fn, "close", None)
             if callable(close):
                 close()
+
+    def _any_has(self, attribute: str) -> bool:
+        return any(_reads(fn, attribute) for fn in (self.loss, *(s.fn for s in self.specs)))
 
 
 def build_terms(config: Config) -> Terms:
@@ -109,7 +117,10 @@ def _locate_errors(location: str, build_part: Callable[[], T]) -> T:
         raise ConfigError(redact(f"{location}: {error}")) from error
 
 
-def _reads_reference(fn: Any) -> bool:
+def _reads(fn: Any, attribute: str) -> bool:
+    """Whether an attribute of a term, or of one that it wraps, names the reference log-probs."""
     # A wrapper, such as `adaptive`, keeps the regularizer that it wraps as an attribute.
     wrapped = (value for value in getattr(fn, "__dict__", {}).values() if hasattr(value, "compute"))
-    return getattr(fn, "reference", None) == _REFERENCE or any(map(_reads_reference, wrapped))
+    return getattr(fn, attribute, None) == _REFERENCE or any(
+        _reads(each, attribute) for each in wrapped
+    )

@@ -139,6 +139,9 @@ class DataConfig(_Table):
     held_out: HeldOut = Field(
         default=0.1, description="a fraction of the lines, or a separate file"
     )
+    split_seed: int | None = Field(
+        default=None, ge=0, description="seed that picks the held-out lines; None: train.seed"
+    )
     skip_bad: bool = Field(default=False, description="skip malformed lines, and report how many")
     reference: Literal["auto", "always", "never"] = Field(
         default="auto", description="whether to compute reference_logprobs with the base model"
@@ -172,6 +175,12 @@ class TrainConfig(_Table):
     )
     sample_tokens: int = Field(default=48, ge=1)
     track_grad_norms: bool = True
+    drivers_every: int | None = Field(
+        default=None,
+        ge=0,
+        description="steps between records of the examples that drive each term, if gradient norms "
+        "are tracked; 0: none; None: a tenth of the run, at least 10",
+    )
     timeout: float = Field(default=30.0, gt=0, le=300, description="maximum seconds of one term")
 
 

@@ -31,11 +31,13 @@ class DataFile:
     Attributes:
         kind: format of the lines.
         groups: data of each line.
+        lines: number of each line in the file, from 1.
         skipped: an error message for each line that was skipped.
     """
 
     kind: Kind
     groups: Sequence[Group]
+    lines: Sequence[int]
     skipped: Sequence[str]
 
 
@@ -53,6 +55,7 @@ def read_records(
         DataError: a line is malformed and `skip_bad` is False, or no valid line is left.
     """
     groups: list[Group] = []
+    lines: list[int] = []
     errors: list[str] = []
     kinds: dict[Kind, int] = {}  # the kind of the file, and the line that set it
     for number, line in _lines(Path(path)):
@@ -60,6 +63,7 @@ def read_records(
             kind, record = _parse(line)
             _check_kind(kind, kinds)
             groups.append(encode(kind, record))
+            lines.append(number)
             kinds.setdefault(kind, number)
         except ValueError as error:
             errors.append(f"{path}:{number}: {error}")
@@ -68,7 +72,7 @@ def read_records(
         raise DataError(f"{errors[0]}.{more} Fix it, or skip bad lines with --skip-bad.")
     if not groups:
         raise DataError(f"{path} must hold at least one usable line, got none.")
-    return DataFile(next(iter(kinds)), groups, errors)
+    return DataFile(next(iter(kinds)), groups, lines, errors)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

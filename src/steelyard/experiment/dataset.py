@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tinker import types
 
@@ -27,12 +28,16 @@ class Dataset:
         held_out: data to evaluate on.
         kind: format of the lines.
         encoder: tokenizes lines and prompts.
+        file: name of the file that `train` comes from.
+        lines: numbers of the lines of `train` in the file, from 1.
     """
 
     train: Sequence[Group]
     held_out: Sequence[types.Datum]
     kind: Kind
     encoder: Encoder
+    file: str
+    lines: Sequence[int]
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""
@@ -59,19 +64,26 @@ def load_dataset(
                 f"got {separate.kind}."
             )
         train, held_out = list(main.groups), list(separate.groups)
+        lines = list(main.lines)
         run.hold_data([settings.path, settings.held_out])
     else:
-        train, held_out = split(main.groups, settings.held_out, config.train.seed)
+        seed = config.train.seed if settings.split_seed is None else settings.split_seed
+        train, held_out = split(main.groups, settings.held_out, seed)
+        lines, _ = split(main.lines, settings.held_out, seed)
         run.hold_data([settings.path])
-    if settings.reference == "always" or (settings.reference == "auto" and terms.reads_reference):
-        say("computing the base model's log-probs")
-        used = used_lines(config.train, len(train))
-        groups = add_reference_logprobs([*(train[i] for i in used), *held_out], backend, run)
+    everywhere = settings.reference == "always" or (
+        settings.reference == "auto" and terms.reads_reference
+    )
+    if everywhere or (settings.reference == "auto" and terms.measures_reference):
+        used = used_lines(config.train, len(train)) if everywhere else []
+        groups = [*(train[i] for i in used), *held_out]
+        groups = add_reference_logprobs(groups, backend, run, say)
         for index, group in zip(used, groups, strict=False):
             train[index] = group
         held_out = groups[len(used) :]
     say(f"{len(train)} lines to train on, {len(held_out)} held out")
-    return Dataset(train, [datum for group in held_out for datum in group], main.kind, encoder)
+    data = [datum for group in held_out for datum in group]
+    return Dataset(train, data, main.kind, encoder, Path(settings.path).name, lines)
 
 
 def used_lines(config: TrainConfig, count: int) -> list[int]:

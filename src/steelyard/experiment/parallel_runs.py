@@ -30,6 +30,7 @@ class _Child:
     folder: Path
     steps: int
     process: subprocess.Popen[bytes]
+    watch: Watcher
     reported: int = field(default=0)  # lines of its metrics that the watcher has seen
 
     @property
@@ -41,23 +42,27 @@ class _Child:
             return 0
         return resident
 
-    def report_steps(self, watch: Watcher) -> None:
+    def report_steps(self) -> None:
         file = RunFolder(self.folder).metrics_file
         # What follows the last newline may be half a line, still being written.
         lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
         for line in lines[self.reported :]:
             metrics = json.loads(line)
-            watch.step(metrics["step"], self.steps, metrics)
+            self.watch.step(metrics["step"], self.steps, metrics)
         self.reported = len(lines)
 
 
 def run_in_parallel(
-    configs: Mapping[Path, Config], jobs: int, watch: Watcher, stop: Callable[[], bool]
+    configs: Mapping[Path, Config],
+    jobs: int,
+    begin: Callable[[Path], Watcher],
+    stop: Callable[[], bool],
 ) -> None:
     """Train the runs of these folders, at most `jobs` at a time; resume those already begun.
 
     The next run starts once every running one has made a step, which shows how much memory a run
-    takes, and if that much memory is free.
+    takes, and if that much memory is free. `begin` is called with its folder, and returns its
+    watcher.
 
     Raises:
         RunError: a run failed; the others were interrupted, and saved a checkpoint.
@@ -73,13 +78,12 @@ def run_in_parallel(
                 child.process.send_signal(signal.SIGINT)
         if waiting and not stopping and len(running) < jobs and _memory_is_free(running):
             folder, config = waiting.pop(0)
-            watch.say(f"run {folder.name}")
-            running.append(_start(folder, config))
+            running.append(_start(folder, config, begin(folder)))
         for child in list(running):
-            child.report_steps(watch)
+            child.report_steps()
             code = child.process.poll()
             if code is not None:
-                child.report_steps(watch)  # those between the last look and its end
+                child.report_steps()  # those between the last look and its end
                 running.remove(child)
                 if code not in (0, _INTERRUPTED):
                     failed.append(child.folder)
@@ -91,7 +95,7 @@ def run_in_parallel(
         )
 
 
-def _start(folder: Path, config: Config) -> _Child:
+def _start(folder: Path, config: Config, watch: Watcher) -> _Child:
     run = RunFolder(folder)
     if not run.holds_run:
         with run.locked():
@@ -111,7 +115,7 @@ def _start(folder: Path, config: Config) -> _Child:
     assert process.stdin is not None  # noqa: S101 - a pipe
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # its exit code says why
         pipe.write(overrides.encode())
-    return _Child(folder, config.train.steps, process)
+    return _Child(folder, config.train.steps, process, watch)
 
 
 def _memory_is_free(running: list[_Child]) -> bool:

@@ -1,37 +1,52 @@
-"""Log-probs of the base model, for terms that keep the model close to it, such as a KL term."""
+"""Log-probs of the base model, for terms that keep the model close to it, such as a KL term.
+
+They are cached in `reference.safetensors`, by a digest of the model and of the tokens of a datum:
+in the run folder, for a resumed run, or for the runs of an ablation or a search, which have the
+same model and data, in the folder of all of them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import filelock
 import safetensors
 import safetensors.torch
-import torch
 from tinker import types
+from torch import Tensor
 
 from steelyard.experiment.backend import Backend
+from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.data_files import Group
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 
 FIELD = "reference_logprobs"
+_CACHE = "reference.safetensors"
+_LEVELS = 2  # a shared cache is in the parent of a run folder, or in the parent of that
 
 
 def add_reference_logprobs(
-    groups: Sequence[Group], backend: Backend, run: RunFolder
+    groups: Sequence[Group],
+    backend: Backend,
+    run: RunFolder,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[Group]:
     """Add the field `reference_logprobs`, `[T]`, to each datum that does not have it.
 
     The client must be untrained: an untrained LoRA adapter (B = 0) leaves the model unchanged, so
-    its log-probs are those of the base model. They are cached in the run folder, for a resumed run,
-    with a digest of the model's name and of all tokens.
+    its log-probs are those of the base model. Only data that are not in the cache are computed.
     """
     data = [datum for group in groups for datum in group if FIELD not in datum.loss_fn_inputs]
     if not data:
         return list(groups)
-    logprobs = iter(_cached(run, data) or _compute(run, backend, data))
+    model = run.config().model
+    digests = [_digest(model, datum) for datum in data]
+    known = _look_up(dict(zip(digests, data, strict=True)), backend, _cache_file(run.path), say)
+    logprobs = (known[digest] for digest in digests)
 
     def complete(datum: types.Datum) -> types.Datum:
         if FIELD in datum.loss_fn_inputs:
@@ -44,37 +59,45 @@ def add_reference_logprobs(
     return [[complete(datum) for datum in group] for group in groups]
 
 
-def _compute(
-    run: RunFolder, backend: Backend, data: Sequence[types.Datum]
-) -> tuple[torch.Tensor, ...]:
-    logprobs = backend.logprobs(data)
-    lengths = torch.tensor([len(row) for row in logprobs])
-    tensors = {"logprobs": torch.cat(logprobs), "lengths": lengths}
-    packed = safetensors.torch.save(tensors, metadata={"digest": _digest(run, data)})
-    write_atomic(run.path / "reference.safetensors", packed)
-    return tuple(logprobs)
+def share_reference_logprobs(folder: Path) -> None:
+    """Let the runs in this folder share one cache, which begins empty."""
+    if not (folder / _CACHE).exists():
+        write_atomic(folder / _CACHE, safetensors.torch.save({}))
 
 
-def _cached(run: RunFolder, data: Sequence[types.Datum]) -> tuple[torch.Tensor, ...] | None:
-    file = run.path / "reference.safetensors"
-    if not file.is_file():
-        return None
+def _look_up(
+    data: Mapping[str, types.Datum], backend: Backend, file: Path, say: Callable[[str], None]
+) -> dict[str, Tensor]:
+    """Log-probs of these data, by digest: from the cache, or computed and added to it."""
+    # Runs that start at the same time wait for the first one instead of computing the same.
+    with filelock.FileLock(file.with_name(f".{file.name}.lock")):
+        known = _read(file)
+        missing = {digest: datum for digest, datum in data.items() if digest not in known}
+        if missing:
+            say("computing the base model's log-probs")
+            computed = backend.logprobs(list(missing.values()))
+            known |= zip(missing, computed, strict=True)
+            write_atomic(file, safetensors.torch.save(known))
+    return known
+
+
+def _cache_file(run: Path) -> Path:
+    """Cache of a run: one that its parent folders share, or else its own."""
+    shared = (folder / _CACHE for folder in list(run.absolute().parents)[:_LEVELS])
+    return next((file for file in shared if file.is_file()), run / _CACHE)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """Content of a cache; empty if there is none, or if it is damaged."""
     try:
-        with safetensors.safe_open(file, framework="pt") as cache:
-            # Lengths alone would not tell other data, or another model, from these.
-            if (cache.metadata() or {}).get("digest") != _digest(run, data):
-                return None
-            return torch.split(cache.get_tensor("logprobs"), cache.get_tensor("lengths").tolist())
-    except safetensors.SafetensorError:
-        return None
+        return safetensors.torch.load(file.read_bytes())
+    except (FileNotFoundError, safetensors.SafetensorError):
+        return {}
 
 
-def _digest(run: RunFolder, data: Sequence[types.Datum]) -> str:
-    """SHA-256 of what the log-probs depend on: the model, and the tokens of each datum."""
-    settings = run.config().model
-    model = [settings.backend, settings.base_url, settings.base_model, settings.dtype]
-    digest = hashlib.sha256(json.dumps(model).encode())
-    for datum in data:
-        targets = datum.loss_fn_inputs["target_tokens"].to_torch().tolist()
-        digest.update(json.dumps([datum.model_input.to_ints(), targets]).encode())
-    return digest.hexdigest()
+def _digest(model: ModelConfig, datum: types.Datum) -> str:
+    """SHA-256 of what the log-probs depend on: the model, and the tokens."""
+    targets = datum.loss_fn_inputs["target_tokens"].to_torch().tolist()
+    settings = [model.backend, model.base_url, model.base_model, model.dtype]
+    content = json.dumps([settings, datum.model_input.to_ints(), targets])
+    return hashlib.sha256(content.encode()).hexdigest()

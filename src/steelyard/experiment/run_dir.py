@@ -3,10 +3,12 @@
 config.json      the config, with every default
 data.json        SHA-256 digests of the data files
 metrics.jsonl    a flat JSON object for each step
+drivers.jsonl    the examples that drive each term, at some of the steps
 checkpoints/     safetensors and JSON
 samples.jsonl    completions of the sample prompts, before and after training
 log.txt          log messages
-reference.safetensors  the base model's log-probs, if a term reads them
+reference.safetensors  the base model's log-probs, if a term reads them; runs of an ablation or a
+                 search share the one in the folder of all of them
 result.json      written when the run is done
 """
 
@@ -40,6 +42,7 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self._config = self.path / "config.json"
         self._data = self.path / "data.json"
+        self._drivers = self.path / "drivers.jsonl"
         self._samples = self.path / "samples.jsonl"
         self._result = self.path / "result.json"
         self._log = self.path / "log.txt"
@@ -149,6 +152,27 @@ class RunFolder:
         """Metrics of each step so far."""
         return read_json_lines(self.metrics_file)
 
+    def append_drivers(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append the records of the examples that drive each term at a step."""
+        lines = (json.dumps(redact(record), ensure_ascii=False) for record in records)
+        with self._convert_os_errors(), self._drivers.open("ab") as file:
+            file.write("".join(f"{line}\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def cut_drivers(self, step: int) -> None:
+        """Remove the records from this step on, which is repeated, and an incomplete last line."""
+        if not self._drivers.is_file():
+            return
+        *lines, rest = _read_bytes(self._drivers).split(b"\n")
+        kept = [line for line in lines if _parse(line, str(self._drivers)).get("step", step) < step]
+        if rest or len(kept) < len(lines):
+            write_atomic(self._drivers, b"".join(line + b"\n" for line in kept))
+
+    def drivers(self) -> list[dict[str, Any]]:
+        """Records of the examples that drive each term so far."""
+        return read_json_lines(self._drivers)
+
     def samples(self) -> list[dict[str, Any]]:
         """Samples so far."""
         return read_json_lines(self._samples)
@@ -190,7 +214,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         RunError: the file cannot be read, or a line of it is no JSON object.
     """
     # Only b"\n" ends a line: str.splitlines also splits at U+0085, U+2028 and U+2029, which stand
-    # unescaped in the strings of `samples.jsonl`.
+    # unescaped in the strings of `samples.jsonl` and `drivers.jsonl`.
     lines = _read_bytes(path).split(b"\n") if os.path.lexists(path) else []
     return [
         _parse(line, f"{path}, line {number},")

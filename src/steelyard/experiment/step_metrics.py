@@ -1,12 +1,15 @@
-"""Parse one line of `metrics.jsonl`: terms that ran or were skipped, and gradient shares."""
+"""Parse lines of `metrics.jsonl`: terms that ran or were skipped, and their gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _TERM, _RAN, _SKIPPED, _REASON = "regularizers/", "/contribution", "skipped/", "/reason"
+_SPACE = "/grad_space"
 _MAX_WORDS = 12  # of a shortened reason
 
 
@@ -51,22 +54,97 @@ def short_reason(name: str, reason: str) -> str:
     return " ".join([*words[:_MAX_WORDS], *(["…"] if len(words) > _MAX_WORDS else [])])
 
 
-def gradient_shares(metrics: Mapping[str, Any], names: Iterable[str]) -> dict[str, float | None]:
-    """Share of `"base"` and of each term in the sum of the norms of all weighted gradients.
+@dataclass(frozen=True)
+class Gradient:
+    """Weighted gradient of the base loss or of one term, at one step or summed over several.
 
-    `share_i = ||w_i g_i|| / sum_j ||w_j g_j||`. The norms are added, not the gradients, which may
-    cancel: shares always add up to 1. None for a term without a norm, or if all norms are 0.
+    Attributes:
+        norm: norm of the weighted gradient, summed over the steps; 0 where the term did not run.
+        space: what the gradient is with respect to, such as `"logprobs"`. Norms of different
+            spaces have different units and are never added.
+        share: `norm` divided by the sum of the norms in its space; None if that is 0.
+        alone: whether nothing else has a gradient in this space, so that its share is always 1.
+        cosine: mean cosine to the gradient of the base loss over the steps at which both are not
+            0; None in another space than that of the base loss.
+        cancelled: fraction of the gradient of the base loss that this one cancels,
+            `-sum_t <w g, g_base> / sum_t ||g_base||^2`; negative if it adds to it.
+    """
+
+    norm: float
+    space: str
+    share: float | None = None
+    alone: bool = False
+    cosine: float | None = None
+    cancelled: float | None = None
+
+
+def gradients(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Gradient]:
+    """Gradients of `"base"` and of the terms over these steps; those without a norm are left out.
+
+    Norms are added, not gradients, which may cancel: the shares of one space add up to 1.
 
     Example:
         >>> line = {"base_loss/grad_norm": 3.0, "regularizers/kl/grad_norm_weighted": 1.0}
-        >>> gradient_shares(line, ["kl", "judge"])
-        {'base': 0.75, 'kl': 0.25, 'judge': None}
+        >>> {name: each.share for name, each in gradients([line], ["kl", "judge"]).items()}
+        {'base': 0.75, 'kl': 0.25}
     """
-    keys = {"base": "base_loss/grad_norm"}
-    keys |= {name: f"{_TERM}{name}/grad_norm_weighted" for name in names}
-    norms = {name: metrics.get(key) for name, key in keys.items()}
-    total = math.fsum(norm for norm in norms.values() if norm is not None)
+    by_step = {name: [weighted_norm(line, name) for line in lines] for name in ("base", *names)}
+    norms = {
+        # Norms that are not finite (`check_finite = false`) have no share.
+        name: math.fsum(norm for norm in of_term if norm is not None and math.isfinite(norm))
+        for name, of_term in by_step.items()
+        if any(norm is not None for norm in of_term)
+    }
+    spaces = {name: _space_of(lines, name) for name in norms}
+    totals = {
+        space: math.fsum(norms[name] for name in norms if spaces[name] == space)
+        for space in set(spaces.values())
+    }
+    members = Counter(spaces.values())
     return {
-        name: norm / total if norm is not None and total > 0 else None
+        name: Gradient(
+            norm,
+            space := spaces[name],
+            norm / totals[space] if totals[space] > 0 else None,
+            members[space] == 1,
+            *(_against_base(lines, name) if name != "base" else ()),
+        )
         for name, norm in norms.items()
     }
+
+
+def weighted_norm(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Norm of the weighted gradient of a term, or of `"base"`, at a step; None without one."""
+    key = "base_loss/grad_norm" if name == "base" else f"{_TERM}{name}/grad_norm_weighted"
+    return metrics.get(key)
+
+
+def cosine_to_base(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Cosine between the gradients of a term and the base loss; None where one of them is 0."""
+    if not metrics.get(f"{_TERM}{name}/grad_norm") or not metrics.get("base_loss/grad_norm"):
+        return None
+    return metrics.get(f"cosines/base/{name}")
+
+
+def _space_of(lines: Sequence[Mapping[str, Any]], name: str) -> str:
+    # 0.1.0 wrote no spaces; there, as a rule, a gradient is with respect to the log-probs.
+    key = "base_loss/grad_space" if name == "base" else f"{_TERM}{name}{_SPACE}"
+    return str(next((line[key] for line in reversed(lines) if key in line), "logprobs"))
+
+
+def _against_base(
+    lines: Sequence[Mapping[str, Any]], name: str
+) -> tuple[float | None, float | None]:
+    """Mean cosine to the gradient of the base loss, and the fraction of it that is cancelled."""
+    cosines, products, squares = [], [], []
+    for line in lines:
+        base, norm = weighted_norm(line, "base") or 0.0, weighted_norm(line, name) or 0.0
+        cosine = cosine_to_base(line, name)
+        if cosine is not None and math.isfinite(base * norm * cosine):
+            cosines.append(cosine)
+            products.append(base * norm * cosine)
+        if math.isfinite(base):
+            squares.append(base**2)
+    if not cosines:
+        return None, None
+    return math.fsum(cosines) / len(cosines), -math.fsum(products) / math.fsum(squares)

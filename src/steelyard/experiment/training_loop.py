@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,12 +28,18 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
 from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.dataset import Dataset, load_dataset
-from steelyard.experiment.held_out import evaluate_held_out
+from steelyard.experiment.driver_records import driver_records
+from steelyard.experiment.held_out import evaluate_held_out, failures
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.step_metrics import skip_reasons
+from steelyard.output import RegularizerOutput
 from steelyard.spec import Schedule
+
+# By default a tenth of the run lies between records of drivers, and at least so many steps: enough
+# to see a change, in a small file.
+_STEPS_BETWEEN_DRIVERS = 10
 
 
 class Watcher(Protocol):
@@ -145,6 +151,7 @@ class _TrainingRun:
     terms: Terms
     watch: Watcher
     stop: Callable[[], bool]
+    _unmeasured: set[str] = field(default_factory=set)  # terms reported to have no held-out value
 
     def execute(self) -> Outcome:
         try:
@@ -176,6 +183,7 @@ class _TrainingRun:
         checkpoint = checkpointing.latest_checkpoint(self.run)
         start = 0 if checkpoint is None else checkpoint.step
         self.run.cut(0 if checkpoint is None else checkpoint.metrics_bytes)
+        self.run.cut_drivers(start)
         if not start:
             self._sample(backend, dataset, "before", 0)
         if checkpoint is not None:
@@ -207,7 +215,7 @@ class _TrainingRun:
         settings, client = self.config.train, backend.client
         started, clock = time.time(), time.perf_counter()
         _seed(settings.seed, step)
-        held_out: dict[str, float] = {}
+        held_out: dict[str, Any] = {}
         if step == 0 and settings.steps > 1:  # before any update: the base model's own loss
             held_out = self._evaluate(backend, dataset)
         lines = batch(step, settings.batch_size, len(dataset.train), settings.seed)
@@ -222,7 +230,10 @@ class _TrainingRun:
         ).result()
         for name, reason in output.skipped.items():
             self._say(f"step {step}: {name} was skipped: {reason}")
-        optim = client.optim_step(self._adam(step)).result()
+        if self._drivers_due(step):
+            self.run.append_drivers(driver_records(output, step, dataset, lines))
+        adam = self._adam(step)
+        optim = client.optim_step(adam).result()
         if self._evaluation_due(step):
             held_out = self._evaluate(backend, dataset)
         return {
@@ -230,8 +241,10 @@ class _TrainingRun:
             "time": started,
             "seconds": time.perf_counter() - clock,
             **output.metrics,
+            **space_metrics(output.regularizers),
             **(skip_reasons(output.skipped) if output.skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
+            "optim/learning_rate": adam.learning_rate,
             **held_out,
         }
 
@@ -253,8 +266,27 @@ class _TrainingRun:
         every = settings.evaluate_every
         return step + 1 == settings.steps or bool(step and every and step % every == 0)
 
-    def _evaluate(self, backend: Backend, dataset: Dataset) -> dict[str, float]:
-        return evaluate_held_out(backend, dataset.held_out, self.terms, self.config.train.timeout)
+    def _drivers_due(self, step: int) -> bool:
+        settings = self.config.train
+        every = settings.drivers_every
+        if every is None:
+            every = max(_STEPS_BETWEEN_DRIVERS, settings.steps // 10)
+        return bool(every) and (step % every == 0 or step + 1 == settings.steps)
+
+    def _evaluate(self, backend: Backend, dataset: Dataset) -> dict[str, Any]:
+        settings = self.config.train
+        metrics = evaluate_held_out(
+            backend,
+            dataset.held_out,
+            self.terms,
+            settings.timeout,
+            batch=settings.batch_size * len(dataset.train[0]),  # the data of a training step
+        )
+        for name, reason in failures(metrics).items():
+            if name not in self._unmeasured:
+                self._say(f"{name} has no held-out value: {reason}")
+                self._unmeasured.add(name)
+        return metrics
 
     def _save(self, backend: Backend, completed: int) -> None:
         settings = self.config.train
@@ -291,6 +323,15 @@ class _TrainingRun:
     def _say(self, text: str) -> None:
         self.run.log(text)
         self.watch.say(redact(text))
+
+
+def space_metrics(regularizers: Mapping[str, RegularizerOutput]) -> dict[str, str]:
+    """Metrics `regularizers/<name>/grad_space` of the terms that have a gradient norm."""
+    return {
+        f"regularizers/{name}/grad_space": output.grad_space
+        for name, output in regularizers.items()
+        if output.grad_norm is not None
+    }
 
 
 def _outcome(run: RunFolder, status: Literal["done", "interrupted"]) -> Outcome:

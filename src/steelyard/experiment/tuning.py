@@ -10,13 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from steelyard._extras import cure
-from steelyard.errors import ConfigError, TermError
+from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment.config import Config, TuneConfig
 from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.config_weights import is_range
+from steelyard.experiment.overall_progress import OverallProgress
+from steelyard.experiment.paired_differences import estimate
+from steelyard.experiment.reference_logprobs import share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder, write_atomic
+from steelyard.experiment.search import (
+    OBJECTIVES,
+    SEEDS,
+    STUDY_NAME,
+    Search,
+    import_optuna,
+    read_search,
+    storage_url,
+    trial_folder,
+)
 from steelyard.experiment.secrets import redact
+from steelyard.experiment.seeds import seed_folder, seeded_configs
 from steelyard.experiment.training_loop import Outcome, SilentWatcher, Watcher, resume, train
 
 _EVALUATIONS = 5  # held-out evaluations of a trial, if the config has no `evaluate_every`
@@ -33,6 +46,7 @@ class Tuned:
         value: objective of the best trial; None if no trial is completed.
         config: path of a config file with the best weights.
         done: whether all trials have ended.
+        search: all trials, the best first.
     """
 
     folder: Path
@@ -41,6 +55,7 @@ class Tuned:
     value: float | None
     config: Path
     done: bool
+    search: Search
 
 
 def weight_ranges(config: Config) -> dict[str, Mapping[str, Any]]:
@@ -67,23 +82,27 @@ def tune(
     config: Config,
     folder: str | Path,
     *,
+    seeds: int = 1,
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Tuned:
     """Search for the best weights; calling again with the same folder continues the search.
 
-    The folder holds the Optuna study (`study.db`, SQLite), a run folder for each trial, and the
-    best config so far (`best.json`). A trial that was interrupted or killed is resumed.
+    The folder holds the Optuna study (`study.db`, SQLite), a run folder for each trial and seed,
+    and the best config so far (`best.json`). A trial that was interrupted or killed is resumed.
 
     Args:
         config: config with at least one weight that is a range.
         folder: folder of the search.
-        watch: notified of each step of each trial.
+        seeds: number of seeds, `train.seed` and those after it, to train every trial with; its
+            objective is the mean over them. A trial is pruned, if at all, in its first run.
+        watch: notified of each step of each trial; `step` and `steps` count those of all trials.
         stop: called before each step; when it returns True the trial saves and the search ends.
 
     Raises:
-        ConfigError: no weight is a range, or the objective is not a metric.
-        RunError: the folder is in use.
+        ConfigError: no weight is a range, the objective is not a metric, or the number of seeds
+            is not a whole number >= 1.
+        RunError: the folder is in use, or holds a search with another number of seeds.
         MissingExtraError: Optuna is not installed.
     """
     ranges = weight_ranges(config)
@@ -91,37 +110,64 @@ def tune(
         raise ConfigError(
             "[[regularizers]]: weight must be { tune = [low, high] } for at least one, got none"
         )
+    seeded_configs(config, seeds)  # checks their number
+    _check_held_out(config)
     parent = RunFolder(folder)
     with parent.locked():
-        search = _Search(config, parent.path, ranges, watch or SilentWatcher(), stop)
+        share_reference_logprobs(parent.path)
+        search = _StudyRunner(config, parent.path, ranges, seeds, watch or SilentWatcher(), stop)
         search.run()
         return search.result()
 
 
+def _check_held_out(config: Config) -> None:
+    keys = [key for key in sorted(_objective_keys(config.tune)) if key.startswith("held_out/")]
+    if keys and not config.data.held_out:
+        raise ConfigError(
+            f"[tune]: objective must be made of keys of the metrics, got {keys[0]!r}, and "
+            f"data.held_out is 0: hold out some of the data, or choose another objective"
+        )
+
+
 @dataclass
-class _Search:
+class _StudyRunner:
     config: Config
     folder: Path
     ranges: Mapping[str, Mapping[str, Any]]
+    seeds: int
     watch: Watcher
     stop: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        try:
-            import optuna  # noqa: PLC0415 - an extra
-        except ModuleNotFoundError as error:
-            raise cure("steelyard tune", error) from error
-        self.optuna = optuna
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.optuna = optuna = import_optuna()
         settings = self.config.tune
         pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1)
         self.study = optuna.create_study(
-            storage=f"sqlite:///{self.folder.resolve() / 'study.db'}",
-            study_name="steelyard",
+            storage=storage_url(self.folder),
+            study_name=STUDY_NAME,
             load_if_exists=True,
             direction=settings.direction,
             pruner=pruner if settings.prune else optuna.pruners.NopPruner(),
         )
+        self._check_seeds()
+        trials = settings.trials * self.seeds * self.config.train.steps
+        self.progress = OverallProgress(self.watch, trials)
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.state.is_finished():
+                self._count_as_done(trial.number)
+
+    def _check_seeds(self) -> None:
+        begun = bool(self.study.get_trials(deepcopy=False))
+        before = self.study.user_attrs.get(SEEDS, 1)  # searches of older versions have no attribute
+        if begun and before != self.seeds:
+            raise RunError(
+                f"{self.folder} must be searched with as many seeds as before, {before}, got "
+                f"{self.seeds}: means over other seeds are not comparable; choose another folder."
+            )
+        self.study.set_user_attr(SEEDS, self.seeds)
+
+    def _count_as_done(self, number: int) -> None:
+        self.progress.done[str(number)] = self.seeds * self.config.train.steps
 
     def run(self) -> None:
         while not self._all_ended() and not self.stop():
@@ -130,15 +176,24 @@ class _Search:
     def result(self) -> Tuned:
         completed = self.optuna.trial.TrialState.COMPLETE
         target = self.folder / "best.json"
+        search = read_search(self.folder)
         if not self.study.get_trials(deepcopy=False, states=(completed,)):
-            return Tuned(self.folder, self._ended(), {}, None, target, done=self._all_ended())
+            return Tuned(
+                self.folder, self._ended(), {}, None, target, done=self._all_ended(), search=search
+            )
         best = self.study.best_trial
         weights = {name: best.params[name] for name in self.ranges}
         config = with_weights(self.config, weights)
         content = redact(config.model_dump(mode="json"))
         write_atomic(target, json.dumps(content, indent=2).encode())
         return Tuned(
-            self.folder, self._ended(), weights, best.value, target, done=self._all_ended()
+            self.folder,
+            self._ended(),
+            weights,
+            best.value,
+            target,
+            done=self._all_ended(),
+            search=search,
         )
 
     def _all_ended(self) -> bool:
@@ -171,38 +226,62 @@ class _Search:
             for name, span in self.ranges.items()
         }
         self.watch.say(f"trial {trial.number}: {_shown(weights)}")
-        pruning = _PruningWatcher(trial, self.config.tune, self.watch)
         state = self.optuna.trial.TrialState
         try:
-            outcome = self._train(trial.number, weights, pruning)
+            values = self._train(trial, weights)
         except TermError as error:
             self.watch.say(redact(f"trial {trial.number} failed: {error}"))
             self.study.tell(trial, state=state.FAIL)
-            return
-        if outcome.status == "done":
-            value = objective(self.config.tune, outcome.metrics)
-            self.study.tell(trial, value)
-            self.watch.say(f"trial {trial.number}: {value:.6g}")
-        elif pruning.pruned:
+        except self.optuna.TrialPruned as pruned:
             self.study.tell(trial, state=state.PRUNED)
-            self.watch.say(f"trial {trial.number} pruned after step {outcome.steps}")
+            self.watch.say(f"trial {trial.number} pruned after {pruned}")
+        else:
+            if values is None:
+                return  # stopped
+            found = estimate(values)
+            trial.set_user_attr(OBJECTIVES, values)
+            self.study.tell(trial, sum(values) / len(values))
+            margin = "" if found is None or found.margin is None else f" ± {found.margin:.2g}"
+            self.watch.say(f"trial {trial.number}: {sum(values) / len(values):.6g}{margin}")
+        self._count_as_done(trial.number)
 
-    def _train(
-        self, number: int, weights: Mapping[str, float], pruning: _PruningWatcher
+    def _train(self, trial: Any, weights: Mapping[str, float]) -> list[float] | None:
+        """Objective of the trial with each seed; None if the search was stopped.
+
+        Raises:
+            TrialPruned: the first run was pruned; later ones are not, since the values that
+                they would be compared with are those of first runs.
+        """
+        values: list[float] = []
+        for seed, config in seeded_configs(with_weights(self.config, weights), self.seeds).items():
+            done = len(values) * config.train.steps
+            watch: Watcher = self.progress.of(str(trial.number), after=done)
+            pruning = None if values else _PruningWatcher(trial, self.config.tune, watch)
+            if values:
+                self.watch.say(f"trial {trial.number}, seed {seed}")
+            path = trial_folder(seed_folder(self.folder, self.config, seed), trial.number)
+            outcome = self._train_run(path, config, pruning or watch, pruning)
+            if pruning is not None and pruning.pruned and outcome.status != "done":
+                raise self.optuna.TrialPruned(f"step {outcome.steps}")
+            if outcome.status != "done":
+                return None
+            values.append(objective(self.config.tune, outcome.metrics))
+        return values
+
+    def _train_run(
+        self, path: Path, config: Config, watch: Watcher, pruning: _PruningWatcher | None
     ) -> Outcome:
         def stop() -> bool:
-            return pruning.pruned or self.stop()
+            return (pruning is not None and pruning.pruned) or self.stop()
 
-        path = self.folder / f"trial-{number:04d}"
         if RunFolder(path).holds_run:
             secrets = literal_secrets(self.config.model_dump(mode="json"))
-            return resume(path, secrets, watch=pruning, stop=stop)
-        config = with_weights(self.config, weights)
+            return resume(path, secrets, watch=watch, stop=stop)
         if not config.train.evaluate_every:
             every = max(1, config.train.steps // _EVALUATIONS)
             settings = config.train.model_copy(update={"evaluate_every": every})
             config = config.model_copy(update={"train": settings})
-        return train(config, path, watch=pruning, stop=stop)
+        return train(config, path, watch=watch, stop=stop)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -40,6 +40,28 @@ class Layout:
         if self.kind == "tensor":
             return views[0]
         return list(views) if self.kind == "list" else tuple(views)
+
+
+@dataclass(frozen=True, eq=False)
+class SplitOnRead(Mapping[str, LogProbs]):
+    """Flat vectors by name, each split into the caller's structure when it is read.
+
+    Attributes:
+        layout: their division.
+        vectors: `[N]` each.
+    """
+
+    layout: Layout
+    vectors: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> LogProbs:
+        return self.layout.split(self.vectors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.vectors)
+
+    def __len__(self) -> int:
+        return len(self.vectors)
 
 
 def flatten(logprobs: LogProbs) -> tuple[Layout, Tensor]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import inspect
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,18 +22,16 @@ from steelyard.spec import title
 def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]]:
     """Split `loss` or `(loss, metrics)` into the loss and the metrics as floats.
 
+    A plain function that returns an awaitable is awaited here: only `async def` is known to be
+    async beforehand, and `lambda data, logprobs: judge(data, logprobs)` is not.
+
     Raises:
         TermResultError: it is neither.
     """
     if isinstance(returned, Tensor):
         return returned, {}
     if inspect.isawaitable(returned):
-        if inspect.iscoroutine(returned):
-            returned.close()
-        raise TermResultError(
-            f"{title(term)} must return a loss, got an awaitable: define it with 'async def'.",
-            term=term,
-        )
+        returned = _awaited(returned)
     if not isinstance(returned, tuple):
         return returned, {}
     if len(returned) != 2:  # noqa: PLR2004 - (loss, metrics)
@@ -95,6 +96,21 @@ def check_finite(term: str, value: float, what: str = "value") -> None:
             term=term,
             kind="nan" if math.isnan(value) else "inf",
         )
+
+
+def _awaited(awaitable: Awaitable[object]) -> object:
+    """Result of an awaitable, on an event loop of its own."""
+
+    async def result() -> object:
+        return await awaitable
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(result())
+    # The caller's loop, if one runs in this thread, waits for us: it cannot run the awaitable.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(contextvars.copy_context().run, asyncio.run, result()).result()
 
 
 def _key(term: str, key: object) -> str:

@@ -1,6 +1,7 @@
 """Output of a call: the composed loss, the base loss and the regularizers, as plain data."""
 
 from steelyard.output.custom_loss import CustomLossOutput
+from steelyard.output.drivers import Driver, TokenShare
 from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput
 
-__all__ = ["BaseLossOutput", "CustomLossOutput", "RegularizerOutput"]
+__all__ = ["BaseLossOutput", "CustomLossOutput", "Driver", "RegularizerOutput", "TokenShare"]

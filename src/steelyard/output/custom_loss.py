@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from steelyard.errors import InputError
+from steelyard.output.drivers import Driver, find_drivers
 from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput
 
 
@@ -23,6 +25,8 @@ class CustomLossOutput:
         gradients: d loss_total / d logprobs, structured like the log-probs; not serialised.
         extra_gradients: d loss_total / d the extra inputs that terms need, by need; not
             serialised.
+        term_gradients: d term / d logprobs of the base loss and each term, before the weight, by
+            name, structured like the log-probs; None unless tracked. Not serialised, not pickled.
         cosines: cosine between the gradients of two terms, by pair of names in the order of
             the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero.
         skipped: reasons, by name, of terms that failed and were skipped (`on_error="skip"`).
@@ -50,12 +54,17 @@ class CustomLossOutput:
     # A torch tensor or a list of them; comparing tensors has no single answer.
     gradients: Any = field(default=None, compare=False, repr=False)
     extra_gradients: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    term_gradients: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
     loss_fn_outputs: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     loss_fn_output_type: str = ""
     server_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As large as the log-probs for each term: too much to send to another process.
+        return {key: x for key, x in self.__dict__.items() if key != "term_gradients"}
 
     @property
     def loss(self) -> float:
@@ -77,6 +86,51 @@ class CustomLossOutput:
         server = nested.pop("server_metrics", {})
         custom = nested["base_loss"].pop("custom")
         return {**server, **custom, **dict(_flatten(nested))}
+
+    def drivers(self, name: str, n: int = 5) -> list[Driver]:
+        """The data that drive a term: those with the largest share of its gradient.
+
+        The share of a token is |d term / d its log-prob|, divided by the sum of this over all
+        tokens of the batch; that of a datum is the sum over its tokens. See `Driver`.
+
+        Args:
+            name: name of the term; `"base"` is the base loss.
+            n: number of data, at least 1; those with a share of 0 are left out.
+
+        Raises:
+            InputError: `n` or the name breaks a rule, the gradients of the terms were not kept,
+                or the term has no gradient with respect to the log-probs.
+
+        Example:
+            >>> import torch
+            >>> from steelyard import compute
+            >>> logprobs = [torch.tensor([-1.0]), torch.tensor([-3.0, -6.0])]
+            >>> def l2(data, logprobs):
+            ...     return torch.cat(logprobs).square().sum()
+            >>> output = compute([], logprobs, l2, track_grad_norms=True)
+            >>> [(d.datum, d.share, d.tokens[0].position) for d in output.drivers("base")]
+            [(1, 0.9, 1), (0, 0.1, 0)]
+        """
+        if type(n) is not int or n < 1:
+            raise InputError(f"n must be a whole number >= 1, got {n!r}.")
+        known = {"base": "logprobs"} | {k: r.grad_space for k, r in self.regularizers.items()}
+        if name not in known:
+            listed = ", ".join(repr(each) for each in known)
+            raise InputError(f"name must be that of a term that ran, {listed}, got {name!r}.")
+        if self.term_gradients is None:
+            raise InputError(
+                "drivers needs the gradient of each term, which this output does not hold: compute "
+                "it by a Pipeline or a regularized client with track_grad_norms=True, and ask "
+                "before it is pickled or written as JSON."
+            )
+        if known[name] != "logprobs":
+            raise InputError(
+                f"drivers needs a gradient with respect to log-probs, and the gradient of {name!r} "
+                f"is with respect to {known[name]}."
+            )
+        if name not in self.term_gradients:
+            raise InputError(f"drivers needs a gradient, and {name!r} has none.")
+        return find_drivers(self.term_gradients[name], n)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; fields that are empty or were not tracked are left out."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from steelyard.errors import TermError
@@ -50,6 +51,14 @@ class _Retry:
 
     reason: str
     after: float = 0.0
+
+
+class Response(NamedTuple):
+    """Parsed response, the number of retries, and the seconds that the last attempt took."""
+
+    content: Any
+    retries: int
+    seconds: float
 
 
 class HttpSession:
@@ -115,8 +124,8 @@ class Endpoint:
         await session.open()
         return session
 
-    async def post(self, session: HttpSession, body: str) -> tuple[Any, int]:
-        """Send a JSON body; return the parsed response and the number of retries.
+    async def post(self, session: HttpSession, body: str) -> Response:
+        """Send a JSON body, and parse the response.
 
         Raises:
             TermError: there is no response, or it is not JSON.
@@ -129,9 +138,10 @@ class Endpoint:
             # The semaphore is not held during the pause, and the time limit of an attempt starts
             # after it was acquired: a request that waits for its turn does not time out.
             async with session.semaphore:
+                began = perf_counter()
                 outcome = await self._attempt(session.client, body)
             if not isinstance(outcome, _Retry):
-                return _parse_json(outcome), attempt
+                return Response(_parse_json(outcome), attempt, perf_counter() - began)
             retry = outcome
         raise TermError(f"got {retry.reason} in {attempts} attempts")
 

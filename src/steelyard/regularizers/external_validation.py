@@ -12,7 +12,7 @@ from steelyard._extras import require
 from steelyard.errors import InputError, SpecError, TermError
 from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
 from steelyard.regularizers import _options
-from steelyard.regularizers._http_endpoint import Endpoint, HttpSession, RequestLimits
+from steelyard.regularizers._http_endpoint import Endpoint, HttpSession, RequestLimits, Response
 from steelyard.spec import is_finite, title
 
 
@@ -119,7 +119,11 @@ class ExternalValidation:
         data: Any,
         logprobs: LogProbs,  # noqa: ARG002 - the verdict does not depend on them
     ) -> tuple[list[float], dict[str, float]]:
-        """Compute one penalty per datum; the numbers of `retries` and of data `unanswered`."""
+        """Compute one penalty per datum.
+
+        Metrics: the numbers of `retries` and of data `unanswered`, and `latency_ms`, the mean
+        milliseconds from sending a request to its response, without waiting and retries.
+        """
         bodies = [self._body(datum, index) for index, datum in enumerate(data)]
         session = await self._open()
         try:
@@ -131,11 +135,15 @@ class ExternalValidation:
         except ExceptionGroup as failed:  # the first failure has cancelled the rest
             raise failed.exceptions[0] from None
         results = [task.result() for task in tasks]
+        answers = [answer for answer in results if answer is not None]
         metrics = {
-            "retries": float(sum(retries for _, retries in results)),
-            "unanswered": float(sum(penalty is None for penalty, _ in results)),
+            "retries": float(sum(answer.retries for answer in answers)),
+            "unanswered": float(len(results) - len(answers)),
         }
-        penalties = [self._unanswered if penalty is None else penalty for penalty, _ in results]
+        if answers:
+            seconds = sum(answer.seconds for answer in answers) / len(answers)
+            metrics["latency_ms"] = 1000 * seconds
+        penalties = [self._unanswered if answer is None else answer.content for answer in results]
         return penalties, metrics  # type: ignore[return-value]  # None only if unanswered is given
 
     def close(self) -> None:
@@ -162,16 +170,14 @@ class ExternalValidation:
             session = self._sessions[loop] = await self._endpoint.session()
         return session
 
-    async def _request(
-        self, session: HttpSession, body: str, index: int
-    ) -> tuple[float | None, int]:
-        """Penalty of a datum, None if `unanswered` stands for it, and the number of retries."""
+    async def _request(self, session: HttpSession, body: str, index: int) -> Response | None:
+        """Response with the penalty of a datum; None if `unanswered` stands for it."""
         try:
-            response, retries = await self._endpoint.post(session, body)
-            return _penalty(response), retries
+            response = await self._endpoint.post(session, body)
+            return response._replace(content=_penalty(response.content))
         except TermError as error:
             if self._unanswered is not None:
-                return None, 0
+                return None
             raise TermError(
                 f"the validator at {self._endpoint.public_url} must answer for datum {index} with "
                 f"a JSON object that has a finite number 'penalty', {error}: fix the service, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -19,6 +20,14 @@ from steelyard.spec import title
 Outcome: TypeAlias = Literal["logprob", "prob"]
 Test: TypeAlias = Literal["kruskal", "anova", "none"]
 
+# With n data a mean has the standard error s/√n; a gap between two such means has s·√(2/n), half
+# of the spread s of single data at n = 8.
+ENOUGH = 8
+
+
+class SmallBatchWarning(UserWarning):
+    """A batch has too few data for a statistic over them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemographicParity:
@@ -28,6 +37,14 @@ class DemographicParity:
     `outcome="prob"` (for an answer of one token, its probability). With m_g the mean outcome of
     the data of group g, the value is the mean of `|m_g - m_h|^power` over all pairs g < h of
     groups. It is 0 for a batch with fewer than two groups.
+
+    The gaps of a batch are not those of the data it is drawn from. On average over batches, a
+    squared gap of two means over n_g and n_h data is too large by s_g²/n_g + s_h²/n_h, with s_g²
+    the variance of the outcomes within group g, and its gradient also minimizes these variances.
+    `unbiased=True` subtracts the estimate of that excess from the batch; the value may then be
+    negative, and pairs with a group of a single datum do not count. It does not reduce the noise
+    of a small batch. The first batch with fewer than 8 data of a group gives a
+    `SmallBatchWarning`.
 
     The gradient is exact (at a gap of exactly 0 with `power=1`: 0).
 
@@ -39,6 +56,7 @@ class DemographicParity:
         group: the field of `loss_fn_inputs` with the group, or a function `(datum, index)`.
         outcome: `"logprob"` or `"prob"`.
         power: 2 for squared gaps, 1 for absolute ones.
+        unbiased: whether to correct squared gaps for the size of the batch.
         test: the test of equal outcomes whose `p_value` is reported: `"kruskal"`
             (Kruskal-Wallis), `"anova"`, or `"none"`. It does not affect value or gradient.
 
@@ -61,6 +79,7 @@ class DemographicParity:
     group: Source = "group"
     outcome: Outcome = "logprob"
     power: Literal[1, 2] = 2
+    unbiased: bool = False
     test: Test = "kruskal"
     name: ClassVar[str] = "demographic_parity"
 
@@ -71,13 +90,13 @@ class DemographicParity:
         """Compute the penalty; the largest `gap`, each group's mean, `groups` and `p_value`."""
         rows = batch_rows(data, logprobs)
         groups = _grouped(rows, [row.read_label(self.group) for row in rows], self.outcome)
-        means = {label: torch.stack(group).mean() for label, group in groups.items()}
-        metrics = {f"mean/{label}": value.item() for label, value in means.items()}
-        gaps = _gaps(list(means.values()))
-        metrics |= {"gap": _largest(gaps), "groups": float(len(groups))}
+        metrics = {f"mean/{label}": group.mean().item() for label, group in groups.items()}
+        samples = list(groups.values())
+        metrics |= {"gap": _largest_gap(samples), "groups": float(len(groups))}
+        _warn_if_small(self, groups)
         if self.test != "none" and len(groups) > 1:
-            metrics["p_value"] = _p_value(self.test, list(groups.values()))
-        return _penalty(rows, gaps, self.power), metrics
+            metrics["p_value"] = _p_value(self.test, samples)
+        return _penalty(rows, [samples], self), metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +119,7 @@ class EqualizedOdds:
         label: the same for the label.
         outcome: `"logprob"` or `"prob"`, as in `DemographicParity`.
         power: 2 for squared gaps, 1 for absolute ones.
+        unbiased: as in `DemographicParity`, within each label.
         test: as in `DemographicParity`, within each label; the `p_value` combines those of all
             labels by Fisher's method.
 
@@ -122,6 +142,7 @@ class EqualizedOdds:
     label: Source = "label"
     outcome: Outcome = "logprob"
     power: Literal[1, 2] = 2
+    unbiased: bool = False
     test: Test = "kruskal"
     name: ClassVar[str] = "equalized_odds"
 
@@ -133,22 +154,23 @@ class EqualizedOdds:
         """Compute the penalty; the largest `gap`, that of each label, and `p_value`."""
         rows = batch_rows(data, logprobs)
         labels = [row.read_label(self.label) for row in rows]
-        gaps, p_values, metrics = [], [], {}
+        compared, p_values, metrics = [], [], {}
         for label in dict.fromkeys(labels):
             same_label = [row for row, own in zip(rows, labels, strict=True) if own == label]
             names = [row.read_label(self.group) for row in same_label]
-            groups = list(_grouped(same_label, names, self.outcome).values())
+            by_group = _grouped(same_label, names, self.outcome)
+            _warn_if_small(self, by_group)
+            groups = list(by_group.values())
             if len(groups) < 2:  # noqa: PLR2004 - nothing to compare
                 continue
-            own_gaps = _gaps([torch.stack(group).mean() for group in groups])
-            gaps += own_gaps
-            metrics[f"gap/{label}"] = _largest(own_gaps)
+            compared.append(groups)
+            metrics[f"gap/{label}"] = _largest_gap(groups)
             if self.test != "none":
                 p_values.append(_p_value(self.test, groups))
-        metrics["gap"] = _largest(gaps)
+        metrics["gap"] = max(metrics.values(), default=0.0)
         if p_values:
             metrics["p_value"] = _combined(p_values)
-        return _penalty(rows, gaps, self.power), metrics
+        return _penalty(rows, compared, self), metrics
 
 
 def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
@@ -156,6 +178,11 @@ def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
     _options.resolve_source(regularizer, "group")
     _options.one_of("outcome", regularizer.outcome, ("logprob", "prob"), name)
     _options.require(regularizer.power in (1, 2), "power", "1 or 2", regularizer.power, name)
+    _options.flag("unbiased", regularizer.unbiased, name)
+    _options.require(
+        not regularizer.unbiased or regularizer.power == 2,  # noqa: PLR2004 - squared gaps
+        "unbiased", "False with power=1", regularizer.unbiased, name,
+    )  # fmt: skip
     _options.one_of("test", regularizer.test, ("kruskal", "anova", "none"), name)
     if regularizer.test != "none":
         require("scipy", title(name))
@@ -163,32 +190,62 @@ def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
 
 def _grouped(
     rows: Sequence[DatumRow], labels: Sequence[Hashable], outcome: Outcome
-) -> Mapping[Hashable, list[Tensor]]:
-    """Outcomes of the data, one scalar each, by group."""
+) -> Mapping[Hashable, Tensor]:
+    """Outcomes of the data of each group, `[n]`."""
     groups: dict[Hashable, list[Tensor]] = {}
     for row, label in zip(rows, labels, strict=True):
         logprob = mean(row.kept)
         groups.setdefault(label, []).append(logprob.exp() if outcome == "prob" else logprob)
-    return groups
+    return {label: torch.stack(outcomes) for label, outcomes in groups.items()}
 
 
-def _gaps(means: Sequence[Tensor]) -> list[Tensor]:
-    return [a - b for a, b in combinations(means, 2)]
+def _largest_gap(groups: Sequence[Tensor]) -> float:
+    means = [group.mean().item() for group in groups]
+    return max(means) - min(means)
 
 
-def _largest(gaps: Sequence[Tensor]) -> float:
-    return max((abs(gap.item()) for gap in gaps), default=0.0)
-
-
-def _penalty(rows: Sequence[DatumRow], gaps: Sequence[Tensor], power: int) -> Tensor:
-    if not gaps:
+def _penalty(
+    rows: Sequence[DatumRow],
+    compared: Sequence[Sequence[Tensor]],
+    options: DemographicParity | EqualizedOdds,
+) -> Tensor:
+    """Mean of `|m_g - m_h|^power` over the pairs of groups in each element of `compared`."""
+    pairs = [pair for groups in compared for pair in combinations(groups, 2)]
+    if options.unbiased:
+        pairs = [pair for pair in pairs if min(map(len, pair)) > 1]
+    if not pairs:
         return 0.0 * rows[0].kept.sum()  # 0 with a graph, so that the gradient is 0, not missing
-    stacked = torch.stack(list(gaps))
-    return (stacked.abs() if power == 1 else stacked.square()).mean()
+    gaps = torch.stack([g.mean() - h.mean() for g, h in pairs])
+    if options.power == 1:
+        return gaps.abs().mean()
+    if not options.unbiased:
+        return gaps.square().mean()
+    # E[(mean of n outcomes)²] = (their expectation)² + variance / n, for each of the two means.
+    excess = torch.stack([g.var() / len(g) + h.var() / len(h) for g, h in pairs])
+    return (gaps.square() - excess).mean()
 
 
-def _p_value(test: Test, groups: Sequence[Sequence[Tensor]]) -> float:
-    samples = [[outcome.item() for outcome in group] for group in groups]
+def _warn_if_small(
+    regularizer: DemographicParity | EqualizedOdds, groups: Mapping[Hashable, Tensor]
+) -> None:
+    """Warn if the batch has few data of a group, or no second group; once for a regularizer."""
+    small = len(groups) < 2 or min(map(len, groups.values())) < ENOUGH  # noqa: PLR2004 - a pair
+    if not small or hasattr(regularizer, "_warned"):
+        return
+    object.__setattr__(regularizer, "_warned", True)
+    counts = ", ".join(f"{len(group)} of group {label!r}" for label, group in groups.items())
+    warnings.warn(
+        f"a batch has few data of a group ({counts}): the gap between their means is mostly "
+        f"chance, and training on it reduces the spread within the groups rather than the gap. "
+        f"Use batches with at least {ENOUGH} data of each group (regularizer "
+        f"{regularizer.name!r}).",
+        SmallBatchWarning,
+        stacklevel=3,
+    )
+
+
+def _p_value(test: Test, groups: Sequence[Tensor]) -> float:
+    samples = [group.tolist() for group in groups]
     if len({outcome for sample in samples for outcome in sample}) == 1:
         return 1.0  # all outcomes are equal; SciPy gives NaN
     if test == "anova" and all(len(sample) == 1 for sample in samples):

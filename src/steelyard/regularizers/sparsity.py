@@ -41,7 +41,7 @@ class L1:
     Example:
         >>> data = [{"loss_fn_inputs": {"weights": [0.0, 1.0, 1.0]}}]
         >>> L1().compute(data, [torch.tensor([-9.0, -1.0, -3.0])])
-        tensor(2.)
+        (tensor(2.), {'l1_total': 4.0, 'l1_mean': 2.0})
     """
 
     of: Of = "logprobs"
@@ -51,10 +51,13 @@ class L1:
     def __post_init__(self) -> None:
         _check(self.of, self.reduction, self.name)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """Compute the penalty of a batch."""
-        value: Tensor = penalties.l1(_values(data, logprobs, self.of), reduction=self.reduction)
-        return value
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """Compute the penalty of a batch; its sum `l1_total` and its mean `l1_mean`."""
+        x = _values(data, logprobs, self.of)
+        value: Tensor = penalties.l1(x, reduction=self.reduction)
+        count = max(x.numel(), 1)
+        total = value.item() * (count if self.reduction == "mean" else 1)
+        return value, {"l1_total": total, "l1_mean": total / count}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
+from inspect import isawaitable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from steelyard.errors import SpecError, StateError
+from steelyard.errors import StateError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import batch_rows, mean
-from steelyard.spec import Regularizer, Stateful, build, entry_point, is_async, is_finite, rejects
+from steelyard.regularizers._tokens import DatumRow, batch_rows, mean
+from steelyard.regularizers._wrapped import build_wrapped
+from steelyard.spec import Stateful, entry_point, is_async, is_finite, measurement
 
 
 class EMADrift:
@@ -25,10 +27,14 @@ class EMADrift:
 
     The gradient is exact, with e a constant: 2(m - e) / N for each of the N log-probs.
 
-    Reads from each datum: `weights` (optional), where 0 leaves a token out.
+    Reads from each datum: `weights` (optional), where 0 leaves a token out; `measure` also
+    `reference_logprobs`, which a run adds to its held-out data.
 
     Each call updates the state once, so `gradient="numerical"`, which makes many calls, must not be
     used. A batch without a token that counts does not change the state.
+
+    On held-out data, `measure` gives the drift from the base model instead: the moving average
+    belongs to the training batches, and does not exist in a run without this term.
 
     Args:
         decay: weight of the old average, in [0, 1].
@@ -47,6 +53,7 @@ class EMADrift:
     """
 
     name = "ema_drift"
+    measured_against = "reference_logprobs"
 
     def __init__(self, *, decay: float = 0.99) -> None:
         self.decay = _options.fraction("decay", decay, self.name)
@@ -57,7 +64,7 @@ class EMADrift:
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
         """Compute the penalty of a batch; its `mean` log-prob m and the `average` e before it."""
-        flat = torch.cat([row.kept.reshape(-1) for row in batch_rows(data, logprobs, classes=True)])
+        flat = _kept(batch_rows(data, logprobs, classes=True))
         current = mean(flat)
         observed = current.item()
         before = observed if self._average is None else self._average
@@ -65,6 +72,20 @@ class EMADrift:
         if flat.numel() and is_finite(observed):
             self._average = self.decay * before + (1 - self.decay) * observed
         return (current - before).square(), {"mean": observed, "average": before}
+
+    def measure(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """Drift from the base model, `(m - r)²` with r the mean of `reference_logprobs`.
+
+        It neither reads nor changes the moving average.
+
+        Raises:
+            InputError: a datum has no `reference_logprobs`, or in another shape.
+        """
+        rows = batch_rows(data, logprobs, classes=True)
+        reference = mean(torch.cat([row.read_per_token(self.measured_against) for row in rows]))
+        current = mean(_kept(rows))
+        metrics = {"mean": current.item(), "reference": reference.item()}
+        return (current - reference).square(), metrics
 
     def state_dict(self) -> dict[str, float | None]:
         """State to save: the average, None before the first batch."""
@@ -101,7 +122,9 @@ class Adaptive:
     Reads from each datum: the fields of the wrapped regularizer.
 
     Each call updates the state once, so `gradient="numerical"`, which makes many calls, must not be
-    used. It does not run in a process: a wrapped regularizer that prefers one runs in a thread.
+    used. On held-out data the wrapped regularizer is measured, without λ: runs with another λ, or
+    without this term, can be compared. It does not run in a process: a wrapped regularizer that
+    prefers one runs in a thread.
 
     Args:
         regularizer: the regularizer to scale: an object, a function, a registered name, or
@@ -118,13 +141,13 @@ class Adaptive:
         RegistryError: `regularizer` is a name that is not registered.
 
     Example:
-        >>> size = Adaptive(regularizer="l1", target=1.0, rate=1.0)
+        >>> size = Adaptive(regularizer="l2", target=1.0, rate=1.0)
         >>> for _ in range(3):
-        ...     loss, metrics = size.compute([], [torch.tensor([-3.0])])
+        ...     loss, metrics = size.compute([], [torch.tensor([-2.0])])
         ...     print(f"{loss.item():.2f} {metrics}")
-        3.00 {'observed': 3.0, 'multiplier': 1.0}
-        3.60 {'observed': 3.0, 'multiplier': 1.2}
-        4.32 {'observed': 3.0, 'multiplier': 1.44}
+        4.00 {'observed': 4.0, 'multiplier': 1.0}
+        4.80 {'observed': 4.0, 'multiplier': 1.2}
+        5.76 {'observed': 4.0, 'multiplier': 1.44}
 
     References:
         Ziegler et al. (2019), "Fine-tuning language models from human preferences", section 2.2
@@ -143,7 +166,7 @@ class Adaptive:
         maximum: float = 1e4,
     ) -> None:
         self.name = "adaptive"
-        self._inner = _build_inner(regularizer)
+        self._inner, self._options = build_wrapped(regularizer, self.name)
         self.name = f"adaptive_{getattr(self._inner, 'name', 'term')}"
         self.target = _options.number("target", target, self.name)
         _options.require(self.target != 0, "target", "a number other than 0", target, self.name)
@@ -160,6 +183,11 @@ class Adaptive:
         return f"Adaptive(regularizer={self._inner!r}, target={self.target})"
 
     @property
+    def regularizer(self) -> Any:
+        """The wrapped regularizer."""
+        return self._inner
+
+    @property
     def gradient(self) -> str:
         """Gradient method of the wrapped regularizer."""
         return str(getattr(self._inner, "gradient", "auto"))
@@ -174,6 +202,11 @@ class Adaptive:
     def compute(self) -> Any:
         """Function that computes the scaled penalty; async if the wrapped regularizer is."""
         return self._acompute if is_async(self._inner) else self._compute
+
+    @property
+    def measure(self) -> Any:
+        """Function that measures the wrapped regularizer on held-out data, without λ."""
+        return functools.partial(measurement(self._inner), **self._options)
 
     def state_dict(self) -> dict[str, Any]:
         """State to save: the multiplier, and the state of the wrapped regularizer."""
@@ -198,10 +231,14 @@ class Adaptive:
         self.multiplier = float(multiplier)
 
     def _compute(self, data: Any, logprobs: LogProbs, **options: Any) -> Any:
-        return self._scaled(entry_point(self._inner)(data, logprobs, **options))
+        returned = entry_point(self._inner)(data, logprobs, **self._options, **options)
+        return self._ascaled(returned) if isawaitable(returned) else self._scaled(returned)
 
     async def _acompute(self, data: Any, logprobs: LogProbs, **options: Any) -> Any:
-        return self._scaled(await entry_point(self._inner)(data, logprobs, **options))
+        return await self._compute(data, logprobs, **options)
+
+    async def _ascaled(self, returned: Awaitable[Any]) -> Any:
+        return self._scaled(await returned)
 
     def _scaled(self, returned: Any) -> tuple[Any, dict[str, float]]:
         loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
@@ -218,31 +255,9 @@ class Adaptive:
         return penalty * used, {**(metrics or {}), "observed": observed, "multiplier": used}
 
 
-def _build_inner(regularizer: Any) -> Any:
-    """Build the regularizer that the option describes; its options are bound."""
-    if isinstance(regularizer, Mapping):
-        unknown = sorted(set(regularizer) - {"fn", "options"})
-        if unknown or "fn" not in regularizer:
-            raise SpecError(
-                f"regularizer must have the fields 'fn' and, if need be, 'options', got "
-                f"{sorted(map(str, regularizer))} (regularizer 'adaptive')."
-            )
-        fn, options = regularizer["fn"], dict(regularizer.get("options") or {})
-    else:
-        fn, options = regularizer, {}
-    if isinstance(fn, str):
-        fn, options = build(fn, options)
-    rule = "a regularizer, or the name of one"
-    _options.require(
-        callable(fn) or isinstance(fn, Regularizer), "regularizer", rule, fn, "adaptive"
-    )
-    reason = rejects(entry_point(fn), options)
-    if reason is not None:
-        raise SpecError(
-            f"regularizer must accept (data, logprobs) and the options {list(options)}: {reason} "
-            f"(regularizer 'adaptive')."
-        )
-    return functools.partial(entry_point(fn), **options) if options else fn
+def _kept(rows: Sequence[DatumRow]) -> Tensor:
+    """All log-probs of the unmasked tokens, flattened."""
+    return torch.cat([row.kept.reshape(-1) for row in rows])
 
 
 def _check_keys(state: Any, keys: set[str], name: str) -> Mapping[str, Any]:

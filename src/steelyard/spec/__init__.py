@@ -1,7 +1,7 @@
 """Specs of terms: `RegularizerSpec`, the protocols it accepts, registry, weights, schedules."""
 
 from steelyard.spec import schedules
-from steelyard.spec.callables import entry_point, is_async, listed, options_of, rejects
+from steelyard.spec.callables import entry_point, is_async, listed, measurement, options_of, rejects
 from steelyard.spec.messages import describe
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
@@ -39,6 +39,7 @@ __all__ = [
     "listed",
     "lookup",
     "lookup_penalty",
+    "measurement",
     "options_of",
     "register",
     "registered",

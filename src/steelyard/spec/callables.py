@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from steelyard.spec.protocol import Regularizer, TermFn
+from steelyard.spec.protocol import Regularizer, Stateful, TermFn
 
 _KIND = inspect.Parameter
 _BY_POSITION = (_KIND.POSITIONAL_ONLY, _KIND.POSITIONAL_OR_KEYWORD)
@@ -19,6 +20,19 @@ def entry_point(fn: Any) -> TermFn:
     if isinstance(fn, Regularizer) and not isinstance(fn, functools.partial):
         return fn.compute
     return fn  # type: ignore[no-any-return]  # validated as callable where the spec is built
+
+
+def measurement(fn: Any) -> TermFn:
+    """The callable that measures a term for evaluation, and leaves its state in training alone.
+
+    It is the `measure` method of `fn` if it has one. Otherwise it is the callable of the term, of
+    a copy of `fn` if `fn` has state.
+    """
+    if isinstance(fn, Regularizer) and not isinstance(fn, functools.partial):
+        measure: TermFn | None = getattr(fn, "measure", None)
+        if callable(measure):
+            return measure
+    return entry_point(copy.deepcopy(fn) if isinstance(fn, Stateful) else fn)
 
 
 def is_async(fn: Any) -> bool:

@@ -16,9 +16,12 @@ class Regularizer(Protocol):
     """An object with `compute(data, logprobs, **options) -> loss | (loss, metrics)`.
 
     `compute` may be async. Optional members are used when they are there: `name`, the default
-    name of its spec; `run_in` and `gradient`, what `"auto"` means for it in a spec; and
+    name of its spec; `run_in` and `gradient`, what `"auto"` means for it in a spec;
     `state_dict()` / `load_state_dict(state)`, with which the pipeline saves and restores the
-    state that the regularizer keeps from batch to batch.
+    state that the regularizer keeps from batch to batch; and `measure`, called like `compute` to
+    measure the regularizer on held-out data: it returns the quantity itself, defined alike in
+    every run whatever the state is, and does not advance the state. Without it, `compute` is
+    called, of a copy if there is state.
 
     Example:
         >>> class Brevity:

@@ -47,7 +47,8 @@ def test_the_validator_penalises_bad_answers_through_the_regularizer() -> None:
     assert found.value == pytest.approx(sum(line["bad"] for line in lines) / len(lines))
     assert found.value > 0
     assert found.grad_norm
-    assert found.custom == {"retries": 0.0, "unanswered": 0.0}
+    assert found.custom["latency_ms"] > 0
+    assert (found.custom["retries"], found.custom["unanswered"]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b'{"prompt": "x"}', b"\xff"])

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from steelyard.experiment import Estimate
 from steelyard.experiment.report import write_report
-from steelyard.experiment.report.ablation_table import Cell, ablation_table
+from steelyard.experiment.report.ablation_table import AblationTable, ablation_table
 from steelyard.experiment.report.load import Experiment, LoadedRun
 from tests.experiment.folders import write_ablation, write_lines
 
@@ -47,6 +50,18 @@ def ablated_run(name: str, losses: Sequence[float], **last: float) -> LoadedRun:
     return LoadedRun(name, Path(), {}, rows)
 
 
+def shown(table: AblationTable) -> dict[str, list[tuple[float | None, float | None]]]:
+    """Means of the values and of the differences in each row."""
+
+    def mean(estimate: Estimate | None) -> float | None:
+        return None if estimate is None else estimate.mean
+
+    return {
+        name: [(mean(cell.value), mean(cell.difference)) for cell in cells]
+        for name, cells in table.rows
+    }
+
+
 def test_without_held_out_data_means_over_the_last_quarter_are_compared() -> None:
     runs = [
         ablated_run("without kl", [9.0, 8.0, 7.0, 6.0]),
@@ -55,9 +70,12 @@ def test_without_held_out_data_means_over_the_last_quarter_are_compared() -> Non
     table = ablation_table(Experiment(runs, full="all"))
     assert table is not None
     assert table.columns == ["training loss", "kl", "seconds per step"]
-    assert table.rows == [
-        ("all", [Cell(3.0), Cell(30.0), Cell(0.375)]),
-        ("without kl", [Cell(6.0, 3.0), Cell(60.0, 30.0), Cell(0.75, 0.375)]),
+    assert shown(table) == {
+        "all": [(3.0, None), (30.0, None), (0.375, None)],
+        "without kl": [(6.0, 3.0), (60.0, 30.0), (0.75, 0.375)],
+    }
+    assert table.sentences == [
+        "No data were held out: these are losses and terms in training, and there is no verdict."
     ]
 
 
@@ -69,10 +87,62 @@ def test_held_out_values_are_the_last_ones() -> None:
     table = ablation_table(Experiment(runs, full="all"))
     assert table is not None
     assert table.columns == ["held-out loss", "kl", "seconds per step"]
-    assert table.rows == [
-        ("all", [Cell(4.0), Cell(0.5), Cell(0.125)]),
-        ("none", [Cell(3.0, -1.0), Cell(None), Cell(0.125, 0.0)]),
-    ]
+    assert shown(table) == {
+        "all": [(4.0, None), (0.5, None), (0.125, None)],
+        "none": [(3.0, -1.0), (None, None), (0.125, 0.0)],
+    }
+    (sentence,) = table.sentences
+    assert "there is no verdict: --seeds 3" in sentence
+
+
+def seeded(full: Sequence[float], other: Sequence[float]) -> Experiment:
+    """An ablation whose runs end with these held-out losses, one for each seed."""
+    seeds = {
+        str(seed): [
+            ablated_run("all", [9.0, 1.0], held_out__loss=a, held_out__regularizers__kl=a),
+            ablated_run("without kl", [9.0, 1.0], held_out__loss=b, held_out__regularizers__kl=b),
+        ]
+        for seed, (a, b) in enumerate(zip(full, other, strict=True))
+    }
+    return Experiment(seeds["0"], {"kl": "without kl"}, "all", seeds)
+
+
+def test_differences_are_paired_by_seed() -> None:
+    table = ablation_table(seeded([1.0, 5.0, 9.0], [1.2, 5.21, 9.19]))
+    assert table is not None
+    assert (table.seeds, table.held_out) == (3, ["held-out loss", "kl"])
+    cell = table.rows[1][1][0]
+    assert cell.value is not None
+    assert cell.value.mean == pytest.approx(5.2)
+    assert cell.difference is not None
+    assert (cell.difference.mean, cell.difference.margin) == pytest.approx((0.2, 0.024841), 1e-4)
+    assert cell.verdict == "higher"
+    assert table.sentences[0].startswith("without kl: held-out loss higher by 0.2 ± 0.025; kl hi")
+
+
+def test_noise_is_no_effect() -> None:
+    table = ablation_table(seeded([1.0, 5.0, 9.0], [1.3, 4.6, 9.5]))
+    assert table is not None
+    assert table.rows[1][1][0].verdict == "no visible effect"
+    assert table.sentences[0].startswith("without kl: no visible effect on held-out loss (+0.13 ±")
+
+
+def test_the_report_of_several_seeds_shows_means_intervals_and_verdicts(tmp_path: Path) -> None:
+    rows = write_ablation(tmp_path / "terms", seeds=3)
+    path = write_report([tmp_path / "terms"], tmp_path / "report.html")
+    text = text_of(path)
+    assert "means of 3 seeds" in text
+    losses = {
+        name: [each[-1]["held_out/loss"] + 0.1 * seed for seed in range(3)]
+        for name, each in rows.items()
+    }
+    mean = sum(losses["none"]) / 3
+    difference = mean - sum(losses["all"]) / 3
+    assert f"none {mean:.3f} {'+' if difference > 0 else '−'}{abs(difference):.3f} ±" in text
+    drawn = page_charts(path)["effect-0"]
+    assert drawn["data"][0]["x"] == [name for name in rows if name != "all"]
+    assert all(margin < 1e-6 for margin in drawn["data"][0]["error_y"]["array"])
+    assert "none: held-out loss" in text
 
 
 def test_there_is_no_table_without_the_run_with_all_terms() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium.webdriver import Chrome
 
 from steelyard.experiment.report import write_report
 from tests.experiment.browser import Page, chromium
-from tests.experiment.folders import flaky, specs, write_ablation, write_run
+from tests.experiment.folders import flaky, specs, write_ablation, write_lines, write_run
 
 HOSTILE = "<img src=https://example.com/x.png onerror=\"console.error('run')\">"
 CHART_SIZES = """
@@ -26,6 +27,12 @@ const style = getComputedStyle(document.body);
 const tick = document.querySelector(".chart .xtick text");
 return [style.backgroundColor, style.color, getComputedStyle(tick).fill];
 """
+
+
+def driving(step: int) -> dict[str, Any]:
+    tokens = [["The ", 0.0], [HOSTILE, 0.5], [f" at {step}", 0.1]]
+    data = [{"line": 2, "share": 0.6, "tokens": tokens}]
+    return {"step": step, "term": "base", "grad_norm": 1.0, "file": "d.jsonl", "data": data}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     never, at_times = flaky(*[HOSTILE] * 12, name="never"), flaky(*["away", None] * 6)
     write_run(root / "one", terms=[*specs(), never, at_times], samples=samples)
+    write_lines(root / "one" / "drivers.jsonl", [driving(step) for step in (0, 4, 11)])
     write_run(root / "two", steps=5)
     write_ablation(root / "ablation")
     write_report([root / "one"], root / "one.html")
@@ -157,3 +165,34 @@ def test_every_chart_has_a_name_and_headings_are_in_order(browser: Chrome, folde
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+EXAMPLES = """
+return [...document.querySelectorAll(".driven")].filter((each) => each.checkVisibility())
+  .map((each) => each.querySelector(".text").textContent);
+"""
+TOKENS = """
+return [...document.querySelectorAll(".driven:not([hidden]) .token")].map((token) => {
+  const style = getComputedStyle(token);
+  return [style.backgroundColor, style.color, style.textDecorationLine];
+});
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_driving_examples_of_one_step_are_shown_as_coloured_text(
+    browser: Chrome, folder: Path, scheme: str
+) -> None:
+    page = Page(browser, folder / "one.html")
+    page.scheme(scheme)
+    page.draw()
+    assert page.run(EXAMPLES) == [f"The {HOSTILE} at 11"]
+    page.run(
+        "const select = document.querySelector('#driver-steps select');"
+        "select.value = '4'; select.dispatchEvent(new Event('change'));"
+    )
+    assert page.run(EXAMPLES) == [f"The {HOSTILE} at 4"]
+    strong, weak = page.run(TOKENS)
+    assert strong[0] != weak[0]  # the depth of the colour
+    assert [strong[2], weak[2]] == ["underline", "none"]
+    assert page.run("return document.querySelectorAll('#drivers img').length") == 0

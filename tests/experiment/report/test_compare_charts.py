@@ -22,6 +22,7 @@ def test_several_runs_share_each_chart(tmp_path: Path) -> None:
     page = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html")
     drawn = page_charts(page)
     for key, metric in (
+        ("base_loss", "base_loss/value"),
         ("loss_total", "loss_total"),
         ("held_out", "held_out/loss"),
         ("value-1", "regularizers/confidence/value"),
@@ -31,8 +32,8 @@ def test_several_runs_share_each_chart(tmp_path: Path) -> None:
     added = trace_points(drawn["contributions"])["judge"]
     assert added[0] == ["a", "b"]
     assert added[1] == [
-        pytest.approx(sum(values) / len(values))
-        for _, values in (series(r, "regularizers/judge/contribution") for r in rows.values())
+        pytest.approx(sum(series(own, "regularizers/judge/contribution")[1]) / len(own))
+        for own in rows.values()
     ]
     text = text_of(page)
     assert "2 runs compared" in text
@@ -65,7 +66,7 @@ def test_runs_with_different_terms_share_the_charts() -> None:
         "loss_total", "base_loss", "value-0", "value-1", "contributions", "shares", "norm-base",
         "norm-0", "norm-1", "cosines", "time-steps", "time-terms",
     }  # fmt: skip
-    assert found["loss_total"].alt.endswith(": a from 3.000 to 3.000; b from 3.000 to 1.000.")
+    assert found["loss_total"].alt.endswith("At the end: a 3.000 and b 1.000.")
     assert [trace["name"] for trace in found["value-1"].traces] == ["b"]
     by_name = {trace["name"]: trace["y"] for trace in found["shares"].traces}
     assert by_name == {"base loss": [0.5, 0.5], "kl": [0.5, None], "l1": [None, 0.5]}
@@ -78,4 +79,4 @@ def test_runs_with_different_terms_share_the_charts() -> None:
 def test_runs_without_terms_or_norms_have_the_charts_of_the_loss() -> None:
     rows = [{"step": 0, "loss_total": 1.0, "base_loss/value": 1.0, "held_out/loss": 2.0}]
     runs = [LoadedRun(name, Path(), {}, rows) for name in "ab"]
-    assert set(compared(*runs)) == {"loss_total", "held_out"}
+    assert set(compared(*runs)) == {"base_loss", "held_out", "loss_total"}

@@ -22,6 +22,7 @@ from steelyard.experiment.report.formatting import (
 )
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import Change, Findings, TermFinding
+from steelyard.experiment.step_metrics import Gradient
 from tests.experiment.folders import flaky, specs, write_lines, write_run
 
 from .conftest import Report
@@ -31,12 +32,18 @@ from .parsed_page import page_charts, text_of, trace_points
 def test_summary_of_a_run(report: Report) -> None:
     page, rows = report.page, report.rows
     text = text_of(page)
-    losses = [row["loss_total"] for row in rows]
+    losses = [row["base_loss/value"] for row in rows]
     first, last = sum(losses[:3]) / 3, sum(losses[-3:]) / 3
-    change = f"the loss fell from {first:.3f} to {last:.3f}"
-    note = f"(−{100 * (1 - last / first):.0f} %, means of the first and last 3 steps)"
-    assert f"12 steps in 3.7 s: {change} {note}." in text
-    assert "The gradient of “confidence” (cosine −0.82) opposes that of the base loss." in text
+    change = f"The base loss fell from {first:.3f} to {last:.3f}"
+    note = f"(−{100 * (1 - last / first):.0f} %, means of the first and last 3 of these steps)"
+    assert f"12 steps in 3.7 s. {change} {note}." in text
+    # The weight of evenness rises up to step 5; from then on judge runs at every second step.
+    assert "The total loss, over the 4 steps with the same terms and weights, fell from" in text
+    assert re.search(
+        r"With respect to the log-probs, the gradient of “confidence” opposes that of the base "
+        r"loss \(cosine −0.82\) and cancels \d\d % of it\.",
+        text,
+    )
     assert "“length” has no gradient: measured, but without effect on training." in text
     assert "tiny-random" in text
     assert "4 regularizers" in text
@@ -48,7 +55,9 @@ def test_summary_names_a_dominating_term(tmp_path: Path) -> None:
     write_run(tmp_path / "run", terms=strong, steps=3)
     text = text_of(write_report([tmp_path / "run"], tmp_path / "report.html"))
     assert re.search(
-        r"“confidence” dominates: it has 9\d % of the sum of all gradient norms\.", text
+        r"“confidence” dominates: it has 9\d % of the sum of the gradient norms with respect to "
+        r"the log-probs\.",
+        text,
     )
 
 
@@ -140,48 +149,69 @@ def test_cosines_names_and_changes() -> None:
 
 
 def findings_of(*terms: TermFinding, loss: Change | None = None, tracked: bool = True) -> Findings:
-    return Findings(4, 4, loss, None, None, tracked, TermFinding("base"), terms)
+    base = TermFinding("base", gradient=Gradient(1.0, "logprobs"))
+    return Findings(4, 4, loss, None, None, tracked, base, terms)
 
 
 def test_summary_of_an_unfinished_run_whose_loss_did_not_change() -> None:
-    found = Findings(1, 3, Change(2.0, 2.0), Change(3.0, 1.0), 90.0, True, TermFinding("base"))
+    base = TermFinding("base", value=Change(2.0, 2.0))
+    found = Findings(1, 3, Change(2.0, 2.0), Change(3.0, 1.0), 90.0, True, base)
     assert summarize(found) == [
-        "1 of 3 steps in 1 min 30 s: the loss stayed at 2.000 (0 %).",
+        "1 of 3 steps in 1 min 30 s.",
+        "The base loss stayed at 2.000.",
         "On held-out data the loss went from 3.000 to 1.000.",
         "There were no regularizers.",
     ]
 
 
-def test_summary_lists_several_terms_in_one_sentence() -> None:
+def test_summary_of_flagged_terms_the_strongest_first() -> None:
     conflict, idle = ("fights the base loss",), ("no gradient",)
     found = findings_of(
-        TermFinding("a", cosine=-0.5, flags=conflict),
-        TermFinding("b", cosine=-0.75, flags=conflict),
+        TermFinding("a", gradient=opposing(-0.5, 0.1), flags=conflict),
+        TermFinding("b", gradient=opposing(-0.45, 0.256), flags=conflict),
         TermFinding("c", flags=idle),
         TermFinding("d", flags=idle),
-        loss=Change(1.0, 2.0, 1),
+        loss=Change(1.0, 2.0, 1, 4),
     )
+    in_logprobs = "With respect to the log-probs, the gradient"
+    opposes = "opposes that of the base loss"
     assert summarize(found) == [
-        "4 steps: the loss rose from 1.000 to 2.000 (+100 %).",
-        "The gradients of “b” (cosine −0.75) and “a” (cosine −0.50) oppose that of the base loss.",
+        "4 steps.",
+        "The total loss rose from 1.000 to 2.000 (+100 %).",
+        f"{in_logprobs} of “b” {opposes} (cosine −0.45) and cancels 26 % of it.",
+        f"{in_logprobs} of “a” {opposes} (cosine −0.50) and cancels 10 % of it.",
         "“c” and “d” have no gradient: measured, but without effect on training.",
     ]
 
 
+def opposing(cosine: float, cancelled: float) -> Gradient:
+    return Gradient(1.0, "logprobs", 0.2, cosine=cosine, cancelled=cancelled)
+
+
 def test_summary_without_flags_or_norms() -> None:
-    assert summarize(findings_of(TermFinding("a")))[1:] == [
+    assert summarize(findings_of(TermFinding("a")))[2:] == [
         "No term dominates, and none fights the base loss."
     ]
     assert summarize(findings_of(TermFinding("a"), tracked=False)) == [
         "4 steps.",
+        "The total loss is not compared: its terms or weights changed from step to step.",
         "Gradient norms were not tracked: shares and cosines are unknown.",
     ]
+
+
+def test_summary_says_which_gradients_are_not_comparable() -> None:
+    size = Gradient(1.0, "hidden_states+parameters", 1.0, alone=True)
+    sentences = summarize(findings_of(TermFinding("size", gradient=size)))
+    assert sentences[-1] == (
+        "The gradient of “size” is with respect to the hidden states and parameters and not "
+        "comparable with that of the base loss."
+    )
 
 
 def test_a_cut_reason_is_not_followed_by_a_full_stop() -> None:
     term = TermFinding("judge", skipped={"OSError: it …": 3})
     assert (skip_count(term), skip_reasons(term)) == (3, "OSError: it …")
-    sentence = summarize(findings_of(term))[1]
+    sentence = summarize(findings_of(term))[2]
     assert sentence == "“judge” was skipped at 3 of 4 steps: OSError: it …"
 
 
@@ -196,3 +226,29 @@ def test_summary_of_several_runs_names_the_best_and_the_worst() -> None:
         "The held-out loss ends lowest in “c” (1.000) and highest in “a” (2.000).",
     ]
     assert summarize_runs(runs[:2], found[:2]) == ["2 runs, 4 steps in all."]
+
+
+def test_runs_with_other_data_or_losses_are_not_compared() -> None:
+    configs = [
+        {"data": {"path": "a.jsonl"}, "loss": {"use": "cross_entropy"}},
+        {"data": {"path": "b.jsonl"}, "loss": {"use": "dpo"}},
+    ]
+    runs = [LoadedRun(name, Path(), given, []) for name, given in zip("ab", configs, strict=True)]
+    found = [
+        Findings(2, None, None, Change(3.0, 2.0), None, False, TermFinding("base")) for _ in runs
+    ]
+    assert summarize_runs(runs, found)[1] == (
+        "Their data and base losses differ, so held-out losses are not compared."
+    )
+
+
+def test_runs_of_different_length_are_compared_with_their_steps() -> None:
+    runs = [LoadedRun(name, Path(), {}, []) for name in "ab"]
+    found = [
+        Findings(steps, None, None, Change(3.0, loss), None, False, TermFinding("base"))
+        for steps, loss in ((10, 2.0), (40, 1.0))
+    ]
+    assert summarize_runs(runs, found)[1] == (
+        "The held-out loss ends lowest in “b” (1.000 after 40 steps) and highest in “a” (2.000 "
+        "after 10 steps)."
+    )

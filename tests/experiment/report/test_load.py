@@ -143,3 +143,19 @@ def test_an_ablation_knows_its_run_with_all_terms_and_those_without_one(tmp_path
     assert experiment.full == "all"
     assert experiment.without["judge"] == "without judge"
     assert load_runs([tmp_path / "terms" / "all"]).full is None
+
+
+def test_an_ablation_of_several_seeds_has_the_runs_of_each(tmp_path: Path) -> None:
+    write_ablation(tmp_path / "a", seeds=2)
+    (tmp_path / "a" / "seed-1" / "none" / "metrics.jsonl").unlink()  # not begun
+    experiment = load_runs([tmp_path / "a"])
+    names = [run.name for run in experiment.runs]
+    assert list(experiment.seeds) == ["0", "1"]
+    assert [run.name for run in experiment.seeds["1"]] == [n for n in names if n != "none"]
+    assert experiment.seeds["1"][0].folder == tmp_path / "a" / "seed-1" / "all"
+
+
+def test_an_ablation_of_an_older_version_has_one_seed(tmp_path: Path) -> None:
+    write_ablation(tmp_path / "a")
+    experiment = load_runs([tmp_path / "a"])
+    assert experiment.seeds == {"0": experiment.runs}

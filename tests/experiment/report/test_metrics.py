@@ -16,6 +16,7 @@ from steelyard.experiment.report.metrics import (
     findings,
     shares,
 )
+from steelyard.experiment.step_metrics import Gradient
 from tests.experiment.folders import flaky, specs, write_lines, write_run
 
 from .parsed_page import text_of
@@ -67,9 +68,9 @@ def test_relative_change() -> None:
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [
-        ([8.0, 6.0, 5.0, 5.0, 4.0, 4.0, 3.0, 1.0], Change(7.0, 2.0, 2)),
-        ([8.0, 6.0, 4.0], Change(8.0, 4.0, 1)),
-        ([float("nan"), 6.0, float("inf"), 4.0], Change(6.0, 4.0, 1)),
+        ([8.0, 6.0, 5.0, 5.0, 4.0, 4.0, 3.0, 1.0], Change(7.0, 2.0, 2, 8)),
+        ([8.0, 6.0, 4.0], Change(8.0, 4.0, 1, 3)),
+        ([float("nan"), 6.0, float("inf"), 4.0], Change(6.0, 4.0, 1, 2)),
         ([float("nan")], None),
     ],
 )
@@ -77,6 +78,21 @@ def test_change_compares_the_first_and_the_last_quarter(
     losses: list[float], expected: Change | None
 ) -> None:
     assert findings(loaded(*({"loss_total": loss} for loss in losses))).loss == expected
+
+
+def total(loss: float, **weights: float) -> dict[str, float]:
+    """Metrics of a step with this total loss and terms with these weights."""
+    terms = {f"regularizers/{name}/contribution": 1.0 for name in weights}
+    terms |= {f"regularizers/{name}/weight": weight for name, weight in weights.items()}
+    return {"loss_total": loss, **terms}
+
+
+def test_totals_are_compared_only_between_steps_with_the_same_terms_and_weights() -> None:
+    sometimes = [total(226.0, kl=0.1, rare=9.0), total(5.0, kl=0.1), total(4.0, kl=0.1)]
+    assert findings(loaded(*sometimes)).loss == Change(5.0, 4.0, 1, 2)
+    warmup = [total(1.0, kl=0.1), total(2.0, kl=0.2), total(3.0, kl=0.3)]
+    assert findings(loaded(*warmup)).loss is None
+    assert findings(loaded(total(1.0, kl=0.1))).loss == Change(1.0, 1.0, 1, 1)
 
 
 def test_statistics_of_a_term() -> None:
@@ -87,21 +103,25 @@ def test_statistics_of_a_term() -> None:
     (term,) = found.terms
     assert term == TermFinding(
         "kl",
-        value=Change(4.0, 2.0),
+        value=Change(4.0, 2.0, 1, 2),
         weight=0.25,
         contribution=1.25,
         grad_norm=0.75,
-        share=term.share,
-        cosine=-0.5,
+        gradient=term.gradient,
         seconds=0.25,
         steps=2,
         flags=("fights the base loss",),
     )
-    assert term.share == pytest.approx((1 / 4 + 0.5 / 3.5) / 2)
+    assert term.share == pytest.approx(1.5 / (6 + 1.5)), "sums of norms over all steps"
+    assert (term.cosine, term.space) == (-0.5, "logprobs")
+    assert term.cancelled == pytest.approx((1.5 + 0.75) / 18)
+    assert found.base.share == pytest.approx(0.8)
+    assert found.spaces == ["logprobs"]
 
 
 def test_shares_are_norms_divided_by_their_sum() -> None:
-    assert shares(loaded(term_row(4.0), {"base_loss/grad_norm": 3.0})) == {
+    run = loaded(term_row(4.0), {"base_loss/grad_norm": 3.0})
+    assert shares(run, ["base", "kl"]) == {
         "base": [0.75, 1.0],
         "kl": [0.25, None],
     }
@@ -113,17 +133,23 @@ def test_cosine_key_finds_either_order() -> None:
     assert cosine_key(run, "kl", "l1") == cosine_key(run, "l1", "kl") == "cosines/l1/kl"
 
 
+def gradient(share: float, cosine: float, cancelled: float, *, alone: bool = False) -> Gradient:
+    return Gradient(1.0, "logprobs", share, alone, cosine, cancelled)
+
+
 def test_extremes_and_flagged_terms_are_ordered() -> None:
+    both = ("dominates", "fights the base loss")
     terms = [
-        TermFinding("a", share=0.6, cosine=-0.4, flags=("dominates", "fights the base loss")),
-        TermFinding("b", share=0.7, cosine=-0.9, flags=("dominates", "fights the base loss")),
+        TermFinding("a", gradient=gradient(0.6, -0.4, 0.3), flags=both),
+        TermFinding("b", gradient=gradient(0.7, -0.9, 0.1), flags=both),
         TermFinding("c", flags=("no gradient",)),
+        TermFinding("d", gradient=gradient(1.0, 0.0, 0.0, alone=True)),
     ]
     found = Findings(1, None, None, None, None, True, TermFinding("base"), terms)
     assert [term.name for term in found.flagged("dominates")] == ["b", "a"]
-    assert [term.name for term in found.flagged("fights the base loss")] == ["b", "a"]
+    assert [term.name for term in found.flagged("fights the base loss")] == ["a", "b"], "by size"
     assert [term.name for term in found.flagged("no gradient")] == ["c"]
-    assert found.extreme("share", max) == terms[1]
+    assert found.strongest == terms[1], "d is alone in its space"
     assert found.extreme("cosine", min) == terms[1]
     assert found.extreme("seconds", max) is None
 

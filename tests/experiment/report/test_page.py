@@ -84,3 +84,26 @@ def test_content_security_policy_allows_exactly_the_scripts_of_the_page(report: 
     ]
     allowed = re.findall(r"'sha256-([^']+)'", html_escapes.unescape(policy[1]))
     assert allowed == digests
+
+
+def header(page: Path) -> str:
+    match = re.search(r'<p class="facts">(.*?)</p>', page.read_text(encoding="utf-8"), re.DOTALL)
+    assert match is not None
+    return ", ".join(re.findall(r"<span>(.*?)</span>", match[1])[:-1])  # without the date
+
+
+def test_the_header_names_the_models_of_all_runs(tmp_path: Path) -> None:
+    folders = [tmp_path / str(index) for index in range(6)]
+    for index, folder in enumerate(folders):
+        write_run(folder, steps=2, terms=specs()[: 1 + index % 2])
+        config = json.loads((folder / "config.json").read_text())
+        config["model"] |= {"base_model": f"model-{index}", "rank": 8 if index else 16}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    def facts(*chosen: int) -> str:
+        return header(write_report([folders[i] for i in chosen], tmp_path / "report.html"))
+
+    assert facts(1) == "model-1, rank 8, backend local, 2 regularizers"
+    assert facts(0, 2) == "model-0 and model-2, rank 16 and 8, backend local, 1 regularizer"
+    assert facts(1, 2) == "model-1 and model-2, rank 8, backend local, 1 to 2 regularizers"
+    assert facts(*range(6)) == "6 base models, rank 16 and 8, backend local, 1 to 2 regularizers"

@@ -19,7 +19,8 @@ def test_summary_is_the_first_paragraph_of_the_report(tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=4)
     page = write_report([tmp_path / "run"], tmp_path / "report.html")
     sentences = summary(tmp_path / "run")
-    assert sentences[0].startswith("4 steps in 1.1 s: the loss fell from ")
+    assert sentences[0] == "4 steps in 1.1 s."
+    assert sentences[1].startswith("The base loss fell from ")
     assert " ".join(sentences) in text_of(page)
 
 

@@ -1,9 +1,10 @@
-"""The report: one self-contained HTML page about a run, several runs, or an ablation.
+"""The report: one self-contained HTML page about a run, several runs, an ablation or a search.
 
 Data flows in this order: `load` reads run folders; `findings` computes means, shares and flags;
-`charts` (one run) and `compare_charts` (several) make the charts out of `figure`;
-`ablation_table`, `samples` and `config_diff` make the tables; `formatting` turns numbers into
-text; `page` renders everything with `page.html`, `page.css` and `page.js`; `write` saves it.
+`charts` and `detail_charts` (one run), `compare_charts` (several) and `search_charts` make the
+charts out of `figure`; `ablation_table`, `driving_examples`, `samples` and `config_diff` make the
+tables and texts; `formatting` turns numbers into text; `page` renders everything with `page.html`,
+`page.css` and `page.js`; `write` saves it.
 """
 
 from steelyard._extras import cure as _cure

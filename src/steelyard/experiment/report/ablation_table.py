@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from steelyard.experiment.paired_differences import LOSS, BySeed, Comparison, compare, conclusions
 from steelyard.experiment.report.load import Experiment, LoadedRun
 
-
-@dataclass(frozen=True)
-class Cell:
-    """One number of a run, and its difference from the run with all terms."""
-
-    value: float | None
-    difference: float | None = None
+NOT_HELD_OUT = (
+    "No data were held out: these are losses and terms in training, and there is no verdict."
+)
 
 
 @dataclass(frozen=True)
@@ -23,10 +20,16 @@ class AblationTable:
     Attributes:
         columns: headings of the columns, without that of the run's name.
         rows: name and cells of each run, the run with all terms first.
+        held_out: those of the columns that are measured on held-out data.
+        seeds: number of seeds.
+        sentences: verdicts, or why there is none.
     """
 
     columns: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[Cell]]]
+    rows: Sequence[tuple[str, Sequence[Comparison]]]
+    held_out: Sequence[str]
+    seeds: int
+    sentences: Sequence[str]
 
 
 def ablation_table(experiment: Experiment) -> AblationTable | None:
@@ -35,7 +38,7 @@ def ablation_table(experiment: Experiment) -> AblationTable | None:
     Losses and terms are the last ones on held-out data where these were measured: held-out data
     are the same for all runs, and terms are evaluated on them even when they were left out of
     training. Otherwise, and for the time, they are means over the last quarter of the steps, since
-    single batches differ.
+    single batches differ. Differences from the run with all terms are paired by seed.
 
     Returns:
         The table, or None if there is no run with all terms to compare with.
@@ -45,34 +48,43 @@ def ablation_table(experiment: Experiment) -> AblationTable | None:
     if full is None:
         return None
     has_held_out = bool(full.series("held_out/loss")[0])
-    final_value = _final_value if has_held_out else _late_mean
-    keys = (
-        {"held-out loss": "held_out/loss"} if has_held_out else {"training loss": "base_loss/value"}
-    ) | {name: _value_key(full, name) for name in full.terms}
-    values = {
-        run.name: [
-            *(final_value(run, key) for key in keys.values()),
-            _late_mean(run, "seconds"),
-        ]
-        for run in experiment.runs
+    loss = {LOSS: "held_out/loss"} if has_held_out else {"training loss": "base_loss/value"}
+    keys = {
+        **loss,
+        **{name: _value_key(full, name) for name in full.terms},
+        "seconds per step": "seconds",
     }
-    order = [full.name, *(name for name in by_name if name != full.name)]
-    rows = [(name, _row(name, full.name, values)) for name in order]
-    return AblationTable([*keys, "seconds per step"], rows)
+    rows = {
+        name: {
+            column: compare(
+                _by_seed(experiment, name, key),
+                None if name == full.name else _by_seed(experiment, full.name, key),
+            )
+            for column, key in keys.items()
+        }
+        for name in [full.name, *(name for name in by_name if name != full.name)]
+    }
+    held_out = [column for column, key in keys.items() if key.startswith("held_out/")]
+    effects = {name: {column: own[column] for column in held_out} for name, own in rows.items()}
+    return AblationTable(
+        columns=list(keys),
+        rows=[(name, list(own.values())) for name, own in rows.items()],
+        held_out=held_out,
+        seeds=len(experiment.seeds) or 1,
+        sentences=conclusions(effects) if has_held_out else [NOT_HELD_OUT],
+    )
+
+
+def _by_seed(experiment: Experiment, name: str, key: str) -> BySeed:
+    """Final value of a metric in the runs with a name, by seed."""
+    seeds = experiment.seeds or {"0": experiment.runs}
+    runs = {seed: run for seed, runs in seeds.items() for run in runs if run.name == name}
+    return {seed: _final_value(run, key) for seed, run in runs.items()}
 
 
 def _value_key(full: LoadedRun, name: str) -> str:
     held_out = f"held_out/regularizers/{name}"
     return held_out if full.series(held_out)[0] else f"regularizers/{name}/value"
-
-
-def _row(name: str, full: str, values: Mapping[str, Sequence[float | None]]) -> list[Cell]:
-    if name == full:
-        return [Cell(value) for value in values[name]]
-    return [
-        Cell(value, None if value is None or other is None else value - other)
-        for value, other in zip(values[name], values[full], strict=True)
-    ]
 
 
 def _final_value(run: LoadedRun, key: str) -> float | None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from steelyard.experiment.report.detail_charts import (
+    held_out_section,
+    optimizer_section,
+    own_metrics_section,
+)
 from steelyard.experiment.report.figure import (
     Figure,
     Section,
@@ -15,13 +20,15 @@ from steelyard.experiment.report.figure import (
 from steelyard.experiment.report.formatting import (
     cosine,
     format_change,
+    format_space,
     join_names,
     number,
     percent,
     seconds,
 )
 from steelyard.experiment.report.load import LoadedRun
-from steelyard.experiment.report.metrics import Findings, cosine_key, shares
+from steelyard.experiment.report.metrics import Findings, TermFinding, cosine_key, shares
+from steelyard.experiment.step_metrics import cosine_to_base
 
 STACKED = {"barmode": "relative", "bargap": 0}
 SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s"}
@@ -37,6 +44,8 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "The raw value of each regularizer, before its weight, each on its own scale.",
             _values(run, found),
         ),
+        held_out_section(run),
+        own_metrics_section(run),
         Section(
             "contributions",
             "Contributions",
@@ -46,15 +55,19 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
         Section(
             "gradients",
             "Gradient norms",
-            "The norm of each term's weighted gradient with respect to the log-probs.",
+            "The norm of each term's weighted gradient. Only norms with respect to the same "
+            "quantity have a common unit, and shares.",
             _gradients(run, found),
         ),
         Section(
             "cosines",
             "Cosines between gradients",
-            "Between the gradients of two terms: +1 same direction, 0 orthogonal, −1 opposite.",
+            "Between the gradients of two terms: +1 same direction, 0 orthogonal, −1 opposite. "
+            f"With respect to the {format_space(found.base.space)}; with respect to the model's "
+            "weights they may differ, even in sign.",
             _cosines(run, found),
         ),
+        optimizer_section(run),
         Section(
             "time", "Time per term", "Duration of a call in seconds, gradient included.", _time(run)
         ),
@@ -67,7 +80,8 @@ def _loss(run: LoadedRun, found: Findings) -> list[Figure]:
     loss = Figure(
         "loss",
         "Training loss",
-        f"Line chart: the total loss over {found.steps} steps, {format_change(found.loss)}.",
+        f"Line chart: the total loss and the base loss over {found.steps} steps; the base loss "
+        f"{format_change(found.base.value)}.",
         [
             line("total", run.series("loss_total"), "total"),
             line("base loss", run.series("base_loss/value"), "base"),
@@ -131,56 +145,66 @@ def _contributions(run: LoadedRun, found: Findings) -> list[Figure]:
 
 
 def _gradients(run: LoadedRun, found: Findings) -> list[Figure]:
-    if not found.tracked:
-        return []
-    # Name of the term, label, metric, colour.
-    terms = [("base", "base loss", "base_loss/grad_norm", "base")] + [
-        (name, name, f"regularizers/{name}/grad_norm_weighted", color(index))
-        for index, name in enumerate(run.terms)
-    ]
-    norms = [
-        line(label, _positive(run.series(key)), color_name, index=max(0, index - 1))
-        for index, (_, label, key, color_name) in enumerate(terms)
-        if run.series(key)[0]
-    ]
-    total = line("total", _positive(run.series("total_grad_norm")), "total")
-    steps = [row["step"] for row in run.rows]
-    by_term = shares(run)
-    layers = [
-        bars(label, steps, by_term[name], color_name, unit=".0%")
-        for name, label, _, color_name in terms
-        if any(share is not None for share in by_term[name])
-    ]
-    means = join_names(
-        f"{term.name} {percent(term.share)}" for term in (found.base, *found.terms) if term.share
-    )
     return [
-        Figure(
-            "grad-norms",
-            "Norms of the weighted gradients",
-            f"Line chart on a logarithmic scale: the gradient norms of {join_names(run.terms)}.",
-            [*norms, total],
-            note="Logarithmic scale; a norm of 0 is a gap.",
-            layout=over_steps("norm", **log_axis([*norms, total], tickformat="~g")),
-            height=340,
-        ),
-        Figure(
-            "shares",
-            "Share of the gradient",
-            f"Stacked bar chart over steps. On average: {means}.",
-            layers,
-            note="Each norm divided by the sum of all norms.",
-            layout=over_steps("", tickformat=".0%", range=[0, 1]) | STACKED,
-            height=340,
-        ),
+        figure
+        for space in found.spaces
+        for figure in (_norms(run, found, space), _shares(run, found, space))
+        if figure.traces
     ]
+
+
+def _norms(run: LoadedRun, found: Findings, space: str) -> Figure:
+    in_base_space = space == found.base.space
+    lines = [
+        line(label, _positive(run.series(key)), color_name, index=max(0, index - 1))
+        for index, label, key, color_name, _ in _gradient_terms(found, space)
+    ]
+    if in_base_space:
+        lines.append(line("total", _positive(run.series("total_grad_norm")), "total"))
+    names = join_names(each["name"] for each in lines)
+    return Figure(
+        "grad-norms" if in_base_space else f"grad-norms-{space}",
+        f"Norms of the weighted gradients, with respect to the {format_space(space)}",
+        f"Line chart on a logarithmic scale: the gradient norms of {names}.",
+        lines,
+        note="Logarithmic scale; a norm of 0 is a gap.",
+        layout=over_steps("norm", **log_axis(lines, tickformat="~g")),
+        height=340,
+    )
+
+
+def _shares(run: LoadedRun, found: Findings, space: str) -> Figure:
+    terms = _gradient_terms(found, space)
+    by_term = shares(run, [term.name for *_, term in terms])
+    steps = [row["step"] for row in run.rows]
+    layers = [
+        bars(label, steps, by_term[term.name], color_name, unit=".0%")
+        for _, label, _, color_name, term in terms
+    ]
+    means = join_names(f"{label} {percent(term.share)}" for _, label, *_, term in terms)
+    return Figure(
+        "shares" if space == found.base.space else f"shares-{space}",
+        f"Share of the gradient, with respect to the {format_space(space)}",
+        f"Stacked bar chart over steps. Over the whole run: {means}.",
+        layers if len(terms) > 1 else [],
+        note=f"Each norm divided by the sum of the norms in this chart. Over the run: {means}.",
+        layout=over_steps("", tickformat=".0%", range=[0, 1]) | STACKED,
+        height=340,
+    )
+
+
+def _gradient_terms(found: Findings, space: str) -> list[tuple[int, str, str, str, TermFinding]]:
+    """Index, label, metric of the norm, colour and statistics of the terms of one space."""
+    terms = [(0, "base loss", "base_loss/grad_norm", "base", found.base)] + [
+        (i + 1, term.name, f"regularizers/{term.name}/grad_norm_weighted", color(i), term)
+        for i, term in enumerate(found.terms)
+    ]
+    return [each for each in terms if each[-1].space == space]
 
 
 def _cosines(run: LoadedRun, found: Findings) -> list[Figure]:
     steps = [row["step"] for row in run.rows]
-    by_step = {
-        name: [row.get(cosine_key(run, "base", name)) for row in run.rows] for name in run.terms
-    }
+    by_step = {name: [cosine_to_base(row, name) for row in run.rows] for name in run.terms}
     rows = {
         name: cosines
         for name, cosines in by_step.items()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from steelyard.experiment.report.ablation_table import AblationTable
+from steelyard.experiment.report.detail_charts import GRAD_NORM
 from steelyard.experiment.report.figure import (
     Figure,
     Section,
@@ -12,10 +15,11 @@ from steelyard.experiment.report.figure import (
     heatmap,
     line,
     over_steps,
+    with_intervals,
 )
 from steelyard.experiment.report.formatting import (
     cosine,
-    format_change,
+    format_space,
     join_names,
     number,
     percent,
@@ -33,7 +37,7 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
     terms = list(dict.fromkeys(name for run in runs for name in run.terms))
     tracked = any(each.tracked for each in found)
     sections = [
-        Section("loss", "Loss", "Loss of each run at each step.", _losses(runs, found)),
+        Section("loss", "Loss", "Loss of each run at each step.", _losses(runs)),
         Section(
             "terms",
             "Every term over time",
@@ -42,26 +46,68 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
                        for i, name in enumerate(terms)),
         ),
         Section(
+            "held-out-terms",
+            "Every term on held-out data",
+            "The raw value of each regularizer on data that are not trained on.",
+            _non_empty(_line_per_run(runs, f"held-out-{i}", name, f"held_out/regularizers/{name}")
+                       for i, name in enumerate(terms)),
+        ),
+        Section(
             "contributions",
             "Contributions",
-            "Weight × value of each regularizer, mean over the steps of a run.",
+            "Weight × value of each regularizer, mean over all steps of a run: 0 where it did not "
+            "run.",
             _contributions(runs, terms),
         ),
         Section(
             "gradients",
             "Gradient norms",
-            "The norm of each term's weighted gradient with respect to the log-probs.",
+            "The norm of each term's weighted gradient.",
             _gradients(runs, found, terms) if tracked else [],
         ),
         Section(
             "cosines",
             "Cosines to the base loss",
-            "Mean cosine to the gradient of the base loss: +1 same direction, −1 opposite.",
+            "Mean cosine to the gradient of the base loss: +1 same direction, −1 opposite. With "
+            "respect to the model's weights the sign may differ.",
             _cosines(runs, found, terms) if tracked else [],
+        ),
+        Section(
+            "optimizer",
+            "Optimizer",
+            "The gradient of the total loss with respect to the trained weights.",
+            _non_empty([_line_per_run(runs, "optimizer-grad-norm", "Gradient norm before clipping",
+                                      GRAD_NORM, size="wide")]),
         ),
         Section("time", "Time", "Seconds, mean over the steps of a run.", _time(runs, terms)),
     ]  # fmt: skip
     return [section for section in sections if section.figures]
+
+
+def effects(table: AblationTable) -> Section:
+    """Section with the differences of an ablation and their intervals; empty with one seed."""
+    figures = [] if table.seeds == 1 else [_effect(table, column) for column in table.held_out]
+    intro = (
+        f"Held-out value of each run, less that of the run with all terms: means of "
+        f"{table.seeds} seeds, paired by seed, with 95 % intervals. An interval that includes 0 "
+        f"shows no effect. The charts below are those of the first seed."
+    )
+    return Section("effects", "Effects and their intervals", intro, figures)
+
+
+def _effect(table: AblationTable, column: str) -> Figure:
+    index = table.columns.index(column)
+    cells = {name: cells[index] for name, cells in table.rows[1:]}  # the first has all terms
+    verdicts = join_names(f"{name} {cell.verdict}" for name, cell in cells.items() if cell.verdict)
+    return Figure(
+        f"effect-{index}",
+        column,
+        f"Differences from the run with all terms: {verdicts}.",
+        [with_intervals(list(cells), [cell.difference for cell in cells.values()], color(index))],
+        layout={"yaxis": {"zeroline": True}, "xaxis": {"type": "category"}},
+        size="small",
+        height=240,
+    )
 
 
 def _line_per_run(
@@ -84,30 +130,22 @@ def _line_per_run(
     )
 
 
-def _losses(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Figure]:
-    keys = {"loss_total": "Total loss", "base_loss/value": "Base loss"}
-    if any(each.held_out for each in found):
-        keys = {"loss_total": "Total loss", "held_out/loss": "Held-out loss"}
-    figures = [
-        _line_per_run(runs, metric.partition("/")[0], title, metric, "half")
-        for metric, title in keys.items()
-    ]
-    changes = "; ".join(
-        f"{run.name} {format_change(each.loss)}" for run, each in zip(runs, found, strict=True)
-    )
-    first = figures[0]
-    alt = f"Line chart, one line per run: {changes}."
+def _losses(runs: Sequence[LoadedRun]) -> list[Figure]:
+    keys = {"base_loss": "base_loss/value", "held_out": "held_out/loss", "loss_total": "loss_total"}
+    titles = {"base_loss": "Base loss", "held_out": "Held-out loss", "loss_total": "Total loss"}
+    figures = {
+        key: _line_per_run(runs, key, titles[key], metric, "half") for key, metric in keys.items()
+    }
     note = "Total losses of runs with different terms or weights are not comparable."
-    figures[0] = Figure(
-        first.key, first.title, alt, first.traces, note, first.layout, first.size, first.height
-    )
-    return figures
+    figures["loss_total"] = replace(figures["loss_total"], note=note)
+    return _non_empty(figures.values())
 
 
 def _contributions(runs: Sequence[LoadedRun], terms: Sequence[str]) -> list[Figure]:
     names = [run.name for run in runs]
     traces = [
-        bars(term, names, [_mean(run, f"regularizers/{term}/contribution") for run in runs],
+        bars(term, names,
+             [_mean_over_all_steps(run, f"regularizers/{term}/contribution") for run in runs],
              color(i))
         for i, term in enumerate(terms)
     ]  # fmt: skip
@@ -128,32 +166,42 @@ def _contributions(runs: Sequence[LoadedRun], terms: Sequence[str]) -> list[Figu
 def _gradients(
     runs: Sequence[LoadedRun], found: Sequence[Findings], terms: Sequence[str]
 ) -> list[Figure]:
-    names = [run.name for run in runs]
-    shares = [{term.name: term.share for term in (each.base, *each.terms)} for each in found]
-    layers = [
-        bars(label, names, [by_term.get(term) for by_term in shares], color_name, unit=".0%")
-        for term, label, color_name in [("base", "base loss", "base")]
-        + [(term, term, color(i)) for i, term in enumerate(terms)]
-    ]
-    means = "; ".join(
-        f"{run.name}: {join_names(f'{k} {percent(v)}' for k, v in by_term.items() if v)}"
-        for run, by_term in zip(runs, shares, strict=True)
-    )
-    share = Figure(
-        "shares",
-        "Share of the gradient",
-        f"Stacked bar chart, one bar per run. {means}.",
-        layers,
-        note="Each norm divided by the sum of all norms.",
-        layout={"yaxis": {"tickformat": ".0%", "range": [0, 1]}, **BY_RUN},
-        size="wide",
-        height=320,
-    )
+    spaces = dict.fromkeys(space for each in found for space in each.spaces)
     norms = [_line_per_run(runs, "norm-base", "base loss", "base_loss/grad_norm")] + [
         _line_per_run(runs, f"norm-{i}", term, f"regularizers/{term}/grad_norm_weighted")
         for i, term in enumerate(terms)
     ]
-    return [share, *_non_empty(norms)]
+    return _non_empty([*(_shares(runs, found, terms, space) for space in spaces), *norms])
+
+
+def _shares(
+    runs: Sequence[LoadedRun], found: Sequence[Findings], terms: Sequence[str], space: str
+) -> Figure:
+    by_run = [
+        {term.name: term.share for term in (each.base, *each.terms) if term.space == space}
+        for each in found
+    ]
+    names = [run.name for run in runs]
+    layers = [
+        bars(label, names, [by_term.get(term) for by_term in by_run], color_name, unit=".0%")
+        for term, label, color_name in [("base", "base loss", "base")]
+        + [(term, term, color(i)) for i, term in enumerate(terms)]
+        if any(term in by_term for by_term in by_run)
+    ]
+    text = "; ".join(
+        f"{run.name}: {join_names(f'{k} {percent(v)}' for k, v in by_term.items() if v)}"
+        for run, by_term in zip(runs, by_run, strict=True)
+    )
+    return Figure(
+        "shares" if any(each.base.space == space for each in found) else f"shares-{space}",
+        f"Share of the gradient, with respect to the {format_space(space)}",
+        f"Stacked bar chart, one bar per run. {text}.",
+        layers if len(layers) > 1 else [],
+        note="Each norm divided by the sum of the norms in this chart, over all steps of a run.",
+        layout={"yaxis": {"tickformat": ".0%", "range": [0, 1]}, **BY_RUN},
+        size="wide",
+        height=320,
+    )
 
 
 def _non_empty(figures: Iterable[Figure]) -> list[Figure]:
@@ -223,3 +271,8 @@ def _time(runs: Sequence[LoadedRun], terms: Sequence[str]) -> list[Figure]:
 def _mean(run: LoadedRun, key: str) -> float | None:
     values = run.series(key)[1]
     return sum(values) / len(values) if values else None
+
+
+def _mean_over_all_steps(run: LoadedRun, key: str) -> float | None:
+    values = run.series(key)[1]
+    return sum(values) / len(run.rows) if values else None

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from steelyard.experiment.paired_differences import Estimate
+
 Trace: TypeAlias = dict[str, Any]
 
 COLORS = 8
@@ -101,6 +103,25 @@ def bars(
         "marker": {"line": {"width": 0}},
         "meta": {"color": color_name},
         "hovertemplate": f"%{{y:{unit}}}",
+    }
+
+
+def with_intervals(
+    x: Sequence[str], estimates: Sequence[Estimate | None], color_name: str
+) -> Trace:
+    """Trace of means as points with their intervals as error bars."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": list(x),
+        "y": [None if each is None else each.mean for each in estimates],
+        "error_y": {
+            "type": "data",
+            "array": [None if each is None else each.margin for each in estimates],
+        },
+        "marker": {"size": 8},
+        "meta": {"color": color_name},
+        "hovertemplate": "%{y:.4g} ± %{error_y.array:.2g}<extra></extra>",
     }
 
 

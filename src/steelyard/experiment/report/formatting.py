@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from steelyard.experiment.flags import DOMINATES, FIGHTS, NO_GRADIENT
+from steelyard.experiment.paired_differences import Estimate
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import Change, Findings, TermFinding
 
@@ -37,6 +38,19 @@ def number(value: float | None, *, signed: bool = False) -> str:
         text = f"{size:.2g}"
     sign = "−" if value < 0 else "+" if signed and value > 0 else ""
     return sign + text
+
+
+def with_margin(estimate: Estimate | None, *, signed: bool = False) -> str:
+    """Text of a mean and the margin of its interval, if it has one.
+
+    Example:
+        >>> with_margin(Estimate(0.25, 0.5, 3), signed=True), with_margin(None)
+        ('+0.250 ± 0.500', '–')
+    """
+    if estimate is None:
+        return NONE
+    margin = "" if estimate.margin is None else f" ± {number(estimate.margin)}"
+    return number(estimate.mean, signed=signed) + margin
 
 
 def percent(fraction: float | None, *, signed: bool = False) -> str:
@@ -107,11 +121,23 @@ def format_change(value: Change | None) -> str:
     return f"from {number(value.first)} to {number(value.last)}"
 
 
+def format_space(space: str | None) -> str:
+    """Text of what a gradient is with respect to.
+
+    Example:
+        >>> format_space("logprobs"), format_space("hidden_states+logits"), format_space(None)
+        ('log-probs', 'hidden states and logits', '–')
+    """
+    if space is None:
+        return NONE
+    return join_names(
+        "log-probs" if part == "logprobs" else part.replace("_", " ") for part in space.split("+")
+    )
+
+
 def summarize(found: Findings) -> list[str]:
-    """Sentences about one run: its loss, skipped terms, and flagged terms."""
-    sentences = [_progress(found)]
-    if found.held_out is not None:
-        sentences.append(f"On held-out data the loss went {format_change(found.held_out)}.")
+    """Sentences about one run: its losses, skipped terms, and flagged terms."""
+    sentences = [_progress(found), *_losses(found)]
     if not found.terms:
         return [*sentences, "There were no regularizers."]
     for term in found.skipping:
@@ -121,24 +147,7 @@ def summarize(found: Findings) -> list[str]:
         sentences.append(f"“{term.name}” was skipped at {steps}: {reasons}{end}")
     if not found.tracked:
         return [*sentences, "Gradient norms were not tracked: shares and cosines are unknown."]
-    sentences += [
-        f"“{term.name}” dominates: it has {percent(term.share)} of the sum of all gradient norms."
-        for term in found.flagged(DOMINATES)
-    ]
-    fighting = found.flagged(FIGHTS)
-    if fighting:
-        names = join_names(f"“{term.name}” (cosine {cosine(term.cosine)})" for term in fighting)
-        gradients = "gradient of" if len(fighting) == 1 else "gradients of"
-        opposes = "opposes" if len(fighting) == 1 else "oppose"
-        sentences.append(f"The {gradients} {names} {opposes} that of the base loss.")
-    without_gradient = found.flagged(NO_GRADIENT)
-    if without_gradient:
-        names = join_names(f"“{term.name}”" for term in without_gradient)
-        has = "has" if len(without_gradient) == 1 else "have"
-        sentences.append(f"{names} {has} no gradient: measured, but without effect on training.")
-    if not any(term.flags for term in found.terms):
-        sentences.append("No term dominates, and none fights the base loss.")
-    return sentences
+    return [*sentences, *_gradient_sentences(found)]
 
 
 def skip_count(term: TermFinding) -> int:
@@ -165,20 +174,38 @@ def skip_reasons(term: TermFinding) -> str:
 
 
 def summarize_runs(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[str]:
-    """Sentences about several runs: how many, and which has the lowest held-out loss."""
+    """Sentences about several runs: how many, and which has the lowest held-out loss.
+
+    Held-out losses are compared only between runs with the same data and base loss.
+    """
     steps = sum(each.steps for each in found)
     sentences = [f"{len(runs)} runs, {steps} steps in all."]
-    losses = {
-        run.name: each.held_out.last
+    measured = [
+        (run, each.held_out.last, each.steps)
         for run, each in zip(runs, found, strict=True)
         if each.held_out is not None
-    }
-    if len(losses) > 1:
-        best, worst = min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)
-        sentences.append(
-            f"The held-out loss ends lowest in “{best}” ({number(losses[best])}) and highest in "
-            f"“{worst}” ({number(losses[worst])})."
+    ]
+    if len(measured) < 2:  # noqa: PLR2004 - one run has nothing to be compared with
+        return sentences
+    different = [
+        section
+        for section in ("data", "loss")
+        if any(
+            run.config.get(section) != measured[0][0].config.get(section) for run, *_ in measured
         )
+    ]
+    if different:
+        what = join_names({"data": "data", "loss": "base losses"}[each] for each in different)
+        return [*sentences, f"Their {what} differ, so held-out losses are not compared."]
+    same_length = len({steps for *_, steps in measured}) == 1
+
+    def describe(run: LoadedRun, loss: float, steps: int) -> str:
+        return f"“{run.name}” ({number(loss)}{'' if same_length else f' after {steps} steps'})"
+
+    lowest, highest = (pick(measured, key=lambda each: each[1]) for pick in (min, max))
+    sentences.append(
+        f"The held-out loss ends lowest in {describe(*lowest)} and highest in {describe(*highest)}."
+    )
     return sentences
 
 
@@ -187,16 +214,68 @@ def _progress(found: Findings) -> str:
     if found.planned is not None and found.planned > found.steps:
         steps = f"{found.steps} of {found.planned} steps"
     time = "" if found.seconds is None else f" in {seconds(found.seconds)}"
+    return f"{steps}{time}."
+
+
+def _losses(found: Findings) -> list[str]:
+    """Sentences about the base loss, the held-out loss, and the total where it is comparable."""
+    sentences = []
+    if found.per_token is not None:
+        sentences.append(f"The base loss per token {_moved(found.per_token)}.")
+    elif found.base.value is not None:
+        sentences.append(f"The base loss {_moved(found.base.value)}.")
+    if found.held_out is not None:
+        sentences.append(f"On held-out data the loss went {format_change(found.held_out)}.")
+    if not found.terms:
+        return sentences
     if found.loss is None:
-        return f"{steps}{time}."
-    difference = found.loss.last - found.loss.first
-    verb = "fell" if difference < 0 else "rose"
-    moved = f"{verb} {format_change(found.loss)}"
+        sentences.append(
+            "The total loss is not compared: its terms or weights changed from step to step."
+        )
+        return sentences
+    steps = f", over the {found.loss.steps} steps with the same terms and weights,"
+    total = f"The total loss{steps if found.loss.steps < found.steps else ''}"
+    tokens = ""
+    if found.tokens is not None and found.tokens[0] < found.tokens[1]:
+        tokens = "; its base is a sum over {:g} to {:g} tokens a batch".format(*found.tokens)
+    return [*sentences, f"{total} {_moved(found.loss)}{tokens}."]
+
+
+def _moved(change: Change) -> str:
+    difference = change.last - change.first
     if difference == 0:
-        moved = f"stayed at {number(found.loss.last)}"
-    relative = found.loss.relative
+        return f"stayed at {number(change.last)}"
+    moved = f"{'fell' if difference < 0 else 'rose'} {format_change(change)}"
+    relative = change.relative
     details = [] if relative is None else [percent(relative, signed=True)]
-    if found.loss.over > 1:
-        details.append(f"means of the first and last {found.loss.over} steps")
-    note = f" ({', '.join(details)})" if details else ""
-    return f"{steps}{time}: the loss {moved}{note}."
+    if change.over > 1:
+        details.append(f"means of the first and last {change.over} of these steps")
+    return f"{moved} ({', '.join(details)})" if details else moved
+
+
+def _gradient_sentences(found: Findings) -> list[str]:
+    sentences = [
+        f"“{term.name}” dominates: it has {percent(term.share)} of the sum of the gradient norms "
+        f"with respect to the {format_space(term.space)}."
+        for term in found.flagged(DOMINATES)
+    ]
+    sentences += [
+        f"With respect to the {format_space(term.space)}, the gradient of “{term.name}” opposes "
+        f"that of the base loss (cosine {cosine(term.cosine)}) and cancels "
+        f"{percent(term.cancelled)} of it."
+        for term in found.flagged(FIGHTS)
+    ]
+    without_gradient = found.flagged(NO_GRADIENT)
+    if without_gradient:
+        names = join_names(f"“{term.name}”" for term in without_gradient)
+        has = "has" if len(without_gradient) == 1 else "have"
+        sentences.append(f"{names} {has} no gradient: measured, but without effect on training.")
+    if not any(term.flags for term in found.terms):
+        sentences.append("No term dominates, and none fights the base loss.")
+    elsewhere = [term for term in found.terms if term.space not in (None, found.base.space)]
+    sentences += [
+        f"The gradient of “{term.name}” is with respect to the {format_space(term.space)} and "
+        f"not comparable with that of the base loss."
+        for term in elsewhere
+    ]
+    return sentences

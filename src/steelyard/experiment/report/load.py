@@ -1,22 +1,25 @@
-"""Read run folders and the folders of ablations."""
+"""Read run folders, and the folders of ablations and searches."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from steelyard.errors import RunError
+from steelyard.experiment.search import STUDY, Search, read_search
 from steelyard.experiment.secrets import redact, remember
 from steelyard.experiment.step_metrics import skipped_terms, terms_that_ran
 
 Row: TypeAlias = Mapping[str, Any]
 
-CONFIG, METRICS, SAMPLES, ABLATION = (
+CONFIG, METRICS, DRIVERS, SAMPLES, ABLATION = (
     "config.json",
     "metrics.jsonl",
+    "drivers.jsonl",
     "samples.jsonl",
     "ablation.json",
 )
@@ -32,6 +35,7 @@ class LoadedRun:
         config: the resolved config.
         rows: metrics of each step, in the order of the steps.
         samples: completions of fixed prompts, before and after training.
+        drivers: records of the examples that drive each term, see `driver_records`.
     """
 
     name: str
@@ -39,6 +43,7 @@ class LoadedRun:
     config: Mapping[str, Any]
     rows: Sequence[Row]
     samples: Sequence[Mapping[str, Any]] = field(default=())
+    drivers: Sequence[Mapping[str, Any]] = field(default=())
 
     @property
     def terms(self) -> list[str]:
@@ -61,26 +66,41 @@ class Experiment:
     """The runs of one report.
 
     Attributes:
-        runs: one run or several, with distinct names.
+        runs: one run or several, with distinct names; of an ablation with several seeds those of
+            the first seed, of a search that of the best trial.
         without: for an ablation: the name of the run without a term, by term.
         full: for an ablation: the name of the run with all terms.
+        seeds: for an ablation: the runs with each seed, those in `runs` included.
+        search: for a search: all of its trials.
     """
 
     runs: Sequence[LoadedRun]
     without: Mapping[str, str] = field(default_factory=dict)
     full: str | None = None
+    seeds: Mapping[str, Sequence[LoadedRun]] = field(default_factory=dict)
+    search: Search | None = None
 
 
 def load_runs(folders: Sequence[Path]) -> Experiment:
     """Load the runs in these folders; the folder of an ablation gives all of its runs.
 
     Raises:
-        RunError: no folder is given, or one is not a run or has no metrics yet.
+        RunError: no folder is given, or one is not a run or has no metrics yet; or one is that of
+            a search without a completed trial, or of a search among other folders.
+        MissingExtraError: it is that of a search, and Optuna is not installed.
     """
     if not folders:
         raise RunError("a report needs at least one run folder, got none.")
     if len(folders) == 1 and (folders[0] / ABLATION).is_file():
         return _load_ablation(folders[0])
+    searches = [folder for folder in folders if (folder / STUDY).is_file()]
+    if searches and len(folders) > 1:
+        raise RunError(
+            f"{searches[0]} is a search, and has a report of its own: give its folder alone, or "
+            f"folders of its trials."
+        )
+    if searches:
+        return _load_search(searches[0])
     named: list[tuple[str, Path]] = []
     for folder in folders:
         if (folder / ABLATION).is_file():
@@ -91,12 +111,30 @@ def load_runs(folders: Sequence[Path]) -> Experiment:
     return Experiment([_load_run(name, folder) for name, folder in _unique_names(named)])
 
 
+def _load_search(folder: Path) -> Experiment:
+    search = read_search(folder)
+    if not search.completed:
+        states = Counter(trial.state for trial in search.trials)
+        counts = ", ".join(f"{count} {state}" for state, count in states.items()) or "no trial"
+        raise RunError(
+            f"{folder} must have a completed trial for a report, got {counts}: continue the "
+            f"search, or read log.txt of its trials."
+        )
+    best = search.completed[0].runs[0]
+    return Experiment([_load_run(best.name, best)], search=search)
+
+
 def _load_ablation(folder: Path) -> Experiment:
     folders = _ablation_runs(folder)
     prefix = "without "
     without = {name.removeprefix(prefix): name for name in folders if name.startswith(prefix)}
     runs = [_load_run(name, path) for name, path in folders.items()]
-    return Experiment(runs, without, "all" if "all" in folders else None)
+    first, *others = (_read_json(folder / ABLATION).get("seeds") or {"0": {}}).items()
+    seeds = {first[0]: runs} | {
+        seed: [_load_run(name, path) for name, path in _started(folder, subfolders).items()]
+        for seed, subfolders in others
+    }
+    return Experiment(runs, without, "all" if "all" in folders else None, seeds)
 
 
 def _ablation_runs(folder: Path) -> dict[str, Path]:
@@ -104,12 +142,20 @@ def _ablation_runs(folder: Path) -> dict[str, Path]:
     runs = _read_json(path).get("runs")
     if not isinstance(runs, dict) or not all(isinstance(each, str) for each in runs.values()):
         raise RunError(f"{path} must have 'runs', folders by name, got {runs!r}.")
-    # Runs that an interrupted ablation has not started yet are left out.
-    folders = {name: folder / subfolder for name, subfolder in runs.items()}
-    started = {name: path for name, path in folders.items() if (path / METRICS).is_file()}
+    started = _started(folder, runs)
     if not started:
         raise RunError(f"{folder} is an ablation of which no run has begun: run it first.")
     return started
+
+
+def _started(folder: Path, subfolders: Mapping[str, str]) -> dict[str, Path]:
+    """Folders of the runs that an ablation has begun; an interrupted one lacks some."""
+    folders = {name: folder / subfolder for name, subfolder in subfolders.items()}
+    return {
+        name: path
+        for name, path in folders.items()
+        if (path / METRICS).is_file() and (path / METRICS).stat().st_size
+    }
 
 
 def _load_run(name: str, folder: Path) -> LoadedRun:
@@ -118,13 +164,13 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
         what = "is no run folder" if folder.is_dir() else "is no folder"
         raise RunError(
             f"{folder} {what}: a run has {CONFIG} and {METRICS}, missing {' and '.join(missing)}. "
-            f"Give the folder that 'steelyard train' or 'steelyard ablate' made."
+            f"Give the folder that 'steelyard train', 'ablate' or 'tune' made."
         )
     # A resumed run may have written a step twice: the later line replaces the earlier one.
     by_step = {row["step"]: row for row in _read_lines(folder / METRICS, required="step")}
     if not by_step:
         raise RunError(f"{folder / METRICS} must have at least one step, got none yet.")
-    samples = folder / SAMPLES
+    samples, drivers = folder / SAMPLES, folder / DRIVERS
     config = _read_json(folder / CONFIG)
     remember(config)  # a run of an older version, or a config edited since, may hold secrets
     return LoadedRun(
@@ -133,6 +179,7 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
         redact(config),
         redact([by_step[step] for step in sorted(by_step)]),
         redact(list(_read_lines(samples, required="prompt"))) if samples.is_file() else [],
+        redact(list(_read_lines(drivers, required="data"))) if drivers.is_file() else [],
     )
 
 

@@ -10,7 +10,13 @@ from typing import Any
 
 from steelyard.experiment.flags import DOMINATES, FIGHTS, flags_of
 from steelyard.experiment.report.load import LoadedRun
-from steelyard.experiment.step_metrics import gradient_shares, short_reason, skipped_terms
+from steelyard.experiment.step_metrics import (
+    Gradient,
+    gradients,
+    short_reason,
+    skipped_terms,
+    terms_that_ran,
+)
 
 
 @dataclass(frozen=True)
@@ -20,12 +26,14 @@ class Change:
     Attributes:
         first: mean over the first `over` steps; single batches differ too much.
         last: mean over the last `over` steps.
-        over: number of steps in each mean: a quarter of all, at least 1.
+        over: number of steps in each mean: a quarter of those compared, at least 1.
+        steps: number of steps that were compared.
     """
 
     first: float
     last: float
     over: int = 1
+    steps: int = 1
 
     @property
     def relative(self) -> float | None:
@@ -43,8 +51,7 @@ class TermFinding:
         weight: its last weight; None for the base loss.
         contribution: mean of weight × value.
         grad_norm: mean norm of its weighted gradient; None without a gradient.
-        share: mean of its norm divided by the sum of all norms.
-        cosine: mean cosine between its gradient and that of the base loss.
+        gradient: its gradient over the run; None without one, or if it was 0 at every step.
         seconds: mean duration of a call.
         steps: number of steps at which it ran.
         flags: warnings about these numbers, see `steelyard.experiment.flags`.
@@ -57,12 +64,31 @@ class TermFinding:
     weight: float | None = None
     contribution: float | None = None
     grad_norm: float | None = None
-    share: float | None = None
-    cosine: float | None = None
+    gradient: Gradient | None = None
     seconds: float | None = None
     steps: int = 0
     flags: tuple[str, ...] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float | None:
+        """Its share of the sum of the gradient norms in its space, over all steps."""
+        return None if self.gradient is None else self.gradient.share
+
+    @property
+    def cosine(self) -> float | None:
+        """Mean cosine between its gradient and that of the base loss."""
+        return None if self.gradient is None else self.gradient.cosine
+
+    @property
+    def cancelled(self) -> float | None:
+        """Fraction of the gradient of the base loss that its gradient cancels."""
+        return None if self.gradient is None else self.gradient.cancelled
+
+    @property
+    def space(self) -> str | None:
+        """What its gradient is with respect to."""
+        return None if self.gradient is None else self.gradient.space
 
 
 @dataclass(frozen=True)
@@ -72,7 +98,11 @@ class Findings:
     Attributes:
         steps: number of steps in the metrics.
         planned: number of steps in the config.
-        loss: change of the total loss.
+        loss: change of the total loss over the steps with the same terms and weights; None if
+            there are fewer than two: the total of other steps is the sum of something else.
+        per_token: change of the base loss per token; None unless it is cross-entropy, whose sum
+            over a batch also changes with the number of tokens.
+        tokens: smallest and largest number of tokens of a batch, where the base loss is their sum.
         held_out: change of the held-out loss; None if it was not measured.
         seconds: time of all steps.
         tracked: whether gradient norms were tracked.
@@ -88,6 +118,8 @@ class Findings:
     tracked: bool
     base: TermFinding
     terms: Sequence[TermFinding] = field(default=())
+    per_token: Change | None = None
+    tokens: tuple[float, float] | None = None
 
     def extreme(
         self, attribute: str, pick: Callable[..., TermFinding | None]
@@ -97,12 +129,23 @@ class Findings:
         return pick(known, key=lambda term: getattr(term, attribute), default=None)
 
     def flagged(self, flag: str) -> list[TermFinding]:
-        """Terms with a flag, the largest share or the lowest cosine first."""
+        """Terms with a flag, the largest share or the strongest opposition first."""
         order = {
             DOMINATES: lambda term: -(term.share or 0.0),
-            FIGHTS: lambda term: term.cosine or 0.0,
+            FIGHTS: lambda term: -(term.cancelled or 0.0),
         }.get(flag, lambda _: 0.0)
         return sorted((term for term in self.terms if flag in term.flags), key=order)
+
+    @property
+    def strongest(self) -> TermFinding | None:
+        """Term with the largest share among those that share their space with another gradient."""
+        known = [term for term in self.terms if term.gradient and not term.gradient.alone]
+        return max(known, key=lambda term: term.share or 0.0, default=None)
+
+    @property
+    def spaces(self) -> list[str]:
+        """Spaces of the gradients, that of the base loss first."""
+        return list(dict.fromkeys(each.space for each in (self.base, *self.terms) if each.space))
 
     @property
     def skipping(self) -> list[TermFinding]:
@@ -113,36 +156,39 @@ class Findings:
 def findings(run: LoadedRun) -> Findings:
     """Compute the statistics of a run from its metrics."""
     planned = (run.config.get("train") or {}).get("steps")
-    tracked = bool(run.series("base_loss/grad_norm")[1])
     seconds = run.series("seconds")[1]
-    mean_shares = {
-        name: _mean([share for share in by_step if share is not None])
-        for name, by_step in shares(run).items()
-    }
+    by_name = gradients(run.rows, run.terms)
+    loss = run.config.get("loss") or {}
+    cross_entropy = loss.get("use") == "cross_entropy"
+    is_sum = cross_entropy and (loss.get("options") or {}).get("reduction", "sum") == "sum"
+    tokens = run.series("tokens")[1]
     return Findings(
         steps=len(run.rows),
         planned=planned if isinstance(planned, int) else None,
-        loss=_change(run, "loss_total"),
-        held_out=_change(run, "held_out/loss", fraction=0),
+        loss=_comparable_change(run),
+        held_out=_change(run.series("held_out/loss")[1], fraction=0),
         seconds=math.fsum(seconds) if seconds else None,
-        tracked=tracked,
+        tracked="base" in by_name,
         base=TermFinding(
             "base",
-            value=_change(run, "base_loss/value"),
+            value=_change(run.series("base_loss/value")[1]),
             contribution=_mean(run.series("base_loss/value")[1]),
             grad_norm=_mean(run.series("base_loss/grad_norm")[1]),
-            share=mean_shares["base"],
+            gradient=by_name.get("base"),
             steps=len(run.series("base_loss/value")[1]),
         ),
-        terms=[_term(run, name, mean_shares[name]) for name in run.terms],
+        terms=[_term(run, name, by_name.get(name)) for name in run.terms],
+        per_token=_change(run.series("nll")[1]) if cross_entropy else None,
+        tokens=(min(tokens), max(tokens)) if is_sum and tokens else None,
     )
 
 
-def shares(run: LoadedRun) -> dict[str, list[float | None]]:
-    """Share of each term at each step: ‖wᵢgᵢ‖ / Σⱼ ‖wⱼgⱼ‖, where the base loss has weight 1."""
-    names = run.terms
-    by_step = [gradient_shares(row, names) for row in run.rows]
-    return {name: [each[name] for each in by_step] for name in ("base", *names)}
+def shares(run: LoadedRun, names: Sequence[str]) -> dict[str, list[float | None]]:
+    """Share of each term at each step in the sum of the norms of these terms, of one space."""
+    by_step = [gradients([row], names) for row in run.rows]
+    return {
+        name: [each[name].share if name in each else None for each in by_step] for name in names
+    }
 
 
 def cosine_key(run: LoadedRun, a: str, b: str) -> str:
@@ -151,28 +197,25 @@ def cosine_key(run: LoadedRun, a: str, b: str) -> str:
     return backward if any(backward in row for row in run.rows) else forward
 
 
-def _term(run: LoadedRun, name: str, share: float | None) -> TermFinding:
+def _term(run: LoadedRun, name: str, gradient: Gradient | None) -> TermFinding:
     prefix = f"regularizers/{name}"
-    norms = run.series(f"{prefix}/grad_norm")[1]
-    cosine = _mean(run.series(cosine_key(run, "base", name))[1]) if any(norms) else None
+    if not any(run.series(f"{prefix}/grad_norm")[1]):
+        gradient = None
     return TermFinding(
         name,
-        value=_change(run, f"{prefix}/value"),
+        value=_change(run.series(f"{prefix}/value")[1]),
         weight=_last(run, f"{prefix}/weight"),
         contribution=_mean(run.series(f"{prefix}/contribution")[1]),
         grad_norm=_mean(run.series(f"{prefix}/grad_norm_weighted")[1]),
-        share=share,
-        cosine=cosine,
+        gradient=gradient,
         seconds=_mean(run.series(f"{prefix}/duration")[1]),
         steps=len(run.series(f"{prefix}/value")[1]),
         flags=flags_of(
             tracked=any(
                 "base_loss/grad_norm" in row and f"{prefix}/value" in row for row in run.rows
             ),
-            weight=_first_nonzero(run.series(f"{prefix}/weight")[1]) or 0.0,
-            grad_norm=_first_nonzero(norms),
-            share=share,
-            cosine=cosine,
+            weight=_first_nonzero(run.series(f"{prefix}/weight")[1]),
+            gradient=gradient,
         ),
         skipped=_skip_counts(run, name),
     )
@@ -184,22 +227,36 @@ def _skip_counts(run: LoadedRun, name: str) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _first_nonzero(values: Sequence[float]) -> float | None:
-    """First value that is not 0, or 0 if all are; None if there are no values.
+def _first_nonzero(values: Sequence[float]) -> float:
+    """First value that is not 0; 0 if there is none.
 
-    Flags of a run mean "at every step": a norm or weight counts as 0 only if it always was.
+    Flags of a run mean "at every step": a weight counts as 0 only if it always was.
     """
-    return next(filter(None, values), 0.0 if values else None)
+    return next(filter(None, values), 0.0)
 
 
-def _change(run: LoadedRun, key: str, fraction: float = 0.25) -> Change | None:
+def _comparable_change(run: LoadedRun) -> Change | None:
+    """Change of the total loss over the largest set of steps with the same terms and weights."""
+    by_terms: dict[tuple[tuple[str, Any], ...], list[float]] = {}
+    for row in run.rows:
+        loss = row.get("loss_total")
+        if isinstance(loss, int | float):
+            ran = tuple(
+                (name, row.get(f"regularizers/{name}/weight")) for name in terms_that_ran(row)
+            )
+            by_terms.setdefault(ran, []).append(loss)
+    largest = max(by_terms.values(), key=len, default=[])
+    return _change(largest) if len(largest) > 1 or len(run.rows) == 1 else None
+
+
+def _change(values: Sequence[float], fraction: float = 0.25) -> Change | None:
     """Means over the first and the last `fraction` of the values, at least one value each."""
-    values = [value for value in run.series(key)[1] if math.isfinite(value)]
-    if not values:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return None
-    over = max(1, int(fraction * len(values)))
-    first, last = (math.fsum(some) / over for some in (values[:over], values[-over:]))
-    return Change(first, last, over)
+    over = max(1, int(fraction * len(finite)))
+    first, last = (math.fsum(some) / over for some in (finite[:over], finite[-over:]))
+    return Change(first, last, over, len(finite))
 
 
 def _last(run: LoadedRun, key: str) -> float | None:

@@ -82,6 +82,17 @@ function setPrintLayout(on) {
   figures.forEach((figure) => Plotly.Plots.resize(document.getElementById(figure.key)));
 }
 
+// The driving examples of one step at a time; without JavaScript, those of the last.
+const driverSteps = document.getElementById("driver-steps");
+if (driverSteps) {
+  driverSteps.hidden = false;
+  driverSteps.querySelector("select").addEventListener("change", ({ target }) => {
+    document.querySelectorAll(".driven").forEach((driven) => {
+      driven.hidden = driven.dataset.step !== target.value;
+    });
+  });
+}
+
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 addEventListener("beforeprint", () => setPrintLayout(true));
 addEventListener("afterprint", () => setPrintLayout(false));

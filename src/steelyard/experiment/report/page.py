@@ -16,17 +16,20 @@ from plotly.offline import get_plotlyjs
 
 from steelyard._version import __version__
 from steelyard.experiment.flags import FLAGS
-from steelyard.experiment.report import charts, compare_charts, formatting
-from steelyard.experiment.report.ablation_table import ablation_table
+from steelyard.experiment.report import charts, compare_charts, formatting, search_charts
+from steelyard.experiment.report.ablation_table import AblationTable, ablation_table
 from steelyard.experiment.report.config_diff import (
     config_differences,
     format_setting,
     top_level_settings,
 )
+from steelyard.experiment.report.driving_examples import driving_examples
 from steelyard.experiment.report.figure import Section
 from steelyard.experiment.report.load import Experiment, LoadedRun
 from steelyard.experiment.report.metrics import Findings, findings
 from steelyard.experiment.report.samples import collect_samples
+
+_MAX_VALUES = 4  # of a setting, named in the header; more are counted
 
 
 def page(experiment: Experiment) -> str:
@@ -34,34 +37,38 @@ def page(experiment: Experiment) -> str:
     runs = experiment.runs
     found = [findings(run) for run in runs]
     first = found[0]
-    single = len(runs) == 1
-    sections = charts.sections(runs[0], first) if single else compare_charts.sections(runs, found)
+    ablation = ablation_table(experiment)
+    sections = _sections(experiment, found, ablation)
     plotly, script = get_plotlyjs(), _text("page.js")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {
         "cosine": formatting.cosine,
         "number": formatting.number,
+        "with_margin": formatting.with_margin,
         "percent": formatting.percent,
         "seconds": formatting.seconds,
         "skip_count": formatting.skip_count,
         "skip_reasons": formatting.skip_reasons,
+        "space": formatting.format_space,
         "top_level_settings": top_level_settings,
         "setting": format_setting,
     }
     return environment.from_string(_text("page.html")).render(
         title=_title(experiment),
-        facts=_facts(runs, first),
+        facts=_facts(runs, found),
         runs=runs,
         found=found,
         flags=FLAGS,
         skipping=any(each.skipping for each in found),
-        sentences=formatting.summarize(first) if single else formatting.summarize_runs(runs, found),
+        search=experiment.search,
+        sentences=_sentences(experiment, found),
         slowest=first.extreme("seconds", max),
-        strongest=first.extreme("share", max),
+        strongest=first.strongest,
         opposed=first.extreme("cosine", min),
-        ablation=ablation_table(experiment),
+        ablation=ablation,
         sections=sections,
-        samples=collect_samples(runs),
+        drivers=driving_examples(runs[0]) if len(runs) == 1 and not experiment.search else {},
+        samples=collect_samples([] if experiment.search else runs),
         differences=config_differences(runs),
         figures=charts_json(sections),
         plotly=plotly,
@@ -70,6 +77,34 @@ def page(experiment: Experiment) -> str:
         policy=_content_security_policy(plotly, script),
         version=__version__,
     )
+
+
+def _sections(
+    experiment: Experiment, found: Sequence[Findings], ablation: AblationTable | None
+) -> list[Section]:
+    runs = experiment.runs
+    if experiment.search is not None:
+        return search_charts.sections(experiment.search)
+    if len(runs) == 1:
+        return charts.sections(runs[0], found[0])
+    effects = [compare_charts.effects(ablation)] if ablation is not None else []
+    sections = [*effects, *compare_charts.sections(runs, found)]
+    return [section for section in sections if section.figures]
+
+
+def _sentences(experiment: Experiment, found: Sequence[Findings]) -> list[str]:
+    runs = experiment.runs
+    if experiment.search is not None:
+        return search_charts.summarize_search(experiment.search, runs[0])
+    if len(runs) == 1:
+        return formatting.summarize(found[0])
+    if len(experiment.seeds) > 1:
+        count = sum(map(len, experiment.seeds.values()))
+        return [
+            f"{count} runs: {len(runs)} variants, {len(experiment.seeds)} seeds.",
+            "This table, and the charts of single runs, show the runs with the first seed.",
+        ]
+    return formatting.summarize_runs(runs, found)
 
 
 def charts_json(sections: Sequence[Section]) -> str:
@@ -117,20 +152,32 @@ def _content_security_policy(*scripts: str) -> str:
 
 def _title(experiment: Experiment) -> str:
     names = [run.name for run in experiment.runs]
+    if experiment.search is not None:
+        return f"Search: {experiment.search.folder.resolve().name}"
     if experiment.full is not None:
         return f"Ablation: {experiment.runs[0].folder.resolve().parent.name}"
     return names[0] if len(names) == 1 else f"{len(names)} runs compared"
 
 
-def _facts(runs: Sequence[LoadedRun], found: Findings) -> list[str]:
-    model = runs[0].config.get("model") or {}
-    facts = [
-        str(model[key]) if key == "base_model" else f"{key} {model[key]}"
-        for key in ("base_model", "rank", "backend")
-        if model.get(key) is not None
-    ]
-    terms = len(found.terms)
-    facts += [f"{terms} regularizer{'s' if terms != 1 else ''}"] if len(runs) == 1 else []
+def _facts(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[str]:
+    """Facts of the header; where runs differ, all of their values."""
+    models = [run.config.get("model") or {} for run in runs]
+    facts = []
+    for key in ("base_model", "rank", "backend"):
+        # In the order of the runs; a run of another tool may lack a setting.
+        values = [str(m[key]) for m in models if m.get(key) is not None]
+        distinct = list(dict.fromkeys(values))
+        text = formatting.join_names(distinct)
+        if len(distinct) > _MAX_VALUES:
+            text = f"{len(distinct)} {key.replace('_', ' ')}s"
+        elif key != "base_model":
+            text = f"{key} {text}"
+        facts += [text] if distinct else []
+    counts = sorted({len(each.terms) for each in found})
+    if len(counts) == 1:
+        facts.append(f"{counts[0]} regularizer{'s' if counts != [1] else ''}")
+    else:
+        facts.append(f"{counts[0]} to {counts[-1]} regularizers")
     times = [row["time"] for run in runs for row in run.rows if "time" in row]
     if times:
         facts.append(f"{datetime.fromtimestamp(max(times), UTC):%Y-%m-%d %H:%M} UTC")

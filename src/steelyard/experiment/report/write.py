@@ -30,7 +30,7 @@ def write_report(runs: Sequence[Path | str], target: Path | str) -> Path:
     charts with one line per run. The file loads nothing over the network.
 
     Args:
-        runs: run folders, or the folder of an ablation.
+        runs: run folders, or the folder of an ablation or of a search.
         target: the file to write; an existing one is replaced.
 
     Raises:

@@ -1,0 +1,254 @@
+"""Every number of one report, computed again from the saved adapters with transformers and peft.
+
+Only the tokens and the order of the batches are taken from Steelyard.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from steelyard.engine import tiny
+from steelyard.experiment import read_config, train
+from steelyard.experiment.batching import batch, split
+from steelyard.experiment.data_files import read_records
+from steelyard.experiment.encoding import Encoder
+from steelyard.experiment.report import write_report
+from steelyard.experiment.report.load import load_runs
+from steelyard.experiment.report.metrics import findings
+
+from .parsed_page import page_charts, text_of, trace_points
+
+LINES = [
+    {"prompt": prompt, "completion": completion}
+    for prompt, completion in (
+        ("a b", " c d e"), ("x", " y"), ("hello", " world, it is"), ("one", " two three"),
+        ("red", " green blue"), ("up", " down left right"), ("I", " am"), ("we", " are here"),
+    )
+]  # fmt: skip
+STEPS, BATCH, SEED = 8, 2, 3
+WEIGHTS = {"kl": 0.2, "entropy": 0.5, "size": 0.01}
+
+
+def size(data: Any, logprobs: Any, *, parameters: dict[str, Tensor]) -> Tensor:
+    """Half the squared norm of the adapter."""
+    return 0.5 * sum((each.square().sum() for each in parameters.values()), torch.zeros(()))
+
+
+def config(folder: Path) -> dict[str, Any]:
+    return {
+        "model": {"base_model": "tiny-random", "rank": 4},
+        "data": {"path": "train.jsonl", "held_out": 0.25},
+        "train": {
+            "steps": STEPS, "batch_size": BATCH, "learning_rate": 0.01, "seed": SEED,
+            "save_every": 1, "keep": STEPS, "evaluate_every": 3, "track_grad_norms": True,
+        },
+        "regularizers": [
+            {"use": "kl_to_reference", "name": "kl", "weight": WEIGHTS["kl"], "every": 2},
+            {"use": "entropy", "weight": WEIGHTS["entropy"]},
+            {"use": f"{__name__}:size", "name": "size", "weight": WEIGHTS["size"],
+             "needs": ["parameters"]},
+        ],
+    }  # fmt: skip
+
+
+@dataclass
+class Step:
+    """Recomputed values, and weighted gradients with respect to the log-probs."""
+
+    values: dict[str, float]
+    gradients: dict[str, Tensor]
+
+    def norm(self, name: str) -> float:
+        return float(self.gradients[name].norm())
+
+    def cosine(self, name: str) -> float:
+        a, b = self.gradients["base"], self.gradients[name]
+        return float(a @ b / (a.norm() * b.norm()))
+
+
+class Recomputed:
+    """The run, from the base model and the adapters in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._checkpoints = folder / "run" / "checkpoints"
+        encoder = Encoder(tiny.tokenizer(), max_length=128)
+        groups = read_records(folder / "train.jsonl", encoder.encode, skip_bad=False).groups
+        self._train, self._held_out = split(groups, 0.25, SEED)
+
+    def step(self, step: int) -> Step:
+        """Terms of a training step, at the weights after `step` steps."""
+        lines = [self._train[index] for index in batch(step, BATCH, len(self._train), SEED)]
+        return self._terms(lines, step, training=True)
+
+    def held_out(self, completed: int) -> dict[str, float]:
+        return self._terms(self._held_out, completed, training=False).values
+
+    def _terms(self, lines: Sequence[Any], completed: int, *, training: bool) -> Step:
+        data = [datum for line in lines for datum in line]
+        own = torch.cat(self._logprobs(data, completed)).requires_grad_()
+        reference = torch.cat(self._logprobs(data, 0)).detach()
+        delta = own - reference
+        terms = {
+            "base": -own.sum() if training else -own.mean(),
+            "kl": 0.5 * delta.square().mean(),
+            "entropy": -0.5 * own.square().mean(),  # its gradient; the value is -mean log p
+        }
+        weights = {"base": 1.0, **WEIGHTS}
+        gradients = {
+            name: weights[name] * torch.autograd.grad(term, own, retain_graph=True)[0]
+            for name, term in terms.items()
+        }
+        values = {name: term.item() for name, term in terms.items()}
+        values["entropy"] = -own.mean().item()
+        adapter = self._adapter(completed)
+        if adapter is not None:
+            values["size"] = 0.5 * sum(float(each.square().sum()) for each in adapter)
+        return Step(values, gradients)
+
+    def _logprobs(self, data: Sequence[Any], completed: int) -> list[Tensor]:
+        model = tiny.build(torch.float32)
+        if completed:
+            model = peft.PeftModel.from_pretrained(model, self._folder(completed))
+        found = []
+        for datum in data:
+            tokens = torch.tensor([datum.model_input.to_ints()])
+            targets = torch.tensor(datum.loss_fn_inputs["target_tokens"].data)
+            counted = torch.tensor(datum.loss_fn_inputs["weights"].data) != 0
+            with torch.no_grad():
+                rows = model(input_ids=tokens).logits[0].double().log_softmax(-1)
+            found.append(rows[torch.arange(len(targets)), targets][counted])
+        return found
+
+    def _adapter(self, completed: int) -> list[Tensor] | None:
+        """Tensors of the adapter; before the first step they were not saved."""
+        if not completed:
+            return None
+        model = peft.PeftModel.from_pretrained(
+            tiny.build(torch.float32), self._folder(completed), is_trainable=True
+        )
+        return [each.detach().double() for each in model.parameters() if each.requires_grad]
+
+    def _folder(self, completed: int) -> Path:
+        (folder,) = self._checkpoints.glob(f"*/weights/step-{completed:08}")
+        return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recomputed")
+    text = "".join(json.dumps(line) + "\n" for line in LINES)
+    (folder / "train.jsonl").write_text(text, encoding="utf-8")
+    train(read_config(config(folder), folder=folder), folder / "run")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def steps(folder: Path) -> list[Step]:
+    recomputed = Recomputed(folder)
+    return [recomputed.step(step) for step in range(STEPS)]
+
+
+def close(value: float) -> Any:
+    return pytest.approx(value, rel=2e-4, abs=1e-6)
+
+
+def test_values_contributions_norms_and_cosines(folder: Path, steps: list[Step]) -> None:
+    page = write_report([folder / "run"], folder / "report.html")
+    charts = page_charts(page)
+    norms = trace_points(charts["grad-norms"])
+    loss = trace_points(charts["loss"])
+    contributions = trace_points(charts["contributions"])
+    heat = charts["cosines"]["data"][0]
+    cosines = dict(zip(heat["y"], heat["z"], strict=True))
+    assert loss["base loss"][1] == [close(each.values["base"]) for each in steps]
+    for name, every in (("kl", 2), ("entropy", 1)):
+        ran = [each for step, each in enumerate(steps) if step % every == 0]
+        drawn = trace_points(charts[f"value-{list(WEIGHTS).index(name)}"])[name][1]
+        assert drawn == [close(each.values[name]) for each in ran]
+        added = contributions[name][1]
+        assert added == [close(WEIGHTS[name] * each.values[name]) for each in ran]
+        seen = [norm or 0.0 for norm in norms[name][1]]
+        assert seen == [close(each.norm(name)) for each in ran]
+    assert norms["base loss"][1] == [close(each.norm("base")) for each in steps]
+    # The first KL is that of the base model to itself: its gradient is rounding or 0.
+    assert cosines["kl"][1:] == [
+        None if step % 2 else close(each.cosine("kl")) for step, each in enumerate(steps) if step
+    ]
+    assert cosines["entropy"] == [close(each.cosine("entropy")) for each in steps]
+    assert "size" not in cosines
+    sizes = trace_points(charts["value-2"])["size"][1]
+    assert sizes[1:] == [close(each.values["size"]) for each in steps[1:]]
+    # d (½ |x|²) / dx = x, so the norm is the root of twice the value.
+    expected = [WEIGHTS["size"] * math.sqrt(2 * each.values["size"]) for each in steps[1:]]
+    drawn = trace_points(charts["grad-norms-parameters"])["size"][1]
+    assert drawn[1:] == [close(norm) for norm in expected]
+
+
+def test_totals(folder: Path, steps: list[Step]) -> None:
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    for step in range(1, STEPS):
+        values, gradients = steps[step].values, steps[step].gradients
+        names = [name for name in WEIGHTS if name != "kl" or step % 2 == 0]
+        total = values["base"] + sum(WEIGHTS[name] * values[name] for name in names)
+        assert rows[step]["loss_total"] == close(total)
+        added = sum(gradients[name] for name in ("base", *names) if name != "size")
+        assert rows[step]["total_grad_norm"] == close(float(torch.as_tensor(added).norm()))
+
+
+def test_shares_and_the_fraction_cancelled(folder: Path, steps: list[Step]) -> None:
+    found = findings(load_runs([folder / "run"]).runs[0])
+    kl, entropy, adapter = found.terms
+    even = steps[::2]
+    sums = {
+        "base": sum(each.norm("base") for each in steps),
+        "kl": sum(each.norm("kl") for each in even),
+        "entropy": sum(each.norm("entropy") for each in steps),
+    }
+    shares = {"base": found.base.share, "kl": kl.share, "entropy": entropy.share}
+    total = sum(sums.values())
+    assert shares == {name: close(norm / total) for name, norm in sums.items()}
+    assert sum(share or 0.0 for share in shares.values()) == pytest.approx(1)
+    assert (adapter.space, adapter.share, adapter.flags) == ("parameters", 1.0, ())
+    for term, ran in ((kl, even), (entropy, steps)):
+        products = sum(float(each.gradients["base"] @ each.gradients[term.name]) for each in ran)
+        squares = sum(each.norm("base") ** 2 for each in steps)
+        assert term.cancelled == close(-products / squares)
+
+
+def test_held_out_values(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    recomputed = Recomputed(folder)
+    measured = [row for row in rows if "held_out/loss" in row]
+    assert [row["step"] for row in measured] == [0, 3, 6, 7]
+    for row in measured:
+        completed = row["step"] + 1 if row["step"] else 0
+        expected = recomputed.held_out(completed)
+        assert row["held_out/loss"] == close(expected["base"])
+        for name in ("kl", "entropy"):
+            assert row[f"held_out/regularizers/{name}"] == close(expected[name])
+
+
+def test_sentences(folder: Path, steps: list[Step]) -> None:
+    text = text_of(write_report([folder / "run"], folder / "report.html"))
+    base = [each.values["base"] / len(each.gradients["base"]) for each in steps]
+    first, last = sum(base[:2]) / 2, sum(base[-2:]) / 2
+    verb = "fell" if last < first else "rose"
+    assert f"The base loss per token {verb} from {first:.3f} to {last:.3f}" in text
+    counts = [len(each.gradients["base"]) for each in steps]
+    assert f"its base is a sum over {min(counts)} to {max(counts)} tokens a batch." in text
+    recomputed = Recomputed(folder)
+    start, end = (recomputed.held_out(completed)["base"] for completed in (0, STEPS))
+    assert f"On held-out data the loss went from {start:.3f} to {end:.3f}." in text
+    assert "The total loss, over the 4 steps with the same terms and weights," in text
+    assert "The gradient of “size” is with respect to the parameters" in text
+    assert "dominates: it has" not in text

@@ -1,0 +1,36 @@
+"""Configs and folders of several seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.errors import ConfigError
+from steelyard.experiment.seeds import seed_folder, seeded_configs
+
+from .small_runs import small_config
+
+
+def test_seeds_follow_that_of_the_config_and_share_its_held_out_lines(folder: Path) -> None:
+    config = small_config(folder, "train.seed=3")
+    configs = seeded_configs(config, 3)
+    assert list(configs) == [3, 4, 5]
+    assert configs[3] is config
+    assert [each.train.seed for each in configs.values()] == [3, 4, 5]
+    assert [each.data.split_seed for each in configs.values()] == [None, 3, 3]
+    given = seeded_configs(small_config(folder, "data.split_seed=8"), 2)
+    assert [each.data.split_seed for each in given.values()] == [8, 8]
+
+
+def test_the_runs_of_the_first_seed_are_in_the_folder_itself(folder: Path) -> None:
+    config = small_config(folder, "train.seed=3")
+    assert seed_folder(folder, config, 3) == folder
+    assert seed_folder(folder, config, 4) == folder / "seed-4"
+
+
+@pytest.mark.parametrize("seeds", [0, -2, 2.0, "2", True])
+def test_the_number_of_seeds_must_be_whole_and_positive(folder: Path, seeds: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^seeds must be a whole number >= 1, got "):
+        seeded_configs(small_config(folder), seeds)
