@@ -309,7 +309,9 @@ __host__ __device__ constexpr bool uses(int function) {
     if (has(kind) && function_of(kind) == function) return true;
   return false;
 }
-__host__ __device__ constexpr int pair_of(int i, int j, int n) { return i * (2 * n - 1 - i) / 2 + j; }  // i <= j
+__host__ __device__ constexpr int pair_of(int i, int j, int n) {  // i <= j
+  return i * (2 * n - 1 - i) / 2 + j;
+}
 constexpr int FUNCTION_PAIRS = FUNCTIONS * (FUNCTIONS + 1) / 2;
 constexpr int KIND_PAIRS = KIND_COUNT * (KIND_COUNT + 1) / 2;
 
@@ -363,7 +365,8 @@ struct EachGradient {
       by_reference = fmaf(in.weights[REVERSE] * LN2, inner, by_reference);
     }
     if constexpr (has(JS))
-      by_reference = fmaf(0.5f * LN2 * in.weights[JS], q * (b - gap - mean - row.k_q), by_reference);
+      by_reference =
+          fmaf(0.5f * LN2 * in.weights[JS], q * (b - gap - mean - row.k_q), by_reference);
   }
 
   DEVICE float total(const float (&g)[FUNCTIONS]) const {
@@ -385,8 +388,9 @@ struct EachGradient {
       }
   }
 
-  // Inner products of the functions, summed over the classes of a thread, go into those of the kinds.
-  DEVICE void add_products(const float (&products)[FUNCTION_PAIRS], float (&gram)[KIND_PAIRS]) const {
+  // Inner products of the functions, summed over a thread's classes, go into those of the kinds.
+  DEVICE void add_products(const float (&products)[FUNCTION_PAIRS],
+                           float (&gram)[KIND_PAIRS]) const {
 #pragma unroll
     for (int i = 0; i < KIND_COUNT; i++)
 #pragma unroll
@@ -400,7 +404,8 @@ struct EachGradient {
   }
 
   // The target's share of the inner products: there cross-entropy has p - 1 in place of p.
-  DEVICE void add_target(const float (&g)[FUNCTIONS], float factor, float (&gram)[KIND_PAIRS]) const {
+  DEVICE void add_target(const float (&g)[FUNCTIONS], float factor,
+                         float (&gram)[KIND_PAIRS]) const {
 #pragma unroll
     for (int i = 0; i < KIND_COUNT; i++)
 #pragma unroll

@@ -205,8 +205,8 @@ DEVICE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Numbers sent between the blocks of a cluster, without a barrier of all threads: a store to another
-// block's shared memory counts its bytes at that block's mbarrier, where the receiver waits for them.
+// Numbers sent between the blocks of a cluster, without a barrier of all threads: a store to
+// another block's shared memory counts its bytes at that block's mbarrier, where the receiver waits.
 
 DEVICE void init_mbarrier(u64* barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
@@ -214,7 +214,8 @@ DEVICE void init_mbarrier(u64* barrier, u32 arrivals) {
 }
 
 DEVICE void arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+               :: "r"(shared_address(barrier)) : "memory");
 }
 
 DEVICE void arrive_and_expect(u64* barrier, u32 bytes) {

@@ -17,13 +17,15 @@
 //       sums of row k + 1        (`statistics`; each warp hands its own to the merging warp)
 //       gradient of row k        (`last_pass`, when the merging warp has handed row k out)
 //
-// One more warp merges: first the parts of its block's warps, then, sent between the blocks, those of
-// the cluster. All this takes a few microseconds, in which the others compute. Some rows are merged
-// twice, after a middle pass: for JS all of them, else those in which a log ratio exceeds the limit.
+// One more warp merges: first the parts of its block's warps, then, sent between the blocks, those
+// of the cluster. All this takes a few microseconds, in which the others compute. Some rows are
+// merged twice, after a middle pass: for JS all of them, else those in which a log ratio exceeds
+// the limit.
 //
 // Macros beside those of `primitives.cuh`: KINDS (bits), GZ, GR, GRAM (outputs: the gradients by
 // logits and reference, inner products), ALIGNED (all rows begin and end at multiples of 16 bytes),
-// CAPACITY (vectors of a block in a slot, for each input), SLOTS (2 or 3), MIN_BLOCKS (on a multiprocessor, limits the registers).
+// CAPACITY (vectors of a block in a slot, for each input), SLOTS (2 or 3), MIN_BLOCKS (on a
+// multiprocessor, limits the registers).
 
 constexpr bool GRADIENTS = GZ || GR || GRAM;
 constexpr bool PLAIN = GZ && !GR && !GRAM;  // the total gradient alone, by `LinearFactors`
@@ -42,7 +44,8 @@ struct Shared {
 };
 
 // Rare, so not inlined: vectors at other addresses than multiples of 16, or at the array's ends.
-__device__ __noinline__ void copy_elements(element* to, const element* from, int start, int classes) {
+__device__ __noinline__ void copy_elements(element* to, const element* from, int start,
+                                           int classes) {
   element each[VECTOR];
 #pragma unroll
   for (int lane = 0; lane < VECTOR; lane++) {
@@ -188,9 +191,9 @@ struct Merges {
   DEVICE const LinearFactors& factors(u32 number) const { return shared.factors[number % ROWS]; }
 };
 
-// Statistics of a warp's vectors. The shift is the largest number of its first vector: that takes no
-// pass of its own. It is good enough unless the sum overflows (which takes a logit that is larger by
-// 70) or the vector is all -inf; then the warp does it again with its true maximum.
+// Statistics of a warp's vectors. The shift is the largest number of its first vector: that takes
+// no pass of its own. It is good enough unless the sum overflows (which takes a logit that is larger
+// by 70) or the vector is all -inf; then the warp does it again with its true maximum.
 DEVICE Statistics statistics(const uint4* x, const uint4* y, int vectors, float log2_scale) {
   Statistics s;
   for (int attempt = 0; attempt < 2; attempt++) {
@@ -318,8 +321,8 @@ struct SingleGradients {
   }
 
   DEVICE void compute(float& x, float& y, float (&g)[FUNCTIONS]) {
-    each.compute(clamped_log2(x, log2_scale, top), COMPARES ? clamped_log2(y, log2_scale, top_r) : 0,
-                 g, y);
+    each.compute(clamped_log2(x, log2_scale, top),
+                 COMPARES ? clamped_log2(y, log2_scale, top_r) : 0, g, y);
     x = each.total(g);
   }
 
@@ -386,8 +389,8 @@ DEVICE void load(const Problem& in, const Window& window, uint4* x, uint4* y) {
 
 // The last pass: a vector's gradient, and then the copy of a later row's vector in its place.
 template <class Gradient>
-DEVICE void last_pass(Gradient& gradient, const Problem& in, const Window& here, const Window& later,
-                      uint4* x, uint4* y, Target& target) {
+DEVICE void last_pass(Gradient& gradient, const Problem& in, const Window& here,
+                      const Window& later, uint4* x, uint4* y, Target& target) {
   element* to = in.by_logits + here.row * in.by_logits_stride;
   element* to_r = in.by_reference + here.row * in.by_reference_stride;
   const int most = max(here.vectors, later.vectors);
@@ -451,7 +454,8 @@ DEVICE void store_zeros(const Problem& in, int row, u32 rank) {
   float zeros[VECTOR] = {};
   for (int i = threadIdx.x; i < here.vectors; i += THREADS) {
     if constexpr (GZ) here.store(in.by_logits + row * in.by_logits_stride, zeros, i, in.classes);
-    if constexpr (GR) here.store(in.by_reference + row * in.by_reference_stride, zeros, i, in.classes);
+    if constexpr (GR)
+      here.store(in.by_reference + row * in.by_reference_stride, zeros, i, in.classes);
   }
   if (rank == 0 && threadIdx.x == 0)
     for (int kind = 0, at = row; kind <= KIND_COUNT; kind++)
@@ -473,10 +477,12 @@ struct MergedRow {
       target_logit = NOT_A_NUMBER;
       if (target >= 0 && target < in.classes) {
         row.target = int(target);
-        // Read before this block's part is sent: afterwards a gradient may be stored over the logits.
         const element* logits = in.logits + row.row * in.logits_stride;
         target_logit = to_float(*(volatile const element*)(logits + target));
       }
+      // Once this block's part is sent, a gradient may be stored over the logits: the shuffle waits
+      // for the number.
+      target_logit = __shfl_sync(~0u, target_logit, 0);
     }
     row.set(merges.merge<Statistics>(), in);
     merges.hand_out(row, in);
@@ -509,7 +515,8 @@ DEVICE void merge_rows(const Problem& in, Merges& merges) {
 }
 
 // The computing warps.
-DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges, float (&gram)[KIND_PAIRS]) {
+DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges,
+                         float (&gram)[KIND_PAIRS]) {
   const u32 rank = merges.rank;
   const float log2_scale = in.inverse_temperature * LOG2E;
   Rows rows(in);
@@ -577,7 +584,8 @@ DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges, float 
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + 32, MIN_BLOCKS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
+__launch_bounds__(THREADS + 32, MIN_BLOCKS)
 sweep(const __grid_constant__ Problem in) {
   extern __shared__ uint4 slots[];
   __shared__ Shared shared;
