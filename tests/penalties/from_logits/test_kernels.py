@@ -59,6 +59,7 @@ def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     """
     monkeypatch.setattr(_operators, "_has_kernels", lambda x: True)
     if request.param == "cluster":
+        monkeypatch.setattr(cluster, "ENABLED", True)
         return cluster
     monkeypatch.setattr(cluster, "fits", lambda *inputs: False)
     monkeypatch.setattr(_launch, "shape_for", lambda kinds, wants: _launch.Shape(2, 2))

@@ -244,12 +244,13 @@ def run_sweep(
 
 
 def _run_kernel(problem: Any, into: Tensor | None) -> SweepResult:
-    """Sweep by the cluster kernel, or by the Triton kernel where the former cannot."""
+    """Sweep by the cluster kernel if it is enabled and can, else by the Triton kernel."""
     from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
     from steelyard.penalties.from_logits.cluster import launch  # noqa: PLC0415  # for GPUs alone
 
     logits, reference, _, _, components, *_ = problem
-    if launch.fits(logits, reference, components):  # pragma: no cover  # by `make test-gpu`
+    enabled = launch.ENABLED and launch.fits(logits, reference, components)
+    if enabled:  # pragma: no cover  # by `make test-gpu`
         found = launch.sweep(*problem, into=into)
         if found is not None:
             return found
