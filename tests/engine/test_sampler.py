@@ -18,74 +18,7 @@ from steelyard.engine import (
     serve,
     tiny,
 )
-from steelyard.engine.sampler import choose_tokens
-
 from .data import PROMPT, datum, distributions, logprobs, prompt, sample
-
-# Which token a draw gives. Sweeping the draws over a grid gives the whole distribution.
-
-GRID = 20_000
-PROBS = [0.4, 0.05, 0.3, 0.05, 0.2]
-
-
-def swept(probs: list[float], **params: Any) -> list[float]:
-    draws = (torch.arange(GRID) + 0.5) / GRID
-    rows = torch.tensor(probs).log().expand(GRID, -1)
-    chosen = choose_tokens(rows, types.SamplingParams(**params), draws)
-    return [int((chosen == token).sum()) / GRID for token in range(len(probs))]
-
-
-def normalised(values: list[float]) -> list[float]:
-    return [value / sum(values) for value in values]
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({}, PROBS),
-        ({"temperature": 2.0}, normalised([math.sqrt(p) for p in PROBS])),
-        ({"temperature": 0.5}, normalised([p**2 for p in PROBS])),
-        ({"top_k": 2}, normalised([0.4, 0, 0.3, 0, 0])),
-        ({"top_k": 1}, [1.0, 0, 0, 0, 0]),
-        ({"top_k": 99}, PROBS),
-        # 0.4 + 0.3 is short of 0.75, so that the third likeliest is in as well.
-        ({"top_p": 0.75}, normalised([0.4, 0, 0.3, 0, 0.2])),
-        ({"top_p": 0.699}, normalised([0.4, 0, 0.3, 0, 0])),
-        ({"top_p": 1e-9}, [1.0, 0, 0, 0, 0]),
-        # Of the three likeliest the first makes up 0.4 / 0.9 = 0.44, the first two 0.78.
-        ({"top_k": 3, "top_p": 0.5}, normalised([0.4, 0, 0.3, 0, 0])),
-        ({"top_k": 3, "top_p": 0.43}, [1.0, 0, 0, 0, 0]),
-        ({"top_k": 3, "top_p": 0.79}, normalised([0.4, 0, 0.3, 0, 0.2])),
-        # Squared: 0.16, 0.0025, 0.09, 0.0025, 0.04 of 0.295, so that two make up 0.85.
-        ({"temperature": 0.5, "top_p": 0.8}, normalised([0.16, 0, 0.09, 0, 0])),
-        ({"temperature": 0}, [1.0, 0, 0, 0, 0]),
-    ],
-)
-def test_tokens_are_drawn_from_the_distribution(
-    params: dict[str, Any], expected: list[float]
-) -> None:
-    np.testing.assert_allclose(swept(PROBS, **params), expected, atol=1.5 / GRID)
-
-
-def test_draws_of_0_and_nearly_1_give_tokens_of_positive_probability() -> None:
-    # The largest float32 below 1; the last two tokens are out.
-    draws = torch.tensor([0.0, 1 - 2**-24])
-    rows = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).log().expand(2, -1)
-    assert choose_tokens(rows, types.SamplingParams(), draws).tolist() == [0, 1]
-    assert choose_tokens(rows, types.SamplingParams(top_k=1), draws).tolist() == [0, 0]
-
-
-def test_each_row_has_its_own_draw() -> None:
-    rows = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
-    assert choose_tokens(rows, types.SamplingParams(), torch.tensor([0.05, 0.95])).tolist() == [
-        0,
-        0,
-    ]
-    assert choose_tokens(rows, types.SamplingParams(), torch.tensor([0.95, 0.05])).tolist() == [
-        1,
-        1,
-    ]
-
 
 def test_temperature_0_takes_the_likeliest_tokens(
     sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
