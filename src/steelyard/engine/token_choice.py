@@ -170,4 +170,5 @@ def exponential_noise(rows: Sequence[RowChoice], like: Tensor) -> Tensor:
 
 def _philox(row: RowChoice) -> np.random.Philox:
     # Philox counts up from the lowest word of its counter: 2**64 blocks for each position.
-    return np.random.Philox(key=[row.seed % _WORD, row.sample], counter=[0, row.position, 0, 0])
+    key = np.array([row.seed % _WORD, row.sample], np.uint64)  # a list would become floats
+    return np.random.Philox(key=key, counter=[0, row.position, 0, 0])
