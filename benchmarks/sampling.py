@@ -145,7 +145,7 @@ def main() -> None:
     client = LocalServiceClient(device="cpu").create_sampling_client(base_model=MODEL)
     show(
         "Sampling",
-        f"{MODEL}, prompts of {PROMPT} tokens, {TOKENS} new tokens a sample; times, so that a ratio "
+        f"{MODEL}, prompts of {PROMPT} tokens, {TOKENS} new tokens a sample; ratios of times: "
         "below 1 is faster",
         rows_of(client),
         repeats=f"{REPEATS} calls, {STEPS} tokens",

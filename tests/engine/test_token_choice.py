@@ -11,7 +11,13 @@ from scipy import stats  # type: ignore[import-untyped]  # SciPy has no types
 from tinker import types
 from torch import Tensor
 
-from steelyard.engine.token_choice import RowChoice, at_temperature, choose_tokens, exponential_noise
+from steelyard.engine.token_choice import (
+    RowChoice,
+    at_temperature,
+    choose_tokens,
+    device_noise,
+    exponential_noise,
+)
 
 DRAWS = 20_000
 PROBS = [0.4, 0.05, 0.3, 0.05, 0.2]
@@ -47,6 +53,8 @@ def normalised(values: list[float]) -> list[float]:
         ({"top_p": 0.75}, normalised([0.4, 0, 0.3, 0, 0.2])),
         ({"top_p": 0.699}, normalised([0.4, 0, 0.3, 0, 0])),
         ({"top_p": 1e-9}, [1.0, 0, 0, 0, 0]),
+        ({"top_p": 1e-300}, [1.0, 0, 0, 0, 0]),
+        ({"top_p": 1e-300, "top_k": 3}, [1.0, 0, 0, 0, 0]),
         # Of the three likeliest the first makes up 0.4 / 0.9 = 0.44, the first two 0.78.
         ({"top_k": 3, "top_p": 0.5}, normalised([0.4, 0, 0.3, 0, 0])),
         ({"top_k": 3, "top_p": 0.43}, [1.0, 0, 0, 0, 0]),
@@ -82,6 +90,17 @@ def by_sorting(weights: Tensor, top_k: int, top_p: float) -> set[int]:
     share = ordered / ordered.sum()
     kept = int((share.cumsum(0) - share < top_p).sum())
     return set(ids[:kept].tolist())
+
+
+def test_of_equal_tokens_the_nucleus_has_the_first() -> None:
+    # As a stable sort would: half of ten equal tokens, and of [.4, .2, .2, .2] the first two.
+    assert [number > 0 for number in drawn([0.1] * 10, top_p=0.45)] == [True] * 5 + [False] * 5
+    assert [number > 0 for number in drawn([0.2, 0.4, 0.2, 0.2], top_p=0.5)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 12.0])
@@ -193,6 +212,15 @@ def test_noise_is_exponential(dtype: torch.dtype) -> None:
     noise = exponential_noise(rows_of(40), torch.empty(40, 5001, dtype=dtype)).flatten().double()
     assert bool(((noise > 0) & noise.isfinite()).all())
     assert stats.kstest(noise.numpy(), "expon").pvalue > 1e-3
+
+
+def test_noise_of_a_device_is_exponential_and_a_function_of_the_row_alone() -> None:
+    # With the CPU as the device: its generator stands for that of a GPU, which is not here.
+    rows = rows_of(40)
+    noise = device_noise(rows, torch.empty(40, 5001))
+    assert stats.kstest(noise.flatten().numpy(), "expon").pvalue > 1e-3
+    alone = device_noise(rows[7:8], torch.empty(1, 5001))
+    assert torch.equal(alone[0], noise[7])
 
 
 def test_noise_of_float32_is_that_of_float64_rounded() -> None:

@@ -164,7 +164,9 @@ class DecodingBatch:
         ]
         return prefixes, logits
 
-    def _logits(self, tokens: Tensor, cache: DynamicCache, *, keep: int, **inputs: Tensor) -> Tensor:
+    def _logits(
+        self, tokens: Tensor, cache: DynamicCache, *, keep: int, **inputs: Tensor
+    ) -> Tensor:
         output = self._model(
             self._adapter,
             input_ids=tokens.to(self._model.device),

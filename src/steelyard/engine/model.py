@@ -113,8 +113,9 @@ class Model:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
             self(None, input_ids=token, past_key_values=cache, use_cache=True)
-        tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        found = [(layer, name) for layer in cache.layers for name in ("keys", "values")]
+        # Layers with a recurrent state have neither.
+        return sum(getattr(layer, name).nbytes for layer, name in found if hasattr(layer, name))
 
     @cached_property
     def supports_projection(self) -> bool:

@@ -1,7 +1,7 @@
 """Sampling from a model, many requests at a time; runs on the worker thread.
 
-All samples that are being written share one batch. Between two tokens, samples that have ended leave
-it and others take their rows (continuous batching). What a sample gets does not depend on the
+All samples that are being written share one batch. Between two tokens, samples that have ended
+leave it and others take their rows (continuous batching). What a sample gets does not depend on the
 others, but for the rounding of the model's arithmetic: see `token_choice` and `decoding`.
 
 The log-probs of a sample are those of `q = softmax(z / t)`, before `top_k` and `top_p`: the
@@ -49,7 +49,7 @@ class SamplingRequest:
     prompt: Tensor
     count: int
     params: types.SamplingParams
-    requested: RequestedLogprobs = RequestedLogprobs()
+    requested: RequestedLogprobs = field(default_factory=RequestedLogprobs)
 
 
 class TokenSampler:
@@ -224,12 +224,14 @@ class _SampleBatch:
             cache_bytes = (rows + 1) * longest * self._model.cache_bytes
             if rows and (rows >= self._max_rows or cache_bytes > _CACHE_BYTES):
                 break
-            if rows and not self._model.supports_padding:
-                # Rows have one length only if they begin together with one prompt.
-                if self._rows or sample.job.key != admitted[0].job.key:
-                    break
+            if rows and not (self._model.supports_padding or self._in_step(sample, admitted)):
+                break
             admitted.append(self._waiting.popleft())
         return admitted
+
+    def _in_step(self, sample: _Sample, admitted: Sequence[_Sample]) -> bool:
+        """True if its row has the length of all others at every token."""
+        return not self._rows and sample.job.key == admitted[0].job.key
 
     def _read_prompt(self, job: _Job) -> Prefix:
         request = job.request

@@ -6,7 +6,8 @@ With logits `z`, a temperature `t`, `k = top_k` and `p = top_p`, a token is draw
     the k largest of q, the others set to 0
     the smallest set of the largest of those whose sum is at least p of their total (nucleus)
 
-renormalised. Nucleus sampling: Holtzman et al., 2020, arXiv:1904.09751.
+renormalised. Nucleus sampling: Holtzman et al., 2020, arXiv:1904.09751. In the nucleus, tokens of
+equal weight are taken in the order of their indices.
 
 The draw is a Gumbel-max in its exponential form: with independent `E_v ~ Exp(1)`, the token
 
@@ -100,64 +101,78 @@ def at_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 def _draw(weights: Tensor, total: Tensor, rows: Sequence[RowChoice]) -> Tensor:
-    noise = exponential_noise(rows, weights)
-    vocabulary = weights.shape[-1]
-    limited = [
-        index
-        for index, row in enumerate(rows)
-        if 0 < row.params.top_k < vocabulary or row.params.top_p < 1
-    ]
-    if len(limited) == len(rows):
-        return _draw_limited(weights, noise, total, rows)
-    tokens: Tensor = (weights / noise).argmax(-1)
-    if limited:
-        tokens[limited] = _draw_limited(
-            weights[limited], noise[limited], total[limited], [rows[index] for index in limited]
+    race = weights / exponential_noise(rows, weights)
+    tokens: Tensor = race.argmax(-1)
+    params, vocabulary = [row.params for row in rows], weights.shape[-1]
+    top_k = [index for index, each in enumerate(params) if 0 < each.top_k < vocabulary]
+    top_p = [index for index, each in enumerate(params) if each.top_p < 1 and index not in top_k]
+    if top_k:
+        tokens[top_k] = _draw_top_k(weights[top_k], race[top_k], [params[i] for i in top_k])
+    if top_p:
+        shares = torch.tensor(
+            [params[index].top_p for index in top_p], dtype=weights.dtype, device=weights.device
         )
+        # Not copied if all rows have a top_p, as is usual.
+        some = slice(None) if len(top_p) == len(rows) else top_p
+        # Above 0, so that the first token is always below it.
+        limit = (shares * total[some]).clamp_min(torch.finfo(weights.dtype).tiny)
+        tokens[some] = _draw_top_p(weights[some], race[some], tokens[some], limit)
     return tokens
 
 
-def _draw_limited(
-    weights: Tensor, noise: Tensor, total: Tensor, rows: Sequence[RowChoice]
-) -> Tensor:
-    """Draw under top-k and top-p, by selecting the largest weights, as few as possible."""
-    vocabulary, device = weights.shape[-1], weights.device
-    top_k = torch.tensor(
-        [min(row.params.top_k, vocabulary) if row.params.top_k > 0 else vocabulary for row in rows],
-        device=device,
-    )
-    top_p = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64, device=device)
-    has_k = top_k < vocabulary
-    # Without top-k: all tokens with a share below (1 - p) / V have less than 1 - p together, so
-    # that the nucleus is among the others.
-    smallest = ((1 - top_p) / vocabulary * total).to(weights.dtype)
-    candidates = (weights >= smallest[:, None]).sum(-1)
-    values, ids = weights.topk(int(torch.where(has_k, top_k, candidates).max()), dim=-1)
-    rank = torch.arange(values.shape[-1], device=device)
-    mass = values.double().masked_fill(rank >= top_k[:, None], 0)
+def _draw_top_k(weights: Tensor, race: Tensor, params: Sequence[types.SamplingParams]) -> Tensor:
+    """Winners of the race among the k largest weights, and in the nucleus of these."""
+    top_k = torch.tensor([[each.top_k] for each in params], device=weights.device)
+    top_p = torch.tensor([[each.top_p] for each in params], device=weights.device)
+    values, ids = weights.topk(int(top_k.max()), dim=-1)
+    mass = values.double()
+    mass[torch.arange(values.shape[-1], device=weights.device) >= top_k] = 0
     # Keep token i while the mass before it is below p of the total: the token that crosses p stays,
-    # and the first always does. Without top-k the total includes the tokens not selected.
-    whole = torch.where(has_k, mass.sum(-1), total.double())
+    # and the first always does.
     before = mass.cumsum(-1) - mass
-    is_kept = (mass > 0) & (before < (top_p * whole)[:, None])
-    race = (values / noise.gather(-1, ids)).masked_fill(~is_kept, -1)
-    chosen: Tensor = ids.gather(-1, race.argmax(-1, keepdim=True))[:, 0]
+    is_out = (mass == 0) | (before >= top_p * mass.sum(-1, keepdim=True))
+    winners = race.gather(-1, ids).masked_fill_(is_out, -1).argmax(-1, keepdim=True)
+    chosen: Tensor = ids.gather(-1, winners)[:, 0]
     return chosen
+
+
+def _draw_top_p(weights: Tensor, race: Tensor, tokens: Tensor, limit: Tensor) -> Tensor:
+    """Winners of the race in the nucleus, without finding the nucleus.
+
+    In the order of the weights, largest first and equal ones by index, a token is in the nucleus if
+    the mass before it is below `limit`, p of the total `[N]`. If the winner of all, in `tokens`,
+    is there, it is the winner of the nucleus. If not, no token behind it is there either, and the
+    race goes on among those before it: seldom for many rounds, as a winner is in the nucleus with a
+    probability of p.
+    """
+    ids = torch.arange(weights.shape[-1], device=weights.device)
+    tokens = tokens.clone()
+    rows = torch.arange(len(weights), device=weights.device)
+    while True:
+        weight = weights.gather(-1, tokens[rows, None])
+        # An upper bound of the mass before the winner, which settles most rows in one comparison:
+        # it counts tokens of its weight on both sides.
+        bound = torch.where(weights >= weight, weights, 0).sum(-1) - weight[:, 0]
+        is_open = bound >= limit
+        if not is_open.any():
+            return tokens
+        rows, weights, limit, race = (each[is_open] for each in (rows, weights, limit, race))
+        winner, weight = tokens[rows, None], weight[is_open]
+        is_before = (weights > weight) | ((weights == weight) & (ids < winner))
+        race.masked_fill_(~is_before, -1)
+        is_out = torch.where(is_before, weights, 0).sum(-1) >= limit
+        rows, weights, limit, race = (each[is_out] for each in (rows, weights, limit, race))
+        tokens[rows] = race.argmax(-1)
 
 
 def exponential_noise(rows: Sequence[RowChoice], like: Tensor) -> Tensor:
     """Independent standard exponential numbers `[N, V]`, of the shape and the dtype of `like`.
 
-    On a CPU they are `-log(1 - u)` of `u = (bits + 1/2) / 2**32`, so that small ones, which decide,
-    have the resolution of 32 bits. A GPU has its own Philox, seeded for each row by ours.
+    They are `-log(1 - u)` of `u = (bits + 1/2) / 2**32`, so that small ones, which decide, have the
+    resolution of 32 bits.
     """
     if like.device.type != "cpu":
-        noise = torch.empty_like(like)
-        generator = torch.Generator(like.device)
-        for row, values in zip(rows, noise, strict=True):
-            generator.manual_seed(int(_philox(row).random_raw()))
-            values.exponential_(generator=generator)
-        return noise
+        return device_noise(rows, like)
     vocabulary = like.shape[-1]
     bits = np.empty((len(rows), vocabulary), np.float64 if like.dtype == torch.float64 else "f4")
     for index, row in enumerate(rows):
@@ -166,6 +181,19 @@ def exponential_noise(rows: Sequence[RowChoice], like: Tensor) -> Tensor:
     # Below 1 in float32 too: the logarithm of 0 would exclude a token.
     uniform = torch.from_numpy(bits).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_()
+
+
+def device_noise(rows: Sequence[RowChoice], like: Tensor) -> Tensor:
+    """Numbers as those of `exponential_noise`, from the device's own generator, seeded by Philox.
+
+    A GPU's generator is a Philox too, but it gives other numbers than ours with the same seed.
+    """
+    noise = torch.empty_like(like)
+    generator = torch.Generator(like.device)
+    for row, values in zip(rows, noise, strict=True):
+        generator.manual_seed(int(_philox(row).random_raw()))
+        values.exponential_(generator=generator)
+    return noise
 
 
 def _philox(row: RowChoice) -> np.random.Philox:
