@@ -121,7 +121,8 @@ def test_a_row_has_the_weights_of_its_adapter(exact: LocalServiceClient) -> None
 
 def build(config: Any) -> Any:
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    net: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return net.double().eval()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class DecodingBatch:
     def __init__(self, model: Model, adapter: Adapter | None) -> None:
         self._model = model
         self._adapter = adapter
-        self._cache = DynamicCache(config=model.config)
+        self._cache: Any = DynamicCache(config=model.config)  # whose layers may be of any kind
         self.lengths: list[int] = []
 
     def prefill(self, prompts: Sequence[Tensor]) -> list[Prefix]:
