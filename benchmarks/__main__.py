@@ -20,6 +20,7 @@ NAMES = (
     "sampling",
     "regularizers",
     "integrations",
+    "trl",
     "scaling",
     "optim",
 )

@@ -1,4 +1,4 @@
-"""Time of a custom loss with five terms on the real model, against a plain step and two passes."""
+"""Time of losses with five terms on the real model, against a plain step and two passes."""
 
 from __future__ import annotations
 
@@ -40,6 +40,21 @@ def data_of(lengths: Sequence[int]) -> list[types.Datum]:
     return data
 
 
+def sampled(data: Sequence[types.Datum]) -> list[types.Datum]:
+    """The data of an RL loss: half of each sequence is the prompt, which nobody sampled."""
+    found = []
+    for each in data:
+        length = len(each.model_input.to_ints())
+        answer = (torch.arange(length) >= length // 2).float()
+        inputs: Any = {
+            "target_tokens": each.loss_fn_inputs["target_tokens"],
+            "logprobs": -8.0 * answer,
+            "advantages": 0.5 * answer,
+        }
+        found.append(types.Datum(model_input=each.model_input, loss_fn_inputs=inputs))
+    return found
+
+
 def nll(data: Sequence[types.Datum], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
     weights = torch.cat([each.loss_fn_inputs["weights"].to_torch() for each in data])
     return -torch.dot(torch.cat(list(logprobs)), weights), {}
@@ -70,6 +85,14 @@ def ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
         "custom": custom(local),
         "tracked": custom(local, track_grad_norms=True),
         "two passes": custom(remote),
+    }
+
+
+def rl_ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
+    data, wrapped = sampled(data_of(EVEN)), regularize(client, SPECS)
+    return {
+        "plain": lambda: client.forward_backward(data, "importance_sampling").result(),
+        "with terms": lambda: wrapped.forward_backward(data, "importance_sampling").result(),
     }
 
 
@@ -112,6 +135,7 @@ def main() -> None:
     """Measure and print."""
     client = started()
     timings = in_turn(ways_of(client), repeats=STEPS, warmup=1)
+    rl = in_turn(rl_ways_of(client), repeats=STEPS, warmup=1)
     ragged = data_of(RAGGED)
     packing = in_turn(
         {
@@ -137,6 +161,7 @@ def main() -> None:
             against("one forward pass", timings["custom"], 1.05),
             against("the same, all norms and cosines", timings["tracked"], 1.05),
             against("two passes, as over a network", timings["two passes"]),
+            against("importance_sampling with the terms, against plain", rl["with terms"], 1.05),
             (
                 "memory above the model's, against plain",
                 f"{heavier:.2f} ×",
@@ -145,7 +170,7 @@ def main() -> None:
             ),
             against(f"packed against padded, {len(RAGGED)} lengths", packing["packed"], 1.0),
         ],
-        repeats=f"{STEPS} custom, {PACKED} packed, {PEAKS} memory",
+        repeats=f"{STEPS} with terms, {PACKED} packed, {PEAKS} memory",
     )
 
 

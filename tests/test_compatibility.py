@@ -72,9 +72,9 @@ def expected_of(name: str) -> dict[str, Any]:
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """All numbers agree, up to what another processor makes of them."""
-    found = {key: value for key, value in found.items() if not key.endswith("/duration")}
-    assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    """All metrics of 0.1.0 are there and agree, up to what another processor makes of them."""
+    known = {key: value for key, value in found.items() if key in expected}
+    assert known == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 # A run.
@@ -120,7 +120,8 @@ def test_a_run_resumes_where_it_was(command: CommandRunner, project: Path, tmp_p
     for mine, theirs in zip(found[3:], expected[3:], strict=True):
         # So the same terms ran, and failed; 0.1.0 did not write which were skipped.
         new = {key for key in mine if key.startswith("skipped/")}
-        assert mine.keys() - new == theirs.keys()
+        later = {k for k in mine if k.endswith("/grad_space") or k.startswith("held_out/skipped/")}
+        assert mine.keys() - new - later == theirs.keys()
         failed = "regularizers/flaky/value" not in theirs
         assert new == ({"skipped/flaky", "skipped/flaky/reason"} if failed else set())
         assert weights_in(mine) == pytest.approx(weights_in(theirs), rel=1e-12)

@@ -124,6 +124,79 @@ def test_there_is_no_output_before_a_call() -> None:
         _ = composite().output
 
 
+# Inside of torch.func transforms.
+
+
+def per_sample(loss: CompositeLoss, model: Net, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Gradient of each sample's loss by the parameters, by `vmap(grad(...))`."""
+
+    def of_one(parameters: dict[str, Tensor], x: Tensor, label: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, parameters, (x[None],))
+        total: Tensor = loss(out, labels=label[None])
+        return total
+
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    gradient = torch.func.grad(of_one)
+    found: dict[str, Tensor] = torch.func.vmap(gradient, (None, 0, 0))(parameters, x, labels)
+    return found
+
+
+def test_gradients_per_sample() -> None:
+    model, (x, labels) = Net(), batch()
+    fused = [
+        term(penalties.from_logits.entropy, 0.1, "entropy", inputs="logits"),
+        term(penalties.from_logits.z_loss, 0.1, "z_loss", inputs="logits"),
+    ]
+    for loss in (composite(), composite(*fused)):
+        found = per_sample(loss, model, x, labels)
+        for index in range(len(x)):
+            model.zero_grad()
+            loss(model(x[index, None]), labels=labels[index, None]).backward()
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(found[name][index], parameter.grad)
+
+
+def test_there_is_no_output_of_a_call_inside_vmap() -> None:
+    model, (x, labels) = Net(), batch()
+    loss = composite()
+    loss(model(x), labels=labels)
+    per_sample(loss, model, x, labels)
+    with pytest.raises(InputError) as caught:
+        _ = loss.output
+    assert str(caught.value) == (
+        "output is that of the last call, and there was none: call it first, outside of "
+        "torch.func.vmap."
+    )
+
+
+@pytest.mark.parametrize("settings", [{"track_grad_norms": True}, {"run_in": "thread"}])
+def test_vmap_needs_inline_terms_without_tracking(settings: dict[str, Any]) -> None:
+    where = settings.pop("run_in", "inline")
+    offloaded = term(confidence, 0.1, "offloaded", run_in=where)
+    loss = composite(offloaded, **settings)
+    model, (x, labels) = Net(), batch()
+    with pytest.raises(InputError) as caught:
+        per_sample(loss, model, x, labels)
+    assert str(caught.value) == (
+        "inside torch.func.vmap terms must run inline, without track_grad_norms and with "
+        "aggregate='sum', got others: call the composite outside of vmap, or change them."
+    )
+
+
+def test_grad_alone_reads_values_as_usual() -> None:
+    """Only vmap hides them: a term that is not finite still fails."""
+
+    def loss_of(x: Tensor) -> Tensor:
+        total: Tensor = CompositeLoss(lambda x: x.sum(), [term(bad, 1.0, "bad")])(x=x)
+        return total
+
+    def bad(x: Tensor) -> Tensor:
+        return x.sum() / 0
+
+    with pytest.raises(NonFiniteError, match="'bad'"):
+        torch.func.grad(loss_of)(torch.ones(2))
+
+
 def test_what_a_term_closes_over_is_trained() -> None:
     model, (x, labels) = Net(), batch()
 
@@ -228,7 +301,7 @@ def test_a_small_llama_trains_as_by_hand() -> None:
     ours, theirs = tiny.build(torch.float32), tiny.build(torch.float32)
 
     def entropy(logits: Tensor) -> Tensor:
-        mean: Tensor = penalties.entropy(logits.softmax(-1), reduction="mean")
+        mean: Tensor = penalties.entropy(logits.log_softmax(-1), reduction="mean")
         return mean
 
     def deep(hidden_states: tuple[Tensor, ...]) -> Tensor:

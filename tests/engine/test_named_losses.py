@@ -1,143 +1,18 @@
+"""The named losses, as the engine computes them."""
+
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from steelyard.engine import LocalServiceClient, LocalTrainingClient
-from steelyard.engine.named_losses import LOSSES, find_loss
 from steelyard.errors import InputError
+from tests.composition.test_named_losses import ADVANTAGES, CASES, TIGHT
 
 from .data import close, datum, logprobs, ragged, same, train
-
-# Ratios exp(new - old): 1.35 (above both clips), 0.61 (below), 1.05 (inside), 1.49, 0.82 ...
-NEW = np.array([-0.7, -1.5, -2.0, -0.1, -3.2, -1.0])
-OLD = np.array([-1.0, -1.0, -2.05, -0.5, -3.0, -1.0])
-ADVANTAGES = np.array([1.0, -0.5, 2.0, -1.5, 0.0, 0.3])
-WEIGHTS = np.array([1.0, 0.0, -2.0, 0.5, 1.0, 3.0])
-
-
-def cross_entropy(lp: float, old: float, advantage: float, weight: float, **_: float) -> float:
-    return -lp * weight
-
-
-def importance_sampling(lp: float, old: float, advantage: float, _: float, **__: float) -> float:
-    return -math.exp(lp - old) * advantage
-
-
-def ppo(lp: float, old: float, advantage: float, _: float, *, low: float, high: float) -> float:
-    ratio = math.exp(lp - old)
-    if ratio < low:
-        clipped = low
-    elif ratio > high:
-        clipped = high
-    else:
-        clipped = ratio
-    return -min(ratio * advantage, clipped * advantage)
-
-
-def cispo(lp: float, old: float, advantage: float, _: float, *, low: float, high: float) -> float:
-    return -min(max(math.exp(lp - old), low), high) * lp * advantage
-
-
-def dro(lp: float, old: float, advantage: float, _: float, *, beta: float) -> float:
-    return -(lp * advantage - beta / 2 * (lp - old) ** 2)
-
-
-CLIPS = {"low": 0.8, "high": 1.2}
-TIGHT = {"clip_low_threshold": 0.95, "clip_high_threshold": 1.01}
-CASES: list[tuple[str, dict[str, float] | None, Callable[..., float], dict[str, float]]] = [
-    ("cross_entropy", None, cross_entropy, {}),
-    ("importance_sampling", None, importance_sampling, {}),
-    ("ppo", None, ppo, CLIPS),
-    ("ppo", TIGHT, ppo, {"low": 0.95, "high": 1.01}),
-    ("ppo", {"clip_high_threshold": 3.0}, ppo, {"low": 0.8, "high": 3.0}),
-    ("cispo", None, cispo, CLIPS),
-    ("cispo", TIGHT, cispo, {"low": 0.95, "high": 1.01}),
-    ("dro", None, dro, {"beta": 0.05}),
-    ("dro", {"beta": 2}, dro, {"beta": 2.0}),
-]
-
-
-def fields() -> dict[str, Tensor]:
-    return {
-        "weights": torch.tensor(WEIGHTS),
-        "logprobs": torch.tensor(OLD),
-        "advantages": torch.tensor(ADVANTAGES),
-    }
-
-
-def reference(fn: Callable[..., float], new: Any, settings: dict[str, float]) -> list[float]:
-    rows = zip(new, OLD, ADVANTAGES, WEIGHTS, strict=True)
-    return [fn(lp, old, advantage, weight, **settings) for lp, old, advantage, weight in rows]
-
-
-@pytest.mark.parametrize(("name", "config", "fn", "settings"), CASES)
-def test_a_loss_has_the_value_of_its_formula(
-    name: str, config: Any, fn: Callable[..., float], settings: dict[str, float]
-) -> None:
-    loss, found = find_loss(name, config)
-    values = loss.elementwise(torch.tensor(NEW), fields(), found)
-    np.testing.assert_allclose(values.numpy(), reference(fn, NEW, settings), rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "fn", "settings"), [case for case in CASES if case[0] != "cispo"]
-)
-def test_a_loss_has_the_gradient_of_its_formula(
-    name: str, config: Any, fn: Callable[..., float], settings: dict[str, float]
-) -> None:
-    loss, found = find_loss(name, config)
-    leaf = torch.tensor(NEW, requires_grad=True)
-    (slope,) = torch.autograd.grad(loss.elementwise(leaf, fields(), found).sum(), leaf)
-    above = np.array(reference(fn, NEW + 1e-6, settings))
-    below = np.array(reference(fn, NEW - 1e-6, settings))
-    np.testing.assert_allclose(slope.numpy(), (above - below) / 2e-6, rtol=1e-7, atol=1e-8)
-
-
-@pytest.mark.parametrize("config", [None, TIGHT])
-def test_cispo_holds_its_ratio_fixed(config: Any) -> None:
-    loss, settings = find_loss("cispo", config)
-    leaf = torch.tensor(NEW, requires_grad=True)
-    (slope,) = torch.autograd.grad(loss.elementwise(leaf, fields(), settings).sum(), leaf)
-    low, high = settings["clip_low_threshold"], settings["clip_high_threshold"]
-    expected = -np.clip(np.exp(NEW - OLD), low, high) * ADVANTAGES
-    np.testing.assert_allclose(slope.numpy(), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["mse", "", None, ["ppo"], "linear"])
-def test_an_unknown_loss_is_an_error_that_lists_the_known(name: Any) -> None:
-    with pytest.raises(InputError, match="loss_fn must be one of cross_entropy, importance") as e:
-        find_loss(name, None)
-    assert str(e.value).endswith(f"ppo, cispo, dro, got {name!r}.")
-
-
-def test_an_unknown_setting_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(
-        InputError,
-        match=r"loss_fn_config of ppo may hold \['clip_high_threshold', 'clip_low_threshold'\], "
-        r"got the key 'clip'",
-    ):
-        find_loss("ppo", {"clip": 0.2})
-    with pytest.raises(InputError, match=r"loss_fn_config of cross_entropy may hold \[\]"):
-        find_loss("cross_entropy", {"beta": 0.2})
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, "0.2", True, None])
-def test_a_setting_that_is_no_finite_number_is_an_error(value: Any) -> None:
-    with pytest.raises(InputError, match=r"loss_fn_config\['beta'\] must be a finite number, got"):
-        find_loss("dro", {"beta": value})
-
-
-def test_settings_of_one_call_do_not_change_the_defaults() -> None:
-    find_loss("dro", {"beta": 7.0})
-    assert find_loss("dro", None)[1] == {"beta": 0.05}
-    assert LOSSES["dro"].settings == {"beta": 0.05}
 
 
 def sampled(client: LocalTrainingClient) -> Any:

@@ -407,6 +407,7 @@ def test_samples_wait_for_rows_and_their_prompt_is_computed_once(
     sampling = exact.create_sampling_client(base_model="tiny-random")
     request = (prompt(), 8, types.SamplingParams(max_tokens=7, seed=1, stop=[5, 50]))
     expected = written([sampling.sample(*request).result()])
+    sampling._worker.submit(len, []).result()  # the batch has ended: the next request begins one
     monkeypatch.setattr(sampler_module, "_CPU_ROWS", rows)
     monkeypatch.setattr(sampler_module, "_CACHE_BYTES", size)
     with watched(sampling) as shapes:

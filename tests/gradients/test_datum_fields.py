@@ -8,7 +8,7 @@ import pytest
 import tinker
 import torch
 
-from steelyard.gradients import as_tensor, loss_fn_input
+from steelyard.gradients import as_tensor, counted_tokens, loss_fn_input
 
 FIELDS: Any = {"group": np.array([2])}
 
@@ -46,3 +46,25 @@ def test_tinker_keeps_classes_sparse_and_they_come_back_whole() -> None:
 def test_a_dtype_is_kept_unless_one_is_asked_for() -> None:
     assert as_tensor([1, 2]).dtype == torch.int64
     assert as_tensor([1, 2], torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "counted"),
+    [
+        ({"weights": [0.0, 2.0], "mask": [1, 1], "logprobs": [-1.0, -1.0]}, "weights", [0, 1]),
+        ({"mask": [1, 0], "logprobs": [-1.0, -1.0]}, "mask", [1, 0]),
+        ({"logprobs": [0.0, -1e-30]}, "logprobs", [0, 1]),
+        ({"logprobs": [[0.0, 0.0], [0.0, -1.0]]}, "logprobs", [[0, 0], [0, 1]]),
+    ],
+)
+def test_the_first_field_of_three_says_which_tokens_count(
+    fields: Any, field: str, counted: Any
+) -> None:
+    found = counted_tokens({"loss_fn_inputs": fields})
+    assert found is not None
+    assert (found[0], found[1].int().tolist()) == (field, counted)
+
+
+@pytest.mark.parametrize("datum", [None, {}, {"loss_fn_inputs": {"advantages": [0.0]}}])
+def test_without_these_fields_all_tokens_count(datum: Any) -> None:
+    assert counted_tokens(datum) is None

@@ -53,6 +53,14 @@ def test_tokens_of_weight_zero_get_none(weights: Any, as_mapping: bool) -> None:
     assert gradient.tolist() == [0.0, 1.0, -0.5, -0.5]
 
 
+@pytest.mark.parametrize("field", ["mask", "logprobs"])
+def test_without_weights_another_field_says_which_tokens_count(field: str) -> None:
+    data = [{"loss_fn_inputs": {field: [0.0, -1.0]}}]
+    assert score_gradient("t", torch.tensor([4.0]), data, rows(2)).tolist() == [0.0, 4.0]
+    with pytest.raises(GradientError, match=f"{field} of datum 0"):
+        score_gradient("t", torch.tensor([4.0]), data, rows(3))
+
+
 def test_tokens_of_negative_weight_count() -> None:
     data = [{"loss_fn_inputs": {"weights": [-2.0, 0.0]}}, {"loss_fn_inputs": {"weights": [-1.0]}}]
     gradient = score_gradient("t", torch.tensor([4.0, 1.0]), data, rows(2, 1))

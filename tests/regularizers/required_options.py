@@ -8,7 +8,10 @@ from steelyard.regularizers import (
     Adaptive,
     ExternalValidation,
     LogicalConsistency,
+    MaskedImportanceSampling,
+    OverlongPenalty,
     TopologicalConsistency,
+    TruncatedImportanceSampling,
     WholeVocabulary,
 )
 
@@ -24,6 +27,9 @@ REQUIRED: dict[Any, dict[str, Any]] = {
     Adaptive: {"regularizer": "l1", "target": 1.0},
     ExternalValidation: {"url": URL},
     LogicalConsistency: {"constraints": points},
+    MaskedImportanceSampling: {"regularizer": "l1"},
+    OverlongPenalty: {"max_length": 4, "buffer": 2},
     TopologicalConsistency: {"points": points},
+    TruncatedImportanceSampling: {"regularizer": "l1"},
     WholeVocabulary: {"kind": "entropy"},
 }

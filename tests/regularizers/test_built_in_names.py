@@ -17,7 +17,12 @@ from steelyard.spec.built_in import BUILT_IN
 
 from .required_options import REQUIRED, URL, points
 
-TERM_NAMES = {"adaptive": "adaptive_l1", "whole_vocabulary": "whole_entropy"}
+TERM_NAMES = {
+    "adaptive": "adaptive_l1",
+    "masked_importance_sampling": "masked_l1",
+    "truncated_importance_sampling": "truncated_l1",
+    "whole_vocabulary": "whole_entropy",
+}
 
 CLASSES = {name: getattr(steelyard.regularizers, name) for name in steelyard.regularizers.__all__}
 
@@ -62,6 +67,8 @@ def test_preferred_executors_and_gradient_methods() -> None:
         "TopologicalConsistency": ("process", "autograd", False),
         "LogicalConsistency": ("process", "score", False),
         "ExternalValidation": ("auto", "score", True),
+        "OverlongPenalty": ("auto", "score", False),
+        "RelativeLength": ("auto", "score", False),
     }
     for name, cls in CLASSES.items():
         assert preferences(cls) == heavy.get(name, ("auto", "auto", False))

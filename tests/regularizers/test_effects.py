@@ -27,8 +27,11 @@ from steelyard.regularizers import (
     JSToReference,
     KLToReference,
     LogicalConsistency,
+    OverlongPenalty,
+    RelativeLength,
     SquaredLogRatio,
     TopologicalConsistency,
+    TruncatedImportanceSampling,
     WholeVocabulary,
 )
 
@@ -131,6 +134,53 @@ def test_a_bonus_raises_entropy_and_a_penalty_lowers_it() -> None:
     assert entropy_with(term(Entropy(mode="bonus"), 0.5)) > without + 1.0
     assert entropy_with(term(Entropy(mode="penalty"), 0.5)) < without - 1.0
     assert entropy_with(term(ConfidencePenalty(threshold=5.9), 1.0)) > without + 1.0
+
+
+class Stale:
+    """Tokens sampled from the model of up to seven steps before, with their log-probs."""
+
+    def __init__(self) -> None:
+        self._calls, self._data = 0, []  # type: tuple[int, list[Any]]
+
+    def __call__(self, trained: Trained, generator: torch.Generator) -> list[Any]:
+        if self._calls % 8 == 0:
+            fresh = on_policy(trained, generator)
+            sampled = trained.logprobs(fresh)
+            self._data = [
+                sequence(
+                    [3, int(datum.loss_fn_inputs["target_tokens"].data[0])],
+                    advantages=datum.loss_fn_inputs["advantages"].to_torch(),
+                    logprobs=row,
+                    reference_logprobs=row,
+                )
+                for datum, row in zip(fresh, sampled, strict=True)
+            ]
+        self._calls += 1
+        return self._data
+
+
+def test_with_importance_a_bonus_raises_entropy_off_policy() -> None:
+    base = TruncatedImportanceSampling(regularizer=policy_gradient)
+    bonus = Entropy(mode="bonus", importance="logprobs")
+    truncated = TruncatedImportanceSampling(regularizer=Entropy(mode="bonus"))
+
+    def entropy_off_policy(*specs: RegularizerSpec) -> float:
+        return entropy(train(Stale(), base, specs, steps=32), PROMPT)
+
+    without = entropy_off_policy()
+    assert entropy_off_policy(term(bonus, 1.0)) > without + 1.0
+    assert entropy_off_policy(term(truncated, 1.0)) > without + 1.0
+
+
+def test_with_importance_kl_holds_the_policy_of_the_samples() -> None:
+    began = Trained()
+
+    def drift(*specs: RegularizerSpec) -> float:
+        trained = train(Stale(), policy_gradient, specs, steps=8)  # one batch of samples
+        return kl(trained, began, PROMPT)
+
+    term_of_kl = KLToReference(estimator="k3", importance="logprobs")
+    assert drift(term(term_of_kl, 2.0)) < 0.6 * drift()
 
 
 def test_entropy_of_classes() -> None:
@@ -255,6 +305,14 @@ def assert_less_likely(data: Any, worse: list[int], regularizer: Any, weight: fl
     with_it = lead(train(data, nll, [term(regularizer, weight)]))
     assert abs(without) < 1.0
     assert with_it > without + 1.0
+
+
+def test_long_answers_become_less_likely() -> None:
+    data = [
+        sequence(s[:length], group=[0]) for s, length in zip(SEQUENCES, (3, 3, 6, 6), strict=True)
+    ]
+    assert_less_likely(data, [2, 3], OverlongPenalty(max_length=5, buffer=4), 2.0)
+    assert_less_likely(data, [2, 3], RelativeLength(), 2.0)
 
 
 # Fairness.

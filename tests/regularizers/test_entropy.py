@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from steelyard.errors import InputError
 from steelyard.regularizers import ConfidencePenalty, Entropy
 
-from .checks import assert_gradients, doubles, value_and_gradients
+from .checks import assert_gradients, doubles, plain, value_and_gradients
+from .enumeration import Policy, expectation
 
 LOGPROBS = doubles([-0.5, -1.5], [-3.0])
 CLASSES = doubles([[-1.0, -2.0], [-0.5, -3.0]], [[-1.1, -1.2]])
@@ -183,3 +184,49 @@ def test_each_token_of_the_confidence_penalty_is_gated_by_the_others() -> None:
     value, (gradient,) = value_and_gradients(ConfidencePenalty(threshold=1.5), [], rows)
     assert value == 0
     assert gradient.tolist() == pytest.approx([0.0, 0.0, -5.0 / 3])
+
+
+# Off policy: tokens sampled from another model, over answers of two tokens and three classes.
+
+POLICY, SAMPLING = (Policy(seed=seed, longest=2, vocabulary=3) for seed in (1, 2))
+
+
+def entropy_per_token(first: torch.Tensor) -> torch.Tensor:
+    """Mean entropy of both tokens, with the probabilities of the first that precede the second."""
+    p = POLICY.logits.softmax(-1)
+    each = -(p * p.log()).sum(-1)
+    return (each[0] + (first * each[1:]).sum()) / 2
+
+
+@pytest.mark.parametrize("sampling", [POLICY, SAMPLING], ids=["on policy", "off policy"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mode", ["penalty", "bonus"])
+def test_with_importance_value_and_gradient_are_unbiased(
+    mode: Any, level: Any, sampling: Policy
+) -> None:
+    term = Entropy(mode=mode, level=level, importance="logprobs")
+    value, gradient = expectation(term, POLICY, sampling, lambda answers: [{} for _ in answers])
+    contexts = sampling.logits.softmax(-1)[0].detach()  # held fixed at the level of tokens
+    first = contexts if level == "token" else POLICY.logits.softmax(-1)[0]
+    expected = SIGN[mode] * entropy_per_token(first)
+    assert value == pytest.approx(expected.item(), rel=1e-9)
+    torch.testing.assert_close(gradient, POLICY.gradient(expected), rtol=1e-9, atol=1e-12)
+
+
+def test_without_importance_value_and_gradient_are_biased_off_policy() -> None:
+    (value, gradient), (unbiased, true) = (
+        expectation(term, POLICY, SAMPLING, lambda answers: [{} for _ in answers])
+        for term in (Entropy(), Entropy(importance="logprobs"))
+    )
+    assert abs(value - unbiased) > 0.2
+    assert (gradient - true).norm() > 0.2 * true.norm()
+
+
+def test_importance_by_hand() -> None:
+    data = [plain(logprobs=[-1.0, 0.0], weights=[1.0, 0.0])]
+    loss, metrics = Entropy(importance="logprobs").compute(data, doubles([-1.5, -9.0]))
+    ratio = math.exp(-0.5)
+    assert loss.item() == pytest.approx(1.5 * ratio)
+    assert metrics == pytest.approx({"entropy": 1.5 * ratio, "ratio": ratio})
+    with pytest.raises(InputError, match=r"importance must be None for log-probs \[T, K\]"):
+        Entropy(importance="logprobs").compute([], CLASSES)

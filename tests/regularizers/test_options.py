@@ -25,7 +25,11 @@ from steelyard.regularizers import (
     ExternalValidation,
     KLToReference,
     LogicalConsistency,
+    MaskedImportanceSampling,
+    OverlongPenalty,
+    RelativeLength,
     TopologicalConsistency,
+    TruncatedImportanceSampling,
     WholeVocabulary,
     _options,
 )
@@ -49,6 +53,7 @@ SOURCE = "the name of a field, a function (datum, index), or 'package.module:att
         (Entropy, "temperature", 0, "a finite number > 0"),
         (Entropy, "normalize", 1, "True or False"),
         (Entropy, "vocabulary", 1, "a whole number >= 2"),
+        (Entropy, "importance", 3, SOURCE),
         (ConfidencePenalty, "threshold", -1, "a finite number > 0"),
         (KLToReference, "estimator", "k4", "one of 'k1', 'k2', 'k3'"),
         (KLToReference, "direction", "both", "one of 'forward', 'reverse', 'symmetric'"),
@@ -56,6 +61,7 @@ SOURCE = "the name of a field, a function (datum, index), or 'package.module:att
         (KLToReference, "reference", 3, SOURCE),
         (KLToReference, "reference", None, SOURCE),
         (KLToReference, "reference", "math:pi", FUNCTION),
+        (KLToReference, "importance", "", SOURCE),
         (Consistency, "metric", "cosine", "one of 'mse', 'l1', 'kl', 'js'"),
         (Consistency, "level", "batch", "one of 'token', 'sequence'"),
         (Consistency, "pair", 3, SOURCE),
@@ -95,12 +101,30 @@ SOURCE = "the name of a field, a function (datum, index), or 'package.module:att
         (ExternalValidation, "max_bytes", 0.5, "a whole number >= 1"),
         (ExternalValidation, "unanswered", "1", "a finite number"),
         (ExternalValidation, "follow_redirects", 1, "True or False"),
+        (OverlongPenalty, "max_length", 0, "a whole number >= 1"),
+        (OverlongPenalty, "buffer", 0, "a whole number >= 1"),
+        (OverlongPenalty, "buffer", 5, "at most max_length"),
+        (OverlongPenalty, "correct", 3, SOURCE),
+        (RelativeLength, "group", None, SOURCE),
+        (RelativeLength, "scale", "median", "one of 'mean', 'range', 'std'"),
+        (RelativeLength, "threshold", math.nan, "a finite number"),
+        (TruncatedImportanceSampling, "importance", None, SOURCE),
+        (TruncatedImportanceSampling, "old", 3, SOURCE),
+        (TruncatedImportanceSampling, "level", "batch", "one of 'token', 'sequence'"),
+        (TruncatedImportanceSampling, "low", -1, "a finite number >= 0"),
+        (MaskedImportanceSampling, "high", 0.25, "a finite number >= 0.5"),
         (WholeVocabulary, "of", "logprobs", "one of 'logits', 'projection'"),
         (WholeVocabulary, "reference", 3, SOURCE),
     ],
 )
 def test_an_invalid_option(cls: Any, option: str, value: Any, rule: str) -> None:
-    name = {Adaptive: "adaptive_l1", WholeVocabulary: "whole_entropy"}.get(cls) or cls.name
+    wrappers = {
+        Adaptive: "adaptive_l1",
+        MaskedImportanceSampling: "masked_importance_sampling",
+        TruncatedImportanceSampling: "truncated_importance_sampling",
+        WholeVocabulary: "whole_entropy",
+    }
+    name = wrappers.get(cls) or cls.name
     with pytest.raises(SpecError) as caught:
         cls(**{**REQUIRED.get(cls, {}), option: value})
     assert str(caught.value) == f"{option} must be {rule}, got {value!r} (regularizer {name!r})."

@@ -16,6 +16,7 @@ from steelyard.errors import InputError, SpecError
 from steelyard.regularizers import Consistency, JSToReference, KLToReference
 
 from .checks import assert_gradients, doubles, plain, tinkered, value_and_gradients
+from .enumeration import Policy, expectation
 
 LOGPROBS = doubles([-0.5, -1.5], [-3.0])
 REFERENCE = doubles([-0.9, -1.0], [-2.0])
@@ -314,3 +315,79 @@ def test_kl_of_sequences_needs_samples_of_the_forward_direction() -> None:
     data = [{"loss_fn_inputs": {"reference_logprobs": [[-1.0, -2.0]]}}]
     with pytest.raises(InputError, match=r"level must be 'token' for log-probs \[T, K\]"):
         KLToReference(level="sequence").compute(data, classes)
+
+
+# Off policy: tokens sampled from another model, over answers of two tokens and three classes.
+
+POLICY, SAMPLING, TEACHER = (Policy(seed=seed, longest=2, vocabulary=3) for seed in (1, 2, 3))
+CONTEXTS = [(), (0,), (1,), (2,)]
+
+
+def teacher_fields(answers: Any) -> list[dict[str, Any]]:
+    return [{"reference_logprobs": TEACHER.logprobs(answer).detach()} for answer in answers]
+
+
+def kl_per_token(contexts_of: Policy) -> torch.Tensor:
+    """Mean KL(p‖r) over both tokens, whose contexts are sampled from another policy."""
+    p, r = POLICY.logits.log_softmax(-1), TEACHER.logits.log_softmax(-1).detach()
+    each = [kl(p[row], r[row]) for row in range(len(CONTEXTS))]
+    second = [contexts_of.logits.softmax(-1)[0, a] * each[1 + a] for a in range(3)]
+    return (each[0] + torch.stack(second).sum()) / 2
+
+
+@pytest.mark.parametrize("sampling", [POLICY, SAMPLING], ids=["on policy", "off policy"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_with_importance_the_gradient_is_that_of_kl(estimator: Any, sampling: Policy) -> None:
+    term = KLToReference(estimator=estimator, importance="logprobs")
+    value, gradient = expectation(term, POLICY, sampling, teacher_fields)
+    # The contexts are held fixed: a copy of the policy that they come from has no gradient.
+    fixed = Policy(seed=0, longest=2, vocabulary=3)
+    fixed.logits = sampling.logits.detach()
+    expected = kl_per_token(fixed)
+    torch.testing.assert_close(gradient, POLICY.gradient(expected), rtol=1e-9, atol=1e-12)
+    if estimator != "k2":
+        assert value == pytest.approx(expected.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_with_importance_the_sequence_level_is_that_of_sequences(estimator: Any) -> None:
+    term = KLToReference(estimator=estimator, importance="logprobs", level="sequence")
+    value, gradient = expectation(term, POLICY, SAMPLING, teacher_fields)
+    expected = kl_per_token(POLICY)
+    torch.testing.assert_close(gradient, POLICY.gradient(expected), rtol=1e-9, atol=1e-12)
+    if estimator == "k1":
+        assert value == pytest.approx(expected.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_without_importance_the_gradient_is_biased_off_policy(estimator: Any) -> None:
+    _, gradient = expectation(KLToReference(estimator=estimator), POLICY, SAMPLING, teacher_fields)
+    weighted = KLToReference(estimator=estimator, importance="logprobs")
+    _, unbiased = expectation(weighted, POLICY, SAMPLING, teacher_fields)
+    assert (gradient - unbiased).norm() > 0.2 * unbiased.norm()
+
+
+def test_importance_by_hand() -> None:
+    data = [plain(reference_logprobs=[-2.0, -1.0], logprobs=[-1.0, 0.0], weights=[1.0, 0.0])]
+    rows = doubles([-1.5, -9.0])
+    term = KLToReference(estimator="k3", importance="logprobs")
+    loss, metrics = term.compute(data, rows)
+    ratio, gap = math.exp(-0.5), 0.5  # the masked token is not read
+    assert loss.item() == pytest.approx(ratio * (math.exp(-gap) - 1 + gap))
+    assert metrics == pytest.approx(
+        {"k1": ratio * gap, "k2": ratio * gap**2 / 2, "k3": loss.item(), "ratio": ratio}
+    )
+    _, (gradient,) = value_and_gradients(term, data, rows)
+    assert gradient.tolist() == pytest.approx([ratio * gap, 0.0])
+
+
+def test_importance_needs_sampled_tokens_and_their_field() -> None:
+    term = KLToReference(importance="logprobs")
+    with pytest.raises(InputError) as caught:
+        term.compute(CLASSES_DATA, CLASSES)
+    assert str(caught.value) == (
+        "importance must be None for log-probs [T, K], which are distributions and no sampled "
+        "tokens, got 'logprobs': use [T] targets."
+    )
+    with pytest.raises(InputError, match="datum 0 must have the field 'logprobs'"):
+        term.compute(DATA, LOGPROBS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.errors import InputError, RegistryError, SpecError, StateError
+from steelyard.errors import InputError, SpecError, StateError
 from steelyard.regularizers import L1, L2, Adaptive, EMADrift
 from steelyard.spec.callables import is_async
 
@@ -257,35 +257,6 @@ def test_forms_of_the_wrapped_regularizer(described: Any) -> None:
 def test_the_wrapped_regularizer_may_return_a_number() -> None:
     term = Adaptive(regularizer=lambda data, logprobs: 3, target=1.0, initial=2.0)
     assert penalties_of(term, -3.0) == [6.0]
-
-
-FIELDS = "regularizer must have the fields 'fn' and, if need be, 'options', got"
-
-
-@pytest.mark.parametrize(
-    ("described", "message"),
-    [
-        (3, "regularizer must be a regularizer, or the name of one, got 3"),
-        ({"options": {}}, f"{FIELDS} ['options']"),
-        ({"fn": "l1", "weight": 1}, f"{FIELDS} ['fn', 'weight']"),
-        (
-            {"fn": nll, "options": {"a": 1}},
-            (
-                "regularizer must accept (data, logprobs) and the options ['a']: "
-                "got an unexpected keyword argument 'a'; its options are none"
-            ),
-        ),
-    ],
-)
-def test_invalid_wrapped_regularizers(described: Any, message: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        Adaptive(regularizer=described, target=1.0)
-    assert str(caught.value) == f"{message} (regularizer 'adaptive')."
-
-
-def test_an_unregistered_name() -> None:
-    with pytest.raises(RegistryError, match="no regularizer is registered as 'l3'"):
-        Adaptive(regularizer="l3", target=1.0)
 
 
 def test_the_state_of_adaptive() -> None:

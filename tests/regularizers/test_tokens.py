@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tinker import types
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.rl.train import _remove_mask
+from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, Trajectory, Transition
 
 from steelyard.errors import InputError
 from steelyard.regularizers import (
@@ -89,6 +94,54 @@ def test_an_empty_batch_has_no_gradient(term: Any) -> None:
     expected = {"dpo": math.log(2), "confidence_penalty": 3.0}.get(term.name, 0.0)
     assert value == pytest.approx(expected)
     assert all(bool((own == 0).all()) for own in gradients)
+
+
+def trajectories(metrics: dict[str, float]) -> list[Any]:
+    """Data of tinker-cookbook: two turns, the metrics at the second; then a new conversation."""
+    turns = [
+        ([1, 2, 3], TokensWithLogprobs([4, 5], [-0.5, -0.25]), {}),
+        ([1, 2, 3, 4, 5, 6], TokensWithLogprobs([7], [-2.0]), metrics),
+        ([8], TokensWithLogprobs([9, 9], [-0.75, -1.5]), {}),
+    ]
+    transitions = [
+        Transition(types.ModelInput.from_ints(prompt), answer, 1.0, False, metrics=own)
+        for prompt, answer, own in turns
+    ]
+    return trajectory_to_data(Trajectory(transitions, types.ModelInput.from_ints([])), 0.5)
+
+
+@pytest.mark.parametrize("prepare", [lambda datum: datum, _remove_mask], ids=["mask", "logprobs"])
+def test_the_sampled_tokens_of_the_cookbooks_data_count(prepare: Any) -> None:
+    data = [prepare(datum) for datum in trajectories({})]
+    assert [len(datum.loss_fn_inputs["target_tokens"].data) for datum in data] == [6, 2]
+    logprobs = doubles([-9.0, -9.0, -1.0, -2.0, -9.0, -4.0], [-3.0, -5.0])
+    assert [row.kept.tolist() for row in batch_rows(data, logprobs)] == [
+        [-1.0, -2.0, -4.0],
+        [-3.0, -5.0],
+    ]
+    value, gradients = value_and_gradients(L1(), data, logprobs)
+    assert value == pytest.approx(3.0)  # (1 + 2 + 4 + 3 + 5) / 5
+    assert [row.tolist() for row in gradients] == [
+        [0.0, 0.0, -0.2, -0.2, 0.0, -0.2],
+        [-0.2, -0.2],
+    ]
+
+
+def test_a_turn_masked_for_a_parse_error_counts_once_its_mask_is_removed() -> None:
+    masked = trajectories({PARSE_ERROR_MASKED_METRIC_KEY: 1.0})
+    logprobs = doubles([-1.0] * 6, [-1.0] * 2)
+    counts = [
+        [row.kept.shape[0] for row in batch_rows(data, logprobs)]
+        for data in (masked, [_remove_mask(datum) for datum in masked])
+    ]
+    assert counts == [[2, 2], [3, 2]]
+
+
+@pytest.mark.parametrize("field", ["mask", "logprobs"])
+def test_a_field_that_does_not_fit_is_named(field: str) -> None:
+    with pytest.raises(InputError) as caught:
+        L1().compute([plain(**{field: [1.0]}), plain()], LOGPROBS)
+    assert str(caught.value) == f"{field} of datum 0 must have one number per token, [3], got [1]."
 
 
 @pytest.mark.parametrize(
@@ -222,6 +275,20 @@ def test_a_label_with_several_elements_is_an_error() -> None:
         InputError, match=r"group of datum 0 must be one label, got the shape \[2\]"
     ):
         row.read_label("group")
+
+
+@pytest.mark.parametrize("value", [0.5, [0.5], torch.tensor([0.5]), [[0.5]]])
+def test_a_number(value: Any) -> None:
+    (row,) = batch_rows([plain(reward=value)], [torch.zeros(1)])
+    assert row.read_number("reward") == 0.5
+
+
+def test_several_numbers_are_an_error() -> None:
+    (row,) = batch_rows([plain(reward=[1.0, 2.0])], [torch.zeros(1)])
+    with pytest.raises(
+        InputError, match=r"reward of datum 0 must be one number, got the shape \[2\]"
+    ):
+        row.read_number("reward")
 
 
 def test_pairs_by_label_keep_their_order() -> None:

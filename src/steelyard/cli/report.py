@@ -24,7 +24,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write a self-contained HTML report about runs, an ablation or a search."""
+    """Write an HTML report about runs, an ablation or a search."""
     from steelyard.experiment.report import write_report  # noqa: PLC0415 - takes seconds
 
     folder = runs[0] if len(runs) == 1 else Path()

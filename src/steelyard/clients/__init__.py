@@ -1,10 +1,12 @@
 """Training clients with regularizers: `regularize` wraps Tinker's, the engine's or your own.
 
 * `client_pass`: asks any client for log-probs and sends their gradient back
-* `regularized`: `regularize`, which evaluates a pipeline between the two
-* `state_io`: saves the state of the terms as JSON
+* `regularized`: `RegularizedClient`, which evaluates a pipeline between the two
+* `wrapping`: `regularize`, which makes one
+* `term_states`: the state of the terms, which `state_io` saves as JSON
 """
 
-from steelyard.clients.regularized import RegularizedClient, regularize
+from steelyard.clients.regularized import RegularizedClient
+from steelyard.clients.wrapping import regularize
 
 __all__ = ["RegularizedClient", "regularize"]

@@ -138,9 +138,7 @@ def _with_weights(index: int, datum: Any) -> Any:
         )
     weights = datum.loss_fn_inputs.get("weights")
     if weights is None:
-        shape = list(_tensor(targets).shape)
-        zeros = torch.zeros(shape).flatten().tolist()
-        weights = type(targets)(data=zeros, dtype="float32", shape=shape)
+        weights = tensor_like(targets, torch.zeros(_tensor(targets).shape))
     return _linear_loss_datum(datum, weights=weights)
 
 
@@ -148,6 +146,12 @@ def _linear_loss_datum(datum: Any, *, weights: Any) -> Any:
     """The datum with its targets and these weights, and none of its other fields."""
     targets = datum.loss_fn_inputs["target_tokens"]
     return replace(datum, loss_fn_inputs={"target_tokens": targets, "weights": weights})
+
+
+def tensor_like(data: Any, tensor: Tensor) -> Any:
+    """The tensor in the client's own type, that of `data`."""
+    values, shape = tensor.flatten().tolist(), list(tensor.shape)
+    return type(data)(data=values, dtype="float32", shape=shape)
 
 
 def _tensor(data: Any) -> Tensor:

@@ -1,75 +1,42 @@
-"""`regularize`: add named regularizers to the custom loss of any training client."""
+"""`RegularizedClient`: a training client whose losses have named regularizers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from steelyard.clients import state_io
-from steelyard.clients.client_pass import ClientPass, TwoPasses
-from steelyard.composition import Pipeline
+from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
+from steelyard.clients.term_states import TermStates
+from steelyard.composition import Aggregator, NamedBaseLoss, Pipeline, loss_names
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, Regularizer, RegularizerSpec, Stateful, TermFn, is_whole
+from steelyard.spec import BASE, Regularizer, RegularizerSpec, TermFn, is_whole
 
 # The name under which a client that can `attach` saves our state with its own checkpoints.
 _ATTACHED_AS = "steelyard"
+_LOSS = "elementwise_loss"  # of each token, among the outputs of a datum
+
+TermLike = RegularizerSpec | Mapping[str, Any]
 
 
-def regularize(
-    client: Any,  # tinker's, the engine's, or anybody's
-    *,
-    max_concurrency: int | None = None,
-    check_finite: bool = True,
-    workers: Workers | None = None,
-) -> RegularizedClient:
-    """Wrap a training client so that its `forward_backward_custom` takes regularizers.
+@dataclass(frozen=True)
+class TermSettings:
+    """Settings of a pipeline, in the order of its arguments."""
 
-    Args:
-        client: `tinker.TrainingClient`, `LocalTrainingClient`, or anything with `forward` and
-            `forward_backward` as the SDK has them.
-        max_concurrency: as in `Pipeline`.
-        check_finite: treat a NaN or infinite value or gradient as a failure of its term.
-        workers: the threads and processes that run terms; None: those that all pipelines of the
-            process share.
-
-    Raises:
-        InputError: the client lacks a method.
-
-    Example:
-        >>> from tinker import types
-        >>> from steelyard import RegularizerSpec, regularize
-        >>> from steelyard.engine import LocalServiceClient
-        >>> training = LocalServiceClient().create_lora_training_client("tiny-random", seed=0)
-        >>> client = regularize(training)
-        >>> datum = types.Datum(
-        ...     model_input=types.ModelInput.from_ints([1, 2, 3]),
-        ...     loss_fn_inputs={"target_tokens": [2, 3, 4]},
-        ... )
-        >>> def nll(data, logprobs):
-        ...     return -sum(row.sum() for row in logprobs), {"tokens": 3.0}
-        >>> def confidence(data, logprobs):
-        ...     return sum(row.exp().sum() for row in logprobs)
-        >>> penalty = RegularizerSpec(confidence, weight=0.1, name="confidence")
-        >>> output = client.forward_backward_custom([datum], nll, regularizers=[penalty]).result()
-        >>> round(output.regularizer_total / output.regularizers["confidence"].value, 6)
-        0.1
-        >>> sorted(output.server_metrics)
-        ['loss:sum', 'surrogate_loss:sum']
-    """
-    if isinstance(client, RegularizedClient):
-        return client
-    missing = [name for name in ("forward", "forward_backward") if not hasattr(client, name)]
-    if missing:
-        raise InputError(
-            f"client must have the methods forward and forward_backward, and "
-            f"{type(client).__name__} has no {' and no '.join(missing)}."
-        )
-    return RegularizedClient(client, max_concurrency, check_finite, workers)
+    track_grad_norms: bool
+    parallel: bool
+    timeout: float
+    max_concurrency: int | None
+    check_finite: bool
+    workers: Workers | None
+    aggregate: str | Aggregator
 
 
 class RegularizedClient:
@@ -81,28 +48,25 @@ class RegularizedClient:
 
     Attributes:
         client: the wrapped client.
-        pipeline: the terms of the last call; None before the first.
         optim_steps: the number of optimizer steps made through this client: the step that
             schedules and `every` follow.
     """
 
     def __init__(
-        self,
-        client: Any,
-        max_concurrency: int | None,
-        check_finite: bool,
-        workers: Workers | None,
+        self, client: Any, regularizers: Iterable[TermLike], settings: TermSettings
     ) -> None:
         self.client = client
-        self.pipeline: Pipeline | None = None
         self.optim_steps = 0
-        self._client_settings = (max_concurrency, check_finite, workers)
-        self._call_settings: tuple[bool, bool, float] | None = None  # of the last call
-        self._stateful_terms: dict[str, Stateful] = {}
-        # Loaded states, encoded, of terms that no call has mentioned since.
-        self._pending_states: dict[str, Any] = {}
+        self._settings = settings
+        self._states = TermStates()
         # Terms built from registry names: {term: (registry name, options, function)}.
         self._built_terms: dict[str, tuple[object, object, Any]] = {}
+        specs = [self._to_spec(regularizer) for regularizer in regularizers]
+        # Any base loss does: each call brings its own.
+        pipeline = self._build(NamedBaseLoss.of("cross_entropy"), specs, settings, after=None)
+        # Of the last call: its pipeline, its settings, and the names of the terms that it added.
+        # One attribute, because calls in several threads must see the three together.
+        self._last: tuple[Pipeline, TermSettings, frozenset[str]] = pipeline, settings, frozenset()
         if hasattr(client, "attach"):
             client.attach(_ATTACHED_AS, self)
 
@@ -113,14 +77,72 @@ class RegularizedClient:
             raise AttributeError(name)
         return getattr(self.client, name)
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """The terms of the last call; before the first, those that stay.
+
+        Its `add`, `remove`, `set_weight` and `set_enabled` change those that stay, from the next
+        call on.
+        """
+        return self._last[0]
+
+    @property
+    def regularizers(self) -> tuple[RegularizerSpec, ...]:
+        """Specs of the terms that stay, as they are now."""
+        pipeline, _, given = self._last
+        return tuple(spec for spec in pipeline.specs if spec.name not in given)
+
+    def forward_backward(
+        self,
+        data: Sequence[Any],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> Any:
+        """Accumulate the gradient of a loss that the client knows by name, and of the terms.
+
+        Without terms that stay, the call is the client's own. With them, the named loss is the base
+        loss, and the call does what `forward_backward_custom` does.
+
+        Args:
+            data: the SDK's.
+            loss_fn: `"cross_entropy"`, `"importance_sampling"`, `"ppo"`, `"cispo"` or `"dro"`;
+                without terms any that the client knows.
+            loss_fn_config: its settings.
+
+        Returns:
+            A future of a `CustomLossOutput`; of the client's own output without terms.
+
+        Raises:
+            SpecError: there are terms, and the loss is another one.
+            InputError: the data or the settings break a rule.
+            TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
+        """
+        if not self.regularizers:
+            config = () if loss_fn_config is None else (loss_fn_config,)
+            return self.client.forward_backward(data, loss_fn, *config)
+        return self.forward_backward_custom(data, _named_base(data, loss_fn, loss_fn_config))
+
+    async def forward_backward_async(
+        self,
+        data: Sequence[Any],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> Any:
+        """Do the same as `forward_backward`, without blocking the event loop."""
+        if not self.regularizers:
+            config = () if loss_fn_config is None else (loss_fn_config,)
+            return await self.client.forward_backward_async(data, loss_fn, *config)
+        base = _named_base(data, loss_fn, loss_fn_config)
+        return await self.forward_backward_custom_async(data, base)
+
     def forward_backward_custom(
         self,
         data: Sequence[Any],
         loss_fn: TermFn | Regularizer | Any,
-        regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
-        track_grad_norms: bool = False,
-        parallel: bool = True,
-        timeout: float = 30.0,
+        regularizers: Iterable[TermLike] = (),
+        track_grad_norms: bool | None = None,
+        parallel: bool | None = None,
+        timeout: float | None = None,
         *,
         step: int | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
@@ -133,8 +155,10 @@ class RegularizedClient:
         Args:
             data: the SDK's. Fields beside `target_tokens` reach the terms and are not sent.
             loss_fn: the base loss, as the SDK takes it, or a traced loss.
-            regularizers: specs, or mappings with their fields.
-            track_grad_norms: also compute each term's gradient norm and all cosines.
+            regularizers: terms of this call, beside those that stay; specs, or mappings with their
+                fields.
+            track_grad_norms: also compute each term's gradient norm and all cosines; None, here and
+                below: as `regularize` was told.
             parallel: let terms overlap.
             timeout: seconds each term may take, unless its spec says otherwise.
             step: the number of this step; None: `optim_steps`.
@@ -144,27 +168,29 @@ class RegularizedClient:
             A future of a `CustomLossOutput`; of the client's own output for a traced loss.
 
         Raises:
-            SpecError: a spec breaks a rule, or needs an input that this client does not provide.
+            SpecError: a spec breaks a rule, has the name of another, or needs an input that this
+                client does not provide.
             InputError: the data break a rule.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
-        if _is_traced(loss_fn, regularizers):
+        regularizers = list(regularizers)
+        if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
         pipeline = self._update_pipeline(loss_fn, regularizers, track_grad_norms, parallel, timeout)
         step = self.optim_steps if step is None else step
         forward = self._open_pass(data, pipeline.needs(step))
         output = pipeline.compute(data, forward.logprobs, step, given=forward.given)
-        return _submit_backward(forward, output)
+        return _submit_backward(forward, data, pipeline.loss_fn, output)
 
     async def forward_backward_custom_async(
         self,
         data: Sequence[Any],
         loss_fn: TermFn | Regularizer | Any,
-        regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
-        track_grad_norms: bool = False,
-        parallel: bool = True,
-        timeout: float = 30.0,  # noqa: ASYNC109 - it is each term's, not this coroutine's
+        regularizers: Iterable[TermLike] = (),
+        track_grad_norms: bool | None = None,
+        parallel: bool | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - it is each term's, not this coroutine's
         *,
         step: int | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
@@ -173,14 +199,15 @@ class RegularizedClient:
 
         If the caller is cancelled before the backward pass is submitted, none is.
         """
-        if _is_traced(loss_fn, regularizers):
+        regularizers = list(regularizers)
+        if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
         pipeline = self._update_pipeline(loss_fn, regularizers, track_grad_norms, parallel, timeout)
         step = self.optim_steps if step is None else step
         forward = await asyncio.to_thread(self._open_pass, data, pipeline.needs(step))
         output = await pipeline.acompute(data, forward.logprobs, step, given=forward.given)
-        return _submit_backward(forward, output)
+        return _submit_backward(forward, data, pipeline.loss_fn, output)
 
     def optim_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the client's `optim_step`, and count it."""
@@ -200,11 +227,7 @@ class RegularizedClient:
         Raises:
             StateError: the state of a term holds something that JSON cannot.
         """
-        terms = {
-            name: state_io.encode(name, term.state_dict())
-            for name, term in self._stateful_terms.items()
-        }
-        return {"optim_steps": self.optim_steps, "terms": {**self._pending_states, **terms}}
+        return {"optim_steps": self.optim_steps, "terms": self._states.encoded()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -222,9 +245,7 @@ class RegularizedClient:
                 f"got {state!r}."
             )
         self.optim_steps = int(steps)  # type: ignore[arg-type]  # whole
-        self._pending_states = dict(terms)
-        for name, term in self._stateful_terms.items():
-            self._restore(name, term)
+        self._states.load(terms)
 
     def save_pipeline_state(self, path: str | Path) -> None:
         """Write `state_dict` to a file, for a client that cannot save it with its checkpoints.
@@ -252,39 +273,41 @@ class RegularizedClient:
     def _update_pipeline(
         self,
         loss_fn: Any,
-        regularizers: Iterable[RegularizerSpec | Mapping[str, Any]],
-        track_grad_norms: bool,
-        parallel: bool,
-        timeout: float,
+        regularizers: Iterable[TermLike],
+        track_grad_norms: bool | None,
+        parallel: bool | None,
+        timeout: float | None,
     ) -> Pipeline:
         """The pipeline of this call: the last one if nothing changed, else its successor."""
-        specs = [self._to_spec(regularizer) for regularizer in regularizers]
-        settings = (track_grad_norms, parallel, timeout)
-        last = self.pipeline
-        if (
-            last is not None
-            and self._call_settings == settings
-            and _same_terms(last, loss_fn, specs)
-        ):
-            return last
-        self._call_settings = settings
-        pipeline = Pipeline(
-            loss_fn,
-            specs,
-            *settings,
-            *self._client_settings,
-            gives=getattr(self.client, "gives", ()),
-            after=last,
-        )
-        pipeline.model_id = getattr(self.client, "model_id", None)
-        for name, term in [(BASE, loss_fn), *((spec.name, spec.fn) for spec in pipeline.specs)]:
-            if isinstance(term, Stateful) and self._stateful_terms.get(name) is not term:
-                self._restore(name, term)
-                self._stateful_terms[name] = term
-        self.pipeline = pipeline
+        given = [self._to_spec(regularizer) for regularizer in regularizers]
+        specs = [*self.regularizers, *given]
+        asked = {"track_grad_norms": track_grad_norms, "parallel": parallel, "timeout": timeout}
+        changes: Any = {key: value for key, value in asked.items() if value is not None}
+        settings = replace(self._settings, **changes)
+        pipeline, last_settings, _ = self._last
+        if isinstance(loss_fn, NamedBaseLoss) and loss_fn == pipeline.loss_fn:
+            loss_fn = pipeline.loss_fn
+        if settings != last_settings or not _same_terms(pipeline, loss_fn, specs):
+            pipeline = self._build(loss_fn, specs, settings, after=pipeline)
+        self._last = pipeline, settings, frozenset(spec.name for spec in given)
         return pipeline
 
-    def _to_spec(self, regularizer: RegularizerSpec | Mapping[str, Any]) -> RegularizerSpec:
+    def _build(
+        self,
+        loss_fn: Any,
+        specs: Sequence[RegularizerSpec],
+        settings: TermSettings,
+        after: Pipeline | None,
+    ) -> Pipeline:
+        gives = getattr(self.client, "gives", ())
+        values = [getattr(settings, field.name) for field in fields(settings)]
+        pipeline = Pipeline(loss_fn, specs, *values, gives=gives, after=after)
+        pipeline.model_id = getattr(self.client, "model_id", None)
+        for name, term in [(BASE, loss_fn), *((spec.name, spec.fn) for spec in pipeline.specs)]:
+            self._states.add(name, term)
+        return pipeline
+
+    def _to_spec(self, regularizer: TermLike) -> RegularizerSpec:
         """The spec of a regularizer.
 
         A mapping that gives its `fn` as a registry name, with the same options as in an earlier
@@ -302,21 +325,6 @@ class RegularizedClient:
         self._built_terms[spec.name] = (fn, options, spec.fn)
         return spec
 
-    def _restore(self, name: str, term: Stateful) -> None:
-        if name in self._pending_states:
-            state = state_io.decode(name, self._pending_states[name])
-            try:
-                term.load_state_dict(state)
-            except StateError:
-                raise
-            except Exception as error:  # a term is anyone's, and a damaged state may be anything
-                raise StateError(
-                    f"the state of {name!r} must be what its state_dict returned, and loading it "
-                    f"failed: {type(error).__name__}: {error}"
-                ) from error
-            # Only here: a term whose state did not load must not run without it in the next call.
-            del self._pending_states[name]
-
 
 def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:
     wanted = [loss_fn, *specs]
@@ -324,21 +332,55 @@ def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpe
     return len(wanted) == len(current) and all(a is b for a, b in zip(wanted, current, strict=True))
 
 
-def _submit_backward(forward: ClientPass, output: CustomLossOutput) -> Any:
+def _submit_backward(
+    forward: ClientPass, data: Sequence[Any], loss_fn: Any, output: CustomLossOutput
+) -> Any:
+    """Submit the backward pass; its future has the output with the fields of the client's own."""
+
     def with_client_fields(result: Any) -> CustomLossOutput:
-        metrics = dict(result.metrics)
+        metrics, outputs = dict(result.metrics), result.loss_fn_outputs
         # The server's loss is the linear one whose gradient was sent; see `TwoPasses`.
         if "loss:sum" in metrics:
             metrics["surrogate_loss:sum"] = metrics["loss:sum"]
         metrics["loss:sum"] = output.loss_total
+        if isinstance(loss_fn, NamedBaseLoss):
+            outputs = _with_losses(outputs, loss_fn.elementwise(data, forward.logprobs))
         return replace(
             output,
-            loss_fn_outputs=result.loss_fn_outputs,
+            loss_fn_outputs=outputs,
             loss_fn_output_type=result.loss_fn_output_type,
             server_metrics=metrics,
         )
 
     return forward.backward(output.gradients, output.extra_gradients, with_client_fields)
+
+
+def _with_losses(outputs: Sequence[Any], losses: Sequence[Tensor]) -> list[Any]:
+    """Outputs in which the loss of each token is the base loss's, not that of the linear loss."""
+    return [
+        {**each, _LOSS: tensor_like(each[_LOSS], values)} if _LOSS in each else each
+        for each, values in zip(outputs, losses, strict=True)
+    ]
+
+
+def _named_base(
+    data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None
+) -> NamedBaseLoss:
+    """The base loss of that name, once the data have the fields that it reads.
+
+    Raises:
+        SpecError: it has no definition here.
+        InputError: the settings or the data break a rule.
+    """
+    if loss_fn not in loss_names():
+        raise SpecError(
+            f"loss_fn must be one of {', '.join(loss_names())} for a client with regularizers, got "
+            f"{loss_fn!r}, which has no definition here: use client.client, which has no "
+            f"regularizers, or forward_backward_custom with a function."
+        )
+    base = NamedBaseLoss.of(loss_fn, loss_fn_config)
+    base.check(data)
+    return base
 
 
 def _is_traced(loss_fn: Any, regularizers: Iterable[Any]) -> bool:

@@ -3,13 +3,15 @@
 `term_set` holds the terms, `evaluate` runs them (`placement` decides where, `skips` what happens
 on a failure), `inputs` are their inputs, and `aggregate` makes one gradient and one output of
 their results. The core has two interfaces: `Pipeline` on one flat vector of log-probs, and
-`CompositeLoss` on named tensors in the caller's graph.
+`CompositeLoss` on named tensors in the caller's graph. `named_losses` are the losses that training
+clients know by name.
 """
 
 from steelyard.composition.aggregate import Aggregator, WeightedSum
 from steelyard.composition.auxiliary_losses import Deposits, aux_loss, collect_aux
 from steelyard.composition.composite import CompositeLoss, Share, TermLike
 from steelyard.composition.input_names import Reads, itself, reads, term
+from steelyard.composition.named_losses import NamedBaseLoss, NamedLoss, find_loss, loss_names
 from steelyard.composition.pipeline import Pipeline, acompute, compute
 from steelyard.composition.terms import DetachedTermWarning, TermResult
 
@@ -18,6 +20,8 @@ __all__ = [
     "CompositeLoss",
     "Deposits",
     "DetachedTermWarning",
+    "NamedBaseLoss",
+    "NamedLoss",
     "Pipeline",
     "Reads",
     "Share",
@@ -28,7 +32,9 @@ __all__ = [
     "aux_loss",
     "collect_aux",
     "compute",
+    "find_loss",
     "itself",
+    "loss_names",
     "reads",
     "term",
 ]

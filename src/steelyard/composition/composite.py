@@ -188,7 +188,8 @@ class CompositeLoss(nn.Module):
             inputs: what the terms read, by name.
 
         Raises:
-            InputError: something that a term reads is not there.
+            InputError: something that a term reads is not there; or inside `torch.func.vmap` a
+                term is offloaded or gradients are compared.
             SpecError: a schedule yields a bad weight at this step.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
@@ -199,7 +200,7 @@ class CompositeLoss(nn.Module):
         for each in self._due:
             _check_inputs(each, found)
         if not torch.compiler.is_compiling():
-            total = self._compose(found)
+            total = self._compose_mapped(found) if _in_vmap() else self._compose(found)
         elif self._traceable:
             total = self._compose_traced(found)
         else:
@@ -321,12 +322,30 @@ class CompositeLoss(nn.Module):
         self._last = LazyOutput(results, self._not_run)
         return total
 
+    def _compose_mapped(self, inputs: Mapping[str, Any]) -> Tensor:
+        """As `_compose_traced`, inside `torch.func.vmap`, whose values cannot be read: no output.
+
+        Raises:
+            InputError: a term is offloaded, or gradients are compared.
+        """
+        if not self._traceable:
+            raise InputError(
+                "inside torch.func.vmap terms must run inline, without track_grad_norms and with "
+                "aggregate='sum', got others: call the composite outside of vmap, or change them."
+            )
+        total = self._compose_traced(inputs)
+        self._last = None
+        return total
+
     def _targets(self, inputs: Mapping[str, Any]) -> list[Tensor]:
         return requiring_grad(inputs if self._wrt is None else self._wrt)
 
     def _last_call(self) -> LazyOutput:
         if self._last is None:
-            raise InputError("output is that of the last call, and there was none: call it first.")
+            raise InputError(
+                "output is that of the last call, and there was none: call it first, outside of "
+                "torch.func.vmap."
+            )
         return self._last
 
     def _warn_unweighed(self, deposits: object) -> None:
@@ -339,6 +358,13 @@ class CompositeLoss(nn.Module):
                 f"part of the loss: give it one with aux={{{name!r}: ...}}.",
                 stacklevel=5,
             )
+
+
+def _in_vmap() -> bool:
+    """Return whether `torch.func.vmap` is active, alone or around other transforms."""
+    functorch = torch._C._functorch  # noqa: SLF001  # no public API
+    active = functorch.get_interpreter_stack() or ()
+    return any(each.key() == functorch.TransformType.Vmap for each in active)
 
 
 def _added(results: Sequence[TermResult], share: Share, factors: Mapping[str, float]) -> Tensor:

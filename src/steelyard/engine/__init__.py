@@ -4,7 +4,7 @@
 and starts a `worker_thread` for it. `training_client` and `sampling_client` check their arguments
 (`datum_tensors`) and queue calls on that thread. There, `trainer` packs sequences into rows
 (`packing`) within the token budget (`memory`), runs them forward and backward (`forward`), applies
-`named_losses`, and accumulates gradients in an `adapter`; `forward_pass` lets a custom loss supply
+a named loss, and accumulates gradients in an `adapter`; `forward_pass` lets a custom loss supply
 the gradients. `sampler` batches the requests that wait on that thread: `decoding` runs the model
 on rows that join and leave, `token_choice` draws tokens, `stop_condition` ends samples, and
 `prompt_logprobs` has what a request asks about its prompt. `checkpoint_contents` is what

@@ -23,12 +23,12 @@ import torch
 from tinker import types
 from torch import Tensor
 
+from steelyard.composition import NamedLoss
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.datum_tensors import DatumTensors
 from steelyard.engine.forward import COMPUTED_INPUTS, ForwardResult, OutputGradients, forward
 from steelyard.engine.memory import TokenBudget, or_none
 from steelyard.engine.model import Model
-from steelyard.engine.named_losses import NamedLoss
 from steelyard.engine.packing import Packing, pack
 from steelyard.errors import InputError
 from steelyard.penalties.from_logits import Projection

@@ -17,11 +17,11 @@ from tinker.lib.public_interfaces.custom_loss import (
 )
 from torch import Tensor
 
+from steelyard.composition import find_loss
 from steelyard.engine.adapter import Adapter, check_adam
 from steelyard.engine.checkpoint_contents import TrainingState
 from steelyard.engine.datum_tensors import read_examples
 from steelyard.engine.forward_pass import ForwardPass
-from steelyard.engine.named_losses import find_loss
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.trainer import LossOfLogprobs, Trainer, with_metrics
 from steelyard.engine.worker_thread import WorkerThread

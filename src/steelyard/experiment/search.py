@@ -12,6 +12,7 @@ from steelyard._extras import cure
 from steelyard.errors import RunError
 from steelyard.experiment.paired_differences import Comparison, Estimate, compare
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.spec import is_finite
 
 State: TypeAlias = Literal["completed", "pruned", "failed", "unfinished"]
 
@@ -168,7 +169,7 @@ def _held_out(runs: Sequence[RunFolder]) -> dict[str, float]:
     return {
         key: sum(metrics[key] for metrics in results) / len(results)
         for key in keys
-        if all(key in metrics for metrics in results)
+        if all(is_finite(metrics.get(key)) for metrics in results)  # not the reason of a failure
     }
 
 

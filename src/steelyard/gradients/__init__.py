@@ -18,7 +18,7 @@ from steelyard.gradients.algebra import (
     split_gradient,
     weighted_sum,
 )
-from steelyard.gradients.datum_fields import as_tensor, loss_fn_input
+from steelyard.gradients.datum_fields import as_tensor, counted_tokens, loss_fn_input
 from steelyard.gradients.fusable import Fusable, Joint
 from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
 from steelyard.gradients.layout import Layout, LogProbs, SplitOnRead, flatten, leaf_over
@@ -32,6 +32,7 @@ from steelyard.gradients.nested_tensors import (
 )
 from steelyard.gradients.numerical import check_count
 from steelyard.gradients.parse_result import as_scalar, check_finite, split_metrics
+from steelyard.gradients.score import read_costs, score_gradient
 
 __all__ = [
     "Evaluation",
@@ -49,6 +50,7 @@ __all__ = [
     "check_count",
     "check_finite",
     "check_gradient",
+    "counted_tokens",
     "differentiate",
     "fields_of",
     "filled",
@@ -60,6 +62,8 @@ __all__ = [
     "mapped",
     "norm_of",
     "norms_and_cosines",
+    "read_costs",
+    "score_gradient",
     "split_gradient",
     "split_metrics",
     "tensors_in",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import GradientError, TermResultError
-from steelyard.gradients.datum_fields import as_tensor, loss_fn_input
+from steelyard.gradients.datum_fields import counted_tokens
 from steelyard.gradients.layout import Layout
 
 
@@ -61,11 +61,11 @@ def score_gradient(term: str, costs: Tensor, data: Any, layout: Layout) -> Tenso
     Args:
         term: name of the term, for messages.
         costs: one penalty per datum, `[n]`.
-        data: their `weights` mask tokens; without weights all tokens count.
+        data: their fields say which tokens count; see `counted_tokens`.
         layout: that of the flat log-probs.
 
     Raises:
-        GradientError: the weights of a datum do not fit its log-probs.
+        GradientError: that field of a datum does not fit its log-probs.
     """
     count = len(costs)
     per_token = costs if count == 1 else (costs - costs.mean()) / (count - 1)
@@ -83,18 +83,12 @@ def _masks(term: str, data: Any, layout: Layout) -> list[Tensor]:
         )
     masks = []
     for index, size in enumerate(layout.sizes):
-        weights = _weights(data[index]) if data else None
-        mask = torch.ones(size, dtype=torch.float64) if weights is None else weights != 0
+        field, mask = (counted_tokens(data[index]) if data else None) or ("", torch.ones(size))
         if mask.shape != (size,):
             raise GradientError(
-                f"weights of datum {index} must have the shape of its log-probs, [{size}], got "
+                f"{field} of datum {index} must have the shape of its log-probs, [{size}], got "
                 f"{list(mask.shape)} (regularizer {term!r}).",
                 term=term,
             )
-        masks.append(mask.double())
+        masks.append(mask.double().cpu())
     return masks
-
-
-def _weights(datum: Any) -> Tensor | None:
-    weights = loss_fn_input(datum, "weights")
-    return None if weights is None else as_tensor(weights, torch.float64).cpu()

@@ -17,6 +17,7 @@ from steelyard.penalties._arrays import (
     gram,
     identity,
 )
+from steelyard.penalties._logprob_check import warn_above_zero
 from steelyard.penalties._options import class_axis, flag, one_of
 from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
 from steelyard.penalties._row_blocks import by_rows
@@ -140,6 +141,7 @@ def consistency(
         from_end = row_axis - a.ndim
         values = by_rows(lambda a, b: 1.0 - _cosines(xp, a, b, from_end), [a, b], from_end)
     else:
+        warn_above_zero(a=a, b=b)
         values = kl_rows(xp, a, b, "symmetric", row_axis - a.ndim, _MAX_LOG_RATIO)
     return cast(xp, reduce(xp, values, reduction, mask), dtype)
 

@@ -15,6 +15,7 @@ from steelyard.penalties._arrays import (
     log_softmax,
     logaddexp,
 )
+from steelyard.penalties._logprob_check import warn_above_zero
 from steelyard.penalties._options import class_axis, flag, one_of, positive
 from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
 from steelyard.penalties._row_blocks import by_rows
@@ -45,6 +46,7 @@ def kl_divergence(
 
     Args:
         p: Log-probabilities, classes on `axis`; for example `[batch, sequence, vocabulary]`.
+            Values above 0 are warned of where that costs little: NumPy, and torch on the CPU.
         q: The same shape as `p`.
         direction: `"forward"`, `"reverse"` or `"symmetric"`.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per row.
@@ -82,6 +84,7 @@ def kl_divergence(
     axis = class_axis(axis, p.ndim)
     mask = accept_mask(xp, mask, p, axis)
     p, q = keep(xp, p, mask, axis), keep(xp, q, mask, axis)
+    warn_above_zero(p=p, q=q)
     rows = kl_rows(xp, p, q, direction, axis - p.ndim, limit)
     return cast(xp, reduce(xp, rows, reduction, mask), dtype)
 
@@ -100,7 +103,7 @@ def js_divergence(
     q = 0) contributes 0 to the first (or second) summand and its gradient.
 
     Args:
-        p: Log-probabilities, classes on `axis`.
+        p: Log-probabilities, classes on `axis`, as in `kl_divergence`.
         q: The same shape as `p`.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per row.
         axis: The axis of the classes.
@@ -127,6 +130,7 @@ def js_divergence(
     axis = class_axis(axis, p.ndim)
     mask = accept_mask(xp, mask, p, axis)
     p, q, axis = keep(xp, p, mask, axis), keep(xp, q, mask, axis), axis - p.ndim
+    warn_above_zero(p=p, q=q)
     rows = by_rows(lambda p, q: js_rows(xp, p, q, axis), [p, q], axis)
     return cast(xp, reduce(xp, rows, reduction, mask), dtype)
 
@@ -148,7 +152,7 @@ def entropy(
     contribute 0 to value and gradient.
 
     Args:
-        logprobs: Log-probabilities, classes on `axis`.
+        logprobs: Log-probabilities, classes on `axis`, as in `kl_divergence`.
         mode: `"penalty"` or `"bonus"`.
         reduction: `"sum"`, `"mean"`, or `"none"` for one value per row.
         normalize: Divide by the log of the number of classes, so that H is between 0 and 1;
@@ -183,6 +187,8 @@ def entropy(
     axis = class_axis(axis, logprobs.ndim)
     mask = accept_mask(xp, mask, logprobs, axis)
     logprobs, axis = keep(xp, logprobs, mask, axis), axis - logprobs.ndim
+    if temperature == 1:  # else they are normalised below
+        warn_above_zero(logprobs=logprobs)
     rows = by_rows(lambda x: negative_entropy_rows(xp, x, temperature, axis), [logprobs], axis)
     sign = -1.0 if mode == "penalty" else 1.0
     classes = logprobs.shape[axis]

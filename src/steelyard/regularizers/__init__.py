@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from steelyard.regularizers.entropy import ConfidencePenalty, Entropy
     from steelyard.regularizers.external_validation import ExternalValidation
     from steelyard.regularizers.fairness import DemographicParity, EqualizedOdds
+    from steelyard.regularizers.importance import (
+        MaskedImportanceSampling,
+        TruncatedImportanceSampling,
+    )
+    from steelyard.regularizers.length import OverlongPenalty, RelativeLength
     from steelyard.regularizers.logic import LogicalConsistency
     from steelyard.regularizers.preference import DPO, ChosenNLL, SquaredLogRatio
     from steelyard.regularizers.reference import Consistency, JSToReference, KLToReference
@@ -42,8 +47,12 @@ __all__ = [  # noqa: RUF022 - sorted as Python sorts
     "L1",
     "L2",
     "LogicalConsistency",
+    "MaskedImportanceSampling",
+    "OverlongPenalty",
+    "RelativeLength",
     "SquaredLogRatio",
     "TopologicalConsistency",
+    "TruncatedImportanceSampling",
     "WholeVocabulary",
 ]
 
@@ -64,8 +73,12 @@ _LAZY = {
     "L1": "sparsity",
     "L2": "sparsity",
     "LogicalConsistency": "logic",
+    "MaskedImportanceSampling": "importance",
+    "OverlongPenalty": "length",
+    "RelativeLength": "length",
     "SquaredLogRatio": "preference",
     "TopologicalConsistency": "topology",
+    "TruncatedImportanceSampling": "importance",
     "WholeVocabulary": "vocabulary",
 }
 

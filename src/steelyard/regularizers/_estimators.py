@@ -10,6 +10,10 @@ functions with `sequence` in their name count that too. They use two identities 
 * `E_p[∇ log p] = Σ p ∇ log p = ∇ Σ p = 0`;
 * for `D = E_p[f(r/p)]`, `∇D = E_p[(f(u) - u f'(u)) ∇ log p]` with u = r/p.
 
+*Off policy* the tokens were sampled from q, an older or another model. Then
+`E_q[w x] = E_p[x]` with the importance ratio w = p/q: the functions that take `ratios` weight each
+token by it, and the expectations below hold over tokens sampled from q.
+
 With `[T, K]` log-probs of listed classes, `with_tail` completes a distribution.
 """
 
@@ -23,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from steelyard.errors import InputError
-from steelyard.regularizers._tokens import mean
+from steelyard.regularizers._tokens import DatumRow, Source, mean
 
 TAIL_FLOOR = 1e-8
 
@@ -34,29 +38,53 @@ def with_gradient_of(surrogate: Tensor, value: Tensor) -> Tensor:
     return value.detach() + (surrogate - surrogate.detach())
 
 
-def sampled_entropy(logprobs: Tensor) -> Tensor:
+def importance_ratios(rows: Sequence[DatumRow], sampling: Source, level: str) -> Tensor:
+    """Importance ratio of each token that counts, `[N]`, differentiable; `sampling` gives log q.
+
+    At the level `"token"`, `w_t = p_t/q_t`, which corrects the choice of the token in its context.
+    At `"sequence"`, `Π_{s≤t} w_s`, which corrects that of the context too: the factor with which
+    a quantity of token t has the expectation that it has over sequences sampled from p.
+
+    Raises:
+        InputError: a datum lacks log q, or it has another shape than the log-probs.
+
+    References:
+        Precup, Sutton & Singh (2000), "Eligibility traces for off-policy policy evaluation" (the
+        product: per-decision importance sampling).
+    """
+    logs = [row.kept - row.read_per_token(sampling) for row in rows]
+    if level == "sequence":
+        logs = [row.cumsum(0) for row in logs]
+    return torch.cat(logs).exp()
+
+
+def sampled_entropy(logprobs: Tensor, ratios: Tensor | None = None) -> Tensor:
     """Estimate the entropy H from log-probs `[N]` of sampled tokens.
 
-    The value is `-mean log p`, unbiased. Its own gradient has expectation 0 by the first identity,
-    so the gradient is that of `-½ mean (log p)²` instead: per token `-(log p) ∇ log p / N`, whose
-    expectation `-E_p[log p ∇ log p]` is ∇H.
+    The value is `-mean (w log p)`, unbiased. Its own gradient has expectation 0 for w = 1 by the
+    first identity, so the gradient is that of `-½ mean w (log p)²` with w constant: per token
+    `-w (log p) ∇ log p / N`, whose expectation `-E_p[log p ∇ log p]` is ∇H.
     """
-    return with_gradient_of(-0.5 * mean(logprobs.square()), value=-mean(logprobs))
+    surrogate = -0.5 * mean(_weighted(logprobs.square(), ratios, constant=True))
+    return with_gradient_of(surrogate, value=-mean(_weighted(logprobs, ratios)))
 
 
-def sequence_entropy(rows: Sequence[Tensor]) -> Tensor:
+def sequence_entropy(rows: Sequence[Tensor], ratios: Tensor | None = None) -> Tensor:
     """Estimate the entropy of whole sequences, per token, from log-probs `[T]` of each.
 
-    The value is `-mean log p` over all N tokens. The gradient is REINFORCE with the reward-to-go:
-    `-(1/N) Σ_t (Σ_{s≥t} log p_s) ∇ log p_t`, unbiased for ∇ of `-(1/N) E[Σ_t log p_t]`. A token
-    changes the probability of all later contexts, hence the sum over the tokens after it.
+    The value is `-mean (w log p)` over all N tokens. The gradient is REINFORCE with the
+    reward-to-go: `-(1/N) Σ_t (Σ_{s≥t} w_s log p_s) ∇ log p_t`, unbiased for ∇ of
+    `-(1/N) E[Σ_t log p_t]`. A token changes the probability of all later contexts, hence the sum
+    over the tokens after it. The ratios are those of the level `"sequence"`.
 
     References:
         Williams (1992), "Simple statistical gradient-following algorithms for connectionist
         reinforcement learning".
     """
     logprobs = torch.cat(list(rows))
-    return with_gradient_of(-mean(reward_to_go(rows) * logprobs), value=-mean(logprobs))
+    rewards = _weighted(logprobs, ratios)
+    factors = reward_to_go(torch.split(rewards, [len(row) for row in rows]))
+    return with_gradient_of(-mean(factors * logprobs), value=-mean(rewards))
 
 
 def reward_to_go(rewards: Sequence[Tensor]) -> Tensor:
@@ -82,7 +110,9 @@ def sampled_confidence(logprobs: Tensor, threshold: float) -> Tensor:
     return with_gradient_of(mean(0.5 * logprobs.square() * counts), value=value)
 
 
-def sampled_kl(logprobs: Tensor, reference: Tensor) -> dict[str, Tensor]:
+def sampled_kl(
+    logprobs: Tensor, reference: Tensor, ratios: Tensor | None = None
+) -> dict[str, Tensor]:
     """Estimate KL(p‖r) from log-probs `[N]` of sampled tokens, by Schulman's three estimators.
 
     With δ = log p - log r, each a mean over tokens:
@@ -92,15 +122,21 @@ def sampled_kl(logprobs: Tensor, reference: Tensor) -> dict[str, Tensor]:
     * k3 = (r/p - 1) - log(r/p): unbiased, never below 0; the expected gradient
       E_p[(1 - r/p) ∇ log p] = -Σ r ∇ log p is ∇KL(r‖p), of the other direction.
 
+    With ratios w = p/q each is multiplied by w. w·k1 and w·k3 are differentiated through w too:
+    `E_q[w k] = E_p[k] = KL(p‖r)` holds for every p, so that the expected gradient of either is
+    ∇KL(p‖r). Per token it is w (δ + 1) ∇ log p, and for k3 w δ ∇ log p, in which r/p cancels. For
+    k2 w is a constant, which gives w δ ∇ log p as well; through w it would be ∇ E_p[½ δ²].
+
     References:
-        Schulman (2020), "Approximating KL divergence".
+        Schulman (2020), "Approximating KL divergence"; DeepSeek-AI (2025), "DeepSeek-V3.2",
+        section 3.1 (w·k3).
     """
     log_ratio = logprobs - reference
     return {
-        "k1": mean(log_ratio),
-        "k2": mean(0.5 * log_ratio.square()),
+        "k1": mean(_weighted(log_ratio, ratios)),
+        "k2": mean(_weighted(0.5 * log_ratio.square(), ratios, constant=True)),
         # r/p - 1 = expm1(-δ); exp(-δ) - 1 would cancel to nothing for a ratio near 1.
-        "k3": mean(torch.expm1(-log_ratio) + log_ratio),
+        "k3": mean(_weighted(torch.expm1(-log_ratio) + log_ratio, ratios)),
     }
 
 
@@ -124,12 +160,17 @@ def sampled_js(logprobs: Tensor, reference: Tensor) -> Tensor:
     return with_gradient_of(mean(-0.5 * log_middle * logprobs), value=mean(value))
 
 
-def require_samples(level: str) -> None:
-    """Check that `level` is `"token"`, for `[T, K]` log-probs.
+def require_samples(level: str, importance: object) -> None:
+    """Check the options of sampled tokens for `[T, K]` log-probs: `"token"` and None.
 
     Raises:
-        InputError: it is not: of a sequence only the sampled tokens have a probability.
+        InputError: one differs: of a sequence only the sampled tokens have a probability.
     """
+    if importance is not None:
+        raise InputError(
+            f"importance must be None for log-probs [T, K], which are distributions and no sampled "
+            f"tokens, got {importance!r}: use [T] targets."
+        )
     if level != "token":
         raise InputError(
             f"level must be 'token' for log-probs [T, K], which are distributions and no sampled "
@@ -149,3 +190,9 @@ def with_tail(logprobs: Tensor) -> Tensor:
     rest = 1 - logprobs.double().exp().sum(-1, keepdim=True)
     tail = rest.clamp_min(TAIL_FLOOR).log().to(logprobs.dtype)
     return torch.cat([logprobs, tail], dim=-1)
+
+
+def _weighted(values: Tensor, ratios: Tensor | None, *, constant: bool = False) -> Tensor:
+    if ratios is None:
+        return values
+    return values * (ratios.detach() if constant else ratios)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
+from steelyard.gradients import LogProbs, as_tensor, counted_tokens, loss_fn_input
 
 Source: TypeAlias = str | Callable[[Any, int], Any]
 
@@ -18,8 +18,9 @@ Source: TypeAlias = str | Callable[[Any, int], Any]
 class DatumRow:
     """Datum with its log-probs, `[T]` or `[T, K]`, and its mask.
 
-    `mask`, `[T]`, is False for tokens whose `loss_fn_inputs["weights"]` are 0; None: all tokens
-    count.
+    `mask`, `[T]`, is False for tokens that do not count: their `weights` are 0; in a datum without
+    weights their `mask`, and in one with neither the log-prob at which they were sampled, in the
+    field `logprobs`. None: all tokens count.
     """
 
     index: int
@@ -74,22 +75,33 @@ class DatumRow:
         value = self.read(source)
         if isinstance(value, str):
             return value
+        number = self._one(source, value, "label")
+        return int(number) if number == int(number) else number
+
+    def read_number(self, source: Source) -> float:
+        """Read one number.
+
+        Raises:
+            InputError: it is missing, or has several elements.
+        """
+        return float(self._one(source, self.read(source), "number"))
+
+    def _one(self, source: Source, value: Any, what: str) -> float:
         tensor = as_tensor(value)
         if tensor.numel() != 1:
             raise InputError(
-                f"{_name(source)} of datum {self.index} must be one label, got the shape "
+                f"{_name(source)} of datum {self.index} must be one {what}, got the shape "
                 f"{list(tensor.shape)}."
             )
-        number = tensor.item()
-        return int(number) if number == int(number) else number
+        return tensor.item()
 
 
 def batch_rows(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[DatumRow]:
     """Split a batch into one `DatumRow` per datum; `[T, K]` is allowed with `classes`.
 
     Raises:
-        InputError: data and log-probs differ in number, weights have the wrong shape, or the
-            log-probs are `[T, K]` without `classes`.
+        InputError: data and log-probs differ in number, the field that says which
+            tokens count has the wrong shape, or the log-probs are `[T, K]` without `classes`.
     """
     tensors = [logprobs] if isinstance(logprobs, Tensor) else list(logprobs)
     items = data if isinstance(data, Sequence) and data else [None] * len(tensors)
@@ -142,15 +154,15 @@ def mean(values: Tensor) -> Tensor:
 
 
 def _mask(datum: Any, index: int, logprobs: Tensor) -> Tensor | None:
-    weights = loss_fn_input(datum, "weights")
-    if weights is None:
+    counted = counted_tokens(datum)
+    if counted is None:
         return None
-    mask = as_tensor(weights) != 0
+    field, mask = counted
     if mask.dim() > 1 and mask.shape == logprobs.shape:
         mask = mask.any(-1)  # weights [T, K]: a token counts if one of its classes does
     if mask.shape != logprobs.shape[:1]:
         raise InputError(
-            f"weights of datum {index} must have one number per token, [{logprobs.shape[0]}], "
+            f"{field} of datum {index} must have one number per token, [{logprobs.shape[0]}], "
             f"got {list(mask.shape)}."
         )
     return mask.to(logprobs.device)

@@ -15,13 +15,14 @@ from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._estimators import (
+    importance_ratios,
     require_samples,
     sampled_confidence,
     sampled_entropy,
     sequence_entropy,
     with_tail,
 )
-from steelyard.regularizers._tokens import DatumRow, batch_rows, mean
+from steelyard.regularizers._tokens import DatumRow, Source, batch_rows, mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,17 @@ class Entropy:
     have the other sign: `level="sequence"` estimates that one. On fixed data a bonus makes
     unlikely tokens more likely, and a penalty makes them less likely.
 
+    `importance` is for tokens sampled from q, an older or another model: with w = p/q of each token
+    the value is -mean (w log p) and the gradient that of `-½ mean w (log p)²`, w constant. Both are
+    unbiased over tokens sampled from q, in the contexts that were sampled; with
+    `level="sequence"` w is the product over the token and those before it, and the contexts
+    count as if they were sampled from p.
+
     `[T, K]`: `H = -Σ p log p` over the K classes and one tail class with the remaining mass,
     averaged over tokens; a lower bound of the true entropy. **The gradient is exact.**
 
-    Reads from each datum: `weights` (optional), where 0 leaves a token out.
+    Reads from each datum: `weights` (optional), where 0 leaves a token out; `importance`, if that
+    is a field.
 
     Args:
         mode: `"penalty"` or `"bonus"`.
@@ -53,6 +61,9 @@ class Entropy:
         vocabulary: the number of classes of the model. `normalize` needs it for `[T]`.
         level: `"token"`, or `"sequence"` for a gradient that also counts how each token changes the
             contexts after it (REINFORCE with the reward-to-go; of higher variance). Needs `[T]`.
+        importance: the field of `loss_fn_inputs` with the log-probs log q of the tokens when they
+            were sampled (`"logprobs"` in Tinker's RL data), or a function `(datum, index)`; None:
+            they were sampled from the model being trained. Needs `[T]`.
 
     Raises:
         SpecError: an option is invalid.
@@ -76,6 +87,7 @@ class Entropy:
     normalize: bool = False
     vocabulary: int | None = None
     level: Literal["token", "sequence"] = "token"
+    importance: Source | None = None
     name: ClassVar[str] = "entropy"
 
     def __post_init__(self) -> None:
@@ -85,20 +97,33 @@ class Entropy:
         if self.vocabulary is not None:
             _options.whole("vocabulary", self.vocabulary, 2, self.name)
         _options.one_of("level", self.level, ("token", "sequence"), self.name)
+        _options.resolve_source(self, "importance", optional=True)
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """Compute the penalty of a batch, and its `entropy` in nats (in [0, 1] if normalised)."""
+        """Compute the penalty of a batch, and its `entropy` in nats (in [0, 1] if normalised).
+
+        With `importance` also the mean `ratio` of its tokens.
+        """
         rows = batch_rows(data, logprobs, classes=True)
+        metrics = {}
         if rows[0].logprobs.dim() == 1:
-            kept = [row.kept for row in rows]
-            whole = self.level == "sequence"
-            sampled = sequence_entropy(kept) if whole else sampled_entropy(torch.cat(kept))
-            entropy = sampled / self._sampled_normaliser()
+            ratios = None
+            if self.importance is not None:
+                ratios = importance_ratios(rows, self.importance, self.level)
+                metrics["ratio"] = mean(ratios).item()
+            entropy = self._from_samples([row.kept for row in rows], ratios)
         else:
-            require_samples(self.level)
+            require_samples(self.level, self.importance)
             entropy = mean(self._token_entropies(rows))
         sign = 1.0 if self.mode == "penalty" else -1.0
-        return sign * entropy, {"entropy": entropy.item()}
+        return sign * entropy, {"entropy": entropy.item(), **metrics}
+
+    def _from_samples(self, kept: list[Tensor], ratios: Tensor | None) -> Tensor:
+        if self.level == "sequence":
+            sampled = sequence_entropy(kept, ratios)
+        else:
+            sampled = sampled_entropy(torch.cat(kept), ratios)
+        return sampled / self._sampled_normaliser()
 
     def _sampled_normaliser(self) -> float:
         if self.temperature != 1:

@@ -13,6 +13,7 @@ from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._estimators import (
+    importance_ratios,
     require_samples,
     reward_to_go,
     sampled_js,
@@ -43,11 +44,18 @@ class KLToReference:
     model visits, which `level="sequence"` counts. On fixed data k2 and k3 move each token's
     log-prob towards the reference's.
 
+    `importance` is for tokens sampled from q, an older or another model: with w = p/q of each
+    token, w·k1 and w·k3 have the value and the gradient of KL(p‖r) in expectation over tokens
+    sampled from q, and w·k2 the gradient, in the contexts that were sampled. k3 is the usual
+    choice: its gradient is w δ, and its value never below 0. With `level="sequence"` w is the
+    product over the token and those before it, and the contexts count as if they were sampled
+    from p.
+
     `[T, K]`: the divergence over the K classes and one tail class with the remaining mass; a
     lower bound of the true one. **The gradient is exact.**
 
     Reads from each datum: the reference, of the shape of its log-probs; `weights` (optional),
-    where 0 leaves a token out.
+    where 0 leaves a token out; `importance`, if that is a field.
 
     Args:
         reference: the field of `loss_fn_inputs` with the reference's log-probs, or a function
@@ -58,6 +66,9 @@ class KLToReference:
         level: `"token"`, or `"sequence"`, for `[T]` with `"k1"` or `"k2"`: the gradient of token t
             is the sum of δ over it and the tokens after it (REINFORCE with the reward-to-go; of
             higher variance), divided by the number of tokens.
+        importance: the field of `loss_fn_inputs` with the log-probs log q of the tokens when they
+            were sampled (`"logprobs"` in Tinker's RL data), or a function `(datum, index)`; None:
+            they were sampled from the model being trained. Needs `[T]`.
 
     Raises:
         SpecError: an option is invalid.
@@ -69,13 +80,15 @@ class KLToReference:
         (tensor(0.3125), 0.25)
 
     References:
-        Schulman (2020), "Approximating KL divergence".
+        Schulman (2020), "Approximating KL divergence"; DeepSeek-AI (2025), "DeepSeek-V3.2",
+        section 3.1 (w·k3, the unbiased estimate off policy).
     """
 
     reference: Source = REFERENCE
     estimator: Literal["k1", "k2", "k3"] = "k2"
     direction: Literal["forward", "reverse", "symmetric"] = "forward"
     level: Literal["token", "sequence"] = "token"
+    importance: Source | None = None
     name: ClassVar[str] = "kl_to_reference"
 
     def __post_init__(self) -> None:
@@ -86,13 +99,17 @@ class KLToReference:
         _options.one_of("level", self.level, ("token", "sequence"), self.name)
         fits = self.level == "token" or self.estimator != "k3"
         _options.require(fits, "level", "'token' with estimator='k3'", self.level, self.name)
+        _options.resolve_source(self, "importance", optional=True)
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """Compute the penalty of a batch; for `[T]` also the value of each estimator."""
+        """Compute the penalty of a batch; for `[T]` also the value of each estimator.
+
+        With `importance` also the mean `ratio` of its tokens.
+        """
         rows = batch_rows(data, logprobs, classes=True)
         if rows[0].logprobs.dim() == 1:
             return self._from_samples(rows)
-        require_samples(self.level)
+        require_samples(self.level, self.importance)
         each = [
             penalties.kl_divergence(p, r, direction=self.direction, reduction="none")
             for p, r in _distributions(rows, self.reference)
@@ -106,12 +123,18 @@ class KLToReference:
                 f"got {self.direction!r}: use [T, K] targets."
             )
         own, reference = _tokens_and_reference(rows, self.reference)
-        estimates = sampled_kl(own, reference)
+        ratios = None
+        if self.importance is not None:
+            ratios = importance_ratios(rows, self.importance, self.level)
+        estimates = sampled_kl(own, reference, ratios)
         metrics = {key: value.item() for key, value in estimates.items()}
+        if ratios is not None:
+            metrics["ratio"] = mean(ratios).item()
         estimate = estimates[self.estimator]
         if self.level == "sequence":
-            ratios = torch.split(own - reference, [row.kept.shape[0] for row in rows])
-            estimate = with_gradient_of(mean(reward_to_go(ratios) * own), value=estimate)
+            costs = own - reference if ratios is None else ratios * (own - reference)
+            per_datum = torch.split(costs, [row.kept.shape[0] for row in rows])
+            estimate = with_gradient_of(mean(reward_to_go(per_datum) * own), value=estimate)
         return estimate, metrics
 
 

@@ -10,20 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.errors import SpecError, StateError
+from steelyard.errors import StateError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import DatumRow, batch_rows, mean
-from steelyard.spec import (
-    Regularizer,
-    Stateful,
-    build,
-    entry_point,
-    is_async,
-    is_finite,
-    measurement,
-    rejects,
-)
+from steelyard.regularizers._wrapped import build_wrapped
+from steelyard.spec import Stateful, entry_point, is_async, is_finite, measurement
 
 
 class EMADrift:
@@ -149,13 +141,13 @@ class Adaptive:
         RegistryError: `regularizer` is a name that is not registered.
 
     Example:
-        >>> size = Adaptive(regularizer="l1", target=1.0, rate=1.0)
+        >>> size = Adaptive(regularizer="l2", target=1.0, rate=1.0)
         >>> for _ in range(3):
-        ...     loss, metrics = size.compute([], [torch.tensor([-3.0])])
+        ...     loss, metrics = size.compute([], [torch.tensor([-2.0])])
         ...     print(f"{loss.item():.2f} {metrics}")
-        3.00 {'observed': 3.0, 'multiplier': 1.0}
-        3.60 {'observed': 3.0, 'multiplier': 1.2}
-        4.32 {'observed': 3.0, 'multiplier': 1.44}
+        4.00 {'observed': 4.0, 'multiplier': 1.0}
+        4.80 {'observed': 4.0, 'multiplier': 1.2}
+        5.76 {'observed': 4.0, 'multiplier': 1.44}
 
     References:
         Ziegler et al. (2019), "Fine-tuning language models from human preferences", section 2.2
@@ -174,7 +166,7 @@ class Adaptive:
         maximum: float = 1e4,
     ) -> None:
         self.name = "adaptive"
-        self._inner, self._options = _build_inner(regularizer)
+        self._inner, self._options = build_wrapped(regularizer, self.name)
         self.name = f"adaptive_{getattr(self._inner, 'name', 'term')}"
         self.target = _options.number("target", target, self.name)
         _options.require(self.target != 0, "target", "a number other than 0", target, self.name)
@@ -189,6 +181,11 @@ class Adaptive:
 
     def __repr__(self) -> str:
         return f"Adaptive(regularizer={self._inner!r}, target={self.target})"
+
+    @property
+    def regularizer(self) -> Any:
+        """The wrapped regularizer."""
+        return self._inner
 
     @property
     def gradient(self) -> str:
@@ -261,33 +258,6 @@ class Adaptive:
 def _kept(rows: Sequence[DatumRow]) -> Tensor:
     """All log-probs of the unmasked tokens, flattened."""
     return torch.cat([row.kept.reshape(-1) for row in rows])
-
-
-def _build_inner(regularizer: Any) -> tuple[Any, dict[str, Any]]:
-    """Build the regularizer that the option describes; also return the options of its calls."""
-    if isinstance(regularizer, Mapping):
-        unknown = sorted(set(regularizer) - {"fn", "options"})
-        if unknown or "fn" not in regularizer:
-            raise SpecError(
-                f"regularizer must have the fields 'fn' and, if need be, 'options', got "
-                f"{sorted(map(str, regularizer))} (regularizer 'adaptive')."
-            )
-        fn, options = regularizer["fn"], dict(regularizer.get("options") or {})
-    else:
-        fn, options = regularizer, {}
-    if isinstance(fn, str):
-        fn, options = build(fn, options)
-    rule = "a regularizer, or the name of one"
-    _options.require(
-        callable(fn) or isinstance(fn, Regularizer), "regularizer", rule, fn, "adaptive"
-    )
-    reason = rejects(entry_point(fn), options)
-    if reason is not None:
-        raise SpecError(
-            f"regularizer must accept (data, logprobs) and the options {list(options)}: {reason} "
-            f"(regularizer 'adaptive')."
-        )
-    return fn, options
 
 
 def _check_keys(state: Any, keys: set[str], name: str) -> Mapping[str, Any]:

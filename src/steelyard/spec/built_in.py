@@ -19,8 +19,12 @@ _CLASSES = {
     "l1": "L1",
     "l2": "L2",
     "logical_consistency": "LogicalConsistency",
+    "masked_importance_sampling": "MaskedImportanceSampling",
+    "overlong_penalty": "OverlongPenalty",
+    "relative_length": "RelativeLength",
     "squared_log_ratio": "SquaredLogRatio",
     "topological_consistency": "TopologicalConsistency",
+    "truncated_importance_sampling": "TruncatedImportanceSampling",
     "whole_vocabulary": "WholeVocabulary",
 }
 # The short names that penalties over arrays have.

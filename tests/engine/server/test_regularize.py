@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -13,7 +14,7 @@ from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient
 from steelyard.engine.server.lifecycle import RunningServer
-from tests.engine.data import SMALL, ragged
+from tests.engine.data import SMALL, datum, ragged
 
 DATA = ragged(0, [9, 4, 6])
 
@@ -72,6 +73,45 @@ def test_the_terms_equal_those_of_the_local_client(
             torch.testing.assert_close(
                 ours["logprobs"].to_torch(), theirs["logprobs"].to_torch(), atol=1e-5, rtol=1e-5
             )
+
+
+POLICY = [
+    datum([1, 2, 3], logprobs=[0.0, -6.5, -6.2], advantages=[0.0, -1.0, 0.5]),
+    datum([4, 5], logprobs=[0.0, -6.1], advantages=[0.0, 0.3]),
+]
+
+
+def named_steps(training: Any) -> list[Any]:
+    """Steps in the order of tinker-cookbook: a step is enqueued before a result is awaited."""
+    client = regularize(training, SPECS, track_grad_norms=True)
+
+    async def main() -> list[Any]:
+        pending = []
+        for name in ("importance_sampling", "ppo", "cispo", "dro", "cross_entropy"):
+            future = await client.forward_backward_async(POLICY, loss_fn=name)
+            pending.append((future, await client.optim_step_async(SMALL)))
+        return [(await a.result_async(), (await b.result_async()).metrics) for a, b in pending]
+
+    return asyncio.run(main())
+
+
+def test_named_losses_with_terms_equal_those_of_the_local_client(
+    training: tinker.TrainingClient, local: LocalServiceClient
+) -> None:
+    mine = local.create_lora_training_client("tiny-random", rank=4, seed=0)
+    near: Any = {"rel": 1e-4, "abs": 1e-5}
+    rows = zip(named_steps(training), named_steps(mine), strict=True)
+    for (served, step), (expected, local_step) in rows:
+        assert served.loss_total == pytest.approx(expected.loss_total, **near)
+        assert served.base_loss.grad_norm == pytest.approx(expected.base_loss.grad_norm, **near)
+        assert served.cosines == pytest.approx(expected.cosines, **near)
+        assert step == pytest.approx(local_step, **near)
+        for ours, theirs in zip(served.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+            assert ours.keys() == theirs.keys() == {"logprobs", "elementwise_loss"}
+            for key, value in theirs.items():
+                torch.testing.assert_close(
+                    ours[key].to_torch(), value.to_torch(), atol=1e-5, rtol=1e-4
+                )
 
 
 def beat(training: tinker.TrainingClient) -> Any:

@@ -1,4 +1,4 @@
-"""Logits, projection, log-probs and labels of a causal language model."""
+"""Logits, projection and labels of a forward pass of a causal language model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from steelyard.engine import tiny
 from steelyard.errors import InputError
 from steelyard.integrations.huggingface.causal_lm import (
     Forward,
-    data_of,
+    logits_at,
     logits_of,
     next_labels,
     output_layer,
     projection_of,
     record_forward,
-    target_logprobs,
     token_count,
 )
-from steelyard.penalties.from_logits import Projection
 from steelyard.penalties.from_logits.lm_head import Heard, overheard
 from tests.integrations.huggingface.logit_free import model_with_capped_logits
 
@@ -55,6 +53,19 @@ def test_record_forward_keeps_the_last_pass_with_a_graph() -> None:
     assert not model.base_model._forward_hooks
 
 
+def test_record_forward_can_keep_the_last_pass_without_a_graph() -> None:
+    model = tiny.build(torch.float32)
+    with record_forward(model, model, graph=False) as forward:
+        assert not forward.ran
+        model(**inputs())
+        assert not forward.ran
+        with torch.no_grad():
+            outputs = model(**inputs(labels=False))
+    assert forward.ran
+    assert forward.outputs is outputs
+    assert forward.inputs.keys() == {"input_ids"}
+
+
 def test_output_layer_of_a_model_and_of_a_plain_module() -> None:
     model = tiny.build(torch.float32)
     assert output_layer(model) is model.lm_head
@@ -72,6 +83,29 @@ def test_logits_are_the_models_own_or_recomputed_from_the_backbone() -> None:
     assert calls == []  # the backbone did not run again
     assert "forward" not in vars(model.base_model)
     assert logits_of(model, Forward()) is None
+
+
+def test_logits_at_some_positions() -> None:
+    model = tiny.build(torch.float32)
+    forward, outputs = recorded(model)
+    at = LABELS != -100
+    assert torch.equal(logits_at(model, forward, at), outputs.logits[at])
+    torch.testing.assert_close(
+        logits_at(model, forward, at[:, 1:]), outputs.logits[:, 1:][at[:, 1:]]
+    )
+    forward.outputs = SimpleNamespace(loss=outputs.loss)  # as a fused head returns it
+    shapes: list[torch.Size] = []
+    model.lm_head.register_forward_hook(lambda _m, _a, made: shapes.append(made.shape))
+    torch.testing.assert_close(logits_at(model, forward, at), outputs.logits[at])
+    assert shapes == [torch.Size([1, 5, tiny.VOCABULARY])]  # five positions only
+
+
+@pytest.mark.parametrize("logits", [None, torch.zeros(2, 4), torch.zeros(2, 3, 5)])
+def test_without_logits_of_each_position_there_is_no_completion(logits: Any) -> None:
+    forward = Forward({}, SimpleNamespace(logits=logits))
+    message = r"needs a language model with logits \[B, T, V\], and Linear has none"
+    with pytest.raises(InputError, match=message):
+        logits_at(nn.Linear(1, 1), forward, LABELS != -100)
 
 
 def test_projection_stands_for_the_logits() -> None:
@@ -95,49 +129,6 @@ def test_a_model_that_changes_its_logits_has_no_projection() -> None:
         forward, _ = recorded(model)
     with pytest.raises(InputError, match="Gemma2ForCausalLM changes them after it: read logits"):
         projection_of(model, forward, head)
-
-
-def test_log_probs_of_the_next_tokens_by_hand() -> None:
-    logits = torch.randn(2, 4, 11, generator=torch.Generator().manual_seed(0))
-    forward = Forward({"labels": LABELS})
-    found = target_logprobs(forward, logits)
-    assert found is not None
-    logprobs = logits.log_softmax(-1)
-    expected = [
-        [logprobs[0, 0, 6], logprobs[0, 1, 0], logprobs[0, 2, 7]],
-        [logprobs[1, 0, 8], logprobs[1, 1, 9], logprobs[1, 2, 0]],
-    ]
-    torch.testing.assert_close(torch.stack(found), torch.tensor(expected))
-    projection = Projection(logits, torch.eye(11))
-    from_projection = target_logprobs(forward, projection)
-    assert from_projection is not None
-    torch.testing.assert_close(torch.stack(from_projection), torch.tensor(expected))
-
-
-def test_log_probs_of_a_fused_head_are_taken_as_they_are() -> None:
-    fused = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
-    found = target_logprobs(Forward({}, SimpleNamespace(log_probs=fused)), None)
-    assert found is not None
-    assert [row.tolist() for row in found] == [[-1.0, -2.0], [-3.0, -4.0]]
-
-
-def test_there_are_no_log_probs_without_logits_or_labels_that_fit() -> None:
-    logits = torch.zeros(2, 4, 11)
-    assert target_logprobs(Forward({"labels": LABELS}), None) is None
-    assert target_logprobs(Forward({}), logits) is None
-    assert target_logprobs(Forward({"labels": torch.tensor([0, 1])}), logits) is None
-
-
-def test_data_give_ignored_labels_weight_zero() -> None:
-    data = data_of(LABELS)
-    assert [datum["loss_fn_inputs"]["target_tokens"].tolist() for datum in data] == [
-        [6, -100, 7],
-        [8, 9, -100],
-    ]
-    assert [datum["loss_fn_inputs"]["weights"].tolist() for datum in data] == [
-        [1.0, 0.0, 1.0],
-        [1.0, 1.0, 0.0],
-    ]
 
 
 def test_next_labels_are_shifted_by_one_position() -> None:

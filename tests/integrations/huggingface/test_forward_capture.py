@@ -164,29 +164,21 @@ def test_an_error_is_raised_at_once_after_a_pass_without_logits_has_worked(tmp_p
     assert calls == [1, 2, 2]
 
 
-def test_without_labels_there_are_no_log_probs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (RegularizerSpec(surprise, 0.02, "surprise"), "data"),
+        (term(from_logits.entropy, 0.5, inputs="projection"), "projection"),
+    ],
+)
+def test_without_labels_there_is_no_completion(
+    spec: RegularizerSpec, name: str, tmp_path: Path
+) -> None:
     trainer: Any = RegularizedTrainer(
-        model=unlabelled(),
-        args=arguments(tmp_path),
-        train_dataset=rows([6]),
-        terms=[RegularizerSpec(surprise, 0.02, "surprise")],
+        model=unlabelled(), args=arguments(tmp_path), train_dataset=rows([6]), terms=[spec]
     )
-    with pytest.raises(InputError, match="reads the input 'data', which is not there"):
+    with pytest.raises(InputError, match=f"^Trainer has no input '{name}'.*no labels"):
         trainer.compute_loss(trainer.model, {"input_ids": torch.arange(6)[None]})
-
-
-def test_without_labels_a_projection_has_all_positions(tmp_path: Path) -> None:
-    model = unlabelled()
-    trainer: Any = RegularizedTrainer(
-        model=model,
-        args=arguments(tmp_path),
-        train_dataset=rows([6]),
-        terms=[term(from_logits.entropy, 0.5, inputs="projection")],
-    )
-    ids = torch.arange(6)[None]
-    total = trainer.compute_loss(model, {"input_ids": ids})
-    logits = model(ids).logits
-    torch.testing.assert_close(total, logits.mean() + 0.5 * from_logits.entropy(logits))
 
 
 def test_a_model_without_output_layer_has_no_projection(tmp_path: Path) -> None:
@@ -198,7 +190,7 @@ def test_a_model_without_output_layer_has_no_projection(tmp_path: Path) -> None:
         def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
             return {"loss": self.table(input_ids).mean() + 0 * labels.sum()}
 
-    with pytest.raises(InputError, match="reads the input 'projection', which is not there"):
+    with pytest.raises(InputError, match="and Bare has none: read hidden_states"):
         train(tmp_path, Bare(), projection_terms()[:1])
 
 
@@ -207,45 +199,62 @@ def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
         train(tmp_path, model_with_capped_logits(), projection_terms())
 
 
-def test_term_inputs_of_a_pass_with_and_without_logits() -> None:
-    model = tiny.build(torch.float32).train()
+def test_inputs_of_a_pass_with_and_without_logits(tmp_path: Path) -> None:
     batch = Collator()(rows([6, 4]))
-    expected = model(**batch)
-    names = {"logprobs", "data", "parameters", "projection"}
-    found = []
-    for logit_free in (False, True):
-        captured = ForwardCapture(["lm_head"] if not logit_free else []).run(
-            lambda: model(**batch).loss, model, model, projected=True, logit_free=logit_free
-        )
-        assert captured.logit_free == logit_free
-        torch.testing.assert_close(captured.result, expected.loss)
-        found.append(captured.term_inputs(batch, names, shifted=True))
-    assert captured.extra_inputs.keys() == {"aux", "activations"}
-    with_logits, without = found
-    torch.testing.assert_close(with_logits["logits"], expected.logits)
-    assert "logits" not in without
+    expected = tiny.build(torch.float32).train()(**batch)
     mask = torch.tensor([[True] * 5 + [False], [True] * 3 + [False] * 3])
-    for inputs in found:
+    targets = [*batch["labels"][0, 1:].tolist(), *batch["labels"][1, 1:4].tolist()]
+    seen: list[dict[str, Any]] = []
+
+    def look(**inputs: Any) -> Tensor:
+        seen.append(inputs)
+        value: Tensor = 0 * torch.cat(inputs["logprobs"]).sum()
+        return value
+
+    names = ("logprobs", "data", "parameters", "projection", "targets", "mask")
+    for logit_free in (False, True):
+        read = names if logit_free else (*names, "logits")
+        trainer: Any = RegularizedTrainer(
+            model=tiny.build(torch.float32).train(),
+            args=arguments(tmp_path),
+            train_dataset=rows([6]),
+            terms=[term(look, 1.0, "look", inputs={name: name for name in read})],
+        )
+        total = trainer.compute_loss(trainer.model, dict(batch))
+        torch.testing.assert_close(total, expected.loss)
+        inputs = seen[-1]
         assert torch.equal(inputs["mask"], mask)
-        assert inputs["targets"].tolist() == [
-            *batch["labels"][0, 1:].tolist(),
-            *batch["labels"][1, 1:4].tolist(),
-        ]
+        assert inputs["targets"].tolist() == targets
         projection = inputs["projection"]
         torch.testing.assert_close(projection.hidden @ projection.weight.T, expected.logits[mask])
-        assert inputs["parameters"]["lm_head.weight"] is model.lm_head.weight
+        assert inputs["parameters"]["lm_head.weight"] is trainer.model.lm_head.weight
         assert [len(row) for row in inputs["logprobs"]] == [5, 5]
         logprobs = torch.cat(inputs["logprobs"])[mask[:, :-1].flatten()]
         torch.testing.assert_close(-logprobs.mean(), expected.loss)
         assert len(inputs["data"]) == 2
+    torch.testing.assert_close(seen[0]["logits"], expected.logits)
 
 
-def test_a_field_of_the_batch_is_not_replaced() -> None:
+def test_a_field_of_the_batch_is_not_replaced(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def look(projection: Projection, mask: Tensor) -> Tensor:
+        seen.append(mask)
+        value: Tensor = from_logits.entropy(projection)
+        return value
+
     model = tiny.build(torch.float32).train()
-    batch = Collator()(rows([6]))
-    captured = ForwardCapture([]).run(
-        lambda: model(**batch).loss, model, model, projected=True, logit_free=True
+    trainer: Any = RegularizedTrainer(
+        model=model, args=arguments(tmp_path), train_dataset=rows([6]), terms=[term(look, 1.0)]
     )
-    inputs = captured.term_inputs({**batch, "mask": torch.ones(1)}, set(), shifted=True)
-    assert "mask" not in inputs
-    assert "projection" in inputs
+    own = torch.ones(1)
+    trainer.compute_loss(model, {**Collator()(rows([6])), "mask": own})
+    assert seen[0] is own
+
+
+def test_a_model_that_returns_a_tuple_has_no_named_outputs() -> None:
+    model = nn.Linear(2, 2)
+    captured = ForwardCapture([]).run(
+        lambda: model(torch.ones(1, 2)).sum(), model, model, projected=False, logit_free=False
+    )
+    assert captured.model_inputs({"parameters", "logits"}).keys() == {"parameters"}

@@ -100,15 +100,14 @@ def test_labelled_rows_select_positions_with_a_label() -> None:
     projection = Projection(torch.arange(12.0).reshape(2, 3, 2), torch.zeros(4, 2))
     labels = torch.tensor([[7, 1, -100], [7, -100, 2]])
     found = labelled_rows(projection, {"labels": labels})
-    assert found.targets is not None
-    assert found.mask is not None
+    assert found is not None
     assert found.targets.tolist() == [1, 2]
-    assert found.mask.tolist() == [[True, False, False], [False, True, False]]
     assert found.projection.hidden.tolist() == [[0, 1], [8, 9]]
-    assert labelled_rows(projection, {"shift_labels": labels}).projection.shape == (4, 4)
-    assert labelled_rows(projection, {"labels": labels}, shifted=False).projection.shape == (4, 4)
-    assert labelled_rows(projection, {}) == (projection, None, None)
-    assert labelled_rows(projection, {"labels": labels[:, 1:]}) == (projection, None, None)
+    aligned = labelled_rows(projection, {"shift_labels": labels})
+    assert aligned is not None
+    assert aligned.projection.shape == (4, 4)
+    assert labelled_rows(projection, {}) is None
+    assert labelled_rows(projection, {"labels": labels[:, 1:]}) is None
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
@@ -161,7 +160,6 @@ def test_the_models_loss_function_and_output_layer_are_restored() -> None:
     torch.testing.assert_close(outputs.loss, expected.loss)
     assert outputs.logits.shape == (1, 6, 1)  # the placeholder
     assert loss.rows is not None
-    assert loss.rows.targets is not None
     assert loss.rows.targets.tolist() == [1, 2, 3, 4, 5]
     assert model.loss_function is ForCausalLMLoss
     assert "_loss_function" not in vars(model)

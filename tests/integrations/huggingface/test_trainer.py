@@ -21,6 +21,7 @@ from steelyard.engine import tiny
 from steelyard.errors import CheckpointError, InputError, NonFiniteError
 from steelyard.integrations import aux_loss, term
 from steelyard.integrations.huggingface import RegularizerCallback
+from steelyard.regularizers import Adaptive
 from tests.integrations.huggingface.training import (
     Batch,
     Collator,
@@ -256,6 +257,65 @@ def test_a_resumed_run_without_the_state_of_its_terms_is_refused(tmp_path: Path)
     (tmp_path / "checkpoint-2" / "steelyard.pt").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint-2/steelyard\.pt cannot be read"):
         with_memory(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def with_adaptive(folder: Path, accumulation: int, **changed: Any) -> RegularizedTrainer:
+    """A trainer whose micro-batches are all the same, whatever the accumulation."""
+    adaptive = Adaptive(regularizer="l1", target=1.0, rate=0.5)
+    settings: dict[str, Any] = {"max_steps": 2, "learning_rate": 0.01}
+    return RegularizedTrainer(
+        model=tiny.build(torch.float32),
+        args=arguments(
+            folder,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=accumulation,
+            **(settings | changed),
+        ),
+        train_dataset=rows([6]) * 16,
+        data_collator=Collator(),
+        terms=[RegularizerSpec(adaptive, 0.1)],
+    )
+
+
+def test_an_adaptive_weight_moves_once_per_optimizer_step(tmp_path: Path) -> None:
+    trainers = [with_adaptive(tmp_path, accumulation) for accumulation in (1, 4)]
+    for trainer in trainers:
+        trainer.train()
+    weights = [t.regularizers.composite.specs[0].fn.multiplier for t in trainers]
+    assert weights == pytest.approx([1.1**2, 1.1**2])  # rate · clip = 0.5 · 0.2 at each step
+    assert_same_weights(trainers[0].model, trainers[1].model)
+
+
+def test_an_adaptive_weight_is_resumed_under_accumulation(tmp_path: Path) -> None:
+    whole = with_adaptive(tmp_path / "whole", 4, max_steps=4)
+    whole.train()
+    with_adaptive(tmp_path / "halves", 4, max_steps=4, save_strategy="steps", save_steps=2).train()
+    resumed = with_adaptive(tmp_path / "halves", 4, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "halves" / "checkpoint-2"))
+    assert_same_weights(whole.model, resumed.model)
+    weights = [t.regularizers.composite.specs[0].fn.multiplier for t in (whole, resumed)]
+    assert weights == pytest.approx([1.1**4, 1.1**4])
+
+
+class OwnStep(RegularizedTrainer):
+    """A trainer whose step computes the loss by itself, as TRL's `OnlineDPOTrainer` does."""
+
+    def training_step(self, model: nn.Module, inputs: Any, *_: Any) -> Tensor:
+        loss: Tensor = model(**inputs).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_trainer_that_never_computes_its_loss_is_refused(tmp_path: Path) -> None:
+    trainer = OwnStep(
+        model=tiny.build(torch.float32),
+        args=arguments(tmp_path),
+        train_dataset=rows([6, 6]),
+        data_collator=Collator(),
+        terms=terms(),
+    )
+    with pytest.raises(InputError, match="OwnStep made an optimizer step without calling it"):
+        trainer.train()
 
 
 class Sink(TrainerCallback):

@@ -28,6 +28,16 @@ def test_gradient_norms_by_hand() -> None:
     assert {name: float(value) for name, value in found.items()} == pytest.approx(expected)
 
 
+def test_other_leaves_are_constants() -> None:
+    params = {"a": jnp.array([3.0, 4.0]), "activation": jnp.square, "count": jnp.array(2)}
+
+    def values(p: Tree) -> dict[str, Any]:
+        return {"square": p["count"] * jnp.sum(p["activation"](p["a"]))}
+
+    found = gradient_norms(values, params, {"square": 0.5})
+    assert {name: float(value) for name, value in found.items()} == {"square": 20.0, "total": 10.0}
+
+
 def test_narrow_values_are_reduced_in_float32() -> None:
     # The squares of 300 overflow float16.
     params = jnp.array([1.0, 1.0], jnp.float16)

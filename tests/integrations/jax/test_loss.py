@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -363,3 +364,59 @@ except MissingExtraError as error:
         "steelyard.integrations.jax needs jax, which is not installed: "
         'pip install "steelyard[jax]".'
     )
+
+
+# Modules as parameters: Equinox's hold functions as leaves, nnx's change their own state.
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Module:
+    """Stand-in for both: a weight, an activation function and a counter of its calls."""
+
+    def __init__(self, weight: Any, activation: Any, calls: Any) -> None:
+        self.weight, self.activation, self.calls = weight, activation, calls
+
+    def __call__(self, x: Any) -> Any:
+        self.calls = self.calls + 1
+        return self.calls * self.activation(x @ self.weight)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        names = ("weight", "activation", "calls")
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Module:
+        return cls(*children)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_module_as_parameters(tracked: bool) -> None:
+    x, weight = jnp.ones((2, 3)), jnp.arange(6.0).reshape(3, 2)
+
+    def mean(module: Module, x: Any) -> Any:
+        return jnp.mean(module(x))
+
+    pipeline = PenaltyPipeline([("l2", {"weight": 0.5, "inputs": "params"})])
+    loss = loss_with_penalties(mean, pipeline, track_grad_norms=tracked)
+
+    def of_weight(weight: Any) -> Any:
+        module = Module(weight, jnp.tanh, jnp.array(1))
+        total, metrics = loss(module, x)
+        return total, (metrics, module.calls)
+
+    def written_out(weight: Any) -> Any:
+        return jnp.mean(2 * jnp.tanh(x @ weight)) + 0.5 * jnp.sum(weight**2)
+
+    (total, (metrics, calls)), gradient = jax.value_and_grad(of_weight, has_aux=True)(weight)
+    assert total == pytest.approx(float(written_out(weight)))
+    np.testing.assert_allclose(gradient, jax.grad(written_out)(weight), rtol=1e-6)
+    assert calls == 2  # the base ran once on it
+    if tracked:  # from the state before the call
+        assert metrics["total_grad_norm"] == pytest.approx(float(jnp.linalg.norm(gradient)))
+
+
+def test_the_signature_binds_by_position() -> None:
+    """`flax.nnx.grad` refuses a function that has keyword arguments left after this."""
+    bound = inspect.signature(loss_with_penalties(base, PIPELINE)).bind(initial(), *batch(0))
+    bound.apply_defaults()
+    assert bound.kwargs == {}

@@ -44,6 +44,28 @@ def test_without_names_a_penalty_reads_the_outputs_or_all_parameters() -> None:
     assert PenaltyInputs(params, None).read("l2", None).tolist() == [1.0, 2.0]
 
 
+def test_only_floating_point_leaves_are_parameters() -> None:
+    """Modules hold more: Equinox's activation functions, nnx's counters and random keys."""
+    params = {
+        "weight": jnp.array([1.0]),
+        "scale": 2.0,
+        "half": np.array([3.0], np.float16),
+        "activation": jax.nn.relu,
+        "count": jnp.array(4),
+        "key": jax.random.key(0),
+        "layers": 5,
+    }
+    found = PenaltyInputs(params, None).read("l2", None)
+    assert sorted(found.tolist()) == [1.0, 2.0, 3.0]
+
+
+def test_a_pattern_also_matches_what_lies_below() -> None:
+    """A leaf of an nnx module is the value of a variable: `params/dense/kernel/value`."""
+    params = {"dense": {"kernel": {"value": jnp.ones(2)}, "bias": {"value": jnp.zeros(3)}}}
+    found = PenaltyInputs(params, None).read("l2", ("params/*/kernel",))
+    assert found["params/*/kernel"].tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("inputs", "expected"),
     [

@@ -97,13 +97,13 @@ def test_gradients_by_finite_differences(kind: int) -> None:
 
 def test_log_probabilities_are_shared_by_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     temperatures: list[float] = []
-    exact = _formulas.log_probs
+    exact = _formulas.finite_log_probs
 
     def counted(*args: object) -> object:
         temperatures.append(args[-1])  # type: ignore[arg-type]
         return exact(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_formulas, "log_probs", counted)
+    monkeypatch.setattr(_formulas, "finite_log_probs", counted)
     components = [Component(ENTROPY, 1.0), Component(FORWARD, 1.0), Component(ENTROPY, 2.0)]
     _formulas.component_values(xp, components, np.log(P), np.log(Q), None)
     assert temperatures == [1.0, 1.0, 2.0]  # p, q, and p at the other temperature

@@ -60,6 +60,18 @@ def test_a_replaced_forward_is_restored_after_an_error() -> None:
     assert net(X).shape == (3, 7)
 
 
+def test_a_forward_that_was_replaced_before_is_put_back() -> None:
+    net = Net()
+    head: Any = net.head
+    own = head.forward
+    head.forward = lambda hidden: own(hidden) + 1
+    before = net(X)
+    with overheard(net.head) as heard:
+        torch.testing.assert_close(net(X), before)
+    assert heard.hidden is not None
+    torch.testing.assert_close(net(X), before)
+
+
 @pytest.mark.parametrize("change", [lambda z: z / 2, lambda z: 30 * torch.tanh(z / 30)])
 def test_a_model_that_scales_or_caps_logits_is_detected(change: Any) -> None:
     net = Net()

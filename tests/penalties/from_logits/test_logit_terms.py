@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from steelyard.penalties import from_logits
 from tests.penalties.backends import Backend
@@ -132,3 +133,26 @@ def test_a_row_of_minus_infinity(autodiff: Backend) -> None:
     for fn in (from_logits.entropy, from_logits.z_loss):
         [gradient] = autodiff.gradients(fn, z)
         np.testing.assert_array_equal(gradient[0], 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_target_at_minus_infinity_has_the_gradient_of_the_limit(
+    backend: Backend, temperature: float
+) -> None:
+    """(p - onehot) / T, as torch's and optax's own; the loss itself is infinite."""
+    logits = np.array([[0.3, -math.inf, 1.2, -0.5], [0.3, 0.1, 1.2, -0.5], [-math.inf] * 4])
+    targets = backend.array(np.array([1, 1, 1]), "int64")
+
+    def loss(z: Any) -> Any:
+        return from_logits.cross_entropy(z, targets, temperature=temperature, reduction="none")
+
+    values = backend.numpy(loss(backend.array(logits)))
+    assert np.isinf(values).tolist() == [True, False, True]
+    if backend.name == "numpy":
+        return
+    leaf = torch.tensor(logits[:2], requires_grad=True)
+    functional.cross_entropy(leaf / temperature, torch.tensor([1, 1]), reduction="sum").backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    assert leaf.grad is not None
+    wanted = [*leaf.grad.tolist(), [0.0, -1 / temperature, 0.0, 0.0]]
+    (found,) = backend.gradients(lambda z: loss(z).sum(), backend.array(logits))
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-15)

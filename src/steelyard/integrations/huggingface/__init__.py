@@ -1,10 +1,17 @@
 """Hugging Face: add terms to the loss of `Trainer`, and of TRL's trainers that build on it.
 
 * `trainer`: `RegularizerMixin` for a trainer class, `RegularizerCallback` for a trainer object
-* `forward_capture`: runs the trainer's loss and collects the inputs of terms from its forward pass
-* `causal_lm`: logits, log-probs and labels of a causal language model
+* `trainers`: the table of trainers: where each has its completion and its reference model
+* `forward_capture`: runs the trainer's loss and captures its forward pass
+* `completion`, `completion_inputs`: the tokens that the loss counts, as inputs of terms
+* `causal_lm`: forward pass, logits, projection and labels of a causal language model
 * `logit_free_loss`: the model's own loss and the rows terms read, without materialized logits
+* `accumulation`: how much a micro-batch counts in its optimizer step
+* `step_state`: moves the state of terms once per optimizer step
 * `metric_accumulator`: the components of the loss from micro-batch to log line
+* `input_names`: the inputs that terms read
+* `double_kl`: refuses a KL penalty that the trainer has already
+* `rloo_reference`: keeps the reference's log-probs in RLOO's batches
 """
 
 from steelyard.integrations.huggingface.trainer import RegularizerCallback, RegularizerMixin

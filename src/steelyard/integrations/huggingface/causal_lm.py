@@ -1,4 +1,4 @@
-"""Logits, projection, log-probs and labels of a Hugging Face causal language model."""
+"""Forward pass of a Hugging Face causal language model: its logits, projection and labels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.errors import InputError
-from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import Projection
-from steelyard.penalties.from_logits.lm_head import Heard, overheard, stand_in
+from steelyard.penalties.from_logits.lm_head import Heard, forward_replaced, overheard, stand_in
 
 IGNORE_INDEX = -100
 
 
 @dataclass(eq=False)
 class Forward:
-    """Inputs and outputs of the last forward pass that has a graph.
+    """Inputs and outputs of one forward pass.
 
     Attributes:
         inputs: the keyword arguments of the model.
@@ -32,25 +31,32 @@ class Forward:
     outputs: Any = None
     backbone: Any = None
 
+    @property
+    def ran(self) -> bool:
+        """Whether there was such a pass."""
+        return self.outputs is not None or self.backbone is not None
+
 
 @contextmanager
-def record_forward(model: nn.Module, unwrapped: nn.Module) -> Iterator[Forward]:
-    """Record the forward passes of a model until the block ends.
-
-    A pass without a graph, such as that of a reference model's weights, is not recorded.
+def record_forward(
+    model: nn.Module, unwrapped: nn.Module, *, graph: bool = True
+) -> Iterator[Forward]:
+    """Record the last forward pass of a model until the block ends.
 
     Args:
         model: the module that the trainer calls; it may wrap `unwrapped`.
         unwrapped: the language model itself.
+        graph: whether to record passes with a graph, or those without one: of a reference model,
+            or of the model itself with its adapter disabled.
     """
     forward = Forward()
 
     def record(_module: nn.Module, _args: object, kwargs: Mapping[str, Any], output: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() == graph:
             forward.inputs, forward.outputs = dict(kwargs), output
 
     def record_backbone(_module: nn.Module, _args: object, output: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() == graph:
             forward.backbone = output
 
     handles = [model.register_forward_hook(record, with_kwargs=True)]
@@ -80,7 +86,33 @@ def logits_of(unwrapped: Any, forward: Forward) -> Tensor | None:
     logits = getattr(forward.outputs, "logits", None)
     if logits is not None or forward.backbone is None:
         return logits
-    return _rerun_head(unwrapped, forward)
+    return _rerun_head(unwrapped, forward, forward.backbone)
+
+
+def logits_at(unwrapped: Any, forward: Forward, positions: Tensor) -> Tensor:
+    """Logits at some positions of a forward pass, `[N, V]`.
+
+    Behind a fused head only these positions are projected onto the vocabulary.
+
+    Args:
+        unwrapped: the model without wrappers.
+        forward: its forward pass.
+        positions: `[B, T]`, True at N places; virtual tokens in front of them are left out.
+
+    Raises:
+        InputError: the model returns neither logits nor hidden states of each position.
+    """
+    logits = getattr(forward.outputs, "logits", None)
+    found = getattr(forward.backbone, "last_hidden_state", None) if logits is None else logits
+    if found is None or found.dim() != 3 or found.shape[1] < positions.shape[1]:  # noqa: PLR2004
+        raise InputError(
+            f"the completion needs a language model with logits [B, T, V], and "
+            f"{type(unwrapped).__name__} has none: read other fields of its output."
+        )
+    rows: Tensor = found[:, -positions.shape[1] :][positions.to(found.device)]
+    if logits is not None:
+        return rows
+    return _rerun_head(unwrapped, forward, type(forward.backbone)(last_hidden_state=rows[None]))[0]
 
 
 def projection_of(unwrapped: Any, forward: Forward, head: Heard) -> Projection | None:
@@ -96,7 +128,7 @@ def projection_of(unwrapped: Any, forward: Forward, head: Heard) -> Projection |
     logits = getattr(forward.outputs, "logits", None)
     if head.hidden is None and forward.backbone is not None:
         with overheard(head.layer, stand_in) as head:  # noqa: PLR1704 - the same layer's
-            logits = _rerun_head(unwrapped, forward)
+            logits = _rerun_head(unwrapped, forward, forward.backbone)
     if logits is not None and head.hidden is not None and not head.untouched(logits):
         raise InputError(
             f"projection needs a model whose logits are what its output layer gives, and "
@@ -105,53 +137,17 @@ def projection_of(unwrapped: Any, forward: Forward, head: Heard) -> Projection |
     return head.projection
 
 
-def _rerun_head(unwrapped: Any, forward: Forward) -> Tensor:
-    """Run the model again with the recorded output of its backbone, and return its logits.
+def _rerun_head(unwrapped: Any, forward: Forward, outputs: Any) -> Tensor:
+    """Run the model again with given outputs of its backbone, and return its logits.
 
     Labels and flags such as TRL's `fused_lm_head=True` are left out, so that the model's plain
     forward pass runs.
     """
     names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
     inputs = {name: forward.inputs[name] for name in names if name in forward.inputs}
-    backbone, outputs = unwrapped.base_model, forward.backbone
-    # An attribute of the instance hides the method until it is deleted.
-    backbone.forward = lambda *_, **__: outputs
-    try:
+    with forward_replaced(unwrapped.base_model, lambda *_, **__: outputs):
         logits: Tensor = unwrapped(**inputs, use_cache=False).logits
-    finally:
-        del backbone.forward
     return logits
-
-
-def target_logprobs(forward: Forward, logits: Tensor | Projection | None) -> list[Tensor] | None:
-    """Log-probs of the next tokens, `[T - 1]` for each sequence; None if they cannot be computed.
-
-    They are the second argument of terms over `(data, logprobs)`; ignored positions hold the
-    log-prob of token 0, and have weight 0 in `data_of`.
-
-    Args:
-        forward: the forward pass, for its `labels`.
-        logits: `[B, T, V]`, or a projection that stands for them.
-    """
-    fused = getattr(forward.outputs, "log_probs", None)
-    if fused is not None:
-        return list(fused)
-    labels = forward.inputs.get("labels")
-    if logits is None or labels is None or labels.dim() + 1 != len(logits.shape):
-        return None
-    targets = labels[:, 1:].clamp(min=0)  # `gather` does not take -100
-    if isinstance(logits, Projection):
-        return list(from_logits.target_logprobs(logits[:, :-1], targets))
-    logprobs = logits[:, :-1].float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    return list(logprobs)
-
-
-def data_of(labels: Tensor) -> list[dict[str, Any]]:
-    """One datum for each sequence of `target_logprobs`; ignored labels have weight 0."""
-    return [
-        {"loss_fn_inputs": {"target_tokens": row, "weights": (row != IGNORE_INDEX).float()}}
-        for row in labels[:, 1:]
-    ]
 
 
 def next_labels(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:

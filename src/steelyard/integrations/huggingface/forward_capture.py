@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from steelyard.composition import collect_aux
+from steelyard.gradients import fields_of
 from steelyard.integrations.huggingface.causal_lm import (
     Forward,
-    data_of,
     logits_of,
     output_layer,
-    projection_of,
     record_forward,
-    target_logprobs,
 )
 from steelyard.integrations.huggingface.logit_free_loss import (
-    LabelledRows,
     LogitFreeLoss,
-    labelled_rows,
     supports_logit_free_loss,
     without_logits,
 )
@@ -41,6 +38,8 @@ class CapturedForward:
         forward: inputs and outputs of the model.
         head: the last call of the output layer, if a term reads `projection`.
         loss: the model's own loss without logits, if it was tried.
+        reference: the forward pass of the reference model, if one was recorded.
+        reference_unwrapped: the reference model without its wrappers.
     """
 
     result: Any
@@ -49,57 +48,36 @@ class CapturedForward:
     forward: Forward
     head: Heard | None
     loss: LogitFreeLoss | None
+    reference: Forward | None = None
+    reference_unwrapped: Any = None
 
     @property
     def logit_free(self) -> bool:
         """True if the pass materialized no logits."""
         return self.loss is not None and self.loss.rows is not None
 
-    def term_inputs(
-        self, batch: Mapping[str, Any], names: set[str], *, shifted: bool
-    ) -> dict[str, Any]:
-        """Inputs of terms, by name.
-
-        Logits, log-probs, data and parameters are computed only if `names` has them.
+    def model_inputs(self, names: set[str]) -> dict[str, Any]:
+        """Inputs of terms that are the model's: fields of its output, logits and parameters.
 
         Args:
-            batch: the keyword arguments that the trainer passed to the model.
-            names: the names of all inputs that terms read.
-            shifted: whether the loss compares a position with the label of the next one.
-
-        Raises:
-            InputError: a term reads `projection`, and the model changes its logits after the
-                output layer, or that layer is of an unknown kind.
+            names: of all inputs that terms read; logits behind a fused head and parameters are
+                collected only if they are among them.
         """
         forward, unwrapped = self.forward, self.unwrapped
-        inputs = {k: v for k, v in dict(forward.outputs or {}).items() if v is not None}
-        logits: Any = None
+        # Some trainers run their whole loss as the model's forward pass, which returns a tuple.
+        fields = fields_of(forward.outputs) or {}
+        inputs = {name: value for name, value in fields.items() if value is not None}
         if self.logit_free:
             inputs.pop("logits", None)  # the placeholder
-            logits = self.head.projection if self.head and "logprobs" in names else None
-        elif names & {"logits", "logprobs"}:
+        elif "logits" in names:
             logits = logits_of(unwrapped, forward)
             inputs |= {} if logits is None else {"logits": logits}
-        logprobs = target_logprobs(forward, logits) if "logprobs" in names else None
-        inputs |= {} if logprobs is None else {"logprobs": logprobs}
-        labels = forward.inputs.get("labels")
-        if "data" in names and "logprobs" in inputs and labels is not None:
-            inputs["data"] = data_of(labels)
+        hidden_states = getattr(forward.backbone, "hidden_states", None)
+        if hidden_states is not None:  # a fused head does not pass them on
+            inputs.setdefault("hidden_states", hidden_states)
         if "parameters" in names:
             inputs["parameters"] = dict(unwrapped.named_parameters())
-        rows = self._labelled_rows(batch, shifted=shifted)
-        row_fields = {} if rows is None else rows._asdict()
-        # A field of the batch that happens to be called `targets` or `mask` stays the batch's.
-        free = {k: v for k, v in row_fields.items() if v is not None and k not in batch}
-        return {**free, **inputs}
-
-    def _labelled_rows(self, batch: Mapping[str, Any], *, shifted: bool) -> LabelledRows | None:
-        if self.loss is not None and self.loss.rows is not None:
-            return self.loss.rows
-        if self.head is None:
-            return None
-        projection = projection_of(self.unwrapped, self.forward, self.head)
-        return None if projection is None else labelled_rows(projection, batch, shifted=shifted)
+        return inputs
 
 
 class ForwardCapture:
@@ -124,6 +102,7 @@ class ForwardCapture:
         *,
         projected: bool,
         logit_free: bool,
+        reference: tuple[nn.Module, Any] | None = None,
     ) -> CapturedForward:
         """Compute the trainer's own loss, and capture its forward pass.
 
@@ -137,20 +116,23 @@ class ForwardCapture:
             unwrapped: the model without its wrappers.
             projected: whether a term reads `projection`.
             logit_free: whether nothing reads the logits.
+            reference: a model whose pass without a graph is captured too, as the trainer calls
+                it and without its wrappers.
         """
+        run_once = partial(
+            self._run_once, compute_loss, model, unwrapped, projected=projected, reference=reference
+        )
         if logit_free and projected and self._logit_free is not False:
             captured = None
             try:
-                captured = self._run_once(
-                    compute_loss, model, unwrapped, projected=projected, logit_free=True
-                )
+                captured = run_once(logit_free=True)
             except Exception:
                 if self._logit_free:
                     raise  # it has worked before: the placeholder is not to blame
             self._logit_free = captured is not None and captured.logit_free
             if captured is not None and (captured.logit_free or captured.loss is None):
                 return captured
-        return self._run_once(compute_loss, model, unwrapped, projected=projected, logit_free=False)
+        return run_once(logit_free=False)
 
     def _run_once(
         self,
@@ -160,11 +142,14 @@ class ForwardCapture:
         *,
         projected: bool,
         logit_free: bool,
+        reference: tuple[nn.Module, Any] | None,
     ) -> CapturedForward:
         layer = output_layer(unwrapped) if projected else None
-        head = loss = None
+        head = loss = reference_forward = None
         with ExitStack() as stack:
             forward = stack.enter_context(record_forward(model, unwrapped))
+            if reference is not None:
+                reference_forward = stack.enter_context(record_forward(*reference, graph=False))
             aux = stack.enter_context(collect_aux())
             activations = (
                 stack.enter_context(capture(unwrapped, self._paths)) if self._paths else {}
@@ -178,4 +163,13 @@ class ForwardCapture:
                 head = stack.enter_context(overheard(layer))
             result = compute_loss()
             extra_inputs = {"aux": aux, "activations": dict(activations)}
-        return CapturedForward(result, unwrapped, extra_inputs, forward, head, loss)
+        return CapturedForward(
+            result,
+            unwrapped,
+            extra_inputs,
+            forward,
+            head,
+            loss,
+            reference_forward,
+            None if reference is None else reference[1],
+        )

@@ -25,31 +25,27 @@ class LabelledRows(NamedTuple):
     """The positions of a batch that its loss counts: those whose label is not -100.
 
     Attributes:
-        projection: the rows of these positions, `[N, V]`; without labels, of all positions.
-        targets: their labels, `[N]`; None without labels.
-        mask: their places in the batch, `[B, T]`; None without labels.
+        projection: the rows of these positions, `[N, V]`.
+        targets: their labels, `[N]`.
     """
 
     projection: Projection
-    targets: Tensor | None
-    mask: Tensor | None
+    targets: Tensor
 
 
-def labelled_rows(
-    projection: Projection, inputs: Mapping[str, Any], *, shifted: bool = True
-) -> LabelledRows:
-    """Select the rows of a projection whose label is not -100.
+def labelled_rows(projection: Projection, inputs: Mapping[str, Any]) -> LabelledRows | None:
+    """Select the rows of a projection whose label is not -100; None if the labels do not fit.
 
     Args:
         projection: of a whole batch, `[B, T, V]`.
         inputs: with `labels`, or `shift_labels`, `[B, T]`.
-        shifted: whether the loss compares a position with the label of the next one.
     """
-    labels = next_labels(inputs, shifted=shifted)
+    labels = next_labels(inputs, shifted=True)
     if labels is None or tuple(labels.shape) != projection.shape[:-1]:
-        return LabelledRows(projection, None, None)
-    mask = labels.to(projection.hidden.device) != IGNORE_INDEX
-    return LabelledRows(projection[mask], labels.to(mask.device)[mask], mask)
+        return None
+    labels = labels.to(projection.hidden.device)
+    kept = labels != IGNORE_INDEX
+    return LabelledRows(projection[kept], labels[kept])
 
 
 @dataclass(eq=False)
@@ -96,10 +92,10 @@ class LogitFreeLoss:
         if projection is None or not same or projection.shape[-1] != vocab_size:
             return logits.sum()
         found = labelled_rows(projection, {"labels": labels, "shift_labels": shift_labels})
-        rows, targets, _mask = found
-        if targets is None:
+        if found is None:
             return logits.sum()
         self.rows = found
+        rows, targets = found
         # reduction="sum" computes the gradient together with the value, once.
         total: Tensor = cross_entropy(
             rows, targets, reduction="none" if self.retain_graph else "sum"

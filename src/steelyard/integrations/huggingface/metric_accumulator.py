@@ -15,13 +15,15 @@ _METRICS = ("value", "weight", "contribution")
 
 
 class MetricAccumulator:
-    """Mean components of the loss since the last `read`, scaled as the trainer scales the loss.
+    """Mean components of the loss since the last `read`; they add up to the loss that is logged.
 
-    Over the micro-batches i of a step, with term value vᵢ:
+    A micro-batch counts in the logged loss with a factor f: for the base loss 1/divisor, for a term
+    share/divisor (see `MicroBatch`). Over the micro-batches i of all steps, with value vᵢ and
+    weight wᵢ of a term:
 
-        Σᵢ shareᵢ · vᵢ    if the trainer divides the loss by the tokens of the whole step; shareᵢ is
-                          the micro-batch's fraction of them, and its base loss is divided already
-        (1/n) Σᵢ vᵢ       if the trainer divides the loss by the number n of micro-batches
+        value         Σᵢ fᵢ · vᵢ / Σᵢ fᵢ
+        weight        Σᵢ fᵢ · wᵢ / Σᵢ fᵢ
+        contribution  Σᵢ fᵢ · wᵢ · vᵢ / steps
 
     A value that is not finite is replaced by the mean of the others in its step. (`Trainer` filters
     the loss that it logs in a similar way, see `logging_nan_inf_filter`.)
@@ -29,40 +31,43 @@ class MetricAccumulator:
 
     def __init__(self) -> None:
         # All tensors are float64 and stay on the device: nothing waits for it before `read`.
-        self._micro_batches: dict[str, list[Tensor]] = {}  # [3] each: value, weight, contribution
-        self._has_shares = False
-        self._sums: dict[str, Tensor] = {}  # [4]: the three above, and the steps of the term
+        # [4] each: f · value, f · weight, f · weight · value, f.
+        self._micro_batches: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, Tensor] = {}
         self._steps = 0
 
-    def add(self, results: Sequence[TermResult], share: Share | None) -> None:
+    def add(self, results: Sequence[TermResult], share: Share = 1.0, divisor: int = 1) -> None:
         """Add the results of one micro-batch.
 
         Args:
             results: of the base loss and the terms.
-            share: the micro-batch's fraction of the tokens of the step; None if the trainer
-                divides by the number of micro-batches.
+            share: factor on the terms.
+            divisor: number that the trainer divides base loss and terms by.
         """
-        self._has_shares = share is not None
         for result in results:
             if result.value is None:  # skipped after an error
                 continue
             value = result.value.double()
             weight = torch.as_tensor(result.weight).to(value)
-            numbers = torch.stack([value, weight, weight * value])
-            if share is not None and not result.term.is_base:
-                numbers = numbers * share
+            factor = value.new_tensor(1.0) if result.term.is_base else torch.as_tensor(share)
+            numbers = torch.stack([value, weight, weight * value, torch.ones_like(value)])
+            numbers = numbers * factor.to(value) / divisor
             self._micro_batches.setdefault(result.term.name, []).append(numbers)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the current step has no micro-batch."""
+        return not self._micro_batches
 
     def end_step(self) -> None:
         """Close an optimizer step."""
         for name, batches in self._micro_batches.items():
-            numbers = torch.stack(batches)  # [n, 3]
+            numbers = torch.stack(batches)  # [n, 4]
+            factors = numbers[:, 3:]
             finite = torch.isfinite(numbers)
-            mean = numbers.where(finite, 0.0).sum(0) / finite.sum(0).clamp(min=1)
-            # Shares are inside the numbers: their sum is the mean times n.
-            step = mean * len(batches) if self._has_shares else mean
-            with_count = torch.cat([step, step.new_ones(1)])
-            self._sums[name] = self._sums[name] + with_count if name in self._sums else with_count
+            counted = factors.where(finite, 0.0).sum(0)
+            step = numbers.where(finite, 0.0).sum(0) * (factors.sum(0) / counted.clamp(min=1e-300))
+            self._sums[name] = self._sums[name] + step if name in self._sums else step
         self._steps += bool(self._micro_batches)
         self._micro_batches = {}
 
@@ -70,7 +75,7 @@ class MetricAccumulator:
         """Average all steps of all processes since the last `read`, and reset.
 
         Contributions are means over all steps, so that with the base loss they add up to the
-        loss; values and weights are means over the steps where the term ran.
+        loss; values and weights are means over the micro-batches where the term ran.
 
         Args:
             names: of all terms, the same in every process, which reduce one table of that many
@@ -86,9 +91,9 @@ class MetricAccumulator:
         self._sums, self._steps = {}, 0
         (total, *_), *terms, (steps, *_) = table.tolist()
         logged = {"base_loss/value": total / steps}
-        for name, (value, weight, contribution, count) in zip(names, terms, strict=True):
-            if count:
-                means = (value / count, weight / count, contribution / steps)
+        for name, (value, weight, contribution, factors) in zip(names, terms, strict=True):
+            if factors:
+                means = (value / factors, weight / factors, contribution / steps)
                 logged |= {
                     f"regularizers/{name}/{key}": mean
                     for key, mean in zip(_METRICS, means, strict=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,10 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from steelyard._extras import cure as _cure
-from steelyard.composition import CompositeLoss, Reads, TermLike, itself, reads
+from steelyard.composition import CompositeLoss, TermLike, itself, reads
 from steelyard.errors import CheckpointError, InputError
-from steelyard.integrations.huggingface.causal_lm import token_count
+from steelyard.integrations.huggingface.accumulation import micro_batch_of
+from steelyard.integrations.huggingface.completion_inputs import (
+    COMPLETION,
+    REFERENCE,
+    check_available,
+    completion_inputs,
+)
+from steelyard.integrations.huggingface.double_kl import check_single_kl
+from steelyard.integrations.huggingface.input_names import input_names
 from steelyard.integrations.huggingface.metric_accumulator import MetricAccumulator
+from steelyard.integrations.huggingface.step_state import StepState
+from steelyard.integrations.huggingface.trainers import TrainerKind, kind_of
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -37,9 +48,13 @@ class RegularizerCallback(TrainerCallback):
       `input_ids`, ...)
     * `parameters`, by their name, and `activations` (see `capture`)
     * `data` and `logprobs`: each sequence, and the log-probs of its tokens
-    * `projection`, which stands for the logits of the positions whose label is not -100, `[N, V]`;
-      `targets`, these labels, `[N]`; `mask`, their positions, `[B, T]`. If a term reads
-      `projection` and none reads `logits`, no logits are materialized.
+    * `completion_mask`, the tokens that the loss counts, `[B, W]`; `completion_logprobs` and
+      `completion_entropy`, likewise, 0 where the mask is False; `completion_logits`, `[N, V]`
+    * `projection`, which stands for the logits of these tokens, `[N, V]`; `targets`, the tokens,
+      `[N]`; `mask`, their positions in the model's input, `[B, T]`. If a term reads `projection`
+      and none reads `logits`, `Trainer` materializes no logits.
+    * `reference_logprobs`, `[B, W]`, and `reference_logits`, `[N, V]`, where the trainer runs a
+      reference model
 
     Args:
         terms: as in `CompositeLoss`.
@@ -66,7 +81,10 @@ class RegularizerCallback(TrainerCallback):
         retain_graph = bool(options.get("track_grad_norms"))
         self._forward_capture = ForwardCapture(paths, retain_graph=retain_graph)
         self._metrics = MetricAccumulator()
+        self._step_state = StepState(self.composite)
+        self._unwrapped: dict[int, tuple[nn.Module, Any]] = {}
         self._trainer: Any = None
+        self._kind: TrainerKind | None = None
 
     def attach(self, trainer: Any) -> Self:
         """Add the terms to the loss of `trainer`, and this callback to its callbacks.
@@ -74,9 +92,14 @@ class RegularizerCallback(TrainerCallback):
         Raises:
             InputError: it is attached already.
         """
-        self._bind(trainer)
         own: Callable[..., Any] = trainer.compute_loss
-        trainer.compute_loss = lambda *args, **kwargs: self.compute_loss(own, *args, **kwargs)
+        self._bind(trainer, own)
+
+        @wraps(own)
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            return self.compute_loss(own, *args, **kwargs)
+
+        trainer.compute_loss = compute_loss
         return self
 
     def compute_loss(
@@ -99,21 +122,33 @@ class RegularizerCallback(TrainerCallback):
         options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
         if not model.training or not torch.is_grad_enabled():
             return own(model, inputs, **options)
-        names = self._input_names()
+        step = self._trainer.state.global_step
+        required, names = input_names([s for s in self.composite.specs if s.due(step)])
         if "hidden_states" in names:
             inputs = {**inputs, "output_hidden_states": True}
         batch = dict(inputs)  # before `own`, which may pop fields
+        check_available(self._trainer, self._kind, required, batch.keys() | self._possible())
         captured = self._forward_capture.run(
             partial(own, model, inputs, **options),
             model,
-            _unwrap(self._trainer, model),
+            self._unwrap(model),
             projected="projection" in names,
-            logit_free="logits" not in names and not return_outputs and self._uses_model_loss(own),
+            logit_free=not names & {"logits", "completion_logits"}
+            and not return_outputs
+            and self._uses_model_loss(own),
+            reference=self._reference() if names & REFERENCE else None,
         )
         result = captured.result
         loss, *outputs = result if isinstance(result, tuple) else (result,)
-        read = captured.term_inputs(batch, names, shifted=_shifts_labels(self._trainer))
-        term_inputs = {**captured.extra_inputs, **batch, **read, "loss": loss}
+        completion = completion_inputs(self._trainer, self._kind, captured, batch, names)
+        term_inputs = {
+            **captured.extra_inputs,
+            **batch,
+            **captured.model_inputs(names),
+            **completion,
+            "loss": loss,
+        }
+        check_available(self._trainer, self._kind, required, term_inputs.keys())
         total = self._compose(term_inputs, batch, num_items_in_batch)
         return (total, *outputs) if return_outputs else total
 
@@ -123,18 +158,36 @@ class RegularizerCallback(TrainerCallback):
         Raises:
             InputError: the callback is not attached.
             CheckpointError: terms have state, and the checkpoint has none for them.
+            SpecError: a term is a KL penalty that the trainer has already.
         """
         if self._trainer is None:
             raise InputError(
                 "a RegularizerCallback must be attached to its trainer, which callbacks=[...] "
                 "does not do: call RegularizerCallback(terms).attach(trainer)."
             )
+        kind, names = self._kind, input_names(self.composite.specs).all
+        check_single_kl(self._trainer, kind, self.composite)
+        if kind is not None and kind.keep_reference is not None and names & REFERENCE:
+            kind.keep_reference(self._trainer)
+            self._kind = replace(kind, keep_reference=None)  # it is kept from now on
+        self._step_state = StepState(self.composite)
         if state.global_step > 0:
             self._load(Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE_FILE)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Close the step in the metrics."""
+        """Close the step in the metrics, and move the state of the terms.
+
+        Raises:
+            InputError: the trainer did not call `compute_loss`.
+        """
+        if self._metrics.is_empty:
+            raise InputError(
+                f"terms are added in compute_loss, and {type(self._trainer).__name__} made an "
+                f"optimizer step without calling it: its training_step computes the loss by "
+                f"itself, and cannot be given terms."
+            )
         self._metrics.end_step()
+        self._step_state.end_step()
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
@@ -153,10 +206,10 @@ class RegularizerCallback(TrainerCallback):
         if state.is_world_process_zero and folder.is_dir():
             torch.save(self.composite.get_extra_state(), folder / _STATE_FILE)
 
-    def _bind(self, trainer: Any) -> None:
+    def _bind(self, trainer: Any, own: Callable[..., Any]) -> None:
         if self._trainer is not None:
             raise InputError("a RegularizerCallback serves one trainer, and this one has its own.")
-        self._trainer = trainer
+        self._trainer, self._kind = trainer, kind_of(own)
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
             callbacks.remove(self)
@@ -180,26 +233,36 @@ class RegularizerCallback(TrainerCallback):
         trainer, composite = self._trainer, self.composite
         if composite.step != trainer.state.global_step:
             composite.step = trainer.state.global_step
-        share = _share(trainer, batch, num_items_in_batch)
-        composite.share = 1.0 if share is None else share
+        micro_batch = micro_batch_of(trainer, batch, num_items_in_batch)
+        composite.share = micro_batch.share
+        self._step_state.begin_micro_batch()
         total: Tensor = composite(term_inputs)
-        self._metrics.add(composite.results, share)
+        self._step_state.end_micro_batch()
+        self._metrics.add(composite.results, *micro_batch)
         return total
 
-    def _input_names(self) -> set[str]:
-        """Names of all inputs that terms read, without what follows a dot."""
-        names: set[str] = set()
-        for spec in self.composite.specs:
-            fn = spec.fn
-            read = (*fn.required, *fn.optional) if isinstance(fn, Reads) else ("data", "logprobs")
-            names |= {name.partition(".")[0] for name in (*read, *spec.needs)}
-            if "projection" in spec.needs:
-                raise InputError(
-                    f"a term that needs a projection for each datum must run on steelyard.engine; "
-                    f"here read that of the batch, term(..., inputs='projection') "
-                    f"(regularizer {spec.name!r})."
-                )
-        return names
+    def _possible(self) -> frozenset[str]:
+        """Inputs of the completion that the trainer may have."""
+        if self._kind is None or self._kind.no_completion:
+            return frozenset()
+        return COMPLETION | REFERENCE | {"data", "logprobs"}
+
+    def _reference(self) -> tuple[nn.Module, Any] | None:
+        """Reference model, as the trainer calls it, and without its wrappers."""
+        if self._kind is None or self._kind.reference_model is None:
+            return None
+        model = self._kind.reference_model(self._trainer)
+        return None if model is None else (model, self._unwrap(model))
+
+    def _unwrap(self, model: nn.Module) -> Any:
+        """The model without the wrappers of data parallelism and of peft."""
+        # Kept, because accelerate searches all modules for compiled ones; with the model, so that
+        # its id stays taken.
+        if id(model) not in self._unwrapped:
+            unwrapped = self._trainer.accelerator.unwrap_model(model)
+            peft = hasattr(unwrapped, "get_base_model")
+            self._unwrapped[id(model)] = model, unwrapped.get_base_model() if peft else unwrapped
+        return self._unwrapped[id(model)][1]
 
     def _load(self, path: Path) -> None:
         try:
@@ -236,7 +299,8 @@ class RegularizerMixin:
     ) -> None:
         super().__init__(*args, **kwargs)
         self.regularizers = RegularizerCallback(terms, capture=capture, **(term_options or {}))
-        self.regularizers._bind(self)  # noqa: SLF001 - the mixin overrides compute_loss itself
+        own = super().compute_loss  # type: ignore[misc]  # the trainer comes after it
+        self.regularizers._bind(self, own)  # noqa: SLF001 - the mixin overrides compute_loss itself
 
     def compute_loss(
         self,
@@ -250,35 +314,3 @@ class RegularizerMixin:
         return self.regularizers.compute_loss(
             own, model, inputs, return_outputs, num_items_in_batch
         )
-
-
-def _unwrap(trainer: Any, model: nn.Module) -> Any:
-    """The model without the wrappers of data parallelism and of peft."""
-    unwrapped = trainer.accelerator.unwrap_model(model)
-    return unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
-
-
-def _shifts_labels(trainer: Any) -> bool:
-    shifts: bool = trainer._loss_shifts_labels  # noqa: SLF001 - the trainer has no public name
-    return shifts
-
-
-def _share(
-    trainer: Any, batch: Mapping[str, Any], num_items_in_batch: Tensor | int | None
-) -> Tensor | None:
-    """Fraction of the step's tokens that this micro-batch has: tokens / num_items_in_batch.
-
-    None if the trainer divides the loss by the number of micro-batches instead.
-    """
-    scaled = trainer.loss_is_scaled_for_ga
-    if scaled is None:
-        scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    tokens = token_count(batch, shifted=_shifts_labels(trainer))
-    if num_items_in_batch is None or not scaled or tokens is None:
-        return None
-    share: Tensor = tokens / num_items_in_batch
-    if trainer.args.average_tokens_across_devices:
-        # The trainer counts the tokens of all processes, whose gradients are averaged: it
-        # multiplies its loss by their number, and so the terms are.
-        share = share * (trainer.accelerator.num_processes // trainer.get_tp_size())
-    return share

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from steelyard.integrations.jax.penalty_inputs import Tree
+from steelyard.integrations.jax.penalty_inputs import Tree, is_parameter
 
 
 def gradient_norms(
@@ -24,26 +24,30 @@ def gradient_norms(
 
     Args:
         values: the values at given parameters, by name.
-        params: a tree of arrays.
+        params: a tree of arrays; other leaves, such as functions, and integers are constants.
         weights: one for each value.
 
     Returns:
         ‖∂vₖ/∂θ‖, unweighted, by name, and ‖Σₖ weightₖ ∂vₖ/∂θ‖ as `"total"`.
     """
     names: list[str] = []
+    leaves, tree = jax.tree.flatten(params)
+    free = [index for index, leaf in enumerate(leaves) if is_parameter(leaf)]
 
-    def stacked(point: Tree) -> jax.Array:
-        by_name = values(point)
+    def stacked(point: list[jax.Array]) -> jax.Array:
+        placed = dict(zip(free, point, strict=True))
+        whole = [placed.get(index, leaf) for index, leaf in enumerate(leaves)]
+        by_name = values(jax.tree.unflatten(tree, whole))
         names[:] = by_name  # known once it is traced
         return jnp.stack([at_least_float32(value) for value in by_name.values()])
 
-    stack, vjp = jax.vjp(stacked, params)
+    stack, vjp = jax.vjp(stacked, [leaves[index] for index in free])
     [gradients] = jax.vmap(vjp)(jnp.eye(len(names), dtype=stack.dtype))
     # [K, P] for each leaf of P parameters. The norm of the whole tree is that of its leaves' norms.
-    leaves = [at_least_float32(leaf).reshape(len(names), -1) for leaf in jax.tree.leaves(gradients)]
-    norms = _norm_of_norms([jnp.linalg.norm(leaf, axis=1) for leaf in leaves])
+    rows = [at_least_float32(leaf).reshape(len(names), -1) for leaf in gradients]
+    norms = _norm_of_norms([jnp.linalg.norm(row, axis=1) for row in rows])
     factors = jnp.stack([jnp.asarray(weights[name], stack.dtype) for name in names])
-    total = _norm_of_norms([jnp.linalg.norm(factors @ leaf) for leaf in leaves])
+    total = _norm_of_norms([jnp.linalg.norm(factors @ row) for row in rows])
     return {**dict(zip(names, norms, strict=True)), "total": total}
 
 

@@ -41,7 +41,8 @@ def loss_with_penalties(
             `(loss, outputs, aux)`, where `aux` is any tree and is returned as `metrics["aux"]`.
         pipeline: The penalties. Their `inputs` name outputs of the base, or parameters:
             `"params"` is all of them as one vector, `"params/dense/kernel"` one,
-            `"params/dense"` those below it, `"params/*/kernel"` those that match. A penalty
+            `"params/dense"` those below it, `"params/*/kernel"` those that match or lie below one
+            that does; leaves that are not floating-point are left out. A penalty
             without `inputs` reads the base's one output, or without any all parameters. Weights
             may be schedules: those of `steelyard.schedules` and of optax work on a traced step.
         schedules: Schedules in place of the pipeline's weights, `{name: step -> weight}`.
@@ -96,10 +97,11 @@ def loss_with_penalties(
         }
         return {"base": loss, **by_name}, aux
 
-    def loss(
-        params: Tree, *args: Any, step: Any = None, **kwargs: Any
-    ) -> tuple[jax.Array, dict[str, Any]]:
-        weights = pipeline.weights(step)
+    # `step` is taken from `kwargs`: nnx.grad refuses functions with keyword-only parameters.
+    def loss(params: Tree, *args: Any, **kwargs: Any) -> tuple[jax.Array, dict[str, Any]]:
+        weights = pipeline.weights(kwargs.pop("step", None))
+        # Copied before the base changes the state of a module that holds some, as nnx's do.
+        before = _stop_gradient((params, args, kwargs)) if track_grad_norms else None
         by_name, aux = values(params, *args, **kwargs)
         # Summed in float32, rounded to the base's dtype once at the end: in bfloat16 the sum
         # 256 + 0.5 + 0.5 would be 256.
@@ -108,8 +110,8 @@ def loss_with_penalties(
             total = total + weight * at_least_float32(by_name[name])
         total = total.astype(by_name["base"].dtype)
         norms: dict[str, jax.Array] = {}
-        if track_grad_norms:
-            point, constant_args, constant_kwargs = _stop_gradient((params, args, kwargs))
+        if before is not None:
+            point, constant_args, constant_kwargs = before
             tracked = ["base", *(term.name for term in terms if term.differentiable)]
 
             def tracked_values(params: Tree) -> dict[str, Any]:

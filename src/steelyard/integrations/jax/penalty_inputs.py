@@ -44,7 +44,8 @@ class PenaltyInputs:
     """Arrays that are available to penalties.
 
     Args:
-        params: a tree of parameters, read as `params/…`.
+        params: a tree of parameters, read as `params/…`; only its floating-point leaves, since
+            modules also hold functions, counters and random keys.
         outputs: of the base: a dict of arrays, one array, or None.
     """
 
@@ -53,6 +54,7 @@ class PenaltyInputs:
         self._leaves = {
             "/".join([PARAMS, *filter(None, [_path(path)])]): leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+            if is_parameter(leaf)
         }
 
     def read(self, term: str, names: tuple[str, ...] | None) -> Tree:
@@ -78,7 +80,10 @@ class PenaltyInputs:
         matches = [
             leaf
             for path, leaf in self._leaves.items()
-            if path == name or path.startswith(f"{name}/") or fnmatchcase(path, name)
+            if path == name
+            or path.startswith(f"{name}/")
+            or fnmatchcase(path, name)
+            or fnmatchcase(path, f"{name}/*")
         ]
         if not matches:
             parameters = listed(dict.fromkeys([PARAMS, *self._leaves]))
@@ -89,6 +94,13 @@ class PenaltyInputs:
         if len(matches) == 1:
             return jnp.asarray(matches[0])
         return jnp.concatenate([jnp.ravel(leaf) for leaf in matches])
+
+
+def is_parameter(leaf: object) -> bool:
+    """Check for a floating-point array or number, which has a gradient."""
+    return isinstance(leaf, float) or (
+        hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
 
 
 def _path(path: Any) -> str:  # a tuple of JAX's kinds of keys

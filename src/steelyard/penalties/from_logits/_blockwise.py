@@ -87,7 +87,7 @@ def sweep(
     for start in range(0, rows, size):
         at = slice(start, start + size)
         share = None if scale is None else scale[at]
-        z, r, t = (_block(xp, x, at, share) for x in (logits, reference, targets))
+        z, r, t = (masked_block(xp, x, at, share) for x in (logits, reference, targets))
         if not wants.any:
             found = component_values(xp, components, z, r, t)
             gradients: list[ComponentGradients] = []
@@ -111,7 +111,8 @@ def _new(xp: Namespace, like: Array, shape: tuple[int, ...], dtype: object) -> A
     return xp.empty(shape, dtype=dtype, device=like.device if is_torch(like) else None)
 
 
-def _block(xp: Namespace, x: Array | None, at: slice, share: Array | None) -> Array | None:
+def masked_block(xp: Namespace, x: Array | None, at: slice, share: Array | None) -> Array | None:
+    """Rows `at` of an array, widened, with 0 where the factor `share` of the row is 0."""
     if x is None:
         return None
     part = x[at]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from steelyard.errors import GradientError
 from steelyard.penalties._arrays import Array, cast, constant, is_jax, is_torch
 from steelyard.penalties._reduction import reduce
-from steelyard.penalties.from_logits._blockwise import Wants, sweep
+from steelyard.penalties.from_logits._blockwise import Wants, masked_block, sweep
 from steelyard.penalties.from_logits._components import Component, WeightedComponents
+from steelyard.penalties.from_logits._formulas import component_values
 from steelyard.penalties.from_logits._logit_inputs import Rows, check_targets
 from steelyard.penalties.from_logits._projection_inputs import Projected
 
@@ -17,11 +19,12 @@ from steelyard.penalties.from_logits._projection_inputs import Projected
 Evaluated: TypeAlias = tuple[Array, Array, Array | None, Array | None]
 
 
-def weighted_sum(rows: Rows | Projected, terms: WeightedComponents, reduction: str) -> Array:
+def weighted_sum(given: Rows | Projected, terms: WeightedComponents, reduction: str) -> Array:
     """Weighted sum of components, reduced over rows; differentiable in torch and JAX."""
     components, weights = [each for each, _ in terms], [factor for _, factor in terms]
-    if isinstance(rows, Projected) or is_torch(rows.logits):
-        return evaluate(rows, components, weights, reduction)[0]
+    if _has_operators(given):
+        return _evaluate_torch(given, components, weights, reduction, tracks=False)[0]
+    rows = given.rows
     values = value_rows(rows, components)
     total = sum(weight * values[i] for i, weight in enumerate(weights))
     value = cast(rows.xp, reduce(rows.xp, total, reduction, rows.mask), rows.dtype)
@@ -36,13 +39,17 @@ def evaluate(
     tracks: bool = False,
 ) -> Evaluated:
     """Weighted sum of components, with their values and, if `tracks`, their inner products."""
-    if isinstance(rows, Projected) or is_torch(rows.logits):
+    if _has_operators(rows):
         return _evaluate_torch(rows, components, weights, reduction, tracks)
-    return _evaluate_arrays(rows, components, weights, reduction, tracks)
+    return _evaluate_arrays(rows.rows, components, weights, reduction, tracks)
 
 
 def value_rows(rows: Rows, components: Sequence[Component]) -> Array:
-    """Values of the components by row, `[components, rows]`, of NumPy or JAX arrays."""
+    """Values of the components by row, `[components, rows]`, differentiable in torch and JAX."""
+    if is_torch(rows.logits):
+        xp = rows.xp
+        arrays = (masked_block(xp, x, slice(None), rows.mask) for x in rows[1:4])
+        return xp.stack(component_values(xp, components, *arrays))
     if is_jax(rows.logits):
         from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX
 
@@ -59,6 +66,34 @@ def value_rows(rows: Rows, components: Sequence[Component]) -> Array:
         [1.0] * len(components),
         Wants(),
     ).values[:-1]
+
+
+def _has_operators(given: Rows | Projected) -> bool:
+    """Return whether the torch operators take the inputs: tensors, outside of `torch.func`.
+
+    They have no rules for `vmap`, and their gradient cannot be differentiated again. Inside of such
+    a transform the plain formulas are evaluated, which torch maps and differentiates in any order.
+
+    Raises:
+        GradientError: A projection is evaluated inside of a transform.
+    """
+    if not is_torch(given.rows.logits):
+        return False
+    if not _in_transform():
+        return True
+    if isinstance(given, Projected):
+        raise GradientError(
+            "inside of torch.func transforms such as grad and vmap a penalty must read logits, got "
+            "a projection; pass hidden @ weight.T."
+        )
+    return False
+
+
+def _in_transform() -> bool:
+    import torch  # noqa: PLC0415  # installed: tensors were passed
+
+    transforms = torch._C._are_functorch_transforms_active  # noqa: SLF001  # no public API
+    return not torch.compiler.is_compiling() and transforms()
 
 
 def _evaluate_torch(
@@ -115,7 +150,7 @@ def _evaluate_arrays(
     reduction: str,
     tracks: bool,
 ) -> Evaluated:
-    """Evaluate NumPy and JAX arrays by the plain formulas."""
+    """Evaluate NumPy and JAX arrays, and tensors in transforms, by the plain formulas."""
     xp = rows.xp
     scale, share = rows.scale(reduction)
     if scale is None:
@@ -125,6 +160,11 @@ def _evaluate_arrays(
     values = constant(values)
     if not tracks:
         return total, values, None, None
+    if is_torch(rows.logits):
+        raise GradientError(
+            "inside of torch.func transforms such as grad and vmap norms cannot be tracked, got "
+            "track_grad_norms=True; call the function outside of them."
+        )
     arrays = (constant(rows.logits), rows.reference, rows.targets)
     if is_jax(rows.logits):
         from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX

@@ -51,6 +51,7 @@ class _Block:
         # None if no component needs them, and then not read.
         self.reference: Array = reference
         self.targets: Array = targets
+        self._finite: dict[tuple[bool, float], Array] = {}
         self._logs: dict[tuple[bool, float], Array] = {}
 
     def log_p(self, component: Component) -> Array:
@@ -59,11 +60,23 @@ class _Block:
     def log_q(self, component: Component) -> Array:
         return self._log_probs(self.reference, True, component.temperature)
 
+    def finite_log_p(self, component: Component) -> Array:
+        """As `log_p`, with a large negative number for a class at -inf."""
+        return self._finite_log_probs(self.logits, False, component.temperature)
+
     def _log_probs(self, x: Array, of_reference: bool, temperature: float) -> Array:
         key = (of_reference, temperature)
         if key not in self._logs:
-            self._logs[key] = log_probs(self.xp, x, temperature)
+            finite = self._finite_log_probs(x, of_reference, temperature)
+            # -inf is put back as a constant, so its gradient is 0 and not NaN.
+            self._logs[key] = self.xp.where(x == -math.inf, -math.inf, finite)
         return self._logs[key]
+
+    def _finite_log_probs(self, x: Array, of_reference: bool, temperature: float) -> Array:
+        key = (of_reference, temperature)
+        if key not in self._finite:
+            self._finite[key] = finite_log_probs(self.xp, x, temperature)
+        return self._finite[key]
 
 
 class _Formula(NamedTuple):
@@ -107,11 +120,9 @@ def component_gradients(
     return [_FORMULAS[each.kind].gradients(block, each) for each in components]
 
 
-def log_probs(xp: Namespace, x: Array, temperature: float) -> Array:
-    """`log_softmax(x / T)` along the last axis; a class at -inf has gradient 0."""
-    # -inf is put back at the end as a constant, so its gradient is 0 and not NaN.
-    no_mass = x == -math.inf
-    return xp.where(no_mass, -math.inf, log_softmax(xp, _scaled(xp, x, no_mass, temperature), -1))
+def finite_log_probs(xp: Namespace, x: Array, temperature: float) -> Array:
+    """`log_softmax(x / T)` along the last axis; a class at -inf stays a constant far below."""
+    return log_softmax(xp, _scaled(xp, x, x == -math.inf, temperature), -1)
 
 
 def log_sum(xp: Namespace, x: Array, temperature: float) -> Array:
@@ -230,7 +241,15 @@ def _z_loss_gradients(block: _Block, component: Component) -> ComponentGradients
 
 
 def _cross_entropy_values(block: _Block, component: Component) -> Array:
-    return -_target_logprob(block.xp, block.log_p(component), block.targets)
+    """Values whose gradient is (p - onehot(target)) / T, also for a target at -inf.
+
+    There the value is infinite, and the gradient is the limit for a logit that falls to -inf: by
+    the target -1/T, taken from its logit, and by the other classes p/T, taken from `finite`.
+    """
+    xp, targets = block.xp, block.targets
+    finite = _target_logprob(xp, block.finite_log_p(component), targets)
+    own = _target_logprob(xp, block.logits, targets) / component.temperature
+    return -xp.where(own == -math.inf, own + (finite - constant(finite)), finite)
 
 
 def _cross_entropy_gradients(block: _Block, component: Component) -> ComponentGradients:
@@ -245,7 +264,8 @@ def _cross_entropy_gradients(block: _Block, component: Component) -> ComponentGr
 def _target_logprob(xp: Namespace, logs: Array, targets: Array) -> Array:
     """Log-probability of each row's target; NaN for a target that is no class."""
     is_class = (targets >= 0) & (targets < logs.shape[-1])
-    index = xp.astype(xp.where(is_class, targets, 0), xp.int64)
+    index = xp.where(is_class, targets, 0)
+    index = xp.astype(index, xp.int64) if is_torch(index) else index  # torch gathers by no other
     logprob = xp.take_along_axis(logs, index[..., None], axis=-1)[..., 0]
     return xp.where(is_class, logprob, math.nan)
 

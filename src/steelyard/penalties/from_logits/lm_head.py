@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from steelyard.errors import InputError
 from steelyard.penalties.from_logits.projection import Projection
 
-__all__ = ["Heard", "affine", "overheard", "stand_in"]
+__all__ = ["Heard", "affine", "forward_replaced", "overheard", "stand_in"]
 
 
 @dataclass(eq=False)
@@ -81,12 +81,27 @@ def overheard(
             heard.dtype = torch.get_autocast_dtype(kind) if cast else None
         return made
 
-    # An attribute of the instance shadows the method until it is deleted.
-    layer.forward = forward
-    try:
+    with forward_replaced(layer, forward):
         yield heard
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward method of one module within the `with` block.
+
+    A module whose `forward` was replaced before (by accelerate, or by TRL's
+    `cast_lm_head_to_fp32`) gets that one back.
+    """
+    before = vars(module).get("forward")
+    # An attribute of the instance shadows the method of its class.
+    module.forward = forward
+    try:
+        yield
     finally:
-        del layer.forward
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def stand_in(hidden: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""`regularize`: add named regularizers to the losses of any training client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from steelyard.clients.regularized import RegularizedClient, TermLike, TermSettings
+from steelyard.composition import Aggregator
+from steelyard.errors import InputError, SpecError
+from steelyard.execution import Workers
+
+
+def regularize(
+    client: Any,  # tinker's, the engine's, or anybody's
+    regularizers: Iterable[TermLike] = (),
+    track_grad_norms: bool = False,
+    parallel: bool = True,
+    timeout: float = 30.0,
+    *,
+    max_concurrency: int | None = None,
+    check_finite: bool = True,
+    workers: Workers | None = None,
+    aggregate: str | Aggregator = "sum",
+) -> RegularizedClient:
+    """Wrap a training client so that its losses take regularizers.
+
+    Regularizers given here stay: they count in every call of `forward_backward` and
+    `forward_backward_custom`, and of their async forms. A custom loss takes more for one call.
+
+    Args:
+        client: `tinker.TrainingClient`, `LocalTrainingClient`, or anything with `forward` and
+            `forward_backward` as the SDK has them.
+        regularizers: the terms that stay; specs, or mappings with their fields.
+        track_grad_norms: also compute each term's gradient norm and all cosines, unless a call
+            says otherwise.
+        parallel: let terms overlap, unless a call says otherwise.
+        timeout: seconds each term may take, unless its spec or a call says otherwise.
+        max_concurrency: as in `Pipeline`.
+        check_finite: treat a NaN or infinite value or gradient as a failure of its term.
+        workers: the threads and processes that run terms; None: those that all pipelines of the
+            process share.
+        aggregate: as in `Pipeline`.
+
+    Raises:
+        InputError: the client lacks a method.
+        SpecError: a spec or a setting breaks a rule, a term needs an input that the client does not
+            provide, or the client has terms that stay already.
+
+    Example:
+        >>> from tinker import types
+        >>> from steelyard import RegularizerSpec, regularize
+        >>> from steelyard.engine import LocalServiceClient
+        >>> training = LocalServiceClient().create_lora_training_client("tiny-random", seed=0)
+        >>> def confidence(data, logprobs):
+        ...     return sum(row.exp().sum() for row in logprobs)
+        >>> penalty = RegularizerSpec(confidence, weight=0.1, name="confidence")
+        >>> client = regularize(training, [penalty])
+        >>> datum = types.Datum(
+        ...     model_input=types.ModelInput.from_ints([1, 2, 3]),
+        ...     loss_fn_inputs={"target_tokens": [2, 3, 4]},
+        ... )
+        >>> output = client.forward_backward([datum], "cross_entropy").result()
+        >>> round(output.regularizer_total / output.regularizers["confidence"].value, 6)
+        0.1
+        >>> def nll(data, logprobs):
+        ...     return -sum(row.sum() for row in logprobs), {"tokens": 3.0}
+        >>> custom = client.forward_backward_custom([datum], nll).result()
+        >>> round(custom.loss_total / output.loss_total, 6)
+        1.0
+        >>> sorted(output.server_metrics)
+        ['loss:sum', 'surrogate_loss:sum']
+    """
+    standing = list(regularizers)
+    if isinstance(client, RegularizedClient):
+        if standing:
+            raise SpecError(
+                "client must be a plain client if there are regularizers, and it is wrapped "
+                "already: give all terms that stay in one call of regularize."
+            )
+        return client
+    missing = [name for name in ("forward", "forward_backward") if not hasattr(client, name)]
+    if missing:
+        raise InputError(
+            f"client must have the methods forward and forward_backward, and "
+            f"{type(client).__name__} has no {' and no '.join(missing)}."
+        )
+    settings = TermSettings(
+        track_grad_norms, parallel, timeout, max_concurrency, check_finite, workers, aggregate
+    )
+    return RegularizedClient(client, standing, settings)

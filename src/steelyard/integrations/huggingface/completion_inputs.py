@@ -1,0 +1,167 @@
+"""Inputs of terms that describe the completion, for each trainer; errors for absent ones."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from steelyard.errors import InputError
+from steelyard.integrations.huggingface.completion import Completion
+from steelyard.integrations.huggingface.trainers import (
+    TrainerKind,
+    given_to_the_model,
+    trainer_name,
+)
+
+if TYPE_CHECKING:
+    from steelyard.integrations.huggingface.forward_capture import CapturedForward
+
+COMPLETION = frozenset(
+    {
+        "completion_logprobs",
+        "completion_entropy",
+        "completion_logits",
+        "completion_mask",
+        "projection",
+    }
+)
+REFERENCE = frozenset({"reference_logprobs", "reference_logits"})
+_BY_DATUM = frozenset({"data", "logprobs"})
+
+
+def completion_inputs(
+    trainer: Any,
+    kind: TrainerKind | None,
+    captured: CapturedForward,
+    batch: Mapping[str, Any],
+    names: set[str],
+) -> dict[str, Any]:
+    """Inputs of terms that describe the completion of a batch, those that `names` has.
+
+    Args:
+        trainer: the trainer.
+        kind: how it runs its model; None if it is unknown. Then only `data` and `logprobs` are
+            there, from the labels that it passes to the model.
+        captured: its forward pass.
+        batch: its batch.
+        names: of all inputs that terms read.
+    """
+    if not names & (COMPLETION | REFERENCE | _BY_DATUM):
+        return {}
+    completion = _completion(trainer, kind, captured, batch)
+    if completion is None:
+        return {}
+    found: dict[str, Any] = {}
+    if kind is not None:
+        reference = _reference(kind, captured, batch, names, completion)
+        found = {**_described(completion, names), **reference}
+        # A field of the batch that happens to be called `targets` or `mask` stays the batch's.
+        found = {k: v for k, v in found.items() if k not in {"targets", "mask"} & batch.keys()}
+    if names & _BY_DATUM:
+        logprobs = found.get("completion_logprobs")
+        found["logprobs"] = list(completion.logprobs() if logprobs is None else logprobs)
+        found["data"] = completion.data(found.get("reference_logprobs"))
+    return found
+
+
+def check_available(
+    trainer: Any, kind: TrainerKind | None, required: Mapping[str, str], available: Container[str]
+) -> None:
+    """Check that the inputs of the completion that terms read are available.
+
+    Args:
+        trainer: the trainer.
+        kind: how it runs its model; None if it is unknown.
+        required: the inputs that terms read, and the name of a term that reads each.
+        available: the names of all inputs.
+
+    Raises:
+        InputError: one is not; it names the trainer and the input.
+    """
+    own = COMPLETION | REFERENCE | (_BY_DATUM if kind is not None else frozenset())
+    for name, term in required.items():
+        if name in own and name not in available:
+            raise InputError(
+                f"{trainer_name(trainer, kind)} has no input {name!r}, which regularizer {term!r} "
+                f"reads: {_reason(kind, name)}."
+            )
+
+
+def _reason(kind: TrainerKind | None, name: str) -> str:
+    if kind is None:
+        return (
+            "its compute_loss is not one that Steelyard knows, so that the tokens of the "
+            "completion cannot be told; read logits and the fields of its batch"
+        )
+    if kind.no_completion:
+        return kind.no_completion
+    if name in REFERENCE:
+        return kind.no_reference
+    return "the batch has no labels [B, T] that say which tokens count; read logits"
+
+
+def _completion(
+    trainer: Any, kind: TrainerKind | None, captured: CapturedForward, batch: Mapping[str, Any]
+) -> Completion | None:
+    labels_of = given_to_the_model if kind is None else kind.labels
+    labels = None if labels_of is None else labels_of(trainer, batch, captured.forward)
+    if not isinstance(labels, Tensor) or labels.dim() != 2:  # noqa: PLR2004 - [B, T]
+        return None
+    shifted: bool = trainer._loss_shifts_labels  # noqa: SLF001 - the trainer has no public name
+    if "shift_labels" in batch:
+        labels, shifted = batch["shift_labels"], False
+    rows = captured.loss.rows if captured.loss is not None else None
+    field = None if kind is None else kind.width_of
+    return Completion(
+        captured.unwrapped,
+        captured.forward,
+        labels,
+        shifted=shifted,
+        width=None if field is None else batch[field].shape[1],
+        temperature=trainer.temperature if kind is not None and kind.has_temperature else 1.0,
+        head=captured.head,
+        rows=None if rows is None else rows.projection,
+    )
+
+
+def _described(completion: Completion, names: set[str]) -> dict[str, Any]:
+    """What the trained model says of the completion."""
+    makers = {
+        "completion_mask": lambda: completion.mask,
+        "completion_logprobs": completion.logprobs,
+        "completion_entropy": completion.entropy,
+        "completion_logits": completion.logits,
+        "projection": completion.projection,
+    }
+    found: dict[str, Any] = {name: make() for name, make in makers.items() if name in names}
+    if "projection" in names:
+        found |= {"targets": completion.targets, "mask": completion.positions}
+    return found
+
+
+def _reference(
+    kind: TrainerKind,
+    captured: CapturedForward,
+    batch: Mapping[str, Any],
+    names: set[str],
+    completion: Completion,
+) -> dict[str, Any]:
+    """What the reference model says of the completion, where the trainer runs it."""
+    wanted = names & REFERENCE
+    if not wanted:
+        return {}
+    if kind.reference_field is not None:
+        values = batch.get(kind.reference_field)
+        return {} if values is None else {"reference_logprobs": completion.keep(values)}
+    forward, policy = captured.reference, captured.forward
+    # KTO runs other passes without a graph. The one over the same tokens has the same labels.
+    same = forward is not None and forward.inputs.get("labels") is policy.inputs.get("labels")
+    if forward is None or not forward.ran or not same:
+        return {}
+    reference = completion.seen_by(captured.reference_unwrapped, forward)
+    makers = {"reference_logprobs": reference.logprobs, "reference_logits": reference.logits}
+    with torch.no_grad():
+        return {name: makers[name]() for name in wanted}

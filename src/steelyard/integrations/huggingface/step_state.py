@@ -1,0 +1,66 @@
+"""Move the state of terms once per optimizer step, not once per micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.composition import CompositeLoss
+
+
+class StepState:
+    """State of the terms of a composite over the micro-batches of an optimizer step.
+
+    A term with state, such as `Adaptive`, updates it at each call. Under gradient accumulation each
+    micro-batch therefore begins with the state from the beginning of the step, and the state after
+    the step is the mean of theirs: for `Adaptive` and `EMADrift` the update by the mean value.
+
+    Args:
+        composite: the loss.
+    """
+
+    def __init__(self, composite: CompositeLoss) -> None:
+        self._composite = composite
+        self._before: Mapping[str, Any] | None = None
+        self._after: list[Mapping[str, Any]] = []
+
+    def begin_micro_batch(self) -> None:
+        """Restore the state from the beginning of the step; the first micro-batch records it."""
+        if self._before is None:
+            self._before = self._terms()
+        elif self._before:
+            self._set(self._before)
+
+    def end_micro_batch(self) -> None:
+        """Record the state after a micro-batch."""
+        if self._before:
+            self._after.append(self._terms())
+
+    def end_step(self) -> None:
+        """Set the mean of the states after the micro-batches."""
+        if len(self._after) > 1:
+            self._set(_mean(self._after))
+        self._before, self._after = None, []
+
+    def _terms(self) -> Mapping[str, Any]:
+        terms: Mapping[str, Any] = self._composite.get_extra_state()["terms"]
+        return terms
+
+    def _set(self, terms: Mapping[str, Any]) -> None:
+        self._composite.set_extra_state({"step": self._composite.step, "terms": terms})
+
+
+def _mean(states: Sequence[Any]) -> Any:
+    """Mean of several states: of numbers and float tensors; of anything else the last one."""
+    last = states[-1]
+    if isinstance(last, Mapping):
+        keyed = all(isinstance(state, Mapping) and state.keys() == last.keys() for state in states)
+        return {key: _mean([state[key] for state in states]) for key in last} if keyed else last
+    if all(isinstance(state, Tensor) and state.shape == last.shape for state in states):
+        return torch.stack(tuple(states)).mean(0) if last.is_floating_point() else last
+    if all(isinstance(state, float) for state in states):
+        return sum(states) / len(states)
+    return last
