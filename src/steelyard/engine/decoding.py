@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from steelyard.engine.adapter import Adapter
+from steelyard.engine.grouped_attention import grouped_attention
 from steelyard.engine.model import Model
 
 # Most tokens of one pass over prompts, padding included, and the shortest prompt of such a pass,
@@ -119,13 +120,15 @@ class DecodingBatch:
     def advance(self, tokens: Tensor) -> Tensor:
         """Append a token to each row; returns the logits `[N, V]` of the next ones."""
         self.lengths = [length + 1 for length in self.lengths]
-        inputs = {}
-        if min(self.lengths) < max(self.lengths):
-            lengths = torch.tensor(self.lengths, device=self._model.device)[:, None]
-            slots = torch.arange(max(self.lengths), device=self._model.device)
-            mask = slots >= len(slots) - lengths
-            inputs = {"attention_mask": mask.long(), "position_ids": lengths - 1}
-        return self._logits(tokens[:, None], self._cache, keep=1, **inputs)[:, -1]
+        tokens = tokens[:, None]
+        if min(self.lengths) == max(self.lengths):
+            return self._logits(tokens, self._cache, keep=1)[:, -1]
+        lengths = torch.tensor(self.lengths, device=self._model.device)[:, None]
+        slots = torch.arange(max(self.lengths), device=self._model.device)
+        mask = (slots >= len(slots) - lengths).long()
+        inputs = {"attention_mask": mask, "position_ids": lengths - 1}
+        with grouped_attention(self._model.config):
+            return self._logits(tokens, self._cache, keep=1, **inputs)[:, -1]
 
     def _passes(self, prompts: Sequence[Tensor]) -> Iterator[list[int]]:
         """Indices of the prompts of each pass, the longest first."""
