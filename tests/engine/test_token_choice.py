@@ -11,6 +11,7 @@ from scipy import stats  # type: ignore[import-untyped]  # SciPy has no types
 from tinker import types
 from torch import Tensor
 
+from steelyard.engine import token_choice
 from steelyard.engine.token_choice import (
     RowChoice,
     at_temperature,
@@ -203,8 +204,22 @@ def test_noise_is_a_function_of_seed_sample_and_position_alone() -> None:
 
 def test_noise_is_philox_of_the_named_key_and_counter() -> None:
     words = np.random.Philox(key=[7, 1], counter=[0, 5, 0, 0]).random_raw(256)
-    uniform = (words.view(np.uint32) + 0.5) / 2**32
+    uniform = words.view(np.uint32) / 2**32
     np.testing.assert_allclose(noise_of(7, 1, 5).numpy(), -np.log1p(-uniform), rtol=1e-7)
+
+
+def test_the_smallest_and_the_largest_bits_give_finite_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Extreme:
+        def random_raw(self, number: int) -> Any:
+            return np.array([0xFFFFFFFF00000000] * number, np.uint64)
+
+    monkeypatch.setattr(token_choice, "_philox", lambda _: Extreme())
+    for dtype in (torch.float32, torch.float64):
+        small, large = exponential_noise(rows_of(1), torch.empty(1, 2, dtype=dtype))[0].tolist()
+        assert small == pytest.approx(2.0**-33)
+        assert large == pytest.approx(24 * math.log(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -168,7 +168,7 @@ def _draw_top_p(weights: Tensor, race: Tensor, tokens: Tensor, limit: Tensor) ->
 def exponential_noise(rows: Sequence[RowChoice], like: Tensor) -> Tensor:
     """Independent standard exponential numbers `[N, V]`, of the shape and the dtype of `like`.
 
-    They are `-log(1 - u)` of `u = (bits + 1/2) / 2**32`, so that small ones, which decide, have the
+    They are `-log(1 - u)` of `u = bits / 2**32`, so that small ones, which decide, have the
     resolution of 32 bits.
     """
     if like.device.type != "cpu":
@@ -178,9 +178,9 @@ def exponential_noise(rows: Sequence[RowChoice], like: Tensor) -> Tensor:
     for index, row in enumerate(rows):
         words = _philox(row).random_raw((vocabulary + 1) // 2)
         bits[index] = words.view(np.uint32)[:vocabulary]
-    # Below 1 in float32 too: the logarithm of 0 would exclude a token.
-    uniform = torch.from_numpy(bits).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_()
+    # Above 0, and below 1 in float32 too: an infinite quotient or the logarithm of 0 would decide.
+    noise = torch.from_numpy(bits).clamp_(0.5, 2.0**32 - 2.0**8)
+    return noise.mul_(-(2.0**-32)).log1p_().neg_()
 
 
 def device_noise(rows: Sequence[RowChoice], like: Tensor) -> Tensor:
