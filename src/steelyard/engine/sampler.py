@@ -17,7 +17,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,7 @@ class _Job:
     fields: dict[str, Any] | None = None
     ended: int = 0
 
-    @property
+    @cached_property
     def key(self) -> bytes:
         """Equal for equal prompts."""
         return self.request.prompt.numpy().tobytes()
