@@ -93,6 +93,6 @@ def memory_row(name: str, memory: float, logits: Tensor) -> Row:
     return (
         f"{name}: memory beyond the gradient",
         f"{share:.2%} of the logits",
-        "≤ 1 %",
-        share <= 0.01,
+        "≤ 0.2 %",
+        share <= 0.002,
     )

@@ -51,6 +51,11 @@ def test_the_table_shows_the_flags(changed: dict[str, float | None], flags: list
     assert [flag for flag in FLAGS if flag in shown] == flags
 
 
+def test_the_table_shows_a_bound() -> None:
+    line = {**metrics(), "regularizers/t/1/bound": 0.25}
+    assert "5 (bound 0.25)" in shown_table(line)
+
+
 def test_the_table_names_the_space_of_the_gradients() -> None:
     assert "gradients w.r.t. log-probs" in shown_table(metrics())
     elsewhere: dict[str, Any] = {"regularizers/t/1/grad_space": "hidden_states"}

@@ -37,12 +37,6 @@ def test_a_known_term_is_restored_at_once() -> None:
     assert counter.calls == 5
 
 
-def test_terms_without_state_are_left_out() -> None:
-    states = TermStates()
-    states.add("plain", lambda data, logprobs: 0.0)
-    assert states.encoded() == {}
-
-
 @pytest.mark.parametrize("state", [{}, {"cals": 1}, None])
 def test_a_state_that_does_not_load_stays_and_names_its_term(state: Any) -> None:
     states = TermStates()

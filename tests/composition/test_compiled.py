@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,12 +113,14 @@ def test_the_composite_alone_compiled() -> None:
         assert torch.equal(total, loss(out, labels=labels, aux=aux))
 
 
-@pytest.mark.parametrize("what", ["apart", "norms"])
+@pytest.mark.parametrize("what", ["apart", "norms", "bound"])
 def test_what_a_compiler_cannot_see_breaks_the_graph_and_is_right(what: str) -> None:
     apart = {"run_in": "thread"} if what == "apart" else {}
 
     def build() -> CompositeLoss:
         terms = [term(activity, 0.5, "activity", **apart), term(confidence, 0.25, "confidence")]
+        if what == "bound":
+            terms[0] = replace(terms[0], weight=None, at_most=0.01)
         return CompositeLoss(cross_entropy, terms, track_grad_norms=what == "norms")
 
     counter = CompileCounter()

@@ -57,11 +57,12 @@ def test_valid_values_are_kept() -> None:
     assert config.train.learning_rate == {"cosine": [1e-4, 0, 10]}
 
 
-def test_the_schema_describes_the_three_forms_of_a_weight() -> None:
+def test_the_schema_describes_the_forms_of_a_weight() -> None:
     weight = Config.model_json_schema()["$defs"]["TermConfig"]["properties"]["weight"]
-    number, schedule, tuned = weight["anyOf"]
+    number, schedule, tuned, bound = weight["anyOf"]
     assert number == {"type": "number", "minimum": 0}
     assert {"type": "object", "properties": {"warmup": {}}, "required": ["warmup"]} in (
         schedule["anyOf"]
     )
     assert tuned["required"] == ["tune"]
+    assert [each["required"] for each in bound["anyOf"]] == [["at_most"], ["at_least"]]

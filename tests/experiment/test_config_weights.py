@@ -10,8 +10,11 @@ from steelyard.experiment.config_weights import (
     SCHEDULES,
     check_rate,
     check_weight,
+    fields_of,
     is_range,
+    range_of,
     schedule_of,
+    with_value,
 )
 from steelyard.spec import schedules
 
@@ -65,6 +68,51 @@ def test_a_range_is_a_weight_but_no_learning_rate(value: Any) -> None:
     assert check_weight(value) == value
     with pytest.raises(ValueError, match="schedules: constant, cosine"):
         check_rate(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "fields"),
+    [
+        ({"at_most": 0.1}, {"at_most": 0.1}),
+        ({"at_least": 0, "scale": 2}, {"at_least": 0.0, "scale": 2}),
+        ({"at_most": {"linear": [1, 0.1, 5]}}, {"at_most": schedules.linear(1, 0.1, 5)}),
+    ],
+)
+def test_a_bound_is_a_weight(value: Any, fields: dict[str, Any]) -> None:
+    assert check_weight(value) == value
+    assert fields_of(value) == fields
+    assert range_of(value) is None
+    with pytest.raises(ValueError, match=r"^must be "):
+        check_rate(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"at_most": 1, "at_least": 0},
+        {"at_most": 0},
+        {"at_most": "a"},
+        {"at_most": 1, "weight": 1},
+        {"at_most": 1, "scale": 0},
+        {"at_most": {"tune": [2, 1]}},
+        {"at_most": {"warmup": 3}},
+    ],
+)
+def test_invalid_bounds_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^must be "):
+        check_weight(value)
+
+
+def test_a_bound_may_be_tuned() -> None:
+    value = {"at_most": {"tune": [0.1, 1]}, "scale": 2}
+    assert check_weight(value) == value
+    assert range_of(value) == {"tune": [0.1, 1]}
+    assert with_value(value, 0.5) == {"at_most": 0.5, "scale": 2}
+    assert (range_of({"tune": [0, 1]}), with_value({"tune": [0, 1]}, 0.5)) == (
+        {"tune": [0, 1]},
+        0.5,
+    )
+    assert (range_of(0.5), fields_of(0.5)) == (None, {"weight": 0.5})
 
 
 def test_errors_state_the_form_of_the_schedule() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from steelyard import RegularizerSpec, schedules
 from steelyard.errors import SpecError
-from steelyard.spec import BASE, Gradient, OnError, RunIn, check_timeout, check_weight, title
+from steelyard.spec import BASE, Bound, Gradient, OnError, RunIn, check_timeout, check_weight, title
 
 
 def nothing(data: Any, logprobs: Any) -> float:
@@ -62,6 +62,13 @@ def spec_of(**fields: Any) -> RegularizerSpec:
     return RegularizerSpec(**{"fn": nothing, "weight": 0.1, "name": "term", **fields})
 
 
+EXACTLY_ONE = (
+    "exactly one of weight, at_most and at_least must be given, got {} (regularizer 'term')."
+)
+SCALE = (
+    "scale must be a finite number > 0, what a violation is measured against, got {} "
+    "(regularizer 'term')."
+)
 WEIGHT = "weight must be a finite number >= 0, got {} (regularizer 'term')."
 TIMEOUT = (
     "timeout must be a number of seconds above 0 and at most 300, got {} (regularizer 'term')."
@@ -86,7 +93,22 @@ GRADIENT = (
         ({"weight": float("inf")}, WEIGHT.format("inf")),
         ({"weight": "0.1"}, WEIGHT.format("'0.1'")),
         ({"weight": True}, WEIGHT.format("True")),
-        ({"weight": None}, WEIGHT.format("None")),
+        ({"weight": None}, EXACTLY_ONE.format("none")),
+        ({"at_most": 0.1}, EXACTLY_ONE.format("weight=0.1, at_most=0.1")),
+        (
+            {"weight": None, "at_most": 1, "at_least": 0},
+            EXACTLY_ONE.format("at_most=1, at_least=0"),
+        ),
+        (
+            {"weight": None, "at_most": float("nan")},
+            "a bound must be a finite number, or a schedule of them, got nan (regularizer 'term').",
+        ),
+        (
+            {"weight": None, "at_least": 0},
+            f"a bound of 0 needs a scale: {SCALE.format(None)}",
+        ),
+        ({"weight": None, "at_most": 1, "scale": -1}, SCALE.format(-1)),
+        ({"scale": 1.0}, "scale must be left out without a bound, got 1.0 (regularizer 'term')."),
         ({"weight": 1j}, WEIGHT.format("1j")),
         ({"fn": 3}, FN.format("3")),
         ({"fn": NotComputing()}, FN.format("NotComputing()")),
@@ -321,7 +343,7 @@ def test_the_defaults() -> None:
 
 def test_settings_are_keyword_only() -> None:
     with pytest.raises(TypeError, match="positional"):
-        RegularizerSpec(nothing, 0.1, "term", "inline")  # type: ignore[call-arg]
+        RegularizerSpec(nothing, 0.1, "term", "inline")  # type: ignore[call-arg,arg-type]
 
 
 @pytest.mark.parametrize(
@@ -484,14 +506,15 @@ def test_a_spec_stands_for_itself() -> None:
         (
             {"fn": nothing, "weigth": 0.1, "name": "term"},
             (
-                "a regularizer has no field 'weigth'; known: ['fn', 'weight', 'name', 'run_in', "
-                "'gradient', 'timeout', 'on_error', 'enabled', 'every', 'options', 'needs'] "
+                "a regularizer has no field 'weigth'; known: ['fn', 'weight', 'name', 'at_most', "
+                "'at_least', 'scale', 'run_in', 'gradient', 'timeout', 'on_error', 'enabled', "
+                "'every', 'options', 'needs'] "
                 "(regularizer 'term')."
             ),
         ),
         (
             {"fn": nothing, "name": "term"},
-            "a regularizer needs the field 'weight', got ['fn', 'name'] (regularizer 'term').",
+            EXACTLY_ONE.format("none"),
         ),
         (
             {"weight": 0.1},
@@ -616,3 +639,27 @@ def test_numerical_gradients_move_log_probs_alone() -> None:
 
 def test_messages_call_a_term_by_its_title() -> None:
     assert (title(BASE), title("l2")) == ("the base loss", "regularizer 'l2'")
+
+
+def test_a_bound_at_a_step() -> None:
+    upper = RegularizerSpec(nothing, name="term", at_most=2)
+    lower = RegularizerSpec(nothing, name="term", at_least=schedules.linear(-1.0, -3.0, 2))
+    assert upper.is_bounded
+    assert (upper.weight_at(3), upper.bound_at(3)) == (0.0, Bound(2.0, 2.0, upper=True))
+    assert lower.bound_at(1) == Bound(-2.0, 2.0, upper=False)
+    assert RegularizerSpec(nothing, 0.1, "term").bound_at(0) is None
+    scaled = RegularizerSpec(nothing, name="term", at_most=0, scale=0.5)
+    assert scaled.bound_at(0) == Bound(0.0, 0.5, upper=True)
+    assert [upper.bound_at(0).error(value) for value in (1.0, 4.0)] == [-0.5, 1.0]  # type: ignore[union-attr]
+    assert lower.bound_at(0).error(-2.0) == 1.0  # type: ignore[union-attr]  # has one
+
+
+def test_a_bound_schedule_must_give_finite_numbers() -> None:
+    def failing(step: int) -> float:
+        raise KeyError(step)
+
+    bad = RegularizerSpec(nothing, name="term", at_most=lambda step: float("inf"))
+    with pytest.raises(SpecError, match=r"a bound must be .* got inf at step 4 \(regularizer"):
+        bad.bound_at(4)
+    with pytest.raises(SpecError, match="it raised KeyError: 4 at step 4"):
+        RegularizerSpec(nothing, name="term", at_most=failing).bound_at(4)

@@ -104,7 +104,7 @@ def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
     share = _format(row.share, "{:.0%}")
     cells = [
         row.name,
-        _format(row.value, "{:.4g}"),
+        _format(row.value, "{:.4g}") + ("" if row.bound is None else f" (bound {row.bound:.3g})"),
         _format(row.weight, "{:.4g}"),
         _format(row.contribution, "{:.4g}"),
         _format(row.grad_norm, "{:.3g}"),

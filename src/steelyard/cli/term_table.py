@@ -23,7 +23,8 @@ class TermRow:
     Attributes:
         name: name of the term; `"base"` is the base loss.
         value: value before the weight is applied.
-        weight: weight at this step.
+        bound: bound of the value; None for a term with a weight.
+        weight: weight at this step, or the multiplier that holds the value at its bound.
         contribution: weight × value, the summand in the total loss.
         grad_norm: norm of the weighted gradient.
         space: what the gradient is with respect to.
@@ -45,6 +46,7 @@ class TermRow:
     seconds: float | None = None
     flags: tuple[str, ...] = ()
     skipped: str | None = None
+    bound: float | None = None
 
 
 def rows_of(metrics: Mapping[str, Any]) -> list[TermRow]:
@@ -80,6 +82,7 @@ def _row(name: str, metrics: Mapping[str, Any], gradient: Gradient | None) -> Te
         weight,
         metrics[f"{prefix}/contribution"],
         **_gradient_columns(gradient),
+        bound=metrics.get(f"{prefix}/bound"),
         seconds=metrics.get(f"{prefix}/duration"),
         flags=flags_of(tracked="base_loss/grad_norm" in metrics, weight=weight, gradient=gradient),
     )

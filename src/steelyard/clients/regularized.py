@@ -17,7 +17,7 @@ from steelyard.composition import Aggregator, NamedBaseLoss, Pipeline, loss_name
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, Regularizer, RegularizerSpec, TermFn, is_whole
+from steelyard.spec import Regularizer, RegularizerSpec, TermFn, is_whole
 
 # The name under which a client that can `attach` saves our state with its own checkpoints.
 _ATTACHED_AS = "steelyard"
@@ -303,7 +303,7 @@ class RegularizedClient:
         values = [getattr(settings, field.name) for field in fields(settings)]
         pipeline = Pipeline(loss_fn, specs, *values, gives=gives, after=after)
         pipeline.model_id = getattr(self.client, "model_id", None)
-        for name, term in [(BASE, loss_fn), *((spec.name, spec.fn) for spec in pipeline.specs)]:
+        for name, term in pipeline.stateful.items():
             self._states.add(name, term)
         return pipeline
 

@@ -18,13 +18,13 @@ class TermStates:
         # Loaded states, encoded, of terms that no call has mentioned since.
         self._pending: dict[str, Any] = {}
 
-    def add(self, name: str, term: object) -> None:
+    def add(self, name: str, term: Stateful) -> None:
         """Keep the state of a term from now on, and restore it if one was loaded.
 
         Raises:
             StateError: the loaded state is not one of this term.
         """
-        if isinstance(term, Stateful) and self._terms.get(name) is not term:
+        if self._terms.get(name) is not term:
             self._restore(name, term)
             self._terms[name] = term
 

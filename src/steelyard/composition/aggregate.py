@@ -8,12 +8,13 @@ Gᵢⱼ = ⟨gᵢ, gⱼ⟩ of the rows of one space, so no further backward pass
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from steelyard.composition.bounds import size_of_base
 from steelyard.composition.terms import TermResult
 from steelyard.errors import SpecError
 from steelyard.gradients import Row, gram, norm_of, norms_and_cosines, split_metrics, weighted_sum
@@ -85,7 +86,7 @@ class Combined:
         totals: Σ factor · weight · gradient, one row per space.
         total_norm: the L2 norm of the total in the main space.
         norms: the norm of each term's gradient in its space; empty unless tracked.
-        cosines: of each pair of terms of one space.
+        cosines: of each pair of terms of one space; of its negative for a term with a lower bound.
         factors: by name, those that are not 1.
     """
 
@@ -119,7 +120,12 @@ def combine(
                 products = found
             own = norms_and_cosines([r.term.name for r in mine], found)
             norms |= own[0]
-            cosines |= own[1]
+            # A term with a lower bound is subtracted: it pulls against its own gradient.
+            lower = {r.term.name for r in mine if r.bound is not None and not r.bound.upper}
+            cosines |= {
+                (a, b): -cosine if (a in lower) != (b in lower) else cosine
+                for (a, b), cosine in own[1].items()
+            }
     factors = _factors([r for r in done if r.space == (main,)], aggregator, products)
     weights = {r.term.name: factors.get(r.term.name, 1.0) * float(r.weight) for r in done}
     totals: dict[str, Row] = {}
@@ -138,6 +144,31 @@ def combine(
     if not tracked:
         norms, cosines = {}, {}
     return Combined(totals, total_norm, norms, cosines, factors)
+
+
+def set_multipliers(
+    results: Sequence[TermResult], step: int, gradient_size: Callable[[TermResult], float]
+) -> None:
+    """Set the weights of the bounded terms, from the values of this call.
+
+    Args:
+        results: of the terms that ran, the base loss first.
+        step: number of the optimizer step.
+        gradient_size: Σ |∂ loss / ∂ input| of the base loss.
+    """
+    values = read_numbers(results)
+    size = None
+    for result, value in zip(results, values, strict=True):
+        bound = result.term.spec.bound_at(step)
+        if bound is None:
+            continue
+        multiplier = result.term.facts.multiplier
+        multiplier.begin_step(step)
+        multiplier.warn_if_unmet(result.term.name, bound, value)
+        if multiplier.needs_size and size is None:
+            size = size_of_base(values[0], gradient_size(results[0]))
+        weight = multiplier.weight(bound, value, size if multiplier.needs_size else None)
+        result.weight, result.bound = bound.sign * weight, bound
 
 
 def _factors(
@@ -210,16 +241,20 @@ def build_output(
             base = BaseLossOutput(value, norm, custom)
             continue
         space = result.space if result else ran[0].space
+        bound = result.bound if result else None
+        size = abs(weight)  # negative under a lower bound
         regularizers[name] = RegularizerOutput(
             name=name,
             value=value,
-            weight=weight,
-            contribution=weight * value,
+            weight=size,
+            contribution=(bound.sign if bound else 1) * size * value,
             grad_norm=norm,
-            grad_norm_weighted=None if norm is None else weight * norm,
+            grad_norm_weighted=None if norm is None else size * norm,
             custom=custom,
             duration=result.duration if result else 0.0,
             grad_space="+".join(space),
+            bound=bound.value if bound else None,
+            violation=max(0.0, bound.sign * (value - bound.value)) if bound else None,
         )
     added = sum(regularizer.contribution for regularizer in regularizers.values())
     return CustomLossOutput(

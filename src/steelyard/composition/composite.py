@@ -265,7 +265,9 @@ class CompositeLoss(nn.Module):
         settings = self._terms.settings
         self._tracked = settings.track_grad_norms and self._step % self._track_every == 0
         reads_gradients = self._tracked or settings.aggregator.reads_gram
-        self._traceable = not reads_gradients and all(runs_in_graph(t.spec) for t in self._due)
+        self._traceable = not reads_gradients and all(
+            runs_in_graph(t.spec) and not t.is_bounded for t in self._due
+        )
         self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
         self._read_aux = {name for spec in self.specs for name in _aux_of(spec)}
         weights = [each.spec.weight_at(self._step) for each in self._due]

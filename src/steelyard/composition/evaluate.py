@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter
 
-from steelyard.composition.aggregate import Aggregator, read_numbers
+from steelyard.composition.aggregate import Aggregator, read_numbers, set_multipliers
 from steelyard.composition.call_events import CallEvents
 from steelyard.composition.inputs import Inputs
 from steelyard.composition.placement import Job, gather, job_for, place_of
@@ -129,6 +129,9 @@ class Evaluator:
                 batch = batch or stack.enter_context(self._batch(jobs))
                 gather(jobs, batch, self._accept, self.fail)
         self._check_results(results)
+        if any(term.is_bounded for term in terms):
+            ran = [result for result in results if result.skipped is None]
+            set_multipliers(ran, step, inputs.gradient_size)
         return results
 
     def run_inline(self, result: TermResult) -> None:

@@ -109,6 +109,14 @@ class Inputs:
         if result.gradient_duration is None:
             result.gradient_duration = perf_counter() - began
 
+    def gradient_size(self, result: TermResult) -> float:
+        """Σ |∂ loss / ∂ input| of a term, over all inputs that require a gradient."""
+        inputs = requiring_grad(self.named)
+        if not inputs or result.value is None or not result.value.requires_grad:
+            return 0.0
+        row = differentiate(result.value, inputs)
+        return sum(gradient.abs().sum().item() for gradient in row if gradient is not None)
+
     def isolated(self, term: Term, *, check_finite: bool) -> IsolatedCall:
         """Build the call on detached copies of the inputs, to run in any thread or process."""
         spec, fn, gradient = term.spec, term.spec.fn, term.spec.gradient
@@ -307,6 +315,11 @@ class FlatInputs(Inputs):
         """Store the gradient of an isolated call."""
         gradient, by_need = evaluation.gradient, evaluation.extra
         result.gradients = by_need if gradient is None else {LOGPROBS: [gradient], **by_need}
+
+    def gradient_size(self, result: TermResult) -> float:
+        """Σ |∂ loss / ∂ log-prob| of a term."""
+        row = result.gradients.get(LOGPROBS, ())
+        return sum(gradient.abs().sum().item() for gradient in row if gradient is not None)
 
     def gradients(
         self, totals: Mapping[str, Row], results: Sequence[TermResult], *, tracked: bool

@@ -18,6 +18,7 @@ from steelyard.spec import (
     Regularizer,
     RegularizerSpec,
     Schedule,
+    Stateful,
     TermFn,
     check_timeout,
     is_async,
@@ -116,12 +117,12 @@ class TermSet:
             self._terms = tuple(term for term in self._terms if term is not gone)
 
     def set_weight(self, name: str, weight: float | Schedule) -> None:
-        """Change a weight, from the next call on.
+        """Change a weight, from the next call on; a bound is replaced by it.
 
         Raises:
             SpecError: there is no such regularizer, or the weight breaks a rule.
         """
-        self._change(name, weight=weight)
+        self._change(name, weight=weight, at_most=None, at_least=None, scale=None)
 
     def set_enabled(self, name: str, enabled: bool) -> None:
         """Switch a regularizer on or off, from the next call on.
@@ -131,9 +132,15 @@ class TermSet:
         """
         self._change(name, enabled=enabled)
 
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """The terms that keep state from batch to batch, and those with a bound, by name."""
+        terms = (self._base, *self._terms)
+        return {term.name: term.stateful for term in terms if term.stateful is not None}
+
     def state_dict(self) -> dict[str, Any]:
         """State of the stateful terms, by name."""
-        return {name: fn.state_dict() for name, fn in self._stateful().items()}
+        return {name: state.state_dict() for name, state in self.stateful.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned.
@@ -141,14 +148,14 @@ class TermSet:
         Raises:
             StateError: its names are not exactly those of the stateful terms.
         """
-        stateful = self._stateful()
+        stateful = self.stateful
         if set(state) != set(stateful):
             raise StateError(
                 f"state must hold exactly the stateful terms {sorted(stateful)}, "
                 f"got {sorted(state)}."
             )
-        for name, fn in stateful.items():
-            fn.load_state_dict(state[name])
+        for name, term in stateful.items():
+            term.load_state_dict(state[name])
 
     def __getstate__(self) -> dict[str, Any]:
         # Locks and pools cannot be pickled: a copy uses the default workers of its process.
@@ -159,10 +166,6 @@ class TermSet:
 
     def _term(self, spec: RegularizerSpec) -> Term:
         return Term(spec, self._facts.setdefault(spec.name, Facts()))
-
-    def _stateful(self) -> dict[str, Any]:
-        terms = (self._base, *self._terms)
-        return {term.name: term.spec.stateful for term in terms if term.spec.stateful is not None}
 
     def _change(self, name: str, **fields: Any) -> None:
         with self._lock:

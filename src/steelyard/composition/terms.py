@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from steelyard.composition.bounds import BoundedState, Multiplier
 from steelyard.composition.input_names import Reads
 from steelyard.errors import TermBusyError
 from steelyard.execution import Ticket
 from steelyard.gradients import Fusable, Joint, Method, Row
 from steelyard.penalties.from_logits import is_fusable
-from steelyard.spec import BASE, RegularizerSpec, title
+from steelyard.spec import BASE, Bound, RegularizerSpec, Stateful, title
 
 
 class DetachedTermWarning(UserWarning):
@@ -33,6 +34,7 @@ class Facts:
         stuck: the ticket of a call that timed out and still runs.
         prepared: the `fn` that its executor has accepted.
         inline_calls: number of its inline calls.
+        multiplier: controller of its weight, if it has a bound.
     """
 
     duration: float | None = None
@@ -40,6 +42,7 @@ class Facts:
     stuck: Ticket | None = None
     prepared: object = None
     inline_calls: int = 0
+    multiplier: Multiplier = field(default_factory=Multiplier)
 
     def __getstate__(self) -> dict[str, object]:
         # A stuck call belongs to this process; a copy has none.
@@ -55,17 +58,26 @@ class Term:
         facts: statistics of its calls.
         name: the name in the spec.
         is_base: whether it is the base loss.
+        is_bounded: whether it has a bound instead of a weight.
     """
 
     spec: RegularizerSpec
     facts: Facts = field(default_factory=Facts)
     name: str = field(init=False)
     is_base: bool = field(init=False)
+    is_bounded: bool = field(init=False)
 
     def __post_init__(self) -> None:
         # Plain attributes: torch.compile breaks the graph at cached properties.
         object.__setattr__(self, "name", self.spec.name)
         object.__setattr__(self, "is_base", self.spec.name == BASE)
+        object.__setattr__(self, "is_bounded", self.spec.is_bounded)
+
+    @cached_property
+    def stateful(self) -> Stateful | None:
+        """What keeps state from batch to batch: the term, its multiplier, or both; else None."""
+        own = self.spec.stateful
+        return BoundedState(self.facts.multiplier, own) if self.is_bounded else own
 
     @cached_property
     def may_fuse(self) -> bool:
@@ -77,12 +89,14 @@ class Term:
             and spec.timeout is None
             and spec.gradient in ("auto", "autograd")
             and not spec.options
+            and not self.is_bounded  # the weight is not known before the value
         )
 
     @cached_property
     def reads_logits(self) -> bool:
-        """Whether it is a function of `penalties.from_logits` over named inputs."""
-        return isinstance(self.spec.fn, Reads) and is_fusable(self.spec.fn.fn)
+        """Whether it is a function of `penalties.from_logits` over named inputs, with a weight."""
+        fn = self.spec.fn
+        return isinstance(fn, Reads) and is_fusable(fn.fn) and not self.is_bounded
 
     def due(self, step: int) -> bool:
         """Whether it runs at a step."""
@@ -148,7 +162,8 @@ class TermResult:
 
     Attributes:
         term: the base loss or a regularizer.
-        weight: its weight at this step; a tensor inside a compiled function.
+        weight: its weight at this step, negative under a lower bound; a tensor inside a compiled
+            function.
         place: where it ran: `"inline"` or the name of an executor.
         space: names of the inputs that its gradient norm is with respect to.
         in_graph: whether it runs in the autograd graph of the inputs when it is inline.
@@ -162,6 +177,7 @@ class TermResult:
         group: the terms it was fused with; their gradient is that of the group's total.
         skipped: the reason for which it was skipped, if it failed with `on_error="skip"`.
         started: start time for telemetry; 0 if no start event was emitted.
+        bound: the bound of its value at this step; None for a term with a weight.
     """
 
     term: Term
@@ -179,6 +195,7 @@ class TermResult:
     group: Group | None = None
     skipped: str | None = None
     started: float = 0.0
+    bound: Bound | None = None
 
 
 def _levels_to_the_caller() -> int:

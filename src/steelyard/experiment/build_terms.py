@@ -13,7 +13,7 @@ from steelyard.composition import Pipeline
 from steelyard.errors import ConfigError, RegistryError, SpecError
 from steelyard.experiment.config import Config, TermConfig
 from steelyard.experiment.config_secrets import resolve_secrets
-from steelyard.experiment.config_weights import is_range, schedule_of
+from steelyard.experiment.config_weights import fields_of, range_of
 from steelyard.experiment.secrets import redact
 from steelyard.spec import RegularizerSpec, build
 
@@ -93,19 +93,20 @@ def _loss(config: Config) -> Any:
 
 
 def _spec(entry: TermConfig) -> RegularizerSpec:
-    if is_range(entry.weight):
+    if range_of(entry.weight) is not None:
         raise ConfigError("weight must be a number or a schedule to train with, got a range")
     fields = entry.model_dump(exclude={"use", "weight"})
-    fields |= {"fn": entry.use, "weight": schedule_of(entry.weight)}
+    fields |= {"fn": entry.use, **fields_of(entry.weight)}
     return RegularizerSpec.from_dict({**fields, "options": resolve_secrets(entry.options)})
 
 
 def _check_schedule(spec: RegularizerSpec, steps: int) -> None:
-    # `weight_at` raises for a weight that is negative or not finite; a run of hours should not
-    # end with that.
-    if callable(spec.weight):
+    # Both raise for a schedule that yields no valid number; a run of hours should not end with
+    # that.
+    if any(callable(each) for each in (spec.weight, spec.at_most, spec.at_least)):
         for step in range(min(steps, _MAX_CHECKED_STEPS)):
             spec.weight_at(step)
+            spec.bound_at(step)
 
 
 def _locate_errors(location: str, build_part: Callable[[], T]) -> T:

@@ -35,6 +35,13 @@ _RANGE = {
     "required": ["tune"],
 }
 
+_BOUND = {
+    "anyOf": [
+        {"type": "object", "properties": {kind: {}, "scale": {}}, "required": [kind]}
+        for kind in ("at_most", "at_least")
+    ]
+}
+
 
 def _check_held_out(value: Any) -> Any:
     if isinstance(value, str) and value:
@@ -62,7 +69,9 @@ def _check_objective(value: Any) -> Any:
 
 # `Any`: each check takes any value, and its error states the whole rule.
 Weight: TypeAlias = Annotated[
-    Any, AfterValidator(check_weight), WithJsonSchema({"anyOf": [_NUMBER, _SCHEDULE, _RANGE]})
+    Any,
+    AfterValidator(check_weight),
+    WithJsonSchema({"anyOf": [_NUMBER, _SCHEDULE, _RANGE, _BOUND]}),
 ]
 Rate: TypeAlias = Annotated[
     Any, AfterValidator(check_rate), WithJsonSchema({"anyOf": [_NUMBER, _SCHEDULE]})

@@ -1,4 +1,4 @@
-"""Weights and learning rates in config files: a number, a schedule, or a range to tune."""
+"""Weights, bounds and learning rates in config files: numbers, schedules, or ranges to tune."""
 
 from __future__ import annotations
 
@@ -16,16 +16,26 @@ SCHEDULES = {
     "piecewise": '{ "0" = v, "100" = w }',
     "warmup": "[v, steps]",
 }
-_FORMS = "a number >= 0, a schedule such as { warmup = [0.1, 10] }, or { tune = [low, high] }"
+_FORMS = (
+    "a number >= 0, a schedule such as { warmup = [0.1, 10] }, { tune = [low, high] }, or a bound "
+    "such as { at_most = 0.1 }"
+)
+_BOUNDS = ("at_most", "at_least")
+_BOUND = (
+    "{ at_most = b } or { at_least = b }, with scale = s where b is 0; b is a number, a schedule "
+    "or { tune = [low, high] }"
+)
 _RANGE = "{ tune = [low, high], log = true } with 0 <= low < high, and low > 0 where log is true"
 
 
 def check_weight(value: Any) -> Any:
-    """Check that `value` is a number >= 0, a schedule or a range to tune, and return it.
+    """Check that `value` is a number >= 0, a schedule, a range to tune or a bound, and return it.
 
     Raises:
         ValueError: it is none of these; the message is the rule.
     """
+    if _is_bound(value):
+        return _check_bound(value)
     if is_range(value):
         return _check_range(value)
     return check_rate(value)
@@ -52,6 +62,31 @@ def is_range(value: Any) -> bool:
     return isinstance(value, Mapping) and "tune" in value
 
 
+def range_of(weight: Any) -> Mapping[str, Any] | None:
+    """Range to tune of a weight or of a bound; None if it is none."""
+    if _is_bound(weight):
+        weight = next(weight[key] for key in _BOUNDS if key in weight)
+    return weight if is_range(weight) else None
+
+
+def with_value(weight: Any, value: float) -> Any:
+    """Weight or bound with a value in place of its range."""
+    if not _is_bound(weight):
+        return value
+    return {key: value if key in _BOUNDS else each for key, each in weight.items()}
+
+
+def fields_of(weight: Any) -> dict[str, Any]:
+    """Convert a weight or a bound to fields of a `RegularizerSpec`.
+
+    Raises:
+        ValueError: it is none; the message is the rule.
+    """
+    if not _is_bound(weight):
+        return {"weight": schedule_of(weight)}
+    return {key: schedule_of(each) if key in _BOUNDS else each for key, each in weight.items()}
+
+
 def schedule_of(value: Any) -> float | Schedule:
     """Convert a number or schedule of a config file to a float or a function of the step.
 
@@ -73,6 +108,26 @@ def schedule_of(value: Any) -> float | Schedule:
         reason = f" ({error})" if isinstance(error, SpecError) else ""
         raise ValueError(f"{rule}{reason}") from error
     return schedule
+
+
+def _is_bound(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(key in value for key in _BOUNDS)
+
+
+def _check_bound(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    limits = [each for key, each in value.items() if key in _BOUNDS]
+    scale = value.get("scale", 1.0)
+    valid = len(limits) == 1 and value.keys() <= {*_BOUNDS, "scale"}
+    if not valid or not is_finite(scale) or scale <= 0:
+        raise ValueError(f"must be {_BOUND}")
+    (limit,) = limits
+    if is_range(limit):
+        _check_range(limit)
+    elif isinstance(limit, Mapping):
+        schedule_of(limit)
+    elif not is_finite(limit) or (limit == 0 and "scale" not in value):
+        raise ValueError(f"must be {_BOUND}")
+    return value
 
 
 def _check_range(value: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -120,8 +120,8 @@ class _Values:
         gradient: Gradient = "score" if spec.gradient == "score" else "none"
         try:
             return replace(
-                spec, fn=measurement(spec.fn), weight=0.0, gradient=gradient,
-                enabled=True, every=1, on_error="skip",
+                spec, fn=measurement(spec.fn), weight=0.0, at_most=None, at_least=None,
+                scale=None, gradient=gradient, enabled=True, every=1, on_error="skip",
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - copying a term with state calls anybody's code
             self.failed[spec.name] = describe(error)

@@ -13,7 +13,7 @@ import numpy as np
 from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment.config import Config, TuneConfig
 from steelyard.experiment.config_secrets import literal_secrets
-from steelyard.experiment.config_weights import is_range
+from steelyard.experiment.config_weights import range_of, with_value
 from steelyard.experiment.overall_progress import OverallProgress
 from steelyard.experiment.paired_differences import estimate
 from steelyard.experiment.reference_logprobs import share_reference_logprobs
@@ -59,12 +59,12 @@ class Tuned:
 
 
 def weight_ranges(config: Config) -> dict[str, Mapping[str, Any]]:
-    """Weights that are ranges to tune, by the term's name, or `<use>#<number>` without a name."""
+    """Ranges of weights and bounds to tune, by the term's name; `<use>#<number>` without one."""
     entries = enumerate(config.regularizers, 1)
     return {
-        entry.name or f"{entry.use}#{number}": entry.weight
+        entry.name or f"{entry.use}#{number}": found
         for number, entry in entries
-        if is_range(entry.weight)
+        if (found := range_of(entry.weight)) is not None
     }
 
 
@@ -72,7 +72,9 @@ def with_weights(config: Config, weights: Mapping[str, float]) -> Config:
     """Copy of the config with these weights in place of the ranges, in their order."""
     remaining = iter(weights.values())
     entries = [
-        entry.model_copy(update={"weight": next(remaining)}) if is_range(entry.weight) else entry
+        entry
+        if range_of(entry.weight) is None
+        else entry.model_copy(update={"weight": with_value(entry.weight, next(remaining))})
         for entry in config.regularizers
     ]
     return config.model_copy(update={"regularizers": entries})

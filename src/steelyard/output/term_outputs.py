@@ -38,14 +38,18 @@ class RegularizerOutput:
     Attributes:
         name: the name in its spec.
         value: the raw value, before the weight.
-        weight: the weight at this step.
-        contribution: weight * value, what it adds to the loss.
+        weight: the weight at this step; under a bound, the multiplier.
+        contribution: weight * value, what it adds to the loss; -weight * value under a lower
+            bound.
         grad_norm: L2 norm of d value / d logprobs; None unless tracked, and for a term
             without a gradient.
         grad_norm_weighted: weight * grad_norm.
         custom: the metrics the regularizer returned.
         duration: seconds it took, its gradient included.
         grad_space: what its gradient is with respect to.
+        bound: the bound of its value at this step; None for a term with a weight.
+        violation: by how much the value is beyond the bound, 0 if it is not; None for a term
+            with a weight.
     """
 
     name: str
@@ -57,6 +61,8 @@ class RegularizerOutput:
     custom: Mapping[str, float] = field(default_factory=dict)
     duration: float = 0.0
     grad_space: str = "logprobs"
+    bound: float | None = None
+    violation: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; gradient fields are there only when tracked."""

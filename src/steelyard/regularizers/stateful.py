@@ -131,7 +131,7 @@ class Adaptive:
             `{"fn": ..., "options": {...}}`. It may be async.
         target: the target value, not 0.
         rate: gain of the controller, above 0.
-        clip: the relative error to which larger ones are clamped, above 0.
+        clip: the relative error to which larger ones are clamped, above 0; rate · clip is below 1.
         initial: λ of the first batch.
         minimum: lower bound of λ, above 0.
         maximum: upper bound of λ.
@@ -172,6 +172,8 @@ class Adaptive:
         _options.require(self.target != 0, "target", "a number other than 0", target, self.name)
         self.rate = _options.positive("rate", rate, self.name)
         self.clip = _options.positive("clip", clip, self.name)
+        settles = self.rate * self.clip < 1
+        _options.require(settles, "rate", "below 1 / clip, or λ may drop to 0", rate, self.name)
         self.minimum = _options.positive("minimum", minimum, self.name)
         self.maximum = _options.at_least("maximum", maximum, self.minimum, self.name)
         self.multiplier = _options.positive("initial", initial, self.name)
@@ -249,7 +251,6 @@ class Adaptive:
         used = self.multiplier  # this batch is scaled by the multiplier from before the update
         if is_finite(observed):
             error = (observed - self.target) / abs(self.target)
-            # rate · clip >= 1 may make the factor <= 0; the minimum, above 0, keeps λ positive.
             factor = 1 + self.rate * min(max(error, -self.clip), self.clip)
             self.multiplier = min(max(used * factor, self.minimum), self.maximum)
         return penalty * used, {**(metrics or {}), "observed": observed, "multiplier": used}

@@ -15,10 +15,11 @@ from steelyard.spec.regularizer import (
     check_timeout,
     title,
 )
-from steelyard.spec.weights import check_weight, weight_at
+from steelyard.spec.weights import Bound, check_weight, weight_at
 
 __all__ = [
     "BASE",
+    "Bound",
     "Gradient",
     "Metrics",
     "OnError",

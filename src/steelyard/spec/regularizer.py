@@ -13,7 +13,14 @@ from steelyard.spec import callables, registry
 from steelyard.spec.built_in import SHORT
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Schedule, Stateful, TermFn
-from steelyard.spec.weights import check_weight, weight_at
+from steelyard.spec.weights import (
+    Bound,
+    bound_at,
+    check_bound,
+    check_scale,
+    check_weight,
+    weight_at,
+)
 
 RunIn: TypeAlias = Literal["auto", "inline", "thread", "process", "async"]
 Gradient: TypeAlias = Literal["auto", "autograd", "numerical", "score", "none"]
@@ -37,8 +44,14 @@ class RegularizerSpec:
     Attributes:
         fn: `(data, logprobs) -> loss` or `-> (loss, metrics)`, may be async; or an object
             with `compute(data, logprobs, **options)`.
-        weight: a finite number >= 0, or a schedule `step -> float`.
+        weight: a finite number >= 0, or a schedule `step -> float`. Exactly one of `weight`,
+            `at_most` and `at_least` is given.
         name: unique in its list; may be left out if `fn` has a `name`.
+        at_most: upper bound of its value, a number or a schedule. The weight is then found at each
+            step, so that the value stays there.
+        at_least: lower bound of its value; the term is then subtracted from the loss.
+        scale: what a violation of a bound is measured against; None: the size of the bound. A
+            bound of 0 needs it.
         run_in: where it runs; `"auto"` is the regularizer's own `run_in`, if it has one; else a
             thread until a call has been cheap, then inline, and the event loop if it is async.
         gradient: how it is differentiated with respect to the log-probs. `"auto"` is the
@@ -63,9 +76,12 @@ class RegularizerSpec:
     """
 
     fn: Any  # a callable or a Regularizer: the rule is checked below
-    weight: float | Schedule
+    weight: float | Schedule | None = None
     name: str = ""
     _: KW_ONLY
+    at_most: float | Schedule | None = None
+    at_least: float | Schedule | None = None
+    scale: float | None = None
     run_in: RunIn = "auto"
     gradient: Gradient = "auto"
     timeout: float | None = None
@@ -79,8 +95,7 @@ class RegularizerSpec:
         self._check_fn()
         self._heed_preferences()
         self._check_needs()
-        if not callable(self.weight):
-            self._settle("weight", check_weight(self.weight, self.name))
+        self._check_weight()
         for key, allowed in _CHOICES.items():
             value = getattr(self, key)
             known = isinstance(value, str) and value in allowed
@@ -107,14 +122,31 @@ class RegularizerSpec:
         """`fn`, if it keeps state from batch to batch."""
         return self.fn if isinstance(self.fn, Stateful) else None
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it has a bound instead of a weight."""
+        return self.weight is None
+
     def weight_at(self, step: int) -> float:
-        """The weight at `step`.
+        """The weight at `step`; 0 for a term with a bound, whose weight a controller finds.
 
         Raises:
             SpecError: a schedule yields a negative or non-finite weight there.
         """
-        found: float = weight_at(self.weight, step, self.name)
+        found: float = 0.0 if self.weight is None else weight_at(self.weight, step, self.name)
         return found
+
+    def bound_at(self, step: int) -> Bound | None:
+        """The bound at `step`; None for a term with a weight.
+
+        Raises:
+            SpecError: a schedule yields no finite number there, or 0 without a `scale`.
+        """
+        for limit, upper in ((self.at_most, True), (self.at_least, False)):
+            if limit is not None:
+                value = bound_at(limit, step, self.name)
+                return Bound(value, check_scale(value, self.scale, self.name), upper)
+        return None
 
     def due(self, step: int) -> bool:
         """Whether the term runs at `step`."""
@@ -140,11 +172,8 @@ class RegularizerSpec:
         for key in fields_:
             if key not in known:
                 raise SpecError(f"a regularizer has no field {key!r}; known: {known}{where}.")
-        for key in ("fn", "weight"):
-            if key not in fields_:
-                raise SpecError(
-                    f"a regularizer needs the field {key!r}, got {list(fields_)}{where}."
-                )
+        if "fn" not in fields_:
+            raise SpecError(f"a regularizer needs the field 'fn', got {list(fields_)}{where}.")
         values = dict(fields_)
         if isinstance(values["fn"], str):
             name = values["fn"]
@@ -190,6 +219,25 @@ class RegularizerSpec:
                 self._settle(key, preferred)
         if not self.needs:
             self._settle("needs", getattr(self.fn, "needs", ()))
+
+    def _check_weight(self) -> None:
+        limits = ("weight", "at_most", "at_least")
+        given = {key: limit for key in limits if (limit := getattr(self, key)) is not None}
+        if len(given) != 1:
+            got = ", ".join(f"{key}={limit!r}" for key, limit in given.items()) or "none"
+            raise SpecError(
+                f"exactly one of weight, at_most and at_least must be given, got {got} "
+                f"(regularizer {self.name!r})."
+            )
+        ((key, limit),) = given.items()
+        if key == "weight":
+            self._require(self.scale is None, "scale", "left out without a bound")
+            if not callable(limit):
+                self._settle("weight", check_weight(limit, self.name))
+            return
+        if not callable(limit):
+            self._settle(key, check_bound(limit, self.name))
+            check_scale(getattr(self, key), self.scale, self.name)
 
     def _check_needs(self) -> None:
         listed = [self.needs] if isinstance(self.needs, str) else self.needs

@@ -1,9 +1,9 @@
-"""Validation of weights, for every kind of term: a finite number, or a schedule of them."""
+"""Validation of weights, for every kind of term, and of bounds: numbers, or schedules of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from steelyard.errors import InputError, SpecError
 from steelyard.spec.messages import describe
@@ -96,6 +96,78 @@ def weight_at(
     if _is_allowed(found, negative=negative):  # before a message, which Dynamo could not format
         return float(found)
     return check_weight(found, name, f" at step {step}", negative=negative, kind=kind)
+
+
+class Bound(NamedTuple):
+    """Bound of a term's value at one step.
+
+    Attributes:
+        value: the bound.
+        scale: what a violation is measured against.
+        upper: True for `at_most`, False for `at_least`.
+    """
+
+    value: float
+    scale: float
+    upper: bool
+
+    @property
+    def sign(self) -> int:
+        """Sign of the term in the loss: 1 for an upper bound, -1 for a lower one."""
+        return 1 if self.upper else -1
+
+    def error(self, value: float) -> float:
+        """Distance of a value from the bound, in units of the scale; positive if violated."""
+        return self.sign * (value - self.value) / self.scale
+
+
+def check_bound(bound: object, name: str, where: str = "") -> float:
+    """Check that a bound is a finite number; returns a float.
+
+    Raises:
+        SpecError: it is not.
+    """
+    if not is_finite(bound):
+        raise SpecError(
+            f"a bound must be a finite number, or a schedule of them, got {bound!r}{where} "
+            f"(regularizer {name!r})."
+        )
+    return float(cast("float", bound))
+
+
+def bound_at(bound: float | Callable[[int], Any], step: int, name: str) -> float:
+    """Bound at `step`: the number itself, or the value of its schedule.
+
+    Raises:
+        SpecError: the schedule raises, or does not return a finite number.
+    """
+    if not callable(bound):
+        return bound
+    try:
+        found = bound(step)
+    except Exception as error:
+        raise SpecError(
+            f"a bound must be a schedule that gives a number for every step, and it raised "
+            f"{describe(error)} at step {step} (regularizer {name!r})."
+        ) from error
+    return check_bound(found, name, f" at step {step}")
+
+
+def check_scale(bound: float, scale: object, name: str) -> float:
+    """Scale of a bound's violations: `scale`, or else the size of the bound.
+
+    Raises:
+        SpecError: `scale` is not a finite number > 0, or is missing where the bound is 0.
+    """
+    if scale is None and bound != 0:
+        return abs(bound)
+    if not is_finite(scale) or cast("float", scale) <= 0:
+        need = "a bound of 0 needs a scale: " if scale is None else ""
+        raise SpecError(
+            f"{need}scale must be a finite number > 0, what a violation is measured against, "
+            f"got {scale!r} (regularizer {name!r})."
+        )
+    return float(cast("float", scale))
 
 
 def _is_allowed(weight: object, *, negative: bool) -> bool:

@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 import pytest
 
 from steelyard.experiment.report import charts, write_report
+from steelyard.experiment.report.formatting import summarize
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import findings
 from tests.experiment.folders import write_run
@@ -115,3 +116,26 @@ def test_mean_times_are_bars_with_their_text() -> None:
     assert (bar["x"], bar["y"], bar["text"]) == ([0.5], ["kl"], ["500 ms"])
     assert mean.alt == "Bar chart: kl 500 ms."
     assert [trace["name"] for trace in steps.traces] == ["kl"], "no time of whole steps is known"
+
+
+def test_a_bound_is_drawn_with_the_value_and_its_multiplier() -> None:
+    at = "regularizers/kl"
+    rows = [
+        {"step": step, f"{at}/contribution": 0.1, f"{at}/value": value, f"{at}/weight": 0.5 * step,
+         f"{at}/bound": 0.2, f"{at}/violation": max(0.0, value - 0.2)}
+        for step, value in enumerate([0.1, 0.3, 0.201])
+    ]  # fmt: skip
+    run = LoadedRun("run", Path(), {}, rows)
+    found = findings(run)
+    figures = {
+        figure.key: figure for section in charts.sections(run, found) for figure in section.figures
+    }
+    assert [trace["name"] for trace in figures["value-0"].traces] == ["kl", "bound"]
+    assert figures["value-0"].traces[1]["y"] == [0.2, 0.2, 0.2]
+    assert figures["multiplier-0"].traces[0]["y"] == [0.0, 0.5, 1.0]
+    (term,) = found.terms
+    assert (term.bound, term.unmet) == (0.2, 1), "0.201 is within 5 %"
+    assert summarize(found)[2] == (
+        "“kl” went from 0.100 to 0.201, with a bound of 0.200: it was beyond it by more than 5 % "
+        "at 1 of 3 steps."
+    )

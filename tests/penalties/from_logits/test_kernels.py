@@ -1,4 +1,7 @@
-"""The Triton kernels: on a GPU if there is one, else through Triton's interpreter."""
+"""The kernels: on a GPU if there is one, else Triton's through its interpreter.
+
+On GPUs that have clusters every test runs with both kernels.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ from steelyard.penalties.from_logits._components import (
     needs_targets,
     parse_terms,
 )
+from steelyard.penalties.from_logits.cluster import launch as cluster
 from tests.penalties.from_logits.cases import TERMS, by_autograd, inputs, written
 
 REAL = torch.cuda.is_available()
@@ -44,10 +48,20 @@ PAIRS = [*map(list, combinations_with_replacement(EVERY, 2))] if REAL else [["en
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(autouse=True)
-def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernels with a small shape: several pieces in a row, several tiles in a piece."""
+HAS_CLUSTERS = REAL and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@pytest.fixture(autouse=True, params=["triton", "cluster"] if HAS_CLUSTERS else ["triton"])
+def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that launches the kernel.
+
+    Triton's has a small shape: several pieces in a row, several tiles in a piece.
+    """
     monkeypatch.setattr(_operators, "_has_kernels", lambda x: True)
+    if request.param == "cluster":
+        monkeypatch.setattr(cluster, "ENABLED", True)
+        return cluster
+    monkeypatch.setattr(cluster, "fits", lambda *inputs: False)
     monkeypatch.setattr(_launch, "shape_for", lambda kinds, wants: _launch.Shape(2, 2))
     return _launch
 
@@ -82,7 +96,7 @@ def run_sweep(
         sum(t.weight * s for t in terms for c, s in t.components if c == k) for k in components
     ]
     assert launch.fits(logits, reference, components)
-    return launch.sweep(
+    found = launch.sweep(
         logits,
         reference if needs_reference(components) else None,
         targets if needs_targets(components) else None,
@@ -92,6 +106,8 @@ def run_sweep(
         Wants(**wants),
         into=torch.full_like(logits, torch.nan) if wants.get("logits") else None,
     )
+    assert found is not None
+    return found
 
 
 def check(
@@ -215,10 +231,11 @@ def test_the_default_shape(
     check(launch, names, inputs(31, rows, classes, torch.bfloat16), tolerance=ROUGH)
 
 
-def test_mixed_floats(launch: ModuleType) -> None:
+def test_mixed_floats() -> None:
     logits, _, targets = inputs(26, 2, 64, torch.float32)
     reference = inputs(27, 2, 64, torch.bfloat16)[1]
-    check(launch, ["forward"], (logits, reference, targets), tolerance=2e-3)
+    assert not cluster.fits(logits.to(DEVICE), reference.to(DEVICE), [])
+    check(_launch, ["forward"], (logits, reference, targets), tolerance=2e-3)
 
 
 # Through the front door.

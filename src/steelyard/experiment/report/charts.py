@@ -10,6 +10,7 @@ from steelyard.experiment.report.detail_charts import (
 from steelyard.experiment.report.figure import (
     Figure,
     Section,
+    Trace,
     bars,
     color,
     heatmap,
@@ -46,6 +47,12 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
         ),
         held_out_section(run),
         own_metrics_section(run),
+        Section(
+            "multipliers",
+            "Multipliers",
+            "The weight that holds a term at its bound, the dashed line in the chart of its value.",
+            _multipliers(run, found),
+        ),
         Section(
             "contributions",
             "Contributions",
@@ -110,13 +117,38 @@ def _values(run: LoadedRun, found: Findings) -> list[Figure]:
             f"value-{index}",
             term.name,
             f"Line chart: the value of {term.name}, {format_change(term.value)}.",
-            [line(term.name, run.series(f"regularizers/{term.name}/value"), color(index))],
+            [
+                line(term.name, run.series(f"regularizers/{term.name}/value"), color(index)),
+                *_bound(run, term.name),
+            ],
             layout=over_steps() | {"showlegend": False},
             size="small",
             height=190,
         )
         for index, term in enumerate(found.terms)
         if term.steps
+    ]
+
+
+def _bound(run: LoadedRun, name: str) -> list[Trace]:
+    points = run.series(f"regularizers/{name}/bound")
+    trace = line("bound", points, "total") | {"line": {"width": 1, "dash": "dash"}}
+    return [trace | {"mode": "lines"}] if points[0] else []
+
+
+def _multipliers(run: LoadedRun, found: Findings) -> list[Figure]:
+    return [
+        Figure(
+            f"multiplier-{index}",
+            term.name,
+            f"Line chart: the multiplier of {term.name}, at the end {number(term.weight)}.",
+            [line(term.name, run.series(f"regularizers/{term.name}/weight"), color(index))],
+            layout=over_steps() | {"showlegend": False},
+            size="small",
+            height=190,
+        )
+        for index, term in enumerate(found.terms)
+        if term.bound is not None
     ]
 
 

@@ -145,6 +145,12 @@ def summarize(found: Findings) -> list[str]:
         end = "" if reasons.endswith("…") else "."
         steps = f"{skip_count(term)} of {found.steps} steps"
         sentences.append(f"“{term.name}” was skipped at {steps}: {reasons}{end}")
+    sentences += [
+        f"“{term.name}” went {format_change(term.value)}, with a bound of {number(term.bound)}: it "
+        f"was beyond it by more than 5 % at {term.unmet} of {term.steps} steps."
+        for term in found.terms
+        if term.bound is not None
+    ]
     if not found.tracked:
         return [*sentences, "Gradient norms were not tracked: shares and cosines are unknown."]
     return [*sentences, *_gradient_sentences(found)]

@@ -18,6 +18,8 @@ from steelyard.experiment.step_metrics import (
     terms_that_ran,
 )
 
+_UNMET = 0.05  # of a bound: a violation below this is the noise of a batch
+
 
 @dataclass(frozen=True)
 class Change:
@@ -57,6 +59,8 @@ class TermFinding:
         flags: warnings about these numbers, see `steelyard.experiment.flags`.
         skipped: number of steps at which it failed and was skipped, by reason, the most frequent
             first.
+        bound: its last bound; None for a term with a weight.
+        unmet: number of steps at which its value was beyond the bound by more than 5 % of it.
     """
 
     name: str
@@ -69,6 +73,8 @@ class TermFinding:
     steps: int = 0
     flags: tuple[str, ...] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
+    bound: float | None = None
+    unmet: int = 0
 
     @property
     def share(self) -> float | None:
@@ -218,6 +224,17 @@ def _term(run: LoadedRun, name: str, gradient: Gradient | None) -> TermFinding:
             gradient=gradient,
         ),
         skipped=_skip_counts(run, name),
+        bound=_last(run, f"{prefix}/bound"),
+        unmet=_unmet_steps(run, prefix),
+    )
+
+
+def _unmet_steps(run: LoadedRun, prefix: str) -> int:
+    beyond = ((row.get(f"{prefix}/violation"), row.get(f"{prefix}/bound")) for row in run.rows)
+    return sum(
+        violation > _UNMET * abs(bound)
+        for violation, bound in beyond
+        if violation is not None and bound is not None
     )
 
 

@@ -50,7 +50,8 @@ class MetricAccumulator:
             value = result.value.double()
             weight = torch.as_tensor(result.weight).to(value)
             factor = value.new_tensor(1.0) if result.term.is_base else torch.as_tensor(share)
-            numbers = torch.stack([value, weight, weight * value, torch.ones_like(value)])
+            # A weight is negative under a lower bound; the multiplier is logged.
+            numbers = torch.stack([value, weight.abs(), weight * value, torch.ones_like(value)])
             numbers = numbers * factor.to(value) / divisor
             self._micro_batches.setdefault(result.term.name, []).append(numbers)
 

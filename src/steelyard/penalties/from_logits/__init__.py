@@ -7,7 +7,8 @@
 * `fusion`: `fusable`: find the calls of a loss that can be computed together
 * `lm_head`: the output layer of a language model as a `Projection`; needs torch
 
-On CUDA these run as Triton kernels; elsewhere as plain formulas over blocks of rows.
+On CUDA these run as one kernel (`cluster` on Hopper and newer GPUs, else Triton's); elsewhere as
+plain formulas over blocks of rows.
 """
 
 from steelyard.penalties.from_logits.composed_linear import compose_linear

@@ -6,6 +6,7 @@ A component is one formula of the softmax with a gradient in closed form. `kl` w
 A new kind gets its number, its inputs and its term here, its formulas in `_formulas`, and its
 function in `logit_terms`. It then works on every backend. Its pieces in `_kernel_components` make
 it part of the Triton kernels; without them, calls with it take the plain formulas on a GPU too.
+Those in `cluster/components.cuh` make it part of the cluster kernel.
 """
 
 from __future__ import annotations

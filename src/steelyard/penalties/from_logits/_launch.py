@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from itertools import combinations_with_replacement, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from steelyard.penalties.from_logits._kernel_components import (
     statistics_count,
 )
 from steelyard.penalties.from_logits._kernels import scale_kernel, sweep_kernel
+from steelyard.penalties.from_logits.cluster.launch import symmetric
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _NARROW = (torch.bfloat16, torch.float16)
@@ -155,17 +156,7 @@ def _cdiv(a: int, b: int) -> int:
 
 def _gram(products: Tensor, count: int) -> Tensor:
     """Symmetric matrix of inner products, summed over pieces in float64."""
-    return products.sum((1, 2), dtype=torch.float64)[_places(count, products.device)]
-
-
-@cache
-def _places(count: int, device: torch.device) -> Tensor:
-    """Index of the pair for each entry of the symmetric matrix, `[count, count]`."""
-    pairs = list(combinations_with_replacement(range(count), 2))
-    return torch.tensor(
-        [[pairs.index((min(i, j), max(i, j))) for j in range(count)] for i in range(count)],
-        device=device,
-    )
+    return symmetric(products.sum((1, 2), dtype=torch.float64), count)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -236,13 +236,25 @@ def run_sweep(
         from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
 
         if _launch.fits(logits, reference, components):
-            into = logits if in_place else None
-            return _launch.sweep(
-                logits, reference, targets, scale, components, weights, wants, into=into
-            )
+            problem = (logits, reference, targets, scale, components, weights, wants)
+            return _run_kernel(problem, into=logits if in_place else None)
     elif targets is not None:
         check_targets(targets, scale, logits.shape[-1])
     return sweep(xp, logits, reference, targets, scale, components, weights, wants)
+
+
+def _run_kernel(problem: Any, into: Tensor | None) -> SweepResult:
+    """Sweep by the cluster kernel if it is enabled and can, else by the Triton kernel."""
+    from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
+    from steelyard.penalties.from_logits.cluster import launch  # noqa: PLC0415  # for GPUs alone
+
+    logits, reference, _, _, components, *_ = problem
+    enabled = launch.ENABLED and launch.fits(logits, reference, components)
+    if enabled:  # pragma: no cover  # by `make test-gpu`
+        found = launch.sweep(*problem, into=into)
+        if found is not None:
+            return found
+    return _launch.sweep(*problem, into=into)
 
 
 def flat(components: Sequence[Component]) -> tuple[list[int], list[float], list[float]]:

@@ -1,0 +1,75 @@
+"""Division of a row among the blocks of a cluster."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+VECTOR_BYTES = 16  # of the widest load
+# More than 8 are not portable; H100 and H200 have 16. Sizes left out fill a GPU less well.
+_CLUSTERS = (1, 2, 3, 4, 8, 16)
+_SLOTS = (3, 2)  # rows that a block holds its part of, at a time
+_WARPS = 16  # on a multiprocessor: more merge more, fewer hide less of each other's waiting
+_RESERVED = 1024  # bytes of shared memory that CUDA takes for each block
+
+
+class Shape(NamedTuple):
+    """Division of a row, and the blocks that a multiprocessor runs.
+
+    Attributes:
+        cluster: Blocks in a cluster, which hold one row.
+        warps: Warps in a block that compute; one more merges.
+        slots: Rows of which a block holds its part at a time.
+        capacity: Vectors of 16 bytes in a slot, for each input.
+        min_blocks: Blocks on a multiprocessor that the registers have to allow.
+        shared: Bytes of dynamic shared memory in a block.
+    """
+
+    cluster: int
+    warps: int
+    slots: int
+    capacity: int
+    min_blocks: int
+    shared: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, those that merge included."""
+        return 32 * (self.warps + 1)
+
+
+def shape_for(
+    classes: int,
+    itemsize: int,
+    inputs: int,
+    aligned: bool,
+    per_block: int,
+    per_multiprocessor: int,
+) -> Shape | None:
+    """Smallest cluster with three slots of a row, else with two; None if no cluster holds a row.
+
+    Args:
+        classes: Length of a row.
+        itemsize: Bytes of an element.
+        inputs: 2 with a reference, else 1.
+        aligned: Whether rows begin and end at multiples of 16 bytes.
+        per_block: Most bytes of shared memory in a block.
+        per_multiprocessor: Bytes of shared memory in a multiprocessor.
+    """
+    vector = VECTOR_BYTES // itemsize
+    vectors = -(-(classes + (0 if aligned else vector - 1)) // vector)
+    for slots in _SLOTS:
+        for cluster in _CLUSTERS:
+            capacity = -(-vectors // cluster)
+            warps = max(1, min(_WARPS, capacity // 64))  # short rows: a few vectors for a thread
+            dynamic = slots * inputs * capacity * VECTOR_BYTES
+            needed = dynamic + _static(cluster, warps)
+            if needed <= per_block:
+                blocks = per_multiprocessor // (needed + _RESERVED)
+                min_blocks = max(1, min(blocks, _WARPS // (warps + 1)))
+                return Shape(cluster, warps, slots, capacity, min_blocks, dynamic)
+    return None
+
+
+def _static(cluster: int, warps: int) -> int:
+    """Most bytes of the kernel's `Shared`: parts of warps and blocks, rows and barriers."""
+    return 2 * 32 * (warps + cluster) + 1024

@@ -1,0 +1,620 @@
+// Every component of a row in one visit to memory: a cluster of blocks holds the row in its shared
+// memory while its sums are computed, and then computes the gradient from there.
+//
+// The gradient needs the sums over its whole row. 128256 classes of bfloat16 and of a reference are
+// 512 kB, more than the shared memory of a multiprocessor, but a cluster of 8 blocks holds them in
+// 64 kB each. A block has room for SLOTS such parts, of as many rows: while the gradient of one is
+// computed, the sums of the next are merged, and the ones after that are copied from memory.
+//
+// A row is cut into vectors of 16 bytes at addresses that are multiples of 16, so the first and the
+// last may be partial. Block r of a cluster has the vectors [r * CAPACITY, (r + 1) * CAPACITY), and
+// vector i of a block belongs to thread i % THREADS in every pass: a thread reads only what it
+// copied itself. When the last pass has read a vector, its thread copies a later row's over it.
+//
+// The computing warps of a block run independently of each other:
+//
+//     for each row k of the cluster:
+//       sums of row k + 1        (`statistics`; each warp hands its own to the merging warp)
+//       gradient of row k        (`last_pass`, when the merging warp has handed row k out)
+//
+// One more warp merges: first the parts of its block's warps, then, sent between the blocks, those
+// of the cluster. All this takes a few microseconds, in which the others compute. Some rows are
+// merged twice, after a middle pass: for JS all of them, else those in which a log ratio exceeds
+// the limit.
+//
+// Macros beside those of `primitives.cuh`: KINDS (bits), GZ, GR, GRAM (outputs: the gradients by
+// logits and reference, inner products), ALIGNED (all rows begin and end at multiples of 16 bytes),
+// CAPACITY (vectors of a block in a slot, for each input), SLOTS (2 or 3), MIN_BLOCKS (on a
+// multiprocessor, limits the registers).
+
+constexpr bool GRADIENTS = GZ || GR || GRAM;
+constexpr bool PLAIN = GZ && !GR && !GRAM;  // the total gradient alone, by `LinearFactors`
+constexpr bool MIDDLE_FIRST = has(JS);  // every row has a middle pass: before the next row's sums
+constexpr float OVERFLOWING = 1e30f;  // such a sum of 2^(x - m) is redone; float32 ends at 3e38
+constexpr int ROWS = 4;  // rows handed out at a time: two, each perhaps merged twice
+constexpr int CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
+
+// What is there twice alternates, since a merge may begin while the one before is still read.
+struct Shared {
+  float4 of_warps[2][WARPS][2];
+  float4 of_blocks[2][CLUSTER][2];
+  Row rows[ROWS];
+  LinearFactors factors[ROWS];
+  u64 warps_done[2], blocks_done[2], row_done[ROWS];
+};
+
+// Rare, so not inlined: vectors at other addresses than multiples of 16, or at the array's ends.
+__device__ __noinline__ void copy_elements(element* to, const element* from, int start,
+                                           int classes) {
+  element each[VECTOR];
+#pragma unroll
+  for (int lane = 0; lane < VECTOR; lane++) {
+    const int at = start + lane;
+    each[lane] = at >= 0 && at < classes ? from[at] : negative_infinity();
+  }
+#pragma unroll
+  for (int lane = 0; lane < VECTOR; lane++) to[lane] = each[lane];
+}
+
+__device__ __noinline__ void store_elements(element* to, uint4 raw, int start, int classes) {
+  const element* each = (const element*)&raw;
+#pragma unroll
+  for (int lane = 0; lane < VECTOR; lane++) {
+    const int at = start + lane;
+    if (at >= 0 && at < classes) to[at] = each[lane];
+  }
+}
+
+// The part of a row that this block holds.
+struct Window {
+  int row;
+  const element *logits, *reference;  // the row
+  int first;     // class of the block's first element; negative in the first vector of a row
+  int vectors;
+  int whole_from, whole;  // the vectors that lie within the row; the others are partial
+  bool copies_vectors;    // whether all of them can be copied as they are, with what surrounds them
+
+  DEVICE Window(const Problem& in, int row, u32 rank) : row(row), vectors(0) {
+    if (row >= in.rows) return;
+    logits = in.logits + row * in.logits_stride;
+    reference = COMPARES ? in.reference + row * in.reference_stride : logits;
+    // Elements of the first vector that belong to the row before.
+    const int before = ALIGNED ? 0 : (u64(logits) & 15) / sizeof(element);
+    const int all = (before + in.classes + VECTOR - 1) / VECTOR;
+    vectors = max(0, min(CAPACITY, all - int(rank) * CAPACITY));
+    first = int(rank) * CAPACITY * VECTOR - before;
+    whole_from = first < 0 ? 1 : 0;
+    whole = max(0, (in.classes - first) / VECTOR - whole_from);
+    // What surrounds the first and the last row may be outside of the array.
+    copies_vectors = ALIGNED || (((u64(reference) ^ u64(logits)) & 15) == 0 && row > 0 &&
+                                 row + 1 < in.rows);
+  }
+
+  DEVICE bool is_whole(int i) const { return ALIGNED || u32(i - whole_from) < u32(whole); }
+
+  DEVICE void load(const Problem& in, int i, uint4* x, uint4* y) const {
+    const int start = first + i * VECTOR;
+    if (ALIGNED || copies_vectors) {
+      copy_async(x + i, logits + start);
+      if constexpr (COMPARES) copy_async(y + i, reference + start);
+    } else {
+      copy_elements((element*)(x + i), logits, start, in.classes);
+      if constexpr (COMPARES) copy_elements((element*)(y + i), reference, start, in.classes);
+    }
+  }
+
+  // Put -inf in place of the elements around the row, in the vectors of this thread.
+  DEVICE void hide_neighbours(const Problem& in, uint4* slot) const {
+    if (ALIGNED) return;
+    const int end = in.classes - first;  // of the row, in elements
+    const int tail = end / VECTOR;
+    const bool has_tail = end % VECTOR != 0 && tail >= 0 && tail < vectors;
+    for (int input = 0; input < INPUTS; input++, slot += CAPACITY) {
+      if (first < 0 && threadIdx.x == 0)
+        for (int lane = 0; lane < -first; lane++) ((element*)slot)[lane] = negative_infinity();
+      if (has_tail && tail % THREADS == threadIdx.x)
+        for (int lane = end; lane < (tail + 1) * VECTOR; lane++)
+          ((element*)slot)[lane] = negative_infinity();
+    }
+  }
+
+  // Store vector i of a gradient whose row begins at `to`.
+  DEVICE void store(element* to, const float (&x)[VECTOR], int i, int classes) const {
+    const int start = first + i * VECTOR;
+    const uint4 raw = pack(x);
+    if (ALIGNED || (is_whole(i) && (u64(to + start) & 15) == 0)) __stcs((uint4*)(to + start), raw);
+    else store_elements(to, raw, start, classes);
+  }
+};
+
+// The merges of a block, counted by both sides. A merge waits for the parts of all warps and all
+// blocks, and they wait for its result before they take part in the next but one: two of everything
+// that goes into a merge are enough.
+struct Merges {
+  Shared& shared;
+  const u32 rank;
+  u32 count = 0;
+
+  DEVICE u32 half() const { return count & 1; }
+  DEVICE u32 parity() const { return count >> 1 & 1; }
+
+  // Computing warps: hand a warp's sums (the same in its lanes) to the merging warp.
+  template <class Sums>
+  DEVICE void hand_in(const Sums& sums) {
+    static_assert(sizeof(Sums) == sizeof(float4[2]), "two vectors are sent");
+    if (threadIdx.x % 32 == 0) {
+      *(Sums*)shared.of_warps[half()][threadIdx.x / 32] = sums;
+      arrive(&shared.warps_done[half()]);
+    }
+    count++;
+  }
+
+  // The merging warp: merge all of a cluster's.
+  template <class Sums>
+  DEVICE Sums merge() {
+    const int lane = threadIdx.x % 32;
+    wait_for(&shared.warps_done[half()], parity());
+    Sums sums = lane < WARPS ? *(Sums*)shared.of_warps[half()][lane] : Sums();
+    sums.template merge<32>();
+    if constexpr (CLUSTER > 1) {
+      u64* barrier = &shared.blocks_done[half()];
+      if (lane == 0) arrive_and_expect(barrier, CLUSTER * sizeof(Sums));
+      if (lane < CLUSTER) {
+        const float4* mine = (const float4*)&sums;
+        send(&shared.of_blocks[half()][rank][0], barrier, lane, mine[0]);
+        send(&shared.of_blocks[half()][rank][1], barrier, lane, mine[1]);
+      }
+      wait_for(barrier, parity());
+      const int of = lane % CLUSTER_LANES;
+      sums = of < CLUSTER ? *(Sums*)shared.of_blocks[half()][of] : Sums();
+      sums.template merge<CLUSTER_LANES>();
+    }
+    return sums;
+  }
+
+  // The merging warp: hand the row out.
+  DEVICE void hand_out(const Row& row, const Problem& in) {
+    if (threadIdx.x % 32 == 0) {
+      shared.rows[count % ROWS] = row;
+      if constexpr (PLAIN) shared.factors[count % ROWS].set(row, in);
+      arrive(&shared.row_done[count % ROWS]);
+    }
+    count++;
+  }
+
+  // Computing warps: wait for the row that merge `number` gave.
+  DEVICE const Row& row(u32 number) const {
+    wait_for(&shared.row_done[number % ROWS], number / ROWS & 1);
+    return shared.rows[number % ROWS];
+  }
+
+  DEVICE const LinearFactors& factors(u32 number) const { return shared.factors[number % ROWS]; }
+};
+
+// Statistics of a warp's vectors. The shift is the largest number of its first vector: that takes
+// no pass of its own. It is good enough unless the sum overflows (which takes a logit that is larger
+// by 70) or the vector is all -inf; then the warp does it again with its true maximum.
+DEVICE Statistics statistics(const uint4* x, const uint4* y, int vectors, float log2_scale) {
+  Statistics s;
+  for (int attempt = 0; attempt < 2; attempt++) {
+    float top = -INF, top_r = -INF;
+    const int searched = attempt == 0 ? min(vectors, THREADS) : vectors;
+    for (int i = threadIdx.x; i < searched; i += THREADS) {
+      top = fmaxf(top, largest(x[i]));
+      if constexpr (COMPARES) top_r = fmaxf(top_r, largest(y[i]));
+    }
+    if (attempt == 0) {
+      top = __shfl_sync(~0u, top, 0), top_r = __shfl_sync(~0u, top_r, 0);
+    } else {
+      top = warp_max<32>(top), top_r = warp_max<32>(top_r);
+    }
+    s = Statistics();
+    s.top = top * log2_scale;
+    if constexpr (COMPARES) s.top_r = top_r * log2_scale;
+    const float shift = s.top == -INF ? 0 : s.top, shift_r = s.top_r == -INF ? 0 : s.top_r;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < vectors; i += THREADS) {
+      float a[VECTOR], b[VECTOR];
+      unpack_clamped(x[i], a);
+      if constexpr (COMPARES) unpack_clamped(y[i], b);
+#pragma unroll
+      for (int k = 0; k < VECTOR; k++)
+        s.add(clamped_log2(a[k], log2_scale, shift),
+              COMPARES ? clamped_log2(b[k], log2_scale, shift_r) : 0);
+    }
+    s.add_lanes<32>();
+    const bool exact = s.top != -INF && s.sum < OVERFLOWING &&
+                       (!COMPARES || (s.top_r != -INF && s.sum_r < OVERFLOWING));
+    if (exact) break;
+  }
+  return s;
+}
+
+template <bool LIMITED>
+DEVICE MiddleSums middle_sums(uint4* x, uint4* y, int vectors, const Row& row, const Problem& in,
+                              float log2_scale) {
+  MiddleSums sums;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < vectors; i += THREADS) {
+    float a[VECTOR], b[VECTOR], share[VECTOR];
+    unpack_clamped(x[i], a);
+    unpack_clamped(y[i], b);
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++)
+      share[k] = sums.template add<LIMITED>(clamped_log2(a[k], log2_scale, row.top),
+                                            clamped_log2(b[k], log2_scale, row.top_r), row, in);
+    if constexpr (KEEPS_SHARE) {
+#if DTYPE == 2
+      y[i] = pack(share);
+#else
+#pragma unroll
+      for (int k = 0; k < VECTOR; k++) share[k] = max_nan(share[k], -6e4f);  // finite where p = 0
+      y[i] = make_uint4(pack_half_floats(share[0], share[1]), pack_half_floats(share[2], share[3]),
+                        pack_half_floats(share[4], share[5]), pack_half_floats(share[6], share[7]));
+#endif
+    }
+  }
+  sums.merge<32>();
+  return sums;
+}
+
+DEVICE void unpack_share(uint4 raw, float (&share)[VECTOR]) {
+#if DTYPE == 2
+  unpack(raw, share);
+#else
+  unpack_half_floats(raw.x, share[0], share[1]);
+  unpack_half_floats(raw.y, share[2], share[3]);
+  unpack_half_floats(raw.z, share[4], share[5]);
+  unpack_half_floats(raw.w, share[6], share[7]);
+#endif
+}
+
+// The total gradient by the logits of a class, by `LinearFactors`.
+struct TotalGradient {
+  static constexpr bool CLAMPS = has(ENTROPY) || has(FORWARD) || has(JS);
+  static constexpr bool CLAMPS_R = has(FORWARD) || has(JS);
+  const LinearFactors factors;
+  const float log2_scale;
+
+  DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
+    if constexpr (CLAMPS) unpack_clamped(x, a);
+    else unpack(x, a);
+    if constexpr (KEEPS_SHARE) unpack_share(y, b);
+    else if constexpr (CLAMPS_R) unpack_clamped(y, b);
+    else if constexpr (COMPARES) unpack(y, b);
+  }
+
+  DEVICE void compute(float& x, float& y) {
+    const float log_p = CLAMPS ? clamped_log2(x, log2_scale, factors.top)
+                                : fmaf(x, log2_scale, -factors.top);
+    float log_q = 0;
+    if constexpr (COMPARES && !KEEPS_SHARE)
+      log_q = CLAMPS_R ? clamped_log2(y, log2_scale, factors.top_r)
+                       : fmaf(y, log2_scale, -factors.top_r);
+    x = factors.gradient(log_p, log_q, y);
+  }
+
+  DEVICE void compute_target(float& x, float& y) {
+    compute(x, y);
+    x -= factors.of_target;
+  }
+
+  DEVICE void finish() {}
+};
+
+// Each component's gradient by itself: totals by logits and reference, and inner products.
+template <bool LIMITED>
+struct SingleGradients {
+  const float top, top_r, log2_scale, factor;
+  const EachGradient<LIMITED> each;
+  float (&gram)[KIND_PAIRS];
+  float products[FUNCTION_PAIRS] = {};
+
+  DEVICE SingleGradients(const Problem& in, const Row& row, float log2_scale,
+                         float (&gram)[KIND_PAIRS])
+      : top(row.top), top_r(row.top_r), log2_scale(log2_scale),
+        factor(row.factor * in.inverse_temperature), each(row, in, factor), gram(gram) {}
+
+  DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
+    unpack_clamped(x, a);
+    if constexpr (COMPARES) unpack_clamped(y, b);
+  }
+
+  DEVICE void compute(float& x, float& y, float (&g)[FUNCTIONS]) {
+    each.compute(clamped_log2(x, log2_scale, top),
+                 COMPARES ? clamped_log2(y, log2_scale, top_r) : 0, g, y);
+    x = each.total(g);
+  }
+
+  DEVICE void compute(float& x, float& y) {
+    float g[FUNCTIONS];
+    compute(x, y, g);
+    if constexpr (GRAM) each.multiply(g, products);
+  }
+
+  DEVICE void compute_target(float& x, float& y) {
+    float g[FUNCTIONS];
+    compute(x, y, g);
+    x -= factor * each.in.weights[CROSS_ENTROPY];
+    if constexpr (GRAM) each.add_target(g, factor, gram);
+  }
+
+  DEVICE void finish() {
+    if constexpr (GRAM) each.add_products(products, gram);
+  }
+};
+
+// The target of a row, for cross-entropy: the one class whose gradient is not p times a factor. The
+// thread that holds it takes it out of the row, as a class of probability 0, before the last pass,
+// and adds its gradient and inner products afterwards.
+struct Target {
+  int at = -1;  // class, in the thread that holds it
+  float x = 0, y = 0;
+
+  DEVICE void take(int target, const Window& here, uint4* xs, uint4* ys) {
+    const int place = target - here.first, i = place / VECTOR;
+    if (target < 0 || place < 0 || i >= here.vectors || i % THREADS != threadIdx.x) return;
+    at = target;
+    element* in_x = (element*)xs + place;
+    x = to_float(*in_x);
+    *in_x = negative_infinity();
+    if constexpr (COMPARES) {
+      element* in_y = (element*)ys + place;
+      if constexpr (KEEPS_SHARE) {
+#if DTYPE == 2
+        y = *in_y;
+#else
+        float other;
+        unpack_half_floats(*in_y, y, other);
+#endif
+      } else {
+        y = to_float(*in_y);
+        *in_y = negative_infinity();
+      }
+    }
+  }
+
+  template <class Gradient>
+  DEVICE void store(Gradient& gradient, element* to, element* to_r) {
+    gradient.compute_target(x, y);
+    if constexpr (GZ) to[at] = from_float(x);
+    if constexpr (GR) to_r[at] = from_float(y);
+  }
+};
+
+DEVICE void load(const Problem& in, const Window& window, uint4* x, uint4* y) {
+  for (int i = threadIdx.x; i < window.vectors; i += THREADS) window.load(in, i, x, y);
+  end_group();
+}
+
+// The last pass: a vector's gradient, and then the copy of a later row's vector in its place.
+template <class Gradient>
+DEVICE void last_pass(Gradient& gradient, const Problem& in, const Window& here,
+                      const Window& later, uint4* x, uint4* y, Target& target) {
+  element* to = in.by_logits + here.row * in.by_logits_stride;
+  element* to_r = in.by_reference + here.row * in.by_reference_stride;
+  const int most = max(here.vectors, later.vectors);
+  auto compute = [&](int i, uint4 of_x, uint4 of_y) {
+    float a[VECTOR], b[VECTOR];
+    gradient.unpack_inputs(of_x, of_y, a, b);
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) gradient.compute(a[k], b[k]);
+    if constexpr (GZ) here.store(to, a, i, in.classes);
+    if constexpr (GR) here.store(to_r, b, i, in.classes);
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < most; i += 2 * THREADS) {
+    const int j = i + THREADS;  // two vectors at a time, for parallel instructions
+    const bool both = j < most;
+    const uint4 x0 = x[i], y0 = COMPARES ? y[i] : x0;
+    const uint4 x1 = both ? x[j] : x0, y1 = both && COMPARES ? y[j] : x1;
+    if (ALIGNED || i < here.vectors) compute(i, x0, y0);
+    if (both && (ALIGNED || j < here.vectors)) compute(j, x1, y1);
+    if (i < later.vectors) later.load(in, i, x, y);
+    if (both && j < later.vectors) later.load(in, j, x, y);
+  }
+  end_group();
+  if (has(CROSS_ENTROPY) && target.at >= 0) target.store(gradient, to, to_r);
+  gradient.finish();
+}
+
+// The rows of a cluster, one after the other. Rows of factor 0 do not count: their values and
+// gradients are 0, and they are not read.
+struct Rows {
+  const Problem& in;
+  const int clusters;
+  int candidate;
+  float factor;  // of the candidate, loaded before it is needed
+
+  DEVICE Rows(const Problem& in) : in(in), clusters(gridDim.x / CLUSTER) {
+    candidate = blockIdx.x / CLUSTER;
+    look_up();
+  }
+
+  DEVICE void look_up() { factor = in.scale && candidate < in.rows ? in.scale[candidate] : 1; }
+
+  // The next row that counts, or one after the last; `skip` is called with those that do not.
+  template <class Skip>
+  DEVICE int next(float& its_factor, Skip skip) {
+    while (factor == 0) {
+      skip(candidate);
+      candidate += clusters;
+      look_up();
+    }
+    const int found = candidate;
+    its_factor = factor;
+    if (candidate < in.rows) candidate += clusters;
+    look_up();
+    return found;
+  }
+};
+
+DEVICE void store_zeros(const Problem& in, int row, u32 rank) {
+  const Window here(in, row, rank);
+  float zeros[VECTOR] = {};
+  for (int i = threadIdx.x; i < here.vectors; i += THREADS) {
+    if constexpr (GZ) here.store(in.by_logits + row * in.by_logits_stride, zeros, i, in.classes);
+    if constexpr (GR)
+      here.store(in.by_reference + row * in.by_reference_stride, zeros, i, in.classes);
+  }
+  if (rank == 0 && threadIdx.x == 0)
+    for (int kind = 0, at = row; kind <= KIND_COUNT; kind++)
+      if (kind == KIND_COUNT || has(kind)) in.values[at] = 0, at += in.rows;
+}
+
+// The merging warp's side of a row.
+struct MergedRow {
+  Row row;
+  float target_logit = NOT_A_NUMBER;  // a target that is no class gives a loss of NaN
+
+  // Merge the statistics of the next row; whether there is one.
+  DEVICE bool merge_statistics(const Problem& in, Rows& rows, Merges& merges) {
+    row.row = rows.next(row.factor, [](int) {});
+    if (row.row >= in.rows) return false;
+    row.target = -1;
+    if constexpr (has(CROSS_ENTROPY)) {
+      const long long target = in.targets[row.row];
+      target_logit = NOT_A_NUMBER;
+      if (target >= 0 && target < in.classes) {
+        row.target = int(target);
+        const element* logits = in.logits + row.row * in.logits_stride;
+        target_logit = to_float(*(volatile const element*)(logits + target));
+      }
+      // Once this block's part is sent, a gradient may be stored over the logits: the shuffle waits
+      // for the number.
+      target_logit = __shfl_sync(~0u, target_logit, 0);
+    }
+    row.set(merges.merge<Statistics>(), in);
+    merges.hand_out(row, in);
+    return true;
+  }
+
+  DEVICE bool has_middle() const { return has(JS) || (LIMITS && row.limited); }
+
+  DEVICE void merge_middle(const Problem& in, Merges& merges) {
+    merges.merge<MiddleSums>().put_into(row);
+    merges.hand_out(row, in);
+  }
+
+  DEVICE void store_values(const Problem& in, const Merges& merges) const {
+    if (merges.rank == 0 && threadIdx.x % 32 == 0) row.store_values(in, target_logit);
+  }
+};
+
+DEVICE void merge_rows(const Problem& in, Merges& merges) {
+  Rows rows(in);
+  MergedRow here, next;
+  bool more = next.merge_statistics(in, rows, merges);
+  while (more) {  // in the order of `compute_rows`
+    here = next;
+    if (MIDDLE_FIRST) here.merge_middle(in, merges);
+    more = next.merge_statistics(in, rows, merges);
+    if (!MIDDLE_FIRST && here.has_middle()) here.merge_middle(in, merges);
+    here.store_values(in, merges);
+  }
+}
+
+// The computing warps.
+DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges,
+                         float (&gram)[KIND_PAIRS]) {
+  const u32 rank = merges.rank;
+  const float log2_scale = in.inverse_temperature * LOG2E;
+  Rows rows(in);
+  auto next_row = [&] {
+    float factor;
+    return rows.next(factor, [&](int row) { store_zeros(in, row, rank); });
+  };
+  auto slot = [&](int i) { return slots + i * INPUTS * CAPACITY; };
+  auto hand_in_statistics = [&](int row, uint4* x) {
+    if (row >= in.rows) return;
+    const Window window(in, row, rank);
+    window.hide_neighbours(in, x);
+    merges.hand_in(statistics(x, x + CAPACITY, window.vectors, log2_scale));
+  };
+  auto hand_in_middle = [&](const Row row, const Window& here, uint4* x) {
+    merges.hand_in(LIMITS && row.limited
+                       ? middle_sums<LIMITS>(x, x + CAPACITY, here.vectors, row, in, log2_scale)
+                       : middle_sums<false>(x, x + CAPACITY, here.vectors, row, in, log2_scale));
+  };
+  int queue[SLOTS];  // the row in each slot, the oldest first
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++) {
+    queue[i] = next_row();
+    load(in, Window(in, queue[i], rank), slot(i), slot(i) + CAPACITY);
+  }
+  wait_for_group<SLOTS - 1>();
+  u32 merge = merges.count;  // the one that gives the row at hand
+  hand_in_statistics(queue[0], slot(0));
+  for (int k = 0; queue[0] < in.rows; k = k + 1 < SLOTS ? k + 1 : 0) {
+    const Window here(in, queue[0], rank);
+    uint4 *x = slot(k), *y = x + CAPACITY;
+    if constexpr (MIDDLE_FIRST) {
+      const Row& row = merges.row(merge);
+      merge = merges.count;
+      hand_in_middle(row, here, x);
+    }
+    const u32 merge_of_next = merges.count;
+    wait_for_group<SLOTS - 2>();
+    hand_in_statistics(queue[1], slot(k + 1 < SLOTS ? k + 1 : 0));
+    if (LIMITS && !MIDDLE_FIRST && merges.row(merge).limited) {
+      const Row& row = merges.row(merge);
+      merge = merges.count;
+      hand_in_middle(row, here, x);
+    }
+    const Row& row = merges.row(merge);
+#pragma unroll
+    for (int i = 0; i + 1 < SLOTS; i++) queue[i] = queue[i + 1];
+    queue[SLOTS - 1] = next_row();
+    const Window later(in, queue[SLOTS - 1], rank);
+    Target target;
+    if constexpr (has(CROSS_ENTROPY) && GRADIENTS) target.take(row.target, here, x, y);
+    if constexpr (!GRADIENTS) {
+      load(in, later, x, y);
+    } else if (LIMITS && row.limited) {
+      SingleGradients<LIMITS> single(in, row, log2_scale, gram);
+      last_pass(single, in, here, later, x, y, target);
+    } else if constexpr (PLAIN) {
+      TotalGradient total{merges.factors(merge), log2_scale};
+      last_pass(total, in, here, later, x, y, target);
+    } else {
+      SingleGradients<false> single(in, row, log2_scale, gram);
+      last_pass(single, in, here, later, x, y, target);
+    }
+    merge = merge_of_next;
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
+__launch_bounds__(THREADS + 32, MIN_BLOCKS)
+sweep(const __grid_constant__ Problem in) {
+  extern __shared__ uint4 slots[];
+  __shared__ Shared shared;
+  if (threadIdx.x < 2) {
+    init_mbarrier(&shared.warps_done[threadIdx.x], WARPS);
+    init_mbarrier(&shared.blocks_done[threadIdx.x], 1);
+    for (int i = threadIdx.x; i < ROWS; i += 2) init_mbarrier(&shared.row_done[i], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if constexpr (CLUSTER > 1) cluster_barrier();  // no block sends to one that has not begun
+  Merges merges{shared, CLUSTER > 1 ? cluster_rank() : 0};
+  float gram[KIND_PAIRS] = {};
+  if (threadIdx.x >= THREADS) {
+    merge_rows(in, merges);
+    return;
+  }
+  compute_rows(in, slots, merges, gram);
+  if constexpr (GRAM) {
+    int pair = 0;
+    const int warps = gridDim.x * WARPS, warp = blockIdx.x * WARPS + threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < KIND_COUNT; i++)
+#pragma unroll
+      for (int j = i; j < KIND_COUNT; j++) {
+        if (!has(i) || !has(j)) continue;
+        const double sum = warp_sum<32>(double(gram[pair_of(i, j, KIND_COUNT)]));
+        if (threadIdx.x % 32 == 0) in.gram[u64(pair) * warps + warp] = sum;
+        pair++;
+      }
+  }
+}

@@ -1,0 +1,346 @@
+"""Bounds: the controller by hand, through pipelines and composites, and its state."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from steelyard import Pipeline, RegularizerSpec, schedules
+from steelyard.composition import CompositeLoss
+from steelyard.composition.bounds import (
+    KI,
+    KP,
+    LIMIT,
+    BoundedState,
+    Multiplier,
+    UnmetBoundWarning,
+    size_of_base,
+)
+from steelyard.errors import SpecError, StateError
+from steelyard.spec import Bound
+
+BASE = 4.0
+
+
+def constant_base(data: Any, logprobs: list[Tensor]) -> Tensor:
+    """A loss of 4 with the gradient (-1, -1)."""
+    total = torch.cat(logprobs).sum()
+    return BASE - (total - total.detach())
+
+
+def reading(values: list[float]) -> Callable[..., Tensor]:
+    """A term that returns these values, one a call, with the gradient (1, 1)."""
+    remaining = iter(values)
+
+    def term(data: Any, logprobs: list[Tensor]) -> Tensor:
+        total = torch.cat(logprobs).sum()
+        return next(remaining) + (total - total.detach())
+
+    return term
+
+
+def bounded(values: list[float], **bound: Any) -> RegularizerSpec:
+    return RegularizerSpec(reading(values), name="kl", run_in="inline", **bound)
+
+
+LOGPROBS = [torch.tensor([-1.0, -2.0])]
+
+
+def test_the_multiplier_follows_the_formula() -> None:
+    values = [1.0, 2.0, 0.5, 0.1, 3.0]
+    pipeline = Pipeline(constant_base, [bounded(values, at_most=0.5)], track_grad_norms=True)
+    integral, unit = 0.0, BASE / 0.5
+    for step, value in enumerate(values):
+        output = pipeline.compute([], LOGPROBS, step)
+        error = (value - 0.5) / 0.5
+        multiplier = unit * max(0.0, KP * error + integral)
+        term = output.regularizers["kl"]
+        assert term.weight == pytest.approx(multiplier)
+        assert term.contribution == pytest.approx(multiplier * value)
+        assert term.bound == 0.5
+        assert term.violation == pytest.approx(max(0.0, value - 0.5))
+        assert output.loss_total == pytest.approx(BASE + multiplier * value)
+        assert output.gradients[0].tolist() == pytest.approx(2 * [multiplier - 1])
+        assert term.grad_norm_weighted == pytest.approx(multiplier * math.sqrt(2))
+        integral = max(0.0, integral + KI * error)
+    assert output.metrics["regularizers/kl/bound"] == 0.5
+    assert output.metrics["regularizers/kl/violation"] == pytest.approx(2.5)
+
+
+def test_a_lower_bound_subtracts_the_term() -> None:
+    pipeline = Pipeline(constant_base, [bounded([1.0], at_least=2.0)], track_grad_norms=True)
+    output = pipeline.compute([], LOGPROBS, 0)
+    term = output.regularizers["kl"]
+    multiplier = BASE / 2 * KP * 0.5
+    assert term.weight == pytest.approx(multiplier)
+    assert term.violation == 1.0
+    assert term.contribution == pytest.approx(-multiplier * 1.0)
+    assert output.gradients[0].tolist() == pytest.approx(2 * [-1 - multiplier])
+    assert output.cosines["base", "kl"] == pytest.approx(1.0), "both pull the log-probs up"
+
+
+def test_calls_of_one_step_count_by_their_mean() -> None:
+    values = [1.0, 2.0, 0.5]
+    pipeline = Pipeline(constant_base, [bounded(values, at_most=0.5)])
+    first, second = (pipeline.compute([], LOGPROBS, 7) for _ in range(2))
+    unit = BASE / 0.5
+    assert first.regularizers["kl"].weight == pytest.approx(unit * KP * 1)
+    assert second.regularizers["kl"].weight == pytest.approx(unit * KP * 3), "no integral yet"
+    third = pipeline.compute([], LOGPROBS, 8)
+    assert third.regularizers["kl"].weight == pytest.approx(unit * KI * 2)
+
+
+def test_a_satisfied_bound_has_no_weight() -> None:
+    pipeline = Pipeline(constant_base, [bounded([0.1, 0.2], at_most=0.5)])
+    for step in range(2):
+        output = pipeline.compute([], LOGPROBS, step)
+        assert (output.regularizers["kl"].weight, output.loss_total) == (0.0, BASE)
+        assert output.regularizers["kl"].violation == 0.0
+
+
+def test_a_bound_may_follow_a_schedule_and_have_a_scale() -> None:
+    spec = bounded([1.0, 1.0], at_most=schedules.linear(1.0, 0.0, 1), scale=2.0)
+    pipeline = Pipeline(constant_base, [spec])
+    assert pipeline.compute([], LOGPROBS, 0).regularizers["kl"].bound == 1.0
+    term = pipeline.compute([], LOGPROBS, 1).regularizers["kl"]
+    assert (term.bound, term.violation) == (0.0, 1.0)
+    assert term.weight == pytest.approx(BASE / 2 * KP * 0.5)
+    late = Pipeline(constant_base, [bounded([1.0], at_most=schedules.linear(1.0, 0.0, 1))])
+    with pytest.raises(SpecError, match="a bound of 0 needs a scale"):
+        late.compute([], LOGPROBS, 1)
+
+
+def held(
+    bound: float, *, base: float = 1.0, scale: float = 1.0, composite: bool = False
+) -> list[float]:
+    """Values, relative to the bound, of a drift from the start under a loss that drives it."""
+    start = -4 + torch.rand(24, generator=torch.Generator().manual_seed(0))
+    weights = start.clone().requires_grad_()
+    optimizer = torch.optim.Adam([weights], lr=0.05)
+    spec: dict[str, Any] = {"name": "kl", "run_in": "inline", "at_most": bound * scale}
+
+    def nll(data: Any, logprobs: Any) -> Tensor:
+        return -base * torch.cat(list(logprobs)).mean()
+
+    def drift(data: Any, logprobs: Any) -> Tensor:
+        return scale * 0.5 * (torch.cat(list(logprobs)) - start).square().mean()
+
+    found = []
+    pipeline = Pipeline(nll, [{"fn": drift, **spec}])
+    loss = CompositeLoss(nll, [RegularizerSpec(drift, **spec)])
+    for step in range(150):
+        optimizer.zero_grad()
+        if composite:
+            loss.step = step
+            loss(data=[], logprobs=[weights]).backward()
+            output = loss.output
+        else:
+            output = pipeline.compute([], [weights.detach()], step)
+            weights.grad = output.gradients[0]
+        optimizer.step()
+        found.append(output.regularizers["kl"].value / (bound * scale))
+    return found
+
+
+@pytest.mark.parametrize("composite", [False, True])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        {"bound": 1.0},
+        {"bound": 0.1},
+        {"bound": 1.0, "base": 192.0},
+        {"bound": 1.0, "scale": 1e4},
+        {"bound": 0.1, "scale": 1e-4, "base": 192.0},
+    ],
+    ids=str,
+)
+def test_a_value_is_held_whatever_the_scale_of_term_and_base(
+    plant: dict[str, float], composite: bool
+) -> None:
+    values = held(**plant, composite=composite)
+    assert values[-30:] == pytest.approx([1.0] * 30, abs=0.1)
+    assert max(values) < 2.0, "on the way"
+
+
+def test_the_scales_change_nothing() -> None:
+    plain = held(1.0)
+    assert held(1.0, base=192.0) == pytest.approx(plain, rel=1e-3)
+    assert held(1.0, scale=1e-4) == pytest.approx(plain, rel=1e-3)
+
+
+def test_a_base_loss_near_zero_is_sized_by_its_gradient() -> None:
+    def advantage(data: Any, logprobs: list[Tensor]) -> Tensor:
+        return (logprobs[0] * torch.tensor([2.0, -1.0])).sum()  # -2 + 2 = 0, the gradient is not
+
+    output = Pipeline(advantage, [bounded([1.0], at_most=0.5)]).compute([], LOGPROBS, 0)
+    assert output.base_loss.value == 0
+    assert output.regularizers["kl"].weight == pytest.approx(3.0 / 0.5 * KP * 1)
+    x = torch.tensor([-1.0, -2.0], requires_grad=True)
+    loss = CompositeLoss(advantage, [bounded([1.0], at_most=0.5)])
+    loss(data=[], logprobs=[x])
+    assert loss.output.regularizers["kl"].weight == pytest.approx(3.0 / 0.5 * KP * 1)
+    without = CompositeLoss(advantage, [bounded([1.0], at_most=0.5)])
+    without(data=[], logprobs=[x.detach()])
+    assert without.output.regularizers["kl"].weight == pytest.approx(1.0 / 0.5 * KP * 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "gradient", "size"),
+    [(6.0, 1.0, 6.0), (-6.0, 0.0, 6.0), (1e-6, 2.0, 2.0), (0.0, 0.0, 1.0), (math.nan, 1.0, 1.0)],
+)
+def test_size_of_a_base_loss(value: float, gradient: float, size: float) -> None:
+    assert size_of_base(value, gradient) == size
+
+
+def test_the_size_of_the_base_is_fixed_after_five_steps() -> None:
+    bases = iter([1.0] * 5 + [100.0] * 2)
+
+    def shrinking(data: Any, logprobs: list[Tensor]) -> Tensor:
+        return next(bases) + 0 * logprobs[0].sum()
+
+    spec = bounded([1.0] * 7, at_most=0.5)
+    pipeline = Pipeline(shrinking, [spec])
+    weights = [pipeline.compute([], LOGPROBS, step).regularizers["kl"].weight for step in range(7)]
+    assert weights == pytest.approx([2 * (KP + KI * step) for step in range(7)])
+
+
+def test_the_multiplier_is_limited_and_does_not_wind_up() -> None:
+    multiplier, bound = Multiplier(), Bound(1.0, 1.0, upper=True)
+    for step in range(1000):
+        multiplier.begin_step(step)
+        weight = multiplier.weight(bound, 100.0, 1.0 if multiplier.needs_size else None)
+    assert (weight, multiplier.integral) == (LIMIT, LIMIT)
+    for step in range(1000, 1000 + round(LIMIT / KI) + 10):
+        multiplier.begin_step(step)
+        weight = multiplier.weight(bound, 0.0, None)
+    assert (weight, multiplier.integral) == (0.0, 0.0), "it comes down as fast as it went up"
+
+
+def test_a_value_that_is_not_finite_changes_no_state() -> None:
+    multiplier, bound = Multiplier(integral=0.25), Bound(1.0, 1.0, upper=True)
+    multiplier.begin_step(0)
+    assert multiplier.weight(bound, math.nan, 2.0) == 0.5
+    multiplier.begin_step(1)
+    assert (multiplier.integral, multiplier.steps) == (0.25, 0)
+
+
+def test_a_bound_that_is_not_met_is_said() -> None:
+    values = [3.1] * 101
+    pipeline = Pipeline(constant_base, [bounded(values, at_most=1.0)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(50):
+            pipeline.compute([], LOGPROBS, step)
+        assert caught == []
+        for step in range(50, 101):
+            pipeline.compute([], LOGPROBS, step)
+    texts = [str(each.message) for each in caught if each.category is UnmetBoundWarning]
+    start = "kl is at 3.1, bound at_most 1, for 50 steps: multiplier still rising."
+    assert [text.startswith(start) for text in texts] == [True, True]
+    limited = Multiplier(integral=LIMIT, unmet_steps=50)
+    with pytest.warns(UnmetBoundWarning, match="bound at_least 2, .*multiplier at its limit"):
+        limited.warn_if_unmet("entropy", Bound(2.0, 2.0, upper=False), 0.5)
+
+
+def test_a_skipped_term_moves_nothing() -> None:
+    def broken(data: Any, logprobs: Any) -> Tensor:
+        raise OSError("away")
+
+    spec = RegularizerSpec(broken, name="kl", at_most=1.0, on_error="skip", run_in="inline")
+    pipeline = Pipeline(constant_base, [spec])
+    for step in range(2):
+        assert pipeline.compute([], LOGPROBS, step).loss_total == BASE
+    assert pipeline.state_dict()["kl"]["multiplier"]["steps"] == 0
+
+
+def test_an_offloaded_term_may_have_a_bound() -> None:
+    spec = RegularizerSpec(reading([1.0]), name="kl", at_most=0.5, run_in="thread")
+    output = Pipeline(constant_base, [spec]).compute([], LOGPROBS, 0)
+    assert output.regularizers["kl"].weight == pytest.approx(BASE / 0.5 * KP)
+
+
+def test_a_saved_state_continues_to_the_same_bits() -> None:
+    values = [0.3 + 0.1 * (step % 7) for step in range(20)]
+    whole = Pipeline(constant_base, [bounded(values, at_most=0.5)])
+    expected = [whole.compute([], LOGPROBS, s).regularizers["kl"].weight for s in range(20)]
+    first = Pipeline(constant_base, [bounded(values, at_most=0.5)])
+    found = [first.compute([], LOGPROBS, s).regularizers["kl"].weight for s in range(9)]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = Pipeline(constant_base, [bounded(values[9:], at_most=0.5)])
+    second.load_state_dict(state)
+    found += [second.compute([], LOGPROBS, s).regularizers["kl"].weight for s in range(9, 20)]
+    assert found == expected
+
+
+class Counter:
+    """A stateful term."""
+
+    name = "counter"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def compute(self, data: Any, logprobs: list[Tensor]) -> Tensor:
+        self.calls += 1
+        return self.calls + 0 * logprobs[0].sum()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_the_state_of_a_stateful_bounded_term_holds_both() -> None:
+    pipeline = Pipeline(constant_base, [RegularizerSpec(Counter(), at_most=1.0, run_in="inline")])
+    pipeline.compute([], LOGPROBS, 0)
+    state = pipeline.state_dict()
+    assert state["counter"]["term"] == {"calls": 1}
+    other = Counter()
+    again = Pipeline(constant_base, [RegularizerSpec(other, at_most=1.0, run_in="inline")])
+    again.load_state_dict(state)
+    assert (other.calls, again.state_dict()) == (1, state)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"multiplier": {}, "term": None}])
+def test_a_damaged_state_is_an_error(state: Any) -> None:
+    with pytest.raises(StateError, match="the state of a bound"):
+        BoundedState(Multiplier(), None).load_state_dict(state)
+
+
+def test_a_state_of_texts_is_an_error() -> None:
+    state = {**Multiplier().state_dict(), "integral": "a"}
+    with pytest.raises(StateError, match="must hold numbers"):
+        Multiplier().load_state_dict(state)
+
+
+def test_a_composite_saves_its_multipliers_and_may_be_copied() -> None:
+    x = torch.tensor([-1.0, -2.0], requires_grad=True)
+    loss = CompositeLoss(constant_base, [RegularizerSpec(Counter(), at_most=0.5)])
+    loss(data=[], logprobs=[x])
+    loss.step = 1
+    loss(data=[], logprobs=[x])
+    state = loss.state_dict()["_extra_state"]
+    assert state["terms"]["counter"]["multiplier"]["integral"] == pytest.approx(KI * 1)
+    copied = copy.deepcopy(loss)
+    assert copied.state_dict()["_extra_state"] == state
+    restored = CompositeLoss(constant_base, [RegularizerSpec(Counter(), at_most=0.5)])
+    restored.load_state_dict(loss.state_dict())
+    assert restored.state_dict()["_extra_state"] == state
+    assert pickle.loads(pickle.dumps(Multiplier(integral=1.0))) == Multiplier(integral=1.0)
+
+
+def test_a_weight_replaces_a_bound() -> None:
+    pipeline = Pipeline(constant_base, [bounded([1.0, 1.0], at_most=0.5)])
+    pipeline.set_weight("kl", 0.25)
+    term = pipeline.compute([], LOGPROBS, 0).regularizers["kl"]
+    assert (term.weight, term.bound, term.violation) == (0.25, None, None)

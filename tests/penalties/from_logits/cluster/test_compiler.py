@@ -1,0 +1,83 @@
+"""Compilation through NVRTC: on a GPU machine for real, elsewhere up to the compiler itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from steelyard.penalties.from_logits.cluster import compiler
+from steelyard.penalties.from_logits.cluster.compiler import CompilerError, Variant, cubin
+
+REAL = torch.cuda.is_available()
+VARIANT = Variant(1, 0, True, False, False, True, 1, 1, 64, 3, 1)
+
+
+def test_a_variant_as_macros() -> None:
+    macros = VARIANT.macros()
+    assert macros[:3] == ["-DKINDS=1", "-DDTYPE=0", "-DGZ=1"]
+    assert all(macro.removeprefix("-D").partition("=")[0] in compiler._source() for macro in macros)
+
+
+def test_the_source_has_one_part_after_the_other() -> None:
+    source = compiler._source()
+    assert source.index("typedef unsigned int u32") < source.index("struct Problem")
+    assert source.index("struct Problem") < source.index('extern "C" __global__')
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    assert compiler.cache_folder() == tmp_path / "kernels"
+    monkeypatch.delenv("STEELYARD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiler.cache_folder() == tmp_path / "steelyard" / "kernels"
+
+
+def test_a_compiled_kernel_is_read_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    path = compiler.cache_folder() / compiler._file_name(VARIANT, (9, 0))
+    assert path.name != compiler._file_name(VARIANT._replace(kinds=2), (9, 0))
+    assert path.name != compiler._file_name(VARIANT, (10, 0))
+    compiler._write_whole(path, b"machine code")
+    assert cubin(VARIANT, (9, 0)) == b"machine code"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_is_compiled_is_kept_if_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a fake in place of NVRTC, which a machine without a GPU does not have."""
+    compiled: list[str] = []
+
+    def fake(source: str, options: list[str]) -> bytes:
+        compiled.extend(options)
+        return b"machine code"
+
+    monkeypatch.setattr(compiler, "_compile", fake)
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    assert cubin(VARIANT, (9, 0)) == cubin(VARIANT, (9, 0)) == b"machine code"
+    assert compiled.count("--gpu-architecture=sm_90") == 1
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "file"))
+    assert cubin(VARIANT, (9, 0)) == b"machine code"
+    assert compiled.count("--gpu-architecture=sm_90") == 2
+
+
+@pytest.mark.skipif(REAL, reason="here NVRTC is there")
+def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    with pytest.raises(CompilerError, match=r"libnvrtc\.so\S* cannot be loaded"):
+        cubin(VARIANT, (9, 0))
+
+
+@pytest.mark.skipif(not REAL, reason="needs the compiler of a torch with CUDA")
+def test_compilation_and_its_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
+    code = cubin(VARIANT, (9, 0))
+    assert code.startswith(b"\x7fELF")
+    assert [path.read_bytes() for path in compiler.cache_folder().iterdir()] == [code]
+    with pytest.raises(CompilerError, match="did not compile"):
+        compiler._compile("this is no program", [])
