@@ -17,6 +17,7 @@ NAMES = (
     "memory",
     "penalties",
     "engine",
+    "sampling",
     "regularizers",
     "integrations",
     "trl",

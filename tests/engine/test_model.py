@@ -273,6 +273,29 @@ def test_support_for_packing_is_detected(gpt2: str, bloom: str) -> None:
     assert packs == [True, True, False]
 
 
+def test_support_for_padding_is_detected(gpt2: str, bloom: str) -> None:
+    with LocalServiceClient(dtype="float64", device="cpu") as service:
+        models = [create(service, base)._worker.model for base in ("tiny-random", gpt2, bloom)]
+        assert [model.supports_padding for model in models] == [True, True, False]
+        # Keys and values of two layers, two heads of 16 numbers in float64.
+        assert models[0].cache_bytes == 2 * 2 * 2 * 16 * 8
+
+
+def test_a_model_without_support_for_padding_samples_one_prompt_at_a_time(bloom: str) -> None:
+    with LocalServiceClient(dtype="float64", device="cpu") as service:
+        sampling = service.create_sampling_client(base_model=bloom)
+        requests = [
+            (types.ModelInput.from_ints(tokens), 2, types.SamplingParams(max_tokens=6, seed=seed))
+            for seed, tokens in enumerate(([1, 2, 3], [4], [1, 2, 3]))
+        ]
+        alone = [sampling.sample(*request).result() for request in requests]
+        together = sampling.sample_list(requests).result()
+        for found, expected in zip(together, alone, strict=True):
+            for sequence, same_one in zip(found.sequences, expected.sequences, strict=True):
+                assert sequence.tokens == same_one.tokens
+                assert sequence.logprobs == same_one.logprobs
+
+
 def test_sequences_have_rows_of_their_own_without_support_for_packing(bloom: str) -> None:
     with LocalServiceClient(dtype="float64", device="cpu") as service:
         client = create(service, bloom)

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,73 +21,10 @@ from steelyard.engine import (
     serve,
     tiny,
 )
-from steelyard.engine.sampler import choose_tokens
+from steelyard.engine import sampler as sampler_module
+from steelyard.errors import ModelError
 
-from .data import PROMPT, datum, distributions, logprobs, prompt, sample
-
-# Which token a draw gives. Sweeping the draws over a grid gives the whole distribution.
-
-GRID = 20_000
-PROBS = [0.4, 0.05, 0.3, 0.05, 0.2]
-
-
-def swept(probs: list[float], **params: Any) -> list[float]:
-    draws = (torch.arange(GRID) + 0.5) / GRID
-    rows = torch.tensor(probs).log().expand(GRID, -1)
-    chosen = choose_tokens(rows, types.SamplingParams(**params), draws)
-    return [int((chosen == token).sum()) / GRID for token in range(len(probs))]
-
-
-def normalised(values: list[float]) -> list[float]:
-    return [value / sum(values) for value in values]
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({}, PROBS),
-        ({"temperature": 2.0}, normalised([math.sqrt(p) for p in PROBS])),
-        ({"temperature": 0.5}, normalised([p**2 for p in PROBS])),
-        ({"top_k": 2}, normalised([0.4, 0, 0.3, 0, 0])),
-        ({"top_k": 1}, [1.0, 0, 0, 0, 0]),
-        ({"top_k": 99}, PROBS),
-        # 0.4 + 0.3 is short of 0.75, so that the third likeliest is in as well.
-        ({"top_p": 0.75}, normalised([0.4, 0, 0.3, 0, 0.2])),
-        ({"top_p": 0.699}, normalised([0.4, 0, 0.3, 0, 0])),
-        ({"top_p": 1e-9}, [1.0, 0, 0, 0, 0]),
-        # Of the three likeliest the first makes up 0.4 / 0.9 = 0.44, the first two 0.78.
-        ({"top_k": 3, "top_p": 0.5}, normalised([0.4, 0, 0.3, 0, 0])),
-        ({"top_k": 3, "top_p": 0.43}, [1.0, 0, 0, 0, 0]),
-        ({"top_k": 3, "top_p": 0.79}, normalised([0.4, 0, 0.3, 0, 0.2])),
-        # Squared: 0.16, 0.0025, 0.09, 0.0025, 0.04 of 0.295, so that two make up 0.85.
-        ({"temperature": 0.5, "top_p": 0.8}, normalised([0.16, 0, 0.09, 0, 0])),
-        ({"temperature": 0}, [1.0, 0, 0, 0, 0]),
-    ],
-)
-def test_tokens_are_drawn_from_the_distribution(
-    params: dict[str, Any], expected: list[float]
-) -> None:
-    np.testing.assert_allclose(swept(PROBS, **params), expected, atol=1.5 / GRID)
-
-
-def test_draws_of_0_and_nearly_1_give_tokens_of_positive_probability() -> None:
-    # The largest float32 below 1; the last two tokens are out.
-    draws = torch.tensor([0.0, 1 - 2**-24])
-    rows = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).log().expand(2, -1)
-    assert choose_tokens(rows, types.SamplingParams(), draws).tolist() == [0, 1]
-    assert choose_tokens(rows, types.SamplingParams(top_k=1), draws).tolist() == [0, 0]
-
-
-def test_each_row_has_its_own_draw() -> None:
-    rows = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
-    assert choose_tokens(rows, types.SamplingParams(), torch.tensor([0.05, 0.95])).tolist() == [
-        0,
-        0,
-    ]
-    assert choose_tokens(rows, types.SamplingParams(), torch.tensor([0.95, 0.05])).tolist() == [
-        1,
-        1,
-    ]
+from .data import PROMPT, datum, distributions, logprobs, net, prompt, sample
 
 
 def test_temperature_0_takes_the_likeliest_tokens(
@@ -317,23 +257,6 @@ def test_without_a_limit_a_sample_ends_with_the_context(sampling: LocalSamplingC
     assert len(found.tokens) == 1
 
 
-def test_the_prompt_has_logprobs_on_request(
-    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
-) -> None:
-    rows = distributions(sampled_training, PROMPT)
-    expected = [float(rows[i, token]) for i, token in enumerate(PROMPT[1:])]
-    assert sample(sampling).prompt_logprobs is None
-    found = sample(sampling, options={"include_prompt_logprobs": True}).prompt_logprobs
-    assert found == [None, *(pytest.approx(value, abs=1e-5) for value in expected)]
-    last = sample(
-        sampling, options={"include_prompt_logprobs": True, "prompt_logprobs_last_n": 2}
-    ).prompt_logprobs
-    assert last == [None, None, *(pytest.approx(value, abs=1e-5) for value in expected[1:])]
-    assert sampling.compute_logprobs(prompt()).result() == pytest.approx(found)
-    assert sampling.compute_logprobs(prompt(), 2).result() == pytest.approx(last)
-    assert sampling.compute_logprobs(prompt([5])).result() == [None]
-
-
 def test_requested_logprobs_do_not_change_the_samples(sampling: LocalSamplingClient) -> None:
     plain = sample(sampling, count=2).sequences
     for options in (
@@ -344,62 +267,11 @@ def test_requested_logprobs_do_not_change_the_samples(sampling: LocalSamplingCli
         assert [s.tokens for s in found] == [s.tokens for s in plain]
 
 
-def test_the_likeliest_tokens_of_the_prompt(
-    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
-) -> None:
-    found = sample(sampling, options={"topk_prompt_logprobs": 3}).topk_prompt_logprobs
-    values, ids = distributions(sampled_training, PROMPT)[:-1].topk(3)
-    assert found is not None
-    assert found[0] is None
-    assert len(found) == len(PROMPT)
-    for row, value, tokens in zip(found[1:], values, ids, strict=True):
-        assert row is not None
-        assert [token for token, _ in row] == tokens.tolist()
-        assert [lp for _, lp in row] == pytest.approx(value.tolist(), abs=1e-5)
-
-
 def test_the_likeliest_tokens_of_the_prompt_come_with_its_own_logprobs(sampler: Any) -> None:
     found = sample(sampler, options={"topk_prompt_logprobs": 2})
     expected = sample(sampler, options={"include_prompt_logprobs": True}).prompt_logprobs
     assert found.topk_prompt_logprobs is not None
     assert found.prompt_logprobs == pytest.approx(expected)
-
-
-def test_logprobs_of_the_prompt_do_not_depend_on_the_temperature(
-    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
-) -> None:
-    options = {"include_prompt_logprobs": True, "prompt_alt_tokens_k": 5}
-    found = sample(sampling, options=options, temperature=0.3)
-    assert found.prompt_logprobs == sample(sampling, options=options).prompt_logprobs
-    assert found.prompt_alt_tokens is not None
-    rows = distributions(sampled_training, PROMPT)[:-1]
-    tokens = found.prompt_alt_tokens.tokens.to_torch()
-    torch.testing.assert_close(
-        found.prompt_alt_tokens.logprobs.to_torch().double(),
-        rows.gather(-1, tokens),
-        rtol=0,
-        atol=1e-5,
-    )
-
-
-def test_prompt_logprobs_last_n_limits_the_likeliest_tokens_too(
-    sampling: LocalSamplingClient,
-) -> None:
-    # As the SDK documents prompt_logprobs_last_n.
-    options = {
-        "include_prompt_logprobs": True,
-        "topk_prompt_logprobs": 2,
-        "prompt_logprobs_last_n": 1,
-    }
-    found = sample(sampling, options=options).topk_prompt_logprobs
-    whole = sample(sampling, options={"topk_prompt_logprobs": 2}).topk_prompt_logprobs
-    assert found is not None
-    assert whole is not None
-    assert found == [None, None, None, whole[3]]
-    del options["include_prompt_logprobs"]
-    alone = sample(sampling, options=options)
-    assert alone.topk_prompt_logprobs == found
-    assert [value is None for value in alone.prompt_logprobs or ()] == [True, True, True, False]
 
 
 def test_the_likeliest_tokens_of_each_sample(
@@ -417,56 +289,182 @@ def test_the_likeliest_tokens_of_each_sample(
             assert [lp for _, lp in top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-def test_the_logprobs_of_chosen_tokens(
-    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
+# Requests that share a batch
+
+
+MIXED: list[tuple[list[int], int, dict[str, Any]]] = [
+    (PROMPT, 2, {"seed": 1, "max_tokens": 25}),
+    ([7], 1, {"seed": 1, "max_tokens": 40, "temperature": 0.5, "top_p": 0.8}),
+    ([3] * 30, 3, {"seed": 2, "max_tokens": 3, "top_k": 9}),
+    (PROMPT, 1, {"seed": 2, "max_tokens": 12, "temperature": 0.0}),
+    (list(range(40, 60)), 2, {"seed": -5, "max_tokens": 18, "stop": list(range(0, 512, 9))}),
+]
+
+
+def requests_of(mixed: list[tuple[list[int], int, dict[str, Any]]]) -> list[Any]:
+    return [
+        (prompt(tokens), count, types.SamplingParams(**{"stop": [], **params}))
+        for tokens, count, params in mixed
+    ]
+
+
+def together(client: Any, requests: list[Any]) -> list[types.SampleResponse]:
+    """Responses to requests that all wait when the first one's turn comes."""
+    gate = threading.Event()
+    client._worker.submit(gate.wait)
+    futures = [client.sample(*request) for request in requests]
+    gate.set()
+    return [future.result() for future in futures]
+
+
+def written(responses: list[types.SampleResponse]) -> list[tuple[list[int], Any, str]]:
+    return [
+        (found.tokens, found.logprobs, found.stop_reason)
+        for response in responses
+        for found in response.sequences
+    ]
+
+
+@contextmanager
+def watched(client: Any) -> Iterator[list[tuple[int, int]]]:
+    """Shapes `(rows, tokens)` of the inputs of all passes of the model."""
+    shapes: list[tuple[int, int]] = []
+
+    def watch(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        shapes.append(tuple(inputs["input_ids"].shape))
+
+    # Before watching: the passes that find out about the model.
+    assert client._worker.model.supports_padding
+    assert client._worker.model.cache_bytes > 0
+    hook = net(client).register_forward_pre_hook(watch, with_kwargs=True)
+    yield shapes
+    hook.remove()
+
+
+def test_what_a_request_gets_does_not_depend_on_its_neighbours(
+    sampling: LocalSamplingClient,
 ) -> None:
-    asked = torch.tensor([[5, 6], [-1, 7], [0, -1]])
-    rows = distributions(sampled_training, PROMPT)
-    expected = torch.tensor(
-        [[float(rows[0, 5]), float(rows[0, 6])], [0.0, float(rows[1, 7])], [float(rows[2, 0]), 0.0]]
+    requests = requests_of(MIXED)
+    alone = [sampling.sample(*request).result() for request in requests]
+    expected = written(alone)
+    assert written(together(sampling, requests)) == expected
+    assert written(together(sampling, requests[::-1])[::-1]) == expected
+    assert {reason for _, _, reason in expected} == {"stop", "length"}
+
+
+def test_neighbours_move_logprobs_in_float32_by_rounding_alone(service: LocalServiceClient) -> None:
+    sampling = service.create_sampling_client(base_model="tiny-random")
+    requests = requests_of(MIXED)
+    alone = written([sampling.sample(*request).result() for request in requests])
+    for found, expected in zip(written(together(sampling, requests)), alone, strict=True):
+        assert found[0] == expected[0]
+        np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-4)
+
+
+def test_waiting_requests_share_the_passes_of_the_model(exact: LocalServiceClient) -> None:
+    sampling = exact.create_sampling_client(base_model="tiny-random")
+    with watched(sampling) as shapes:
+        together(sampling, requests_of(MIXED))
+    prefills = [shape for shape in shapes if shape[1] > 1 or shape == (1, 1)]
+    # The prompt that two requests share is computed once.
+    assert sorted(tokens for _, tokens in prefills[:4]) == [1, 4, 20, 30]
+    assert len(shapes) == 4 + 39, "as many steps as the longest sample has tokens after its first"
+    assert shapes[4] == (9, 1)
+
+
+def test_a_request_joins_a_batch_between_two_tokens(exact: LocalServiceClient) -> None:
+    sampling = exact.create_sampling_client(base_model="tiny-random")
+    short, long, late = (
+        (prompt(tokens), 1, types.SamplingParams(max_tokens=number, seed=3, stop=[]))
+        for tokens, number in (([1, 2], 3), ([5], 30), ([8] * 9, 6))
     )
-    for data in (
-        types.TensorData.from_torch(asked),
-        types.TensorData(
-            data=[5, 6, 7, 0],
-            dtype="int64",
-            shape=[3, 2],
-            sparse_crow_indices=[0, 2, 3, 4],
-            sparse_col_indices=[0, 1, 1, 0],
-        ),
-    ):
-        found = sample(sampling, options={"target_prompt_logprobs": data}).target_prompt_logprobs
-        assert found is not None
-        assert found.dtype == "float32"
-        torch.testing.assert_close(found.to_torch(), expected, rtol=0, atol=1e-5)
+    expected = written([sampling.sample(*request).result() for request in (short, long, late)])
+    ended: list[str] = []
+    gate, submitted = threading.Event(), threading.Event()
+    joined: list[Any] = []
+
+    def submit_late(_: Any) -> None:  # on the worker thread, after the third token of all
+        joined.append(sampling.sample(*late))
+        joined[0].add_done_callback(lambda _: ended.append("late"))
+        submitted.set()
+
+    sampling._worker.submit(gate.wait)
+    first, second = sampling.sample(*short), sampling.sample(*long)
+    first.add_done_callback(submit_late)
+    second.add_done_callback(lambda _: ended.append("long"))
+    gate.set()
+    found = [first.result(), second.result()]
+    assert submitted.wait(600)
+    found.append(joined[0].result())
+    assert ended == ["late", "long"]
+    assert written(found) == expected
 
 
-def test_alternatives_for_each_token_of_the_prompt(
-    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
+@pytest.mark.parametrize(("rows", "size"), [(3, 2**32), (64, 1), (64, 40_000)])
+def test_samples_wait_for_rows_and_their_prompt_is_computed_once(
+    exact: LocalServiceClient, monkeypatch: pytest.MonkeyPatch, rows: int, size: int
 ) -> None:
-    rows = distributions(sampled_training, PROMPT)
-    found = sample(sampling, options={"prompt_alt_tokens_k": 40}).prompt_alt_tokens
-    assert found is not None
-    tokens = found.tokens.to_torch()
-    assert tokens.shape == (3, 40)
-    torch.testing.assert_close(
-        found.logprobs.to_torch().double(), rows[:-1].gather(-1, tokens), rtol=0, atol=1e-5
-    )
-    assert len(set(tokens.flatten().tolist())) > 10
-    again = sample(sampling, options={"prompt_alt_tokens_k": 40}).prompt_alt_tokens
-    assert again is not None
-    assert torch.equal(again.tokens.to_torch(), tokens)
-    # So cold that only the likeliest is left.
-    cold = sample(sampling, options={"prompt_alt_tokens_k": 4}, temperature=1e-4).prompt_alt_tokens
-    assert cold is not None
-    assert torch.equal(cold.tokens.to_torch(), rows[:-1].argmax(-1, keepdim=True).expand(-1, 4))
+    sampling = exact.create_sampling_client(base_model="tiny-random")
+    request = (prompt(), 8, types.SamplingParams(max_tokens=7, seed=1, stop=[5, 50]))
+    expected = written([sampling.sample(*request).result()])
+    sampling._worker.submit(len, []).result()  # the batch has ended: the next request begins one
+    monkeypatch.setattr(sampler_module, "_CPU_ROWS", rows)
+    monkeypatch.setattr(sampler_module, "_CACHE_BYTES", size)
+    with watched(sampling) as shapes:
+        assert written([sampling.sample(*request).result()]) == expected
+    assert [shape for shape in shapes if shape[1] > 1] == [(1, len(PROMPT))]
+    # tiny-random has 1 KiB for each token of its cache, and a row has 4 + 7 tokens.
+    assert max(number for number, _ in shapes) == {2**32: 3, 1: 1, 40_000: 3}[size]
 
 
-def test_alternatives_at_temperature_0_are_the_likeliest(
-    sampling: LocalSamplingClient, sampled_training: LocalTrainingClient
-) -> None:
-    # Temperature 0 takes the likeliest, in the prompt as in the samples.
-    rows = distributions(sampled_training, PROMPT)
-    found = sample(sampling, options={"prompt_alt_tokens_k": 4}, temperature=0.0).prompt_alt_tokens
-    assert found is not None
-    assert torch.equal(found.tokens.to_torch(), rows[:-1].argmax(-1, keepdim=True).expand(-1, 4))
+def test_a_list_has_the_same_bits_whatever_else_is_queued(service: LocalServiceClient) -> None:
+    sampling = service.create_sampling_client(base_model="tiny-random")
+    requests = requests_of(MIXED)
+    first = sampling.sample_list(requests).result()
+    gate = threading.Event()
+    sampling._worker.submit(gate.wait)
+    others = [sampling.sample(*request) for request in requests]
+    again = sampling.sample_list(requests)
+    others += [sampling.sample(*request) for request in requests]
+    gate.set()
+    assert written(again.result()) == written(first)
+    assert [len(response.sequences) for response in first] == [2, 1, 3, 1, 2]
+    for response, expected in zip(others, first * 2, strict=True):
+        assert [s.tokens for s in response.result().sequences] == [
+            s.tokens for s in expected.sequences
+        ]
+    assert sampling.sample_list([]).result() == []
+
+
+def test_a_request_that_cannot_begin_fails_alone(tmp_path: Path) -> None:
+    tiny.build(torch.float32).save_pretrained(tmp_path)  # without a tokenizer
+    with LocalServiceClient() as service:
+        sampling = service.create_sampling_client(base_model=str(tmp_path))
+        gate = threading.Event()
+        sampling._worker.submit(gate.wait)
+        params = types.SamplingParams(max_tokens=2, stop="a")
+        failed = sampling.sample(prompt(), 1, params)
+        fine = sampling.sample(prompt(), 1, types.SamplingParams(max_tokens=2, stop=[]))
+        gate.set()
+        with pytest.raises(ModelError):
+            failed.result()
+        assert len(fine.result().sequences[0].tokens) == 2
+
+
+def test_a_failing_pass_fails_its_batch_and_not_the_next(exact: LocalServiceClient) -> None:
+    sampling = exact.create_sampling_client(base_model="tiny-random")
+    requests = requests_of(MIXED)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("mine")
+
+    hook = net(sampling).register_forward_pre_hook(fail)
+    gate = threading.Event()
+    sampling._worker.submit(gate.wait)
+    futures = [sampling.sample(*request) for request in requests]
+    gate.set()
+    for future in futures:
+        with pytest.raises(MemoryError, match="mine"):
+            future.result()
+    hook.remove()
+    assert written([sampling.sample(*requests[0]).result()])

@@ -147,3 +147,13 @@ def test_a_prompt_that_fills_the_context_has_logprobs(sampling: LocalSamplingCli
         sampling.compute_logprobs(prompt([1]), 1)
     with pytest.raises(InputError, match="prompt must hold 1 to 512 tokens"):
         sampling.compute_logprobs(prompt([1] * 513))
+
+
+def test_a_list_is_checked_before_anything_is_sampled(sampling: LocalSamplingClient) -> None:
+    good, bad = types.SamplingParams(max_tokens=2), types.SamplingParams(max_tokens=0)
+    with pytest.raises(InputError, match=r"request 1: max_tokens must be .* got 0"):
+        sampling.sample_list([(prompt(), 1, good), (prompt(), 1, bad)])
+    with pytest.raises(InputError, match="request 0: prompt must hold 1 to 512 tokens"):
+        sampling.sample_list([(prompt([1] * 513), 1, good)])
+    with pytest.raises(InputError, match="request 0: prompt must leave room"):
+        sampling.sample_list([(prompt([1] * 512), 1, good)])

@@ -4,7 +4,9 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from tinker import types
 from steelyard.engine import LocalServiceClient, LocalTrainingClient, find_model
 from steelyard.engine.adapter import LoraSettings
 from steelyard.engine.model import Model
-from steelyard.engine.worker_thread import WorkerThread, completed
+from steelyard.engine.worker_thread import Arrivals, WorkerThread, completed
 from steelyard.errors import ClosedError
 
 from .data import SMALL, adapters, create, ragged, same, train
@@ -206,3 +208,118 @@ def test_a_completed_future_has_its_value() -> None:
         return await future
 
     assert asyncio.run(awaited()) == [1]
+
+
+# Requests that share a batch
+
+
+def queue_in_order(
+    worker: WorkerThread, calls: str, run_batch: Callable[[Arrivals[str, str]], None]
+) -> list[Future[Any]]:
+    """Queue a request for each lower-case letter, of that key, and a call for each other."""
+    gate = threading.Event()
+    worker.submit(gate.wait)
+    futures = [
+        worker.submit_request(run_batch, letter, f"{letter}{index}")
+        if letter.islower()
+        else worker.submit(str, f"{letter}{index}").future()
+        for index, letter in enumerate(calls)
+    ]
+    gate.set()
+    return futures
+
+
+@pytest.mark.parametrize(
+    ("calls", "batches"),
+    [
+        ("aaa", ["a0 a1 a2"]),
+        # All that wait for the same weights when a batch begins, past requests for others.
+        ("abab", ["a0 a2", "b1 b3"]),
+        # But never past a call of training.
+        ("abTab", ["a0", "b1", "a3", "b4"]),
+        ("TaaTTa", ["a1 a2", "a5"]),
+    ],
+)
+def test_a_batch_takes_the_requests_that_wait(
+    worker: WorkerThread, calls: str, batches: list[str]
+) -> None:
+    found = []
+
+    def run_batch(arrivals: Arrivals[str, str]) -> None:
+        taken = arrivals.take()
+        found.append(" ".join(request for request, _ in taken))
+        for request, future in taken:
+            future.set_result(request)
+        assert arrivals.take() == []
+
+    futures = queue_in_order(worker, calls, run_batch)
+    assert [future.result(600) for future in futures] == [
+        f"{letter}{index}" for index, letter in enumerate(calls)
+    ]
+    assert found == batches
+
+
+def test_a_running_batch_takes_requests_at_the_head_of_the_queue(worker: WorkerThread) -> None:
+    found: list[list[str]] = []
+    late: list[Future[Any]] = []
+
+    def run_batch(arrivals: Arrivals[str, str]) -> None:
+        for _ in range(3):
+            taken = arrivals.take()
+            found.append([request for request, _ in taken])
+            if not late:
+                late.extend(
+                    worker.submit_request(run_batch, key, f"{key}{index}")
+                    for index, key in enumerate("aaba")
+                )
+                late[1].cancel()
+            for request, future in taken:
+                future.set_result(request)
+
+    worker.submit_request(run_batch, "a", "first").result(600)
+    worker.submit(len, []).result(600)
+    # A request for other weights ends the batch, though one for the same waits behind it.
+    assert found == [["first"], ["a0"], [], ["b2"], [], [], ["a3"], [], []]
+    assert late[1].cancelled()
+
+
+def test_the_error_of_a_batch_is_that_of_its_requests_without_a_result(
+    worker: WorkerThread,
+) -> None:
+    def run_batch(arrivals: Arrivals[str, str]) -> None:
+        ((_, first), *_) = arrivals.take()
+        first.set_result("fine")
+        raise KeyError("mine")
+
+    futures = queue_in_order(worker, "aaaT", run_batch)
+    assert futures[0].result(600) == "fine"
+    for future in futures[1:3]:
+        with pytest.raises(KeyError, match="mine"):
+            future.result(600)
+    assert futures[3].result(600) == "T3"
+
+
+def test_closing_finishes_a_running_batch_and_cancels_waiting_requests(
+    worker: WorkerThread,
+) -> None:
+    began, gate = threading.Event(), threading.Event()
+
+    def run_batch(arrivals: Arrivals[str, str]) -> None:
+        ((_, first),) = arrivals.take()
+        began.set()
+        gate.wait()
+        assert arrivals.take() == []
+        first.set_result("done")
+
+    running = worker.submit_request(run_batch, "a", "first")
+    assert began.wait(600)
+    waiting = worker.submit_request(run_batch, "a", "second")
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    with pytest.raises(concurrent.futures.CancelledError):
+        waiting.result(600)
+    gate.set()
+    closing.join(600)
+    assert running.result(600) == "done"
+    with pytest.raises(ClosedError):
+        worker.submit_request(run_batch, "a", "third")

@@ -5,8 +5,11 @@ and starts a `worker_thread` for it. `training_client` and `sampling_client` che
 (`datum_tensors`) and queue calls on that thread. There, `trainer` packs sequences into rows
 (`packing`) within the token budget (`memory`), runs them forward and backward (`forward`), applies
 a named loss, and accumulates gradients in an `adapter`; `forward_pass` lets a custom loss supply
-the gradients; `sampler` draws tokens. `checkpoint_contents` is what `checkpoints` stores on disk,
-as `checkpoint_files`. `server` puts all of it behind the wire protocol of the Tinker SDK.
+the gradients. `sampler` batches the requests that wait on that thread: `decoding` runs the model
+on rows that join and leave (`grouped_attention`), `token_choice` draws tokens, `stop_condition`
+ends samples, and `prompt_logprobs` has what a request asks about its prompt. `checkpoint_contents`
+is what `checkpoints` stores on disk, as `checkpoint_files`. `server` puts all of it behind the wire
+protocol of the Tinker SDK.
 """
 
 from steelyard._extras import cure as _cure

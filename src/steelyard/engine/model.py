@@ -15,6 +15,8 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
 from steelyard.engine.adapter import ALPHA, Adapter, LoraSettings
@@ -48,7 +50,7 @@ class Model:
         self.config = base.config
         self.end_tokens = _end_tokens(base)
         self._layers = _layers_by_group(base)
-        self._accepts_positions = "position_ids" in inspect.signature(base.forward).parameters
+        self._input_names = frozenset(inspect.signature(base.forward).parameters)
         self._net: Any = base
         self._names = (f"a{number}" for number in itertools.count())
         self._adapters: set[str] = set()
@@ -67,16 +69,53 @@ class Model:
         Tested on the model, since some architectures take no positions or make no mask of them: two
         sequences of three tokens in one row must give the second the logits that it has alone.
         """
-        if not self._accepts_positions:
+        if "position_ids" not in self._input_names:
             return False
         tokens = torch.arange(6, device=self.device)[None] % self.config.vocab_size
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
         with torch.inference_mode():
             packed = self(None, input_ids=tokens, position_ids=positions, use_cache=False).logits
             alone = self(None, input_ids=tokens[:, 3:], use_cache=False).logits
-        difference = (packed[:, 3:] - alone).abs().max() / alone.abs().max()
-        tolerance = _TOLERANCE_16_BIT if alone.dtype.itemsize == 2 else _TOLERANCE  # noqa: PLR2004 - bytes
-        return bool(difference < tolerance)
+        return _is_equal(packed[:, 3:], alone)
+
+    @cached_property
+    def supports_padding(self) -> bool:
+        """True if rows of a key-value cache may have padding on their left.
+
+        That takes a mask, positions, and a cache that holds every token of a row in a slot of its
+        own: no sliding window, no recurrent state. Tested on the model: a sequence of two tokens,
+        padded to three beside another and then extended, must have the logits that it has alone.
+        """
+        if not {"position_ids", "attention_mask"} <= self._input_names:
+            return False
+        cache = DynamicCache(config=self.config)
+        tokens = torch.arange(8, device=self.device).view(2, 4) % self.config.vocab_size
+        mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], device=self.device)
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        with torch.inference_mode():
+            for part in (slice(0, 3), slice(3, 4)):
+                padded = self(
+                    None,
+                    input_ids=tokens[:, part],
+                    attention_mask=mask[:, : part.stop],
+                    position_ids=positions[:, part],
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits
+            alone = self(None, input_ids=tokens[:1, 1:], use_cache=False).logits
+        is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        return is_plain and _is_equal(padded[0, -1], alone[0, -1])
+
+    @cached_property
+    def cache_bytes(self) -> int:
+        """Bytes of the key-value cache for each token, measured on one token."""
+        cache = DynamicCache(config=self.config)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self(None, input_ids=token, past_key_values=cache, use_cache=True)
+        found = [(layer, name) for layer in cache.layers for name in ("keys", "values")]
+        # Layers with a recurrent state have neither.
+        return sum(getattr(layer, name).nbytes for layer, name in found if hasattr(layer, name))
 
     @cached_property
     def supports_projection(self) -> bool:
@@ -203,6 +242,13 @@ class Model:
                 yield
         else:
             yield
+
+
+def _is_equal(found: Tensor, expected: Tensor) -> bool:
+    """True if logits are equal up to the rounding of their dtype."""
+    difference = (found - expected).abs().max() / expected.abs().max()
+    tolerance = _TOLERANCE_16_BIT if expected.dtype.itemsize == 2 else _TOLERANCE  # noqa: PLR2004 - bytes
+    return bool(difference < tolerance)
 
 
 def _layers_by_group(base: Any) -> Mapping[str, Sequence[str]]:

@@ -1,78 +1,55 @@
-"""Sampling of tokens from a model, and log-probs of a prompt; runs on the worker thread.
+"""Sampling from a model, many requests at a time; runs on the worker thread.
 
-With logits `z`, a temperature `t`, `k = top_k` and `p = top_p`, a token is drawn from
-
-    q = softmax(z / t)                      t = 0: the token with the largest logit
-    the k largest of q, the others set to 0
-    the smallest set of the largest of those whose sum is at least p of their total (nucleus)
-
-renormalised. Nucleus sampling: Holtzman et al., 2020, arXiv:1904.09751.
+All samples that are being written share one batch. Between two tokens, samples that have ended
+leave it and others take their rows (continuous batching). What a sample gets does not depend on the
+others, but for the rounding of the model's arithmetic: see `token_choice` and `decoding`.
 
 The log-probs of a sample are those of `q = softmax(z / t)`, before `top_k` and `top_p`: the
 difference of two of them is `1 / t` times what it is at `t = 1`, as tinker-cookbook's
 `validate_temperature_logprobs.py` expects. At `t = 0` they are those of `softmax(z)`: the limit of
-`q` is one token with the log-prob 0, which says nothing. All log-probs of a prompt are those of
-`softmax(z)`, whatever the temperature.
+`q` is one token with the log-prob 0, which says nothing.
 """
 
 from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from tinker import types
-from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
+from tinker.types.topk_logprobs import TopkLogprobs
 from torch import Tensor
-from transformers import DynamicCache
 
 from steelyard.engine.adapter import Adapter
+from steelyard.engine.decoding import DecodingBatch, Prefix
 from steelyard.engine.model import Model
+from steelyard.engine.prompt_logprobs import RequestedLogprobs, prompt_fields, prompt_logprobs
+from steelyard.engine.stop_condition import StopCondition
+from steelyard.engine.token_choice import Choice, RowChoice, choose_tokens
+from steelyard.engine.worker_thread import Arrivals
 from steelyard.errors import InputError
 from steelyard.spec import is_finite, is_whole
 
+# Most rows of a batch, by device; and most bytes of its cache, if every row grew to its limit.
+# Constants, not measured: what is batched together must be the same when a run is resumed.
+_CPU_ROWS, _GPU_ROWS = 64, 256
+_CACHE_BYTES = 4 * 2**30
+
 
 @dataclass(frozen=True)
-class RequestedLogprobs:
-    """Log-probs that a sampling call requests beside the samples and their own.
+class SamplingRequest:
+    """A checked request: `count` continuations of a prompt `[T]`."""
 
-    Attributes:
-        prompt_logprobs: whether the log-probs of the prompt's own tokens are requested.
-        last_n: limits them to the last n tokens; None: all.
-        topk_prompt: number of the likeliest tokens at each position of the prompt.
-        topk_sample: number of the likeliest tokens at each position of a sample.
-        targets: chosen tokens at each position of the prompt, `[T - 1, K]`, -1 for none.
-        alternatives: number of tokens drawn at each position of the prompt.
-    """
-
-    prompt_logprobs: bool = False
-    last_n: int | None = None
-    topk_prompt: int = 0
-    topk_sample: int = 0
-    targets: Tensor | None = None
-    alternatives: int = 0
-
-    @property
-    def whole_prompt(self) -> bool:
-        """True if the logits at every position of the prompt are needed, not at the last alone."""
-        return bool(
-            self.prompt_logprobs
-            or self.topk_prompt
-            or self.alternatives
-            or self.targets is not None
-        )
-
-
-@dataclass
-class _Sample:
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    reason: types.StopReason | None = None
+    prompt: Tensor
+    count: int
+    params: types.SamplingParams
+    requested: RequestedLogprobs = field(default_factory=RequestedLogprobs)
 
 
 class TokenSampler:
@@ -82,156 +59,191 @@ class TokenSampler:
         self.model = model
         self._adapter = adapter
 
-    @torch.inference_mode()
-    def sample(
-        self, prompt: Tensor, count: int, params: types.SamplingParams, requested: RequestedLogprobs
-    ) -> types.SampleResponse:
-        """Sample `count` continuations of `prompt`, as one batch with a key-value cache."""
-        model, length = self.model, len(prompt)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        generator = torch.Generator().manual_seed(seed)
-        cache = DynamicCache(config=model.config)
-        keep = 0 if requested.whole_prompt else 1
-        logits = self._logits(prompt[None], cache, keep=keep)
-        prompt_fields = self._prompt_fields(prompt, logits[0], params, requested, generator)
-        left = model.limits.context - length
-        limit = left if params.max_tokens is None else min(params.max_tokens, left)
-        is_end = _StopCondition(model, params.stop)
-        samples = [_Sample() for _ in range(count)]
-        # Samples that have not ended; row i of the batch is sample active[i].
-        active = list(range(count))
-        if count > 1:
-            cache.batch_repeat_interleave(count)
-        rows = logits[:, -1].expand(count, -1)
-        for position in range(limit):
-            logprobs = at_temperature(rows, params.temperature)
-            # One number for every sample, ended or not, so that what a sample draws does not depend
-            # on where the others end.
-            draws = torch.rand(count, generator=generator)[active]
-            tokens = choose_tokens(rows, params, draws)
-            for row, index in enumerate(active):
-                sample, token = samples[index], int(tokens[row])
-                sample.tokens.append(token)
-                sample.logprobs.append(logprobs[row, token].item())
-                if requested.topk_sample:
-                    values, ids = logprobs[row].topk(requested.topk_sample)
-                    sample.top.append((ids, values))
-                sample.reason = "stop" if is_end(sample.tokens) else None
-            unfinished = [row for row, index in enumerate(active) if samples[index].reason is None]
-            if not unfinished or position + 1 == limit:
-                break
-            if len(unfinished) < len(active):
-                cache.batch_select_indices(torch.tensor(unfinished, device=model.device))
-            active = [active[row] for row in unfinished]
-            rows = self._logits(tokens[unfinished][:, None], cache, keep=1)[:, -1]
-        return types.SampleResponse(
-            sequences=[_sequence(sample, requested) for sample in samples], **prompt_fields
-        )
+    @property
+    def batch_key(self) -> str:
+        """Name of the weights: requests of the same can share a batch."""
+        return "base model" if self._adapter is None else f"adapter {self._adapter.name}"
+
+    def run_batch(self, arrivals: Arrivals[SamplingRequest, types.SampleResponse]) -> None:
+        """Sample for requests as they arrive, until there is none."""
+        batch = _SampleBatch(self.model, self._adapter)
+        while True:
+            for request, future in arrivals.take():
+                try:
+                    batch.add(request, future.set_result)
+                except Exception as error:  # noqa: BLE001 - of this request alone
+                    future.set_exception(error)
+            if not batch:
+                return
+            batch.step()
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[types.SampleResponse]:
+        """Sample for a list of requests; what is batched together depends on the list alone."""
+        batch = _SampleBatch(self.model, self._adapter)
+        found: dict[int, types.SampleResponse] = {}
+        for index, request in enumerate(requests):
+            batch.add(request, partial(found.__setitem__, index))
+        while batch:
+            batch.step()
+        return [found[index] for index in range(len(requests))]
 
     @torch.inference_mode()
     def logprobs(self, prompt: Tensor, last_n: int | None) -> list[float | None]:
         """Log-prob of each token of a prompt; None for the first, and for all before the last n."""
-        logits = self._logits(prompt[None], None, keep=0)[0]
-        found = _prompt_logprobs(prompt, logits.log_softmax(-1), last_n)
+        tokens = prompt[None].to(self.model.device)
+        logits = self.model(self._adapter, input_ids=tokens, use_cache=False).logits[0].cpu()
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        found = prompt_logprobs(prompt, logits.log_softmax(-1), last_n)
         return [None if np.isnan(value) else float(value) for value in found]
 
-    def _logits(self, tokens: Tensor, cache: DynamicCache | None, *, keep: int) -> Tensor:
-        """Logits `[N, keep, V]` on the CPU, at the last `keep` positions, or at all for 0."""
-        output = self.model(
-            self._adapter,
-            input_ids=tokens.to(self.model.device),
-            past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=keep,
+
+@dataclass(eq=False)
+class _Job:
+    """A request in a batch, with what is known of its response so far."""
+
+    request: SamplingRequest
+    seed: int
+    limit: int
+    finish: Callable[[types.SampleResponse], object]
+    samples: list[_Sample] = field(default_factory=list)
+    fields: dict[str, Any] | None = None
+    ended: int = 0
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for equal prompts."""
+        return self.request.prompt.numpy().tobytes()
+
+
+@dataclass(eq=False)
+class _Sample:
+    job: _Job
+    index: int
+    ends: StopCondition
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    stop_reason: types.StopReason | None = None
+
+    def choice(self) -> RowChoice:
+        return RowChoice(self.job.request.params, self.job.seed, self.index, len(self.tokens))
+
+    def add(self, token: int, logprob: float) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.ends.add(token):
+            self.stop_reason = "stop"
+        elif len(self.tokens) == self.job.limit:
+            self.stop_reason = "length"
+
+
+class _SampleBatch:
+    """Samples that wait, and samples that are being written; true while there are any."""
+
+    def __init__(self, model: Model, adapter: Adapter | None) -> None:
+        self._model = model
+        self._decoding = DecodingBatch(model, adapter)
+        self._max_rows = _CPU_ROWS if model.device.type == "cpu" else _GPU_ROWS
+        self._waiting: deque[_Sample] = deque()
+        self._rows: list[_Sample] = []
+        self._logits: Tensor | None = None  # of the rows' next tokens, [N, V]
+        self._prefixes: dict[bytes, Prefix] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._rows or self._waiting)
+
+    def add(
+        self, request: SamplingRequest, finish: Callable[[types.SampleResponse], object]
+    ) -> None:
+        """Let the samples of a request wait for rows."""
+        params = request.params
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        left = self._model.limits.context - len(request.prompt)
+        limit = left if params.max_tokens is None else min(params.max_tokens, left)
+        job = _Job(request, seed, limit, finish)
+        job.samples = [
+            _Sample(job, index, StopCondition(self._model, params.stop))
+            for index in range(request.count)
+        ]
+        self._waiting.extend(job.samples)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Give waiting samples the free rows, and write one token of each row."""
+        self._admit()
+        assert self._logits is not None  # noqa: S101 - at least one row fits
+        choice = choose_tokens(self._logits, [sample.choice() for sample in self._rows])
+        self._record(choice)
+        left = [row for row, sample in enumerate(self._rows) if sample.stop_reason is None]
+        tokens = choice.tokens if len(left) == len(self._rows) else choice.tokens[left]
+        self._rows = [self._rows[row] for row in left]
+        self._decoding.keep(left)
+        self._logits = self._decoding.advance(tokens) if left else None
+
+    def _record(self, choice: Choice) -> None:
+        pairs = zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True)
+        for row, (sample, (token, logprob)) in enumerate(zip(self._rows, pairs, strict=True)):
+            number = sample.job.request.requested.topk_sample
+            if number:
+                values, ids = choice.scaled[row].topk(number)
+                sample.top.append((ids.cpu(), (values - choice.log_total[row]).cpu()))
+            sample.add(token, logprob)
+            if sample.stop_reason is not None:
+                sample.job.ended += 1
+                if sample.job.ended == len(sample.job.samples):
+                    sample.job.finish(_response(sample.job))
+
+    def _admit(self) -> None:
+        admitted = self._take_waiting() if self._waiting else []
+        if not admitted:
+            return
+        for sample in admitted:
+            job = sample.job
+            if job.fields is None and job.request.requested.whole_prompt:
+                self._prefixes[job.key] = self._read_prompt(job)
+        prompts = {sample.job.key: sample.job.request.prompt for sample in admitted}
+        fresh = {key: prompt for key, prompt in prompts.items() if key not in self._prefixes}
+        found = self._decoding.prefill(list(fresh.values()))
+        self._prefixes.update(zip(fresh, found, strict=True))
+        prefixes = [self._prefixes[sample.job.key] for sample in admitted]
+        self._decoding.join(prefixes)
+        logits = torch.stack([prefix.logits for prefix in prefixes])
+        self._logits = logits if self._logits is None else torch.cat([self._logits, logits])
+        self._rows += admitted
+        still_needed = {sample.job.key for sample in self._waiting}
+        self._prefixes = {k: p for k, p in self._prefixes.items() if k in still_needed}
+
+    def _take_waiting(self) -> list[_Sample]:
+        """Waiting samples that fit beside the rows, in order; at least one if there are no rows."""
+        admitted: list[_Sample] = []
+        longest = max(map(_final_length, self._rows), default=0)
+        while self._waiting:
+            sample = self._waiting[0]
+            rows = len(self._rows) + len(admitted)
+            longest = max(longest, _final_length(sample))
+            cache_bytes = (rows + 1) * longest * self._model.cache_bytes
+            if rows and (rows >= self._max_rows or cache_bytes > _CACHE_BYTES):
+                break
+            if rows and not (self._model.supports_padding or self._in_step(sample, admitted)):
+                break
+            admitted.append(self._waiting.popleft())
+        return admitted
+
+    def _in_step(self, sample: _Sample, admitted: Sequence[_Sample]) -> bool:
+        """True if its row has the length of all others at every token."""
+        return not self._rows and sample.job.key == admitted[0].job.key
+
+    def _read_prompt(self, job: _Job) -> Prefix:
+        request = job.request
+        prefix, logits = self._decoding.prefill_whole(request.prompt)
+        job.fields = prompt_fields(
+            request.prompt, logits.cpu(), request.requested, request.params.temperature, job.seed
         )
-        logits: Tensor = output.logits.cpu()
-        return logits if logits.dtype == torch.float64 else logits.float()
-
-    def _prompt_fields(
-        self,
-        prompt: Tensor,
-        logits: Tensor,
-        params: types.SamplingParams,
-        requested: RequestedLogprobs,
-        generator: torch.Generator,
-    ) -> dict[str, Any]:
-        """Fields of the response that are about the prompt; `logits` are its, `[T, V]`."""
-        if not requested.whole_prompt:
-            return {}
-        logprobs = logits.log_softmax(-1)
-        fields: dict[str, Any] = {}
-        if requested.prompt_logprobs:
-            fields["prompt_logprobs_np"] = _prompt_logprobs(prompt, logprobs, requested.last_n)
-        if requested.topk_prompt:
-            shape = (len(prompt), requested.topk_prompt)
-            first = _first_index(prompt, requested.last_n)
-            values, ids = logprobs[first - 1 : -1].topk(requested.topk_prompt)
-            top = TopkLogprobs(np.zeros(shape, np.int32), np.full(shape, MASK_LOGPROB, np.float32))
-            top.token_ids[first:], top.logprobs[first:] = ids.numpy(), values.numpy()
-            fields["topk_prompt_logprobs_np"] = top
-        if requested.targets is not None:
-            is_token = requested.targets >= 0
-            found = logprobs[:-1].gather(-1, requested.targets.clamp_min(0))
-            values = torch.where(is_token, found, torch.zeros_like(found))
-            fields["target_prompt_logprobs"] = types.TensorData.from_torch(values.float())
-        if requested.alternatives:
-            number = requested.alternatives
-            if params.temperature == 0:
-                ids = logits[:-1].argmax(-1, keepdim=True).expand(-1, number)
-            else:
-                probs = at_temperature(logits[:-1], params.temperature).exp()
-                ids = torch.multinomial(probs, number, replacement=True, generator=generator)
-            fields["prompt_alt_tokens"] = types.PromptAltTokens(
-                tokens=types.TensorData.from_torch(ids),
-                logprobs=types.TensorData.from_torch(logprobs[:-1].gather(-1, ids).float()),
-            )
-        return fields
+        return prefix
 
 
-def at_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probs `log softmax(z / t)` of logits `[…, V]`, in float64; those of `t = 1` for `t = 0`.
-
-    The largest logit is subtracted before the division, so that a tiny temperature overflows to
-    minus infinity for the others, and never to NaN.
-    """
-    logits = logits.double()
-    if temperature > 0:
-        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    return logits.log_softmax(-1)
-
-
-def choose_tokens(logits: Tensor, params: types.SamplingParams, draws: Tensor) -> Tensor:
-    """Tokens `[N]`, drawn by temperature, top-k and top-p, in this order.
-
-    Args:
-        logits: logits, or log-probs, `[N, V]`.
-        params: the temperature, `top_k` and `top_p`.
-        draws: uniform numbers in [0, 1), `[N]`.
-    """
-    if params.temperature == 0:
-        return logits.argmax(-1)
-    # Sorted once, largest first: top-k and top-p each keep a prefix. The sort is stable, so that
-    # ties fall alike on every machine.
-    ordered, ids = torch.sort(
-        at_temperature(logits, params.temperature), dim=-1, descending=True, stable=True
-    )
-    probs = ordered.exp()
-    if params.top_k > 0:
-        probs[:, params.top_k :] = 0
-    # Keep token i while the mass before it is below p of the total: the token that crosses p stays,
-    # and the first always does. The total is below 1 after top-k.
-    before = probs.cumsum(-1) - probs
-    probs[before >= params.top_p * probs.sum(-1, keepdim=True)] = 0
-    # Inverse of the cumulative distribution, scaled by the draw instead of renormalised. Float64,
-    # since a float32 sum over a vocabulary would misplace its tail. A product that is rounded up to
-    # the total would land behind the last token that was kept, hence the minimum.
-    cumulative = probs.cumsum(-1)
-    position = torch.searchsorted(
-        cumulative, draws.double()[:, None] * cumulative[:, -1:], right=True
-    )
-    last = (probs > 0).sum(-1, keepdim=True) - 1
-    chosen: Tensor = ids.gather(-1, torch.minimum(position, last))[:, 0]
-    return chosen
+def _final_length(sample: _Sample) -> int:
+    return len(sample.job.request.prompt) + sample.job.limit
 
 
 def check_sampling(params: types.SamplingParams, count: int) -> None:
@@ -266,56 +278,21 @@ def check_sampling(params: types.SamplingParams, count: int) -> None:
             raise InputError(f"{rule}, got {value!r}.")
 
 
-class _StopCondition:
-    """Tells whether the tokens so far end a sample: with an end token, or with a stop string."""
-
-    def __init__(self, model: Model, stop: str | Sequence[str] | Sequence[int] | None) -> None:
-        listed = [stop] if isinstance(stop, str) else list(stop or ())
-        self._tokens = {item for item in listed if isinstance(item, int)}
-        self._texts = [item for item in listed if isinstance(item, str) and item]
-        if stop is None or listed:  # an empty list switches the model's own end tokens off too
-            self._tokens |= model.end_tokens
-        self._tokenizer = model.tokenizer if self._texts else None
-
-    def __call__(self, tokens: list[int]) -> bool:
-        if tokens[-1] in self._tokens:
-            return True
-        if self._tokenizer is None:
-            return False
-        # Decode the last tokens only. A character has at most four bytes of UTF-8, so with one byte
-        # a token four tokens a character are enough.
-        window = 4 * max(map(len, self._texts)) + 4
-        text = self._tokenizer.decode(tokens[-window:])
-        return any(stop in text for stop in self._texts)
+def _response(job: _Job) -> types.SampleResponse:
+    return types.SampleResponse(
+        sequences=[_sequence(sample) for sample in job.samples], **(job.fields or {})
+    )
 
 
-def _sequence(sample: _Sample, requested: RequestedLogprobs) -> types.SampledSequence:
+def _sequence(sample: _Sample) -> types.SampledSequence:
     top = None
-    if requested.topk_sample:
-        ids, values = zip(*sample.top, strict=True)
-        top = _topk(torch.stack(ids), torch.stack(values))
+    if sample.top:
+        ids, values = (torch.stack(column).numpy() for column in zip(*sample.top, strict=True))
+        top = TopkLogprobs(ids.astype(np.int32), values.astype(np.float32))
     return types.SampledSequence(
-        stop_reason=sample.reason or "length",
+        stop_reason=sample.stop_reason or "length",
         sequence_id=uuid.uuid4().hex,
         tokens_np=np.array(sample.tokens, dtype=np.int32),
         logprobs_np=np.array(sample.logprobs, dtype=np.float32),
         topk_logprobs_np=top,
     )
-
-
-def _topk(ids: Tensor, values: Tensor) -> TopkLogprobs:
-    return TopkLogprobs(ids.numpy().astype(np.int32), values.numpy().astype(np.float32))
-
-
-def _prompt_logprobs(
-    prompt: Tensor, logprobs: Tensor, last_n: int | None
-) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    found = np.full(len(prompt), np.nan, dtype=np.float32)
-    first = _first_index(prompt, last_n)
-    found[first:] = logprobs[:-1].gather(-1, prompt[1:, None])[first - 1 :, 0].numpy()
-    return found
-
-
-def _first_index(prompt: Tensor, last_n: int | None) -> int:
-    """Index of the first token with a log-prob: never 0, which has no context to predict it."""
-    return 1 if last_n is None else max(1, len(prompt) - last_n)

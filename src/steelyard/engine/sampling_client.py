@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from tinker import types
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.datum_tensors import DatumLimits, read_prompt
-from steelyard.engine.sampler import RequestedLogprobs, TokenSampler, check_sampling
+from steelyard.engine.prompt_logprobs import RequestedLogprobs
+from steelyard.engine.sampler import SamplingRequest, TokenSampler, check_sampling
 from steelyard.engine.worker_thread import WorkerThread
 from steelyard.errors import InputError
 from steelyard.spec import is_whole
@@ -62,13 +65,7 @@ class LocalSamplingClient:
             InputError: the prompt or a setting breaks a rule.
         """
         limits = self._worker.model.limits
-        tokens = read_prompt(prompt, limits)
-        check_sampling(sampling_params, num_samples)
-        if len(tokens) == limits.context:
-            raise InputError(
-                f"prompt must leave room for at least one token, and it fills the model's "
-                f"context of {limits.context}."
-            )
+        request = self._read_request(prompt, num_samples, sampling_params)
         for name, value in (
             ("topk_prompt_logprobs", topk_prompt_logprobs),
             ("topk_sample_logprobs", topk_sample_logprobs),
@@ -79,14 +76,14 @@ class LocalSamplingClient:
                     f"{name} must be a whole number from 0 to the vocabulary's "
                     f"{limits.vocabulary}, got {value!r}."
                 )
-        _check_last_n(prompt_logprobs_last_n, len(tokens))
+        _check_last_n(prompt_logprobs_last_n, len(request.prompt))
         with_prompt = bool(include_prompt_logprobs or topk_prompt_logprobs)
         if prompt_logprobs_last_n is not None and not with_prompt:
             raise InputError("prompt_logprobs_last_n needs include_prompt_logprobs=True.")
         targets = None
         if target_prompt_logprobs is not None:
             targets = target_prompt_logprobs.to_torch(pad_value=-1)
-            _check_targets(targets, len(tokens), limits)
+            _check_targets(targets, len(request.prompt), limits)
         requested = RequestedLogprobs(
             with_prompt,
             prompt_logprobs_last_n,
@@ -95,9 +92,59 @@ class LocalSamplingClient:
             targets,
             prompt_alt_tokens_k,
         )
-        return self._worker.submit(
-            self._sampler.sample, tokens, num_samples, sampling_params, requested
-        ).future()
+        sampler = self._sampler
+        return self._worker.submit_request(
+            sampler.run_batch,
+            sampler.batch_key,
+            replace(request, requested=requested),
+        )
+
+    def sample_list(
+        self, requests: Sequence[tuple[types.ModelInput, int, types.SamplingParams]]
+    ) -> Future[list[types.SampleResponse]]:
+        """Sample for a list of requests, as one call: for loops that must be reproducible.
+
+        `sample` batches whatever requests wait at the moment, and on a CPU in float32 the company
+        of a request moves its log-probs by about 1e-5. Here the list alone decides what is batched:
+        with seeds, the same list on the same weights gives the same bits. The responses have the
+        order of the requests.
+
+        Args:
+            requests: prompt, number of samples and parameters of each, as `sample` takes them.
+
+        Raises:
+            InputError: a request breaks a rule.
+
+        Example:
+            >>> from tinker import types
+            >>> from steelyard.engine import LocalServiceClient
+            >>> sampling = LocalServiceClient().create_sampling_client(base_model="tiny-random")
+            >>> params = types.SamplingParams(max_tokens=4, seed=0)
+            >>> prompts = [types.ModelInput.from_ints(tokens) for tokens in ([1, 2, 3], [4])]
+            >>> responses = sampling.sample_list([(prompt, 2, params) for prompt in prompts])
+            >>> [len(response.sequences) for response in responses.result()]
+            [2, 2]
+        """
+        checked = []
+        for index, request in enumerate(requests):
+            try:
+                checked.append(self._read_request(*request))
+            except InputError as error:
+                raise InputError(f"request {index}: {error}") from error
+        return self._worker.submit(self._sampler.sample, checked).future()
+
+    def _read_request(
+        self, prompt: types.ModelInput, num_samples: int, sampling_params: types.SamplingParams
+    ) -> SamplingRequest:
+        limits = self._worker.model.limits
+        tokens = read_prompt(prompt, limits)
+        check_sampling(sampling_params, num_samples)
+        if len(tokens) == limits.context:
+            raise InputError(
+                f"prompt must leave room for at least one token, and it fills the model's "
+                f"context of {limits.context}."
+            )
+        return SamplingRequest(tokens, num_samples, sampling_params)
 
     async def sample_async(
         self,

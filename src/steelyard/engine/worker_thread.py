@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
@@ -16,7 +19,63 @@ from steelyard.engine.model import Model
 from steelyard.errors import ClosedError
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call in the queue; one with a batch key holds a request that a running batch may take."""
+
+    run: Callable[..., Any]
+    batch_key: Hashable = None
+    request: Any = None
+    future: Future[Any] = field(default_factory=Future)
+
+    def begin(self) -> bool:
+        """False if the call was cancelled while it was queued."""
+        return self.future.set_running_or_notify_cancel()
+
+
+class Arrivals(Generic[R, T]):
+    """Requests for the batch that runs now; used on the worker thread alone.
+
+    Requests wait in the queue of all calls and keep their place in it: the first `take` returns
+    all of the batch's kind before the next call of another kind, and later ones those at the head
+    of the queue. A batch therefore never overtakes a call of training, and one whose requests
+    keep coming ends when requests for other weights wait.
+    """
+
+    def __init__(self, queue: deque[_Call], first: _Call) -> None:
+        self._queue = queue
+        self._first: _Call | None = first
+        self._key = first.batch_key
+        self.taken: list[Future[T]] = []
+
+    def take(self) -> list[tuple[R, Future[T]]]:
+        """Requests that have arrived, each with the future of its result."""
+        if self._first is not None:
+            calls, self._first = [self._first, *self._waiting()], None
+        else:
+            calls = []
+            while self._queue and self._queue[0].batch_key == self._key:
+                calls.append(self._queue.popleft())
+        begun = [call for call in calls if call.begin()]
+        if begun:
+            # Only those without a result: a batch may go on for days.
+            unfinished = [future for future in self.taken if not future.done()]
+            self.taken = unfinished + [call.future for call in begun]
+        return [(call.request, call.future) for call in begun]
+
+    def _waiting(self) -> list[_Call]:
+        found = []
+        for call in list(self._queue):
+            if call.batch_key is None:
+                break
+            if call.batch_key == self._key:
+                self._queue.remove(call)
+                found.append(call)
+        return found
 
 
 class WorkerThread:
@@ -35,6 +94,8 @@ class WorkerThread:
         self.model = model
         self.token_budget = TokenBudget(model, max_tokens)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="steelyard-engine")
+        self._queue: deque[_Call] = deque()
+        self._lock = threading.Lock()  # of the order of the queue, and of closing
         self._closed = False
         self._unused: deque[Adapter] = deque()
 
@@ -52,20 +113,67 @@ class WorkerThread:
         Raises:
             ClosedError: the service is closed.
         """
-        if self._closed:
-            raise ClosedError("the service must be open, got a closed one: make a new one.")
+        return AwaitableConcurrentFuture(self._append(_Call(partial(fn, *args, **kwargs))))
 
-        def work() -> T:
-            while self._unused:
-                self.model.remove_adapter(self._unused.popleft())
-            return fn(*args, **kwargs)
+    def submit_request(
+        self, run_batch: Callable[[Arrivals[R, T]], None], key: Hashable, request: R
+    ) -> Future[T]:
+        """Queue a request; a batch of the same key that runs when its turn comes takes it.
 
-        return AwaitableConcurrentFuture(self._thread.submit(work))
+        Args:
+            run_batch: runs a batch if none does. It gives each request that it takes a result; if
+                it raises, all without one have its error.
+            key: names the kind of request; not None.
+            request: the request.
+
+        Raises:
+            ClosedError: the service is closed.
+        """
+        return self._append(_Call(run_batch, key, request))
 
     def close(self) -> None:
         """Finish the running call, cancel the queued ones, and refuse new ones."""
-        self._closed = True
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+        while self._queue:
+            self._queue.popleft().future.cancel()
+        self._thread.shutdown(wait=True)
+
+    def _append(self, call: _Call) -> Future[Any]:
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the service must be open, got a closed one: make a new one.")
+            self._queue.append(call)
+            self._thread.submit(self._run_next)
+        return call.future
+
+    def _run_next(self) -> None:
+        try:
+            call = self._queue.popleft()
+        except IndexError:  # taken by a batch, or cancelled
+            return
+        while self._unused:
+            self.model.remove_adapter(self._unused.popleft())
+        if call.batch_key is not None:
+            self._run_batch(call)
+        elif call.begin():
+            try:
+                result = call.run()
+            except BaseException as error:  # noqa: BLE001 - belongs to the caller
+                call.future.set_exception(error)
+                # The error's traceback refers to this frame: the cycle would keep the arguments.
+                del call
+            else:
+                call.future.set_result(result)
+
+    def _run_batch(self, call: _Call) -> None:
+        arrivals: Arrivals[Any, Any] = Arrivals(self._queue, call)
+        try:
+            call.run(arrivals)
+        except BaseException as error:  # noqa: BLE001 - belongs to the callers
+            for future in arrivals.taken:
+                if not future.done():
+                    future.set_exception(error)
 
 
 def completed(value: T) -> AwaitableConcurrentFuture[T]:

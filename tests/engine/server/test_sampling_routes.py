@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from typing import Any
 
+import pytest
 import tinker
 from tinker import types
 
 from steelyard.engine.server.lifecycle import RunningServer
 
 from .comparison import PROMPT
-from .wire_client import Wire, error_of
+from .wire_client import Wire, error_of, until
 
 
 def create_sampler(wire: Wire) -> str:
@@ -135,3 +137,35 @@ def test_the_numbers_of_samplers_and_samples_belong_to_one_request(wire: Wire) -
     assert wire.ok("asample", body) == future
     assert wire.post("asample", {**body, "num_samples": 2}).status_code == 409
     assert "metrics" in wire.result(wire.step(model, 3).json()), "later requests run"
+
+
+def test_requests_that_wait_share_a_batch_and_get_what_they_get_alone(
+    training: tinker.TrainingClient, running: RunningServer
+) -> None:
+    sampling = training.save_weights_and_get_sampling_client()
+    requests = [
+        (
+            types.ModelInput.from_ints(list(range(3, 5 + 4 * seed))),
+            2,
+            types.SamplingParams(max_tokens=9, seed=seed, stop=[]),
+        )
+        for seed in range(4)
+    ]
+    alone = [sampling.sample(*request).result() for request in requests]
+    (worker,) = running._state.service._workers.values()
+    rows: list[int] = []
+    hook = worker.model._net.register_forward_pre_hook(
+        lambda _, __, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True
+    )
+    gate = threading.Event()
+    worker.submit(gate.wait)
+    futures = [sampling.sample(*request) for request in requests]
+    until(lambda: len(worker._queue) == len(requests))
+    gate.set()
+    together = [future.result() for future in futures]
+    hook.remove()
+    assert rows.count(8) == 8, "eight samples, eight tokens each after the first"
+    for found, expected in zip(together, alone, strict=True):
+        for sequence, same in zip(found.sequences, expected.sequences, strict=True):
+            assert sequence.tokens == same.tokens
+            assert sequence.logprobs == pytest.approx(same.logprobs, abs=1e-4)
