@@ -20,7 +20,13 @@ STEADY = {  # has a state: a multiplier that changes tenfold in a step
     "use": "adaptive",
     "name": "steady",
     "weight": 0.1,
-    "options": {"regularizer": "kl_to_reference", "target": 1e-4, "rate": 9.0, "clip": 1.0},
+    "options": {
+        "regularizer": "kl_to_reference",
+        "target": 1e-4,
+        "rate": 0.95,
+        "clip": 1.0,
+        "initial": 0.1,
+    },
 }
 DRIFT = {"use": "ema_drift", "name": "drift", "weight": 0.1}  # has a state
 

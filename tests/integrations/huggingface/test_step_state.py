@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from steelyard import RegularizerSpec
 from steelyard.composition import CompositeLoss, itself, reads, term
+from steelyard.composition.bounds import KI
 from steelyard.integrations.huggingface.step_state import StepState
 from steelyard.regularizers import Adaptive, EMADrift
 
@@ -54,21 +56,37 @@ def run(fn: Any, values: list[float], *, restore: bool = True) -> Any:
 
 
 def adaptive() -> Adaptive:
-    return Adaptive(regularizer="l1", target=1.0, rate=1.0, clip=5.0)
+    return Adaptive(regularizer="l1", target=1.0, rate=0.5, clip=1.0)
 
 
 def test_four_micro_batches_move_an_adaptive_weight_as_much_as_one() -> None:
     one = run(adaptive(), [-1.2]).multiplier
-    assert one == pytest.approx(1.2)
+    assert one == pytest.approx(1.1)
     assert run(adaptive(), [-1.2] * 4).multiplier == pytest.approx(one)
-    assert run(adaptive(), [-1.2] * 4, restore=False).multiplier == pytest.approx(1.2**4)
+    assert run(adaptive(), [-1.2] * 4, restore=False).multiplier == pytest.approx(1.1**4)
 
 
 def test_the_update_is_that_of_the_mean_value() -> None:
-    assert run(adaptive(), [-1.0, -1.4]).multiplier == pytest.approx(1.2)
+    assert run(adaptive(), [-1.0, -1.4]).multiplier == pytest.approx(1.1)
     first = run(EMADrift(decay=0.5), [-1.0, -3.0])
     assert first.state_dict() == {"average": -2.0}
     assert run(first, [-4.0, -8.0]).state_dict() == {"average": 0.5 * -2 + 0.5 * -6}
+
+
+def test_a_bound_moves_by_the_mean_of_the_micro_batches() -> None:
+    spec = RegularizerSpec(lambda data, logprobs: -logprobs[0].sum(), name="kl", at_most=0.5)
+    composite = CompositeLoss(reads(itself, "loss"), [spec])
+    state = StepState(composite)
+    for step, values in enumerate([[-1.0, -2.0], [-0.5]]):
+        composite.step = step
+        for value in values:
+            state.begin_micro_batch()
+            row = torch.tensor([value], requires_grad=True)
+            composite(loss=4.0 + 0 * row.sum(), data=[], logprobs=[row])
+            state.end_micro_batch()
+        state.end_step()
+    # Errors 1 and 3 in the first step; the second has none, so its weight is the integral's.
+    assert composite.output.regularizers["kl"].weight == pytest.approx(4.0 / 0.5 * KI * 2)
 
 
 def test_numbers_are_averaged_and_the_rest_is_the_last() -> None:
