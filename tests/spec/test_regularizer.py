@@ -514,7 +514,10 @@ def test_a_spec_stands_for_itself() -> None:
         ),
         (
             {"fn": nothing, "name": "term"},
-            EXACTLY_ONE.format("none"),
+            (
+                "a regularizer needs the field 'weight', or a bound, 'at_most' or 'at_least', got "
+                "['fn', 'name'] (regularizer 'term')."
+            ),
         ),
         (
             {"weight": 0.1},

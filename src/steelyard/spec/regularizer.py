@@ -174,6 +174,11 @@ class RegularizerSpec:
                 raise SpecError(f"a regularizer has no field {key!r}; known: {known}{where}.")
         if "fn" not in fields_:
             raise SpecError(f"a regularizer needs the field 'fn', got {list(fields_)}{where}.")
+        if not fields_.keys() & {"weight", "at_most", "at_least"}:
+            raise SpecError(
+                f"a regularizer needs the field 'weight', or a bound, 'at_most' or 'at_least', "
+                f"got {list(fields_)}{where}."
+            )
         values = dict(fields_)
         if isinstance(values["fn"], str):
             name = values["fn"]
