@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-KILLS = 100
+KILLS = 40  # `make stress` kills a hundred
 
 # A process of its own: children are forked from it, so it may have no thread but the first. An
 # engine starts its thread with its first call, which is made in the child.
