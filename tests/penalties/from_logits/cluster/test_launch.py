@@ -23,6 +23,11 @@ on_clusters = pytest.mark.skipif(not HAS_CLUSTERS, reason="needs a GPU with clus
 FOUR = ["cross_entropy", "entropy", "z_loss", "reverse"]
 
 
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ENABLED", True)
+
+
 def test_inputs_elsewhere_do_not_fit() -> None:
     z = torch.zeros(2, 3)
     assert not launch.fits(z, None, [Component(ENTROPY, 1.0)])
