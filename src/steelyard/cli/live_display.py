@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.cli.term_table import TermRow, rows_of
-from steelyard.experiment import redact
+from steelyard.experiment import redact, space_label
 
 # Long headings break over two lines to keep the table narrow. Weight × value is the contribution
 # of a term to the loss.
@@ -87,7 +87,7 @@ def step_table(metrics: dict[str, Any]) -> Table:
     spaces = {row.space for row in rows if row.space is not None}
     one_space = len(spaces) == 1
     if one_space:
-        title += f", gradients w.r.t. {_label(*spaces)}"
+        title += f", gradients w.r.t. {space_label(*spaces)}"
     table = Table(
         title=title,
         caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
@@ -108,7 +108,7 @@ def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
         _format(row.weight, "{:.4g}"),
         _format(row.contribution, "{:.4g}"),
         _format(row.grad_norm, "{:.3g}"),
-        f"{share} of {_label(row.space)}" if name_space and row.space is not None else share,
+        f"{share} of {space_label(row.space)}" if name_space and row.space is not None else share,
         _format(row.cosine, "{:+.2f}"),
         _format(None if row.seconds is None else 1000 * row.seconds, "{:.1f} ms"),
         ", ".join(row.flags) if row.skipped is None else "skipped",
@@ -119,7 +119,3 @@ def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
 
 def _format(value: float | None, template: str) -> str:
     return "" if value is None else template.format(value)
-
-
-def _label(space: str) -> str:
-    return space.replace("logprobs", "log-probs").replace("_", " ")

@@ -1,14 +1,15 @@
 """The one core: evaluate the terms that are due, aggregate their gradients, build the output.
 
 `term_set` holds the terms, `evaluate` runs them (`placement` decides where, `skips` what happens
-on a failure), `inputs` are their inputs, and `aggregate` makes one gradient and one output of
-their results. The core has two interfaces: `Pipeline` on one flat vector of log-probs, and
-`CompositeLoss` on named tensors in the caller's graph. `named_losses` are the losses that training
-clients know by name.
+on a failure), `inputs` are their inputs, `bounds` finds the weights of terms with a bound, and
+`aggregate` makes one gradient and one output of their results. The core has two interfaces:
+`Pipeline` on one flat vector of log-probs, and `CompositeLoss` on named tensors in the caller's
+graph. `named_losses` are the losses that training clients know by name.
 """
 
 from steelyard.composition.aggregate import Aggregator, WeightedSum
 from steelyard.composition.auxiliary_losses import Deposits, aux_loss, collect_aux
+from steelyard.composition.bounds import UnmetBoundWarning
 from steelyard.composition.composite import CompositeLoss, Share, TermLike
 from steelyard.composition.input_names import Reads, itself, reads, term
 from steelyard.composition.named_losses import NamedBaseLoss, NamedLoss, find_loss, loss_names
@@ -27,6 +28,7 @@ __all__ = [
     "Share",
     "TermLike",
     "TermResult",
+    "UnmetBoundWarning",
     "WeightedSum",
     "acompute",
     "aux_loss",

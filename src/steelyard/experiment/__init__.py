@@ -9,9 +9,9 @@ The modules, in the order in which a run uses them:
   training client.
 - Data: `data_files` reads JSON Lines, `encoding` tokenizes them, `batching` orders and splits
   them, `reference_logprobs` adds the base model's log-probs; `dataset` combines these.
-- Training: `training_loop` makes the steps, `held_out` evaluates on held-out data, and `run_dir`,
-  `checkpointing` and `sinks` write files, checkpoints and metrics; `secrets` redacts secrets in
-  all of them.
+- Training: `training_loop` makes the steps, `held_out` evaluates on held-out data,
+  `driver_records` finds the data that drive each term, and `run_dir`, `checkpointing` and `sinks`
+  write files, checkpoints and metrics; `secrets` redacts secrets in all of them.
 - Several runs: `ablation` (with `parallel_runs`) and `tuning`, which `search` reads back; `seeds`
   repeats a config, `paired_differences` compares values over seeds, `overall_progress` counts the
   steps of all runs.
@@ -37,6 +37,7 @@ try:
         gradients,
         short_reason,
         skipped_terms,
+        space_label,
         terms_that_ran,
     )
     from steelyard.experiment.training_loop import Outcome, Watcher, resume, train
@@ -67,6 +68,7 @@ __all__ = [
     "resume",
     "short_reason",
     "skipped_terms",
+    "space_label",
     "terms_that_ran",
     "train",
     "tune",

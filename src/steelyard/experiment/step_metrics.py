@@ -113,6 +113,16 @@ def gradients(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[
     }
 
 
+def space_label(space: str) -> str:
+    """Words for what a gradient is with respect to.
+
+    Example:
+        >>> space_label("logprobs"), space_label("hidden_states+logits")
+        ('log-probs', 'hidden states and logits')
+    """
+    return space.replace("logprobs", "log-probs").replace("_", " ").replace("+", " and ")
+
+
 def weighted_norm(metrics: Mapping[str, Any], name: str) -> float | None:
     """Norm of the weighted gradient of a term, or of `"base"`, at a step; None without one."""
     key = "base_loss/grad_norm" if name == "base" else f"{_TERM}{name}/grad_norm_weighted"

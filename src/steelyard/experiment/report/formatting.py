@@ -9,6 +9,7 @@ from steelyard.experiment.flags import DOMINATES, FIGHTS, NO_GRADIENT
 from steelyard.experiment.paired_differences import Estimate
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import Change, Findings, TermFinding
+from steelyard.experiment.step_metrics import space_label
 
 MINUTE = 60.0
 HOUR = 3600.0
@@ -122,17 +123,8 @@ def format_change(value: Change | None) -> str:
 
 
 def format_space(space: str | None) -> str:
-    """Text of what a gradient is with respect to.
-
-    Example:
-        >>> format_space("logprobs"), format_space("hidden_states+logits"), format_space(None)
-        ('log-probs', 'hidden states and logits', '–')
-    """
-    if space is None:
-        return NONE
-    return join_names(
-        "log-probs" if part == "logprobs" else part.replace("_", " ") for part in space.split("+")
-    )
+    """Text of what a gradient is with respect to; a dash if there is none."""
+    return NONE if space is None else space_label(space)
 
 
 def summarize(found: Findings) -> list[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from steelyard.penalties.from_logits.cluster.shape import Shape, shape_for
+from steelyard.penalties.from_logits.cluster.shape import ClusterShape, shape_for
 
 HOPPER = (232448, 233472)  # bytes of shared memory in a block and in a multiprocessor
 
 
-def shape_of(classes: int, itemsize: int = 2, inputs: int = 2) -> Shape:
+def shape_of(classes: int, itemsize: int = 2, inputs: int = 2) -> ClusterShape:
     aligned = classes * itemsize % 16 == 0
     shape = shape_for(classes, itemsize, inputs, aligned, *HOPPER)
     assert shape is not None

@@ -26,7 +26,7 @@ from steelyard.penalties.from_logits._components import (
 )
 from steelyard.penalties.from_logits.cluster.compiler import CompilerError, Variant, cubin
 from steelyard.penalties.from_logits.cluster.driver import DriverError, Kernel
-from steelyard.penalties.from_logits.cluster.shape import VECTOR_BYTES, Shape, shape_for
+from steelyard.penalties.from_logits.cluster.shape import VECTOR_BYTES, ClusterShape, shape_for
 
 _LOG = logging.getLogger(__name__)
 # Kinds with their part in `components.cuh`, which has the same numbers.
@@ -148,7 +148,7 @@ def is_aligned(*matrices: Tensor | None) -> bool:
 @lru_cache(maxsize=1024)
 def _kernel(  # pragma: no cover  # by `make test-gpu`
     device: int, kinds: int, dtype: torch.dtype, wants: Wants, classes: int, aligned: bool
-) -> tuple[Kernel, Shape] | None:
+) -> tuple[Kernel, ClusterShape] | None:
     """The compiled kernel and its shape; None if there is none, which is logged once."""
     properties: Any = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)

@@ -12,7 +12,7 @@ _WARPS = 16  # on a multiprocessor: more merge more, fewer hide less of each oth
 _RESERVED = 1024  # bytes of shared memory that CUDA takes for each block
 
 
-class Shape(NamedTuple):
+class ClusterShape(NamedTuple):
     """Division of a row, and the blocks that a multiprocessor runs.
 
     Attributes:
@@ -44,7 +44,7 @@ def shape_for(
     aligned: bool,
     per_block: int,
     per_multiprocessor: int,
-) -> Shape | None:
+) -> ClusterShape | None:
     """Smallest cluster with three slots of a row, else with two; None if no cluster holds a row.
 
     Args:
@@ -66,7 +66,7 @@ def shape_for(
             if needed <= per_block:
                 blocks = per_multiprocessor // (needed + _RESERVED)
                 min_blocks = max(1, min(blocks, _WARPS // (warps + 1)))
-                return Shape(cluster, warps, slots, capacity, min_blocks, dynamic)
+                return ClusterShape(cluster, warps, slots, capacity, min_blocks, dynamic)
     return None
 
 
