@@ -8,7 +8,9 @@ VECTOR_BYTES = 16  # of the widest load
 # More than 8 are not portable; H100 and H200 have 16. Sizes left out fill a GPU less well.
 _CLUSTERS = (1, 2, 3, 4, 8, 16)
 _SLOTS = (3, 2)  # rows that a block holds its part of, at a time
-_WARPS = 16  # on a multiprocessor: more merge more, fewer hide less of each other's waiting
+# On a multiprocessor. More merge more, fewer hide less of each other's waiting; among these, those
+# that divide the vectors evenly: all warps wait for the one that has the most.
+_WARPS = range(13, 18)
 _RESERVED = 1024  # bytes of shared memory that CUDA takes for each block
 
 
@@ -60,14 +62,27 @@ def shape_for(
     for slots in _SLOTS:
         for cluster in _CLUSTERS:
             capacity = -(-vectors // cluster)
-            warps = max(1, min(_WARPS, capacity // 64))  # short rows: a few vectors for a thread
+            warps = _warps(capacity)
             dynamic = slots * inputs * capacity * VECTOR_BYTES
             needed = dynamic + _static(cluster, warps)
             if needed <= per_block:
                 blocks = per_multiprocessor // (needed + _RESERVED)
-                min_blocks = max(1, min(blocks, _WARPS // (warps + 1)))
+                min_blocks = max(1, min(blocks, _WARPS[-1] // (warps + 1)))
                 return ClusterShape(cluster, warps, slots, capacity, min_blocks, dynamic)
     return None
+
+
+def _warps(capacity: int) -> int:
+    """Warps for a block's vectors; for short rows so few that a thread has a few vectors."""
+    most = min(_WARPS[-1], capacity // 64)
+    if most < _WARPS[0]:
+        return max(1, most)
+
+    def efficiency(warps: int) -> float:
+        threads = 32 * warps
+        return capacity / (threads * -(-capacity // threads))
+
+    return max(range(_WARPS[0], most + 1), key=efficiency)
 
 
 def _static(cluster: int, warps: int) -> int:
