@@ -148,7 +148,7 @@ class Trainer:
                 self._add_projections(outputs)
             return OpenPass(examples, outputs, results, self.adapter.version)
 
-        return self._token_budget.run(self.adapter, work)
+        return self._token_budget.run(self.adapter, work, computed)
 
     def backward(self, opened: OpenPass, gradients: OutputGradients) -> types.ForwardBackwardOutput:
         """Accumulate the gradients of the weights, given those of the outputs of an open pass.
@@ -163,9 +163,13 @@ class Trainer:
             total = self._backward_kept(results, gradients)
         if total is None:
             results = None  # frees graphs that were not used
+            computed = [need for need in COMPUTED_INPUTS if getattr(gradients, need) is not None]
             total, outputs = self._token_budget.run(
                 self.adapter,
-                lambda tokens: self._backward_recomputed(opened.examples, gradients, tokens),
+                lambda tokens: self._backward_recomputed(
+                    opened.examples, gradients, tokens, computed
+                ),
+                computed,
             )
         total.add([gradients.parameters.get(key) for key in self.adapter.parameters])
         total.add(self._through_output_weight(gradients))
@@ -219,10 +223,13 @@ class Trainer:
         return or_none(work)
 
     def _backward_recomputed(
-        self, examples: Sequence[DatumTensors], gradients: OutputGradients, tokens: int
+        self,
+        examples: Sequence[DatumTensors],
+        gradients: OutputGradients,
+        tokens: int,
+        computed: Sequence[str],
     ) -> tuple[_GradientSum, Sequence[dict[str, Any]]]:
         """Sum of the gradients through new graphs, and the outputs of that forward pass."""
-        computed = [need for need in COMPUTED_INPUTS if getattr(gradients, need) is not None]
         total, outputs = _GradientSum(self.adapter), _empty_outputs(examples)
         for packing in self._packings(examples, tokens):
             result = self._with_graph(examples, packing, computed)
