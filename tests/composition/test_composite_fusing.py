@@ -29,6 +29,7 @@ from tests.fused import count_together
 
 from .models import listening
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]  # `make test-gpu`
 READ = {"logits": "logits", "mask": "kept"}
 TERMS: list[dict[str, Any]] = [
     {"fn": entropy, "weight": 0.3, "inputs": READ, "options": {"mode": "bonus"}},
@@ -47,15 +48,18 @@ def nll(logits: Tensor, targets: Tensor, kept: Tensor) -> Tensor:
     return loss
 
 
-@pytest.fixture
-def batch() -> dict[str, Tensor]:
+@pytest.fixture(params=DEVICES)
+def batch(request: pytest.FixtureRequest) -> dict[str, Tensor]:
     torch.manual_seed(7)
-    return {
-        "logits": torch.randn(2, 5, 11, requires_grad=True),
+    made = {
+        "logits": torch.randn(2, 5, 11),
         "teacher": torch.randn(2, 5, 11),
         "targets": torch.randint(0, 11, (2, 5)),
         "kept": torch.rand(2, 5) > 0.3,
     }
+    on_device = {name: x.to(request.param) for name, x in made.items()}
+    on_device["logits"].requires_grad_()
+    return on_device
 
 
 @pytest.fixture

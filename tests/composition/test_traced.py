@@ -15,6 +15,7 @@ from steelyard.composition import CompositeLoss, term
 from steelyard.composition.input_names import reads
 from steelyard.penalties.from_logits import cross_entropy, entropy, kl, target_logprobs, z_loss
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # `make test-gpu`
 READ = {"logits": "logits", "mask": "kept"}
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -26,20 +27,19 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def batch(device: str = "cpu") -> dict[str, Tensor]:
+def batch() -> dict[str, Tensor]:
     torch.manual_seed(7)
-    made = {
-        "logits": torch.randn(2, 5, 11),
-        "teacher": torch.randn(2, 5, 11),
-        "targets": torch.randint(0, 11, (2, 5)),
-        "kept": torch.rand(2, 5) > 0.3,
+    return {
+        "logits": torch.randn(2, 5, 11, device=DEVICE),
+        "teacher": torch.randn(2, 5, 11, device=DEVICE),
+        "targets": torch.randint(0, 11, (2, 5), device=DEVICE),
+        "kept": torch.rand(2, 5, device=DEVICE) > 0.3,
     }
-    return {name: x.to(device) for name, x in made.items()}
 
 
 def composite() -> CompositeLoss:
     reverse = {"direction": "reverse"}
-    return CompositeLoss(
+    loss = CompositeLoss(
         reads(cross_entropy, **READ, targets="targets"),
         [
             term(entropy, 0.3, inputs=READ, options={"mode": "bonus"}),
@@ -50,6 +50,7 @@ def composite() -> CompositeLoss:
             term(entropy, 0.1, "hot", inputs=READ, options={"temperature": 2.0}),
         ],
     )
+    return loss.to(DEVICE)
 
 
 def step(loss: CompositeLoss, given: dict[str, Tensor], run: Any = None) -> tuple[Tensor, Tensor]:
@@ -88,7 +89,7 @@ def test_terms_with_constant_weights_are_one_operator() -> None:
 
 def test_a_share_of_the_terms_keeps_the_base_loss_apart() -> None:
     loss, eager, given = composite(), composite(), batch()
-    loss.share = eager.share = torch.tensor(0.25)
+    loss.share = eager.share = torch.tensor(0.25, device=DEVICE)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for found, wanted in zip(step(loss, given, compiled), step(eager, given), strict=True):
         torch.testing.assert_close(found, wanted)
@@ -122,7 +123,7 @@ def test_terms_that_read_other_inputs_are_not_fused() -> None:
 
 def test_terms_of_heads_read_the_inputs_of_their_head() -> None:
     heads = {"a": [term(entropy, 0.3), term(z_loss, 0.1)], "b": [term(z_loss, 0.2)]}
-    loss = CompositeLoss({"a": cross_entropy, "b": cross_entropy}, heads)
+    loss = CompositeLoss({"a": cross_entropy, "b": cross_entropy}, heads).to(DEVICE)
     assert [group.members for group in loss._groups] == [(1, 2)]
     given = batch()
     logits = {"a": given["logits"].requires_grad_(), "b": given["teacher"].requires_grad_()}
