@@ -8,9 +8,10 @@ VECTOR_BYTES = 16  # of the widest load
 # More than 8 are not portable; H100 and H200 have 16. Sizes left out fill a GPU less well.
 _CLUSTERS = (1, 2, 3, 4, 8, 16)
 _SLOTS = (3, 2)  # rows that a block holds its part of, at a time
-# On a multiprocessor. More merge more, fewer hide less of each other's waiting; among these, those
-# that divide the vectors evenly: all warps wait for the one that has the most.
-_WARPS = range(13, 18)
+# Warps on a multiprocessor. More merge more, fewer hide less of each other's waiting; among these,
+# those that divide the vectors most evenly.
+_WARPS = range(12, 17)
+_SCHEDULERS = 4  # of a multiprocessor; each runs a quarter of the warps
 _RESERVED = 1024  # bytes of shared memory that CUDA takes for each block
 
 
@@ -73,16 +74,17 @@ def shape_for(
 
 
 def _warps(capacity: int) -> int:
-    """Warps for a block's vectors; for short rows so few that a thread has a few vectors."""
+    """Warps for a block's vectors; for short rows so few that a thread has a few vectors.
+
+    All wait for the scheduler that has the most to do: its warps times the vectors of a thread.
+    """
     most = min(_WARPS[-1], capacity // 64)
     if most < _WARPS[0]:
         return max(1, most)
-
-    def efficiency(warps: int) -> float:
-        threads = 32 * warps
-        return capacity / (threads * -(-capacity // threads))
-
-    return max(range(_WARPS[0], most + 1), key=efficiency)
+    return min(
+        range(_WARPS[0], most + 1),
+        key=lambda warps: -(-capacity // (32 * warps)) * -(-warps // _SCHEDULERS),
+    )
 
 
 def _static(cluster: int, warps: int) -> int:

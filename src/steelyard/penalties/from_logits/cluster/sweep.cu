@@ -31,6 +31,7 @@ constexpr bool GRADIENTS = GZ || GR || GRAM;
 constexpr bool PLAIN = GZ && !GR && !GRAM;  // the total gradient alone, by `LinearFactors`
 constexpr bool MIDDLE_FIRST = has(JS);  // every row has a middle pass: before the next row's sums
 constexpr int ROWS = 4;  // rows handed out at a time: two, each perhaps merged twice
+constexpr int STORING_LANES = 4;  // of a warp, in `store_sums`
 constexpr int CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
 
 // What is there twice alternates, since a merge may begin while the one before is still read.
@@ -149,8 +150,7 @@ struct Merges {
   DEVICE void hand_in(const Sums& sums) {
     static_assert(sizeof(Sums) == sizeof(float4[2]), "two vectors are sent");
     sums.store_sums((float*)shared.of_warps[half()][threadIdx.x / 32]);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&shared.warps_done[half()]);
+    if (threadIdx.x % 32 < STORING_LANES) arrive(&shared.warps_done[half()]);
     count++;
   }
 
@@ -614,7 +614,7 @@ sweep(const __grid_constant__ Problem in) {
   extern __shared__ uint4 slots[];
   __shared__ Shared shared;
   if (threadIdx.x < 2) {
-    init_mbarrier(&shared.warps_done[threadIdx.x], WARPS);
+    init_mbarrier(&shared.warps_done[threadIdx.x], WARPS * STORING_LANES);
     init_mbarrier(&shared.blocks_done[threadIdx.x], 1);
     for (int i = threadIdx.x; i < ROWS; i += 2) init_mbarrier(&shared.row_done[i], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
