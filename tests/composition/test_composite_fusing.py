@@ -287,7 +287,7 @@ def whole(logits: Tensor, **settings: Any) -> tuple[CustomLossOutput, Tensor]:
     kinds: dict[Any, float] = {"cross_entropy": 0.5, "kl": 0.3, "entropy": 0.1}
     terms = [RegularizerSpec(WholeVocabulary(kind=k), weight) for k, weight in kinds.items()]
     loss = CompositeLoss(lambda logits: torch.cat(logits).square().mean(), terms, **settings)
-    logprobs = [torch.full((5,), -1.0) for _ in range(2)]
+    logprobs = [torch.full((5,), -1.0, device=logits.device) for _ in range(2)]
     total = loss(logits=list(logits), data=data, logprobs=logprobs)
     [gradient] = torch.autograd.grad(total, logits)
     assert loss.output.loss_total == near(total.item())
