@@ -32,7 +32,8 @@ _LOG = logging.getLogger(__name__)
 # Kinds with their part in `components.cuh`, which has the same numbers.
 KERNEL_KINDS = (ENTROPY, FORWARD, REVERSE, JS, Z_LOSS, CROSS_ENTROPY)
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-ENABLED = os.environ.get("STEELYARD_CLUSTER_KERNEL") != "0"
+# Off unless asked for: its last version has not passed the whole of `make test-gpu` yet.
+ENABLED = os.environ.get("STEELYARD_CLUSTER_KERNEL") == "1"
 _HOPPER = (9, 0)  # the first with clusters
 _TEMPERATURES = (1e-3, 1e5)  # at which -1e35 stands for log 0 in bfloat16: `unpack_clamped`
 
