@@ -119,44 +119,60 @@ READY_MADE = ", ".join(REWARDS)
     [
         (
             {"use": "exact_macth"},
-            f"use must be a ready-made reward ({READY_MADE}), a registered name or "
-            f"'package.module:attr', got 'exact_macth'; did you mean 'exact_match'?",
+            (
+                f"use must be a ready-made reward ({READY_MADE}), a registered name or "
+                f"'package.module:attr', got 'exact_macth'; did you mean 'exact_match'?"
+            ),
         ),
         (
             {"use": "qqqq"},
-            f"use must be a ready-made reward ({READY_MADE}), a registered name or "
-            f"'package.module:attr', got 'qqqq'.",
+            (
+                f"use must be a ready-made reward ({READY_MADE}), a registered name or "
+                f"'package.module:attr', got 'qqqq'."
+            ),
         ),
         (
             {"use": "kl_to_reference"},
-            f"use must be a ready-made reward ({READY_MADE}), a registered name or "
-            f"'package.module:attr', got 'kl_to_reference', which is a regularizer: put it in "
-            f"[[regularizers]].",
+            (
+                f"use must be a ready-made reward ({READY_MADE}), a registered name or "
+                f"'package.module:attr', got 'kl_to_reference', which is a regularizer: put it in "
+                f"[[regularizers]]."
+            ),
         ),
         (
             {"use": "own_rewards_of_mine:missing"},
-            "use: 'own_rewards_of_mine:missing' cannot be imported: module 'own_rewards_of_mine' "
-            "has no attribute 'missing'.",
+            (
+                "use: 'own_rewards_of_mine:missing' cannot be imported: module "
+                "'own_rewards_of_mine' has no attribute 'missing'."
+            ),
         ),
         (
             {"use": "math:pi"},
-            "a reward must be a function (record, answer) -> float, got 3.141592653589793 "
-            "(reward 'pi').",
+            (
+                "a reward must be a function (record, answer) -> float, got 3.141592653589793 "
+                "(reward 'pi')."
+            ),
         ),
         (
             {"use": "own_rewards_of_mine:words", "options": {"scaale": 2}},
-            "a reward must accept (record, answer) and the options ['scaale']: got an unexpected "
-            "keyword argument 'scaale'; its options are 'scale' (reward 'words').",
+            (
+                "a reward must accept (record, answer) and the options ['scaale']: got an "
+                "unexpected keyword argument 'scaale'; its options are 'scale' (reward 'words')."
+            ),
         ),
         (
             {"use": "own_rewards_of_mine:Scaled", "options": {"buy": 2}},
-            "use: 'own_rewards_of_mine:Scaled' cannot be made with the options ['buy']: got an "
-            "unexpected keyword argument 'buy'; its options are 'by'.",
+            (
+                "use: 'own_rewards_of_mine:Scaled' cannot be made with the options ['buy']: got an "
+                "unexpected keyword argument 'buy'; its options are 'by'."
+            ),
         ),
         (
             {"use": "os:getcwd"},
-            "a reward must accept (record, answer) and the options []: too many positional "
-            "arguments; its options are none (reward 'getcwd').",
+            (
+                "a reward must accept (record, answer) and the options []: too many positional "
+                "arguments; its options are none (reward 'getcwd')."
+            ),
         ),
         (
             {"use": "own_rewards_of_mine:words", "weight": {"tune": [0.1, 1.0]}},

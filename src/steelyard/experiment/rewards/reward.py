@@ -32,7 +32,13 @@ from steelyard.spec import (
 
 _PACKAGE = "steelyard.experiment.rewards"
 # Names of the ready-made rewards in config files.
-REWARDS: dict[str, str] = {}
+REWARDS = {
+    "exact_match": f"{_PACKAGE}.text_match:ExactMatch",
+    "regex_match": f"{_PACKAGE}.text_match:RegexMatch",
+    "number_match": f"{_PACKAGE}.text_match:NumberMatch",
+    "length": f"{_PACKAGE}.text_form:Length",
+    "valid_json": f"{_PACKAGE}.text_form:ValidJSON",
+}
 _RULE = (
     f"use must be a ready-made reward ({', '.join(REWARDS)}), a registered name or "
     f"'package.module:attr'"
