@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 import steelyard
-from steelyard.errors import ConfigError, SpecError
+from steelyard.errors import ConfigError, MissingExtraError, SpecError
 from steelyard.experiment import read_config
 from steelyard.experiment.rewards import REWARDS, Reward, build_rewards, close_rewards, score
 from steelyard.spec import lookup
@@ -259,3 +260,27 @@ def test_rewards_are_closed() -> None:
     connected = Connected()
     close_rewards([Reward("words", functions.words), Reward("connected", connected)])
     assert closed == [connected]
+
+
+@pytest.mark.parametrize(
+    ("module", "use", "options", "extra"),
+    [
+        ("z3", "logic", {"constraints": "operator:eq"}, "logic"),
+        ("httpx", "http_validation", {"url": "http://host"}, "http"),
+        ("transformers", "reward_model", {"model": "m"}, "engine"),
+    ],
+)
+def test_a_missing_extra_names_the_pip_command(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    use: str,
+    options: dict[str, Any],
+    extra: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError) as caught:
+        build(folder, {"use": use, "options": options})
+    assert str(caught.value) == (
+        f'reward {use!r} needs {module}, which is not installed: pip install "steelyard[{extra}]".'
+    )
