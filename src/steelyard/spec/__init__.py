@@ -4,6 +4,7 @@ from steelyard.spec import schedules
 from steelyard.spec.callables import entry_point, is_async, listed, measurement, options_of, rejects
 from steelyard.spec.messages import describe
 from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec.option_checks import OptionChecks
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
@@ -24,6 +25,7 @@ __all__ = [
     "Gradient",
     "Metrics",
     "OnError",
+    "OptionChecks",
     "Regularizer",
     "RegularizerSpec",
     "RunIn",

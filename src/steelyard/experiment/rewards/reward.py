@@ -32,7 +32,16 @@ from steelyard.spec import (
 
 _PACKAGE = "steelyard.experiment.rewards"
 # Names of the ready-made rewards in config files.
-REWARDS: dict[str, str] = {}
+REWARDS = {
+    "exact_match": f"{_PACKAGE}.text_match:ExactMatch",
+    "regex_match": f"{_PACKAGE}.text_match:RegexMatch",
+    "number_match": f"{_PACKAGE}.text_match:NumberMatch",
+    "length": f"{_PACKAGE}.text_form:Length",
+    "valid_json": f"{_PACKAGE}.text_form:ValidJSON",
+    "logic": f"{_PACKAGE}.logic_check:LogicCheck",
+    "http_validation": f"{_PACKAGE}.http_validation:HttpValidation",
+    "reward_model": f"{_PACKAGE}.reward_model:RewardModel",
+}
 _RULE = (
     f"use must be a ready-made reward ({', '.join(REWARDS)}), a registered name or "
     f"'package.module:attr'"
@@ -116,6 +125,24 @@ class Reward:
             return 0.0
         weight: float = weight_at(self.weight, step, self.name, kind="reward")
         return weight
+
+    def load(self) -> None:
+        """Load `fn` if it has a `load` method, such as a model, and runs in this process.
+
+        Raises:
+            TermError: it cannot be loaded.
+        """
+        load = getattr(self.fn, "load", None)
+        if not callable(load) or self.place not in ("inline", "thread", "async"):
+            return
+        try:
+            load()
+        except Exception as error:
+            raise TermError(
+                f"{self.title} must be loaded before it scores answers, and that failed: "
+                f"{describe(error)}",
+                term=self.name,
+            ) from error
 
     def close(self) -> None:
         """Close `fn` if it has a `close` method, for example one with open connections."""
