@@ -237,9 +237,12 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _check_source_of_data(self) -> Self:
-        if (self.data is None) == (self.rollouts is None):
-            got = "neither" if self.data is None else "both"
-            raise ValueError(f"must have either [data] or [rollouts] to train on, got {got}")
+        if self.data is None and self.rollouts is None:
+            raise ValueError(
+                "[data] must be given, got nothing; or [rollouts], to train on answers"
+            )
+        if self.data is not None and self.rollouts is not None:
+            raise ValueError("must have either [data] or [rollouts] to train on, got both")
         if self.rollouts is None and self.rewards:
             raise ValueError("must have [rollouts] for its [[rewards]], got [data]")
         if self.rollouts is not None and not any(reward.enabled for reward in self.rewards):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from steelyard.errors import ConfigError, SpecError, TermError
 from steelyard.execution import default_workers
-from steelyard.experiment.build_terms import MAX_CHECKED_STEPS, import_modules, locate_errors
+from steelyard.experiment.build_parts import MAX_CHECKED_STEPS, import_modules, locate_errors
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_rollouts import RewardConfig
 from steelyard.experiment.config_secrets import resolve_secrets
