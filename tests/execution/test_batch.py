@@ -126,6 +126,32 @@ def test_a_lane_may_have_a_width_of_its_own(workers: Workers) -> None:
     assert most[0] <= 3, "coroutines are not limited otherwise"
 
 
+def test_deadlines_are_read_only_when_there_is_nothing_else_to_do() -> None:
+    class Halves(Executor):
+        """Ends half of the tickets when it is first asked for a deadline."""
+
+        asked = 0
+
+        def submit(self, ticket: Ticket) -> None:
+            ticket.start()
+
+        def deadline(self, ticket: Ticket) -> float:
+            self.asked += 1
+            if self.asked == 1:
+                for each in tickets[:50]:
+                    each.end(1)
+            return time.monotonic() + 600
+
+        def close(self) -> None: ...
+
+    tickets = [Ticket("t", "mine", double, (1,), 600.0) for _ in range(100)]
+    executor = Halves()
+    with Batch(tickets, {"mine": executor}, 100) as batch:
+        settled = list(itertools.islice(batch.settled(), 50))
+    assert settled == tickets[:50]
+    assert executor.asked <= 100, "for all tickets once, not at each of 150 events"
+
+
 def test_messages_have_the_word_for_the_kind_of_term() -> None:
     t = Ticket("short", "thread", double, (1,), 1e-9, kind="reward")
     t.run()
