@@ -16,7 +16,7 @@ from steelyard import telemetry
 from steelyard.composition.aggregate import Combined, build_output, combine
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.evaluate import Evaluator
-from steelyard.composition.inputs import LOGPROBS, FlatInputs
+from steelyard.composition.inputs import LOGPROBS, FlatInputs, ToParameters
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term
 from steelyard.errors import ClosedError, InputError
@@ -43,6 +43,7 @@ class Pipeline(TermSet):
         check_finite: treat a NaN or infinite value or gradient as a failure of its term.
         workers: the pools that run offloaded terms; None is those that the process shares.
         aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
+        track_every: compute norms and cosines at steps that this divides.
         gives: names of the extra inputs that `compute` will receive; terms can need only these.
         after: a pipeline whose statistics of the terms, by name, are taken over.
 
@@ -74,6 +75,7 @@ class Pipeline(TermSet):
         step: int = 0,
         *,
         given: Mapping[str, Nest] | None = None,
+        to_parameters: ToParameters | None = None,
     ) -> CustomLossOutput:
         """Compute the composed loss of one batch, its parts and its gradient.
 
@@ -85,6 +87,9 @@ class Pipeline(TermSet):
             logprobs: a tensor per datum, `[T]` or `[T, K]`, in a list; or one tensor.
             step: the number of this step, from 0; schedules and `every` follow it.
             given: the extra inputs, by need: tensors in lists and mappings.
+            to_parameters: computes d term / d parameters of each term from its d term / d logprobs
+                and d term / d `given`. With it, norms and cosines, and the Gram matrix that an
+                aggregator reads, are with respect to the parameters, which `given` must hold.
 
         Raises:
             InputError: the log-probs or the step break a rule, or a needed extra input is missing.
@@ -92,7 +97,7 @@ class Pipeline(TermSet):
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
             ClosedError: the pipeline is closed.
         """
-        return self._compute(data, logprobs, step, given or {}, None)
+        return self._compute(data, logprobs, step, given or {}, to_parameters, None)
 
     async def acompute(
         self,
@@ -101,6 +106,7 @@ class Pipeline(TermSet):
         step: int = 0,
         *,
         given: Mapping[str, Nest] | None = None,
+        to_parameters: ToParameters | None = None,
     ) -> CustomLossOutput:
         """As `compute`, without blocking the running event loop: the work is done in threads.
 
@@ -111,7 +117,8 @@ class Pipeline(TermSet):
         done: Future[None] = Future()
         # As a running future it cannot be cancelled from the loop; the await on it can.
         done.set_running_or_notify_cancel()
-        ticket = Ticket(BASE, "thread", self._compute, (data, logprobs, step, given or {}, stop))
+        call = (data, logprobs, step, given or {}, to_parameters, stop)
+        ticket = Ticket(BASE, "thread", self._compute, call)
         ticket.on_change = lambda t: done.set_result(None) if t.settled else None
         self.workers.threads.submit(ticket)
         try:
@@ -138,6 +145,7 @@ class Pipeline(TermSet):
         logprobs: LogProbs,
         step: int,
         given: Mapping[str, Nest],
+        to_parameters: ToParameters | None,
         stop: SimpleQueue[Ticket | None] | None,
     ) -> CustomLossOutput:
         terms, events = self._terms, None
@@ -147,7 +155,9 @@ class Pipeline(TermSet):
         try:
             # Terms are differentiated, also if the caller is in no_grad or inference mode.
             with torch.inference_mode(mode=False), torch.enable_grad():
-                return self._composed(terms, data, logprobs, step, given, stop, events)
+                return self._composed(
+                    terms, data, logprobs, step, given, to_parameters, stop, events
+                )
         except BaseException as error:
             if events is not None:
                 events.exception(error)
@@ -160,6 +170,7 @@ class Pipeline(TermSet):
         logprobs: LogProbs,
         step: int,
         given: Mapping[str, Nest],
+        to_parameters: ToParameters | None,
         stop: SimpleQueue[Ticket | None] | None,
         events: CallEvents | None,
     ) -> CustomLossOutput:
@@ -169,21 +180,19 @@ class Pipeline(TermSet):
             raise InputError(f"step must be a whole number >= 0, got {step!r}.")
         settings = self._settings
         due = [self._base, *(term for term in terms if term.due(step))]
-        for term in due:
-            if term.spec.needs and not given.keys() >= set(term.spec.needs):
-                raise InputError(
-                    f"given must hold {list(term.spec.needs)} for regularizer {term.name!r}, "
-                    f"got {sorted(given)}."
-                )
+        _check_given(due, given)
         needs = dict.fromkeys(need for term in due for need in term.spec.needs)
-        inputs = FlatInputs(data, logprobs, given, needs)
+        tracked, aggregator = settings.tracks(step), settings.aggregator
+        inputs = FlatInputs(data, logprobs, given, needs, to_parameters)
         evaluator = Evaluator(inputs, settings, self.own_workers, events, stop)
-        results = evaluator.evaluate(due, step, tracked=settings.track_grad_norms)
+        results = evaluator.evaluate(due, step, tracked=tracked)
         began = perf_counter()
-        tracked, aggregator = settings.track_grad_norms, settings.aggregator
-        if settings.check_finite and aggregator.reads_gram:  # it must see finite products
+        # An aggregator must see finite products; through the model a NaN reaches every parameter.
+        if settings.check_finite and (aggregator.reads_gram or to_parameters):
             evaluator.check_gradients(results)
-        combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
+        if to_parameters is not None:
+            inputs.add_parameter_gradients(results)
+        combined = combine(results, aggregator, inputs.main_space, tracked=tracked)
         # A non-finite term makes the total non-finite: one check in the normal case.
         if settings.check_finite and not _is_finite(combined):
             for result in results:
@@ -191,17 +200,27 @@ class Pipeline(TermSet):
                     result.value = result.number = result.group = None
                     evaluator.run_inline(result)
             evaluator.check_gradients(results)
-            combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
+            combined = combine(results, aggregator, inputs.main_space, tracked=tracked)
         output = build_output(
             results,
             combined,
             [term.name for term in terms if term not in due],
             total_grad_norm=(combined.total_norm or 0.0) if tracked else None,
+            grad_space=inputs.main_space,
             **inputs.gradients(combined.totals, results, tracked=tracked),
         )
         if events is not None:
             events.stop(results, output, began)
         return output
+
+
+def _check_given(due: Sequence[Term], given: Mapping[str, Nest]) -> None:
+    for term in due:
+        if term.spec.needs and not given.keys() >= set(term.spec.needs):
+            raise InputError(
+                f"given must hold {list(term.spec.needs)} for regularizer {term.name!r}, "
+                f"got {sorted(given)}."
+            )
 
 
 def _is_finite(combined: Combined) -> bool:

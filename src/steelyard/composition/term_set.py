@@ -43,6 +43,7 @@ class TermSet:
         workers: Workers | None = None,
         aggregate: str | Aggregator = "sum",
         *,
+        track_every: int = 1,
         gives: Collection[str] = (),
         after: TermSet | None = None,
     ) -> None:
@@ -51,6 +52,8 @@ class TermSet:
             raise SpecError(
                 f"max_concurrency must be a whole number >= 1 or None, got {max_concurrency!r}."
             )
+        if not is_whole(track_every, at_least=1):
+            raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
         self._settings = EvaluatorSettings(
             track_grad_norms=track_grad_norms,
             parallel=parallel,
@@ -58,6 +61,7 @@ class TermSet:
             width=width,
             check_finite=check_finite,
             aggregator=aggregator_of(aggregate),
+            track_every=track_every,
         )
         self.model_id: str | None = None
         self._lock = threading.Lock()
