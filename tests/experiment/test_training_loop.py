@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard import RegularizerOutput
+from steelyard import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
 from steelyard.experiment.training_loop import space_metrics
@@ -243,7 +243,9 @@ def test_space_metrics_are_those_of_terms_with_a_norm() -> None:
         "rare": RegularizerOutput("rare", 1.0, 1.0, 1.0, grad_norm=1.0, grad_space="logits"),
         "judge": RegularizerOutput("judge", 1.0, 1.0, 1.0),
     }
-    assert space_metrics(terms) == {
+    base = BaseLossOutput(1.0, grad_norm=1.0)
+    assert space_metrics(CustomLossOutput(1.0, base, terms, grad_space="parameters")) == {
+        "base_loss/grad_space": "parameters",
         "regularizers/kl/grad_space": "logprobs",
         "regularizers/rare/grad_space": "logits",
     }

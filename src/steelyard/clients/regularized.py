@@ -12,6 +12,7 @@ from torch import Tensor
 
 from steelyard.clients import state_io
 from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
+from steelyard.clients.step_progress import MeasuredCall, StepProgress
 from steelyard.clients.term_states import TermStates
 from steelyard.composition import (
     Aggregator,
@@ -34,10 +35,14 @@ TermLike = RegularizerSpec | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TermSettings:
-    """Settings of a pipeline, by the names of its arguments, and `grad_space`.
+    """Settings of a pipeline, by the names of its arguments, and two of the client's.
+
+    Attributes:
+        grad_space: what gradients are compared with respect to.
+        measure_progress: measure what every so many steps did to the terms; 0: none.
 
     Raises:
-        SpecError: `grad_space` breaks its rule.
+        SpecError: one of these two breaks its rule.
     """
 
     track_grad_norms: bool
@@ -49,8 +54,13 @@ class TermSettings:
     aggregate: str | Aggregator
     track_every: int = 1
     grad_space: str = "logprobs"
+    measure_progress: int = 0
 
     def __post_init__(self) -> None:
+        if not is_whole(self.measure_progress, at_least=0):
+            raise SpecError(
+                f"measure_progress must be a whole number >= 0, got {self.measure_progress!r}."
+            )
         if self.grad_space not in ("logprobs", "parameters"):
             raise SpecError(
                 f"grad_space must be 'logprobs' or 'parameters', got {self.grad_space!r}."
@@ -85,6 +95,9 @@ class RegularizedClient:
         # Of the last call: its pipeline, its settings, and the names of the terms that it added.
         # One attribute, because calls in several threads must see the three together.
         self._last: tuple[Pipeline, TermSettings, frozenset[str]] = pipeline, settings, frozenset()
+        # The last call, if its step is to be measured; and the measurement of the last step.
+        self._measurable: MeasuredCall | None = None
+        self._measuring: StepProgress | None = None
         if hasattr(client, "attach"):
             client.attach(_ATTACHED_AS, self)
 
@@ -164,6 +177,7 @@ class RegularizedClient:
         *,
         grad_space: Literal["logprobs", "parameters"] | None = None,
         track_every: int | None = None,
+        measure_progress: int | None = None,
         step: int | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Any:
@@ -183,6 +197,7 @@ class RegularizedClient:
             timeout: seconds each term may take, unless its spec says otherwise.
             grad_space: what norms and cosines are with respect to; see `regularize`.
             track_every: compute them at steps that this divides.
+            measure_progress: see `regularize`.
             step: the number of this step; None: `optim_steps`.
             loss_type_input: the SDK's; it has one value.
 
@@ -199,7 +214,7 @@ class RegularizedClient:
         if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
-        pipeline, space = self._update_pipeline(
+        pipeline, settings = self._update_pipeline(
             loss_fn,
             regularizers,
             track_grad_norms=track_grad_norms,
@@ -207,12 +222,14 @@ class RegularizedClient:
             timeout=timeout,
             grad_space=grad_space,
             track_every=track_every,
+            measure_progress=measure_progress,
         )
         step = self.optim_steps if step is None else step
-        forward, to_parameters = self._open_pass(data, pipeline, space, step)
+        forward, to_parameters = self._open_pass(data, pipeline, settings.grad_space, step)
         output = pipeline.compute(
             data, forward.logprobs, step, given=forward.given, to_parameters=to_parameters
         )
+        self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
         return _submit_backward(forward, data, pipeline.loss_fn, output)
 
     async def forward_backward_custom_async(
@@ -226,6 +243,7 @@ class RegularizedClient:
         *,
         grad_space: Literal["logprobs", "parameters"] | None = None,
         track_every: int | None = None,
+        measure_progress: int | None = None,
         step: int | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Any:
@@ -237,7 +255,7 @@ class RegularizedClient:
         if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
-        pipeline, space = self._update_pipeline(
+        pipeline, settings = self._update_pipeline(
             loss_fn,
             regularizers,
             track_grad_norms=track_grad_norms,
@@ -245,27 +263,39 @@ class RegularizedClient:
             timeout=timeout,
             grad_space=grad_space,
             track_every=track_every,
+            measure_progress=measure_progress,
         )
         step = self.optim_steps if step is None else step
         forward, to_parameters = await asyncio.to_thread(
-            self._open_pass, data, pipeline, space, step
+            self._open_pass, data, pipeline, settings.grad_space, step
         )
         output = await pipeline.acompute(
             data, forward.logprobs, step, given=forward.given, to_parameters=to_parameters
         )
+        self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
         return _submit_backward(forward, data, pipeline.loss_fn, output)
 
     def optim_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the client's `optim_step`, and count it."""
         future = self.client.optim_step(*args, **kwargs)
         self.optim_steps += 1
+        self._begin_measuring()
         return future
 
     async def optim_step_async(self, *args: Any, **kwargs: Any) -> Any:
         """Call the client's `optim_step_async`, and count it."""
         future = await self.client.optim_step_async(*args, **kwargs)
         self.optim_steps += 1
+        await asyncio.to_thread(self._begin_measuring)
         return future
+
+    def progress(self) -> dict[str, float]:
+        """Change of each term by the last optimizer step: its value after it minus that before.
+
+        Both are values on the batch of the last call before that step; `"base"` is the base loss.
+        Waits for the forward pass that measures it. Empty if the step was not measured.
+        """
+        return {} if self._measuring is None else self._measuring.changes()
 
     def state_dict(self) -> dict[str, Any]:
         """The number of optimizer steps and the state of every stateful term, ready for JSON.
@@ -310,6 +340,27 @@ class RegularizedClient:
         """
         self.load_state_dict(state_io.read(path))
 
+    def _keep_for_progress(
+        self,
+        data: Sequence[Any],
+        logprobs: list[Tensor],
+        pipeline: Pipeline,
+        settings: TermSettings,
+        step: int,
+        output: CustomLossOutput,
+    ) -> None:
+        every = settings.measure_progress
+        self._measurable = None
+        if every and step % every == 0:
+            specs = [term.spec for term in pipeline.due(step)]
+            self._measurable = MeasuredCall(
+                list(data), logprobs, specs, output, settings.timeout, settings.workers
+            )
+
+    def _begin_measuring(self) -> None:
+        call, self._measurable = self._measurable, None
+        self._measuring = None if call is None else StepProgress(self.client, call)
+
     def _open_pass(
         self, data: Sequence[Any], pipeline: Pipeline, grad_space: str, step: int
     ) -> tuple[ClientPass, ToParameters | None]:
@@ -326,8 +377,8 @@ class RegularizedClient:
 
     def _update_pipeline(
         self, loss_fn: Any, regularizers: Iterable[TermLike], **asked: Any
-    ) -> tuple[Pipeline, str]:
-        """The pipeline of this call, the last one if nothing changed; and its `grad_space`.
+    ) -> tuple[Pipeline, TermSettings]:
+        """The pipeline of this call, the last one if nothing changed; and its settings.
 
         Args:
             loss_fn: the base loss.
@@ -344,7 +395,7 @@ class RegularizedClient:
         if settings != last_settings or not _same_terms(pipeline, loss_fn, specs):
             pipeline = self._build(loss_fn, specs, settings, after=pipeline)
         self._last = pipeline, settings, frozenset(spec.name for spec in given)
-        return pipeline, settings.grad_space
+        return pipeline, settings
 
     def _build(
         self,
@@ -360,7 +411,8 @@ class RegularizedClient:
                 f"{type(self.client).__name__} does not: train on steelyard.engine, or use "
                 f"measure_progress, which measures what each step did to each term."
             )
-        options = {key: x for key, x in vars(settings).items() if key != "grad_space"}
+        own = ("grad_space", "measure_progress")
+        options = {key: x for key, x in vars(settings).items() if key not in own}
         pipeline = Pipeline(loss_fn, specs, **options, gives=gives, after=after)
         pipeline.model_id = getattr(self.client, "model_id", None)
         for name, term in pipeline.stateful.items():

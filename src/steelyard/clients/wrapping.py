@@ -24,6 +24,7 @@ def regularize(
     aggregate: str | Aggregator = "sum",
     grad_space: Literal["logprobs", "parameters"] = "logprobs",
     track_every: int = 1,
+    measure_progress: int = 0,
 ) -> RegularizedClient:
     """Wrap a training client so that its losses take regularizers.
 
@@ -47,6 +48,9 @@ def regularize(
             parameters that are trained. The latter takes one backward pass for each term at each
             step that is tracked, and a client that runs the model in this process.
         track_every: compute norms and cosines at steps that this divides.
+        measure_progress: at steps that this divides, run the model forward once more after the
+            optimizer step, on the same batch, to measure what the step did to each term; see
+            `RegularizedClient.progress`. 0: never.
 
     Raises:
         InputError: the client lacks a method.
@@ -101,5 +105,6 @@ def regularize(
         aggregate,
         track_every,
         grad_space,
+        measure_progress,
     )
     return RegularizedClient(client, standing, settings)

@@ -182,8 +182,8 @@ class Pipeline(TermSet):
         due = [self._base, *(term for term in terms if term.due(step))]
         _check_given(due, given)
         needs = dict.fromkeys(need for term in due for need in term.spec.needs)
-        tracked, aggregator = settings.tracks(step), settings.aggregator
         inputs = FlatInputs(data, logprobs, given, needs, to_parameters)
+        tracked, aggregator = settings.tracks(step), settings.aggregator
         evaluator = Evaluator(inputs, settings, self.own_workers, events, stop)
         results = evaluator.evaluate(due, step, tracked=tracked)
         began = perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
 
@@ -151,6 +151,19 @@ class RegularizerSpec:
     def due(self, step: int) -> bool:
         """Whether the term runs at `step`."""
         return self.enabled and step % self.every == 0
+
+    def measuring(self) -> RegularizerSpec:
+        """The spec that measures the term: its value alone, without weight, bound or gradient.
+
+        The state that the term has in training stays as it is; see `measurement`. A term that
+        fails is skipped.
+        """
+        # The value of "score" is the mean of one penalty per datum; any other term returns it.
+        gradient: Gradient = "score" if self.gradient == "score" else "none"
+        return replace(
+            self, fn=callables.measurement(self.fn), weight=0.0, at_most=None, at_least=None,
+            scale=None, gradient=gradient, enabled=True, every=1, on_error="skip",
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, fields_: Mapping[str, Any]) -> RegularizerSpec:

@@ -70,8 +70,12 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "cosines",
             "Cosines between gradients",
             "Between the gradients of two terms: +1 same direction, 0 orthogonal, −1 opposite. "
-            f"With respect to the {format_space(found.base.space)}; with respect to the model's "
-            "weights they may differ, even in sign.",
+            f"With respect to the {format_space(found.base.space)}"
+            + (
+                "."
+                if found.base.space == "parameters"
+                else "; with respect to the model's weights they may differ, even in sign."
+            ),
             _cosines(run, found),
         ),
         optimizer_section(run),
