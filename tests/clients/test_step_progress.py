@@ -196,6 +196,24 @@ def test_a_term_that_fails_is_left_out(either: Any) -> None:
     assert client.progress().keys() == {"base", "l2"}
 
 
+def test_a_state_that_cannot_be_copied_is_left_out(either: Any) -> None:
+    class Single(Moving):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise TypeError("there is one")
+
+    client = regularize(either, [RegularizerSpec(Single(), 0.1), L2], measure_progress=1)
+    client.forward_backward_custom(DATA, nll).result()
+    client.optim_step(STEP).result()
+    assert client.progress().keys() == {"base", "l2"}
+
+
+def test_a_base_loss_with_state(either: Any) -> None:
+    client = regularize(either, [L2], measure_progress=1)
+    client.forward_backward_custom(DATA, Moving()).result()
+    client.optim_step(STEP).result()
+    assert client.progress()["base"] != 0
+
+
 def test_there_is_nothing_to_measure_without_a_call(either: Any) -> None:
     client = regularize(either, measure_progress=1)
     assert client.progress() == {}

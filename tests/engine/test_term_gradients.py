@@ -146,7 +146,7 @@ def test_a_known_total_needs_no_backward_pass(precise: LocalTrainingClient) -> N
     (gradients, _), *_ = starts(precise, data, ())
     opened = precise.open_pass(data)
     total = {key: torch.full_like(weight, 2.0) for key, weight in precise.weights().items()}
-    output = opened.backward(gradients, total=total).result()
+    output: Any = opened.backward(gradients, total=total).result()
     assert all((gradient == 2).all() for gradient in precise.gradients().values())
     surrogate = sum((a * b).sum() for a, b in zip(gradients, opened.logprobs, strict=True))
     assert output.metrics["loss:sum"] == pytest.approx(float(surrogate))
@@ -156,10 +156,10 @@ def test_one_term_of_log_probs_takes_one_pass(precise: LocalTrainingClient) -> N
     # The shared part would cost more than it saves.
     data = ragged(4, [3])
     (gradients, _), *_ = starts(precise, data, ())
-    result = precise.open_pass(data, (), per_term=True)._opened.results[0]  # type: ignore[index]
+    result: Any = precise.open_pass(data, (), per_term=True)._opened.results[0]  # type: ignore[index]
     passes = []
     result.logprobs.grad_fn.register_hook(lambda *_: passes.append("head"))
-    zeros = [{0: None, 1: torch.zeros_like(result.head_input[0]), 2: None}]  # type: ignore[index]
+    zeros = [{0: None, 1: torch.zeros_like(result.head_input[0]), 2: None}]
     terms = [OutputGradients(gradients), OutputGradients(gradients, hidden_states=zeros)]
     weights = list(precise._trainer.adapter.parameters.values())
     list(backward_each(result, terms, weights, []))

@@ -15,6 +15,7 @@ from steelyard.experiment.training_loop import space_metrics
 
 from .small_runs import (
     DRIFT,
+    KL,
     L2,
     STEADY,
     Recorder,
@@ -249,3 +250,26 @@ def test_space_metrics_are_those_of_terms_with_a_norm() -> None:
         "regularizers/kl/grad_space": "logprobs",
         "regularizers/rare/grad_space": "logits",
     }
+
+
+def test_gradients_with_respect_to_the_parameters(folder: Path) -> None:
+    settings = ("steps=4", "grad_space=parameters", "track_every=2", "measure_progress=3")
+    overrides = [f"train.{setting}" for setting in settings]
+    terms = [L2, KL, term(from_logits, needs=["logits"])]
+    config = small_config(folder, *overrides, regularizers=terms)
+    train(config, folder / "r")
+    lines = RunFolder(folder / "r").metrics()
+    assert len(lines) == 4
+    names = [spec.name for spec in config.regularizers]
+    for line in lines:
+        tracked, measured = line["step"] % 2 == 0, line["step"] % 3 == 0
+        spaces = {key: value for key, value in line.items() if key.endswith("/grad_space")}
+        assert set(spaces.values()) == ({"parameters"} if tracked else set())
+        assert ("total_grad_norm" in line) == tracked
+        if tracked:
+            # The norm of the gradient that the optimizer saw.
+            norm = line["optim/unclipped_grad_l2:mean"]
+            assert line["total_grad_norm"] == pytest.approx(norm, rel=1e-4)
+        progress = [key for key in line if key.endswith("/progress")]
+        wanted = ["base_loss/progress", *(f"regularizers/{name}/progress" for name in names)]
+        assert progress == (wanted if measured else [])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steelyard.clients import state_io
 from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
-from steelyard.clients.step_progress import MeasuredCall, StepProgress
+from steelyard.clients.step_progress import StepProgress
 from steelyard.clients.term_states import TermStates
 from steelyard.composition import (
     Aggregator,
@@ -24,7 +24,7 @@ from steelyard.composition import (
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
-from steelyard.spec import Regularizer, RegularizerSpec, TermFn, is_whole
+from steelyard.spec import Regularizer, RegularizerSpec, TermFn, is_whole, split_loss
 
 # The name under which a client that can `attach` saves our state with its own checkpoints.
 _ATTACHED_AS = "steelyard"
@@ -95,8 +95,8 @@ class RegularizedClient:
         # Of the last call: its pipeline, its settings, and the names of the terms that it added.
         # One attribute, because calls in several threads must see the three together.
         self._last: tuple[Pipeline, TermSettings, frozenset[str]] = pipeline, settings, frozenset()
-        # The last call, if its step is to be measured; and the measurement of the last step.
-        self._measurable: MeasuredCall | None = None
+        # Of the last call, if its step is to be measured; and of the last step.
+        self._measurable: StepProgress | None = None
         self._measuring: StepProgress | None = None
         if hasattr(client, "attach"):
             client.attach(_ATTACHED_AS, self)
@@ -210,7 +210,7 @@ class RegularizedClient:
             InputError: the data break a rule.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
-        regularizers = list(regularizers)
+        loss_fn, regularizers = split_loss(loss_fn, regularizers)
         if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
@@ -251,7 +251,7 @@ class RegularizedClient:
 
         If the caller is cancelled before the backward pass is submitted, none is.
         """
-        regularizers = list(regularizers)
+        loss_fn, regularizers = split_loss(loss_fn, regularizers)
         if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
@@ -353,13 +353,14 @@ class RegularizedClient:
         self._measurable = None
         if every and step % every == 0:
             specs = [term.spec for term in pipeline.due(step)]
-            self._measurable = MeasuredCall(
-                list(data), logprobs, specs, output, settings.timeout, settings.workers
+            self._measurable = StepProgress(
+                data, logprobs, specs, output, settings.timeout, settings.workers
             )
 
     def _begin_measuring(self) -> None:
-        call, self._measurable = self._measurable, None
-        self._measuring = None if call is None else StepProgress(self.client, call)
+        self._measuring, self._measurable = self._measurable, None
+        if self._measuring is not None:
+            self._measuring.begin(self.client)
 
     def _open_pass(
         self, data: Sequence[Any], pipeline: Pipeline, grad_space: str, step: int

@@ -7,8 +7,7 @@ batch after the step, minus that before. This needs log-probs alone, and works f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,102 +19,98 @@ from steelyard.output import CustomLossOutput
 from steelyard.spec import BASE, RegularizerSpec, measurement
 
 
-@dataclass(frozen=True)
-class MeasuredCall:
-    """The call before an optimizer step that is to be measured.
-
-    Attributes:
-        data: its batch.
-        logprobs: of the batch, before the step.
-        specs: of the base loss, first, and of the terms that ran.
-        output: their values.
-        timeout: seconds each term may take.
-        workers: the pools that run offloaded terms.
-    """
-
-    data: list[Any]
-    logprobs: list[Tensor]
-    specs: Sequence[RegularizerSpec]
-    output: CustomLossOutput
-    timeout: float
-    workers: Workers | None
-
-
 class StepProgress:
-    """Measurement of one optimizer step.
-
-    Its forward pass is submitted when it is built, so that it runs right after the step.
+    """Measurement of one optimizer step, built from the last call before it.
 
     Args:
-        client: the training client, after its `optim_step` was called.
-        call: the last call before that.
+        data: the batch of that call.
+        logprobs: of the batch, before the step.
+        specs: of the base loss, first, and of the terms that were due.
+        output: of that call.
+        timeout: seconds each term may take.
+        workers: the pools that run offloaded terms; None is those that the process shares.
     """
 
-    def __init__(self, client: Any, call: MeasuredCall) -> None:
-        self._call = call
-        self._changes: dict[str, float] | None = None
-        base, *terms = call.specs
+    def __init__(
+        self,
+        data: Sequence[Any],
+        logprobs: list[Tensor],
+        specs: Sequence[RegularizerSpec],
+        output: CustomLossOutput,
+        timeout: float,
+        workers: Workers | None,
+    ) -> None:
+        self._data, self._logprobs, self._output = list(data), logprobs, output
+        self._settings: dict[str, Any] = {"timeout": timeout, "workers": workers}
         # The value of these in training may be another quantity than `measure` gives, or may
         # depend on a state that has advanced since: they are measured before the step as well.
-        self._twice = {spec.name for spec in call.specs if _is_redefined(spec)}
+        self._twice = {spec.name for spec in specs if _is_redefined(spec)}
+        base, *terms = specs
         measurable = [
             spec
             for spec in terms
-            if spec.name in call.output.regularizers
-            # The extra inputs before the step are gone.
+            if spec.name in output.regularizers
+            # The extra inputs before the step are gone when it is measured.
             and not (spec.needs and spec.name in self._twice)
         ]
-        # Copies, made now: the state of a term advances with the next call, and with each of these.
-        self._terms_after = _Terms(base, measurable)
+        # Copies, each used once: every call of a term with state advances it.
+        self._after = measurement(base.fn), list(_copies(measurable))
         again = [spec for spec in measurable if spec.name in self._twice]
-        self._terms_before = _Terms(base, again) if self._twice else None
-        needs = tuple(dict.fromkeys(need for spec in measurable for need in spec.needs))
+        self._before = measurement(base.fn), list(_copies(again))
+        self._forward: Callable[[], tuple[list[Tensor], Mapping[str, Any]]] | None = None
+        self._changes: dict[str, float] | None = None
+
+    def begin(self, client: Any) -> None:
+        """Submit the forward pass, so that it runs right after the step that was submitted."""
+        needs = tuple(dict.fromkeys(need for spec in self._after[1] for need in spec.needs))
         if needs:
-            after = client.open_pass(call.data, needs, keep_graph=False)
-            self._after = lambda: (after.logprobs, after.given)
+            opened = client.open_pass(self._data, needs, keep_graph=False)
+            self._forward = lambda: (opened.logprobs, opened.given)
         else:
-            future = submit_forward(client, call.data)
-            self._after = lambda: (logprobs_of(future.result()), {})
+            future = submit_forward(client, self._data)
+            self._forward = lambda: (logprobs_of(future.result()), {})
 
     def changes(self) -> dict[str, float]:
         """Value after the step minus value before, by name; a term that fails is left out."""
-        if self._changes is None:
-            logprobs, given = self._after()
-            after = self._terms_after.values(self._call, logprobs, given)
+        if self._changes is None and self._forward is not None:
+            after = self._values(*self._after, *self._forward())
             before = self._values_before()
             self._changes = {
                 name: value - before[name] for name, value in after.items() if name in before
             }
-        return dict(self._changes)
+        return dict(self._changes or {})
 
     def _values_before(self) -> dict[str, float]:
-        output = self._call.output
-        values = {BASE: output.base_loss.value}
-        values |= {name: term.value for name, term in output.regularizers.items()}
-        if self._terms_before is not None:
-            measured = self._terms_before.values(self._call, self._call.logprobs, {})
-            values |= {name: measured[name] for name in self._twice if name in measured}
-        return values
+        values = _values_of(self._output)
+        if not self._twice:
+            return values
+        measured = self._values(*self._before, self._logprobs, {})
+        kept = {name: value for name, value in values.items() if name not in self._twice}
+        return kept | {name: measured[name] for name in self._twice if name in measured}
 
-
-class _Terms:
-    """Copies of the base loss and of terms, which measure and leave the training alone."""
-
-    def __init__(self, base: RegularizerSpec, terms: Sequence[RegularizerSpec]) -> None:
-        self._base = measurement(base.fn)
-        self._specs = [spec.measuring() for spec in terms]
-
-    def values(
-        self, call: MeasuredCall, logprobs: list[Tensor], given: Mapping[str, Any]
+    def _values(
+        self,
+        base: Any,
+        specs: Sequence[RegularizerSpec],
+        logprobs: list[Tensor],
+        given: Mapping[str, Any],
     ) -> dict[str, float]:
-        """Values by name; of a call with other log-probs."""
-        pipeline = Pipeline(
-            self._base, self._specs, timeout=call.timeout, workers=call.workers, gives=given
-        )
-        output = pipeline.compute(call.data, logprobs, given=given)
-        terms = {name: term.value for name, term in output.regularizers.items()}
-        return {BASE: output.base_loss.value} | terms
+        pipeline = Pipeline(base, specs, **self._settings, gives=given)
+        return _values_of(pipeline.compute(self._data, logprobs, given=given))
+
+
+def _values_of(output: CustomLossOutput) -> dict[str, float]:
+    terms = {name: term.value for name, term in output.regularizers.items()}
+    return {BASE: output.base_loss.value} | terms
 
 
 def _is_redefined(spec: RegularizerSpec) -> bool:
     return spec.stateful is not None or hasattr(spec.fn, "measure")
+
+
+def _copies(specs: Sequence[RegularizerSpec]) -> Iterable[RegularizerSpec]:
+    for spec in specs:
+        try:
+            yield spec.measuring()
+        except Exception:  # noqa: BLE001, S112 - a term with state that cannot be copied is left out
+            continue

@@ -36,7 +36,7 @@ from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
-from steelyard.spec import RegularizerSpec, Schedule, is_whole, title
+from steelyard.spec import ComposedLoss, RegularizerSpec, Schedule, is_whole, split_loss, title
 
 Share: TypeAlias = float | Tensor
 TermLike: TypeAlias = RegularizerSpec | Mapping[str, Any]
@@ -55,7 +55,8 @@ class CompositeLoss(nn.Module):
     works on copies, and has a gradient with respect to its inputs alone.
 
     Args:
-        base: the base loss, a function of named inputs; or one for each head.
+        base: the base loss, a function of named inputs; or one for each head. Or a sum, as in
+            `base + 0.1 * term`.
         terms: what `term` gives; mappings with its arguments; or specs of terms over
             `(data, logprobs)`, which read the inputs of these names. Or a list for each head.
         aux: the weights of auxiliary losses, by name; see `aux_loss` and `watch`.
@@ -93,7 +94,7 @@ class CompositeLoss(nn.Module):
 
     def __init__(
         self,
-        base: BaseFn | Mapping[str, BaseFn],
+        base: BaseFn | Mapping[str, BaseFn] | ComposedLoss,
         terms: Iterable[TermLike] | Mapping[str, Iterable[TermLike]] = (),
         *,
         aux: Mapping[str, float | Schedule] | None = None,
@@ -108,10 +109,11 @@ class CompositeLoss(nn.Module):
         aggregate: str | Aggregator = "sum",
     ) -> None:
         super().__init__()
+        base, composed = split_loss(base, ())
         left = [term(itself, w, name, inputs=f"aux.{name}") for name, w in (aux or {}).items()]
         self._terms = TermSet(
             base_of(base),
-            [*specs_of(terms), *left],
+            [*specs_of(composed), *specs_of(terms), *left],
             track_grad_norms,
             parallel,
             timeout,

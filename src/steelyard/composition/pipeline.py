@@ -26,14 +26,15 @@ from steelyard.gradients import (
     Nest,
 )
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, Regularizer, RegularizerSpec, TermFn, is_whole
+from steelyard.spec import BASE, ComposedLoss, Regularizer, RegularizerSpec, TermFn, is_whole
 
 
 class Pipeline(TermSet):
     """Composes loss_total = base_loss + sum(weight * regularizer) and its gradient.
 
     Args:
-        loss_fn: the base loss, `(data, logprobs) -> loss | (loss, metrics)`; may be async.
+        loss_fn: the base loss, `(data, logprobs) -> loss | (loss, metrics)`; may be async. Or a
+            sum, as in `base + 0.1 * term`.
         regularizers: specs, or mappings with their fields.
         track_grad_norms: also compute each term's gradient norm and all cosines.
         parallel: let terms that do not run inline overlap; else one after the other.
@@ -233,7 +234,7 @@ def _is_finite(combined: Combined) -> bool:
 def compute(
     data: Any,
     logprobs: LogProbs,
-    loss_fn: TermFn | Regularizer,
+    loss_fn: TermFn | Regularizer | ComposedLoss,
     *,
     regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
     track_grad_norms: bool = False,
@@ -266,7 +267,7 @@ def compute(
 async def acompute(
     data: Any,
     logprobs: LogProbs,
-    loss_fn: TermFn | Regularizer,
+    loss_fn: TermFn | Regularizer | ComposedLoss,
     *,
     regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
     track_grad_norms: bool = False,

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, cast
 from steelyard.errors import SpecError
 from steelyard.spec import callables, registry
 from steelyard.spec.built_in import SHORT
+from steelyard.spec.composed_loss import ComposedLoss, scaled
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Schedule, Stateful, TermFn
 from steelyard.spec.weights import (
@@ -34,6 +35,9 @@ _CHOICES = {
     "gradient": ("auto", "autograd", "numerical", "score", "none"),
     "on_error": ("raise", "skip"),
 }
+_NO_BASE = (
+    "a sum of terms must begin with the base loss, a function of (data, logprobs), got {!r} + {!r}."
+)
 _NEEDS = ("logits", "projection", "hidden_states", "parameters")
 
 
@@ -106,6 +110,25 @@ class RegularizerSpec:
         self._require(is_whole(self.every, at_least=1), "every", "a whole number >= 1")
         self._check_options()
         self._check_run_in()
+
+    # NumPy would otherwise turn the spec into an array in `np.float64(0.1) * spec`.
+    __array_ufunc__ = None
+
+    def __rmul__(self, factor: object) -> RegularizerSpec:
+        """`factor * spec`: the spec with that multiple of its weight."""
+        return scaled(self, factor)
+
+    def __mul__(self, factor: object) -> RegularizerSpec:
+        return scaled(self, factor)
+
+    def __radd__(self, loss_fn: Any) -> ComposedLoss:
+        """`loss_fn + spec`: the base loss with this term."""
+        if not callable(callables.entry_point(loss_fn)):
+            raise SpecError(_NO_BASE.format(loss_fn, self.name))
+        return ComposedLoss(loss_fn, (self,))
+
+    def __add__(self, other: object) -> ComposedLoss:
+        raise SpecError(_NO_BASE.format(self.name, getattr(other, "name", other)))
 
     @cached_property
     def is_async(self) -> bool:

@@ -6,6 +6,7 @@ from steelyard.experiment.report.detail_charts import (
     held_out_section,
     optimizer_section,
     own_metrics_section,
+    progress_section,
 )
 from steelyard.experiment.report.figure import (
     Figure,
@@ -66,6 +67,7 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "quantity have a common unit, and shares.",
             _gradients(run, found),
         ),
+        progress_section(run),
         Section(
             "cosines",
             "Cosines between gradients",
