@@ -452,6 +452,11 @@ class LocalTrainingClient:
         """Run `create_sampling_client` without blocking the event loop."""
         return await self._service.create_sampling_client_async(model_path=model_path)
 
+    @property
+    def context_length(self) -> int:
+        """Maximum tokens of a sequence."""
+        return self._worker.model.limits.context
+
     def get_info(self) -> types.GetInfoResponse:
         """Describe the base model and the adapter."""
         name = self._worker.model.source.name

@@ -50,11 +50,20 @@ def evaluate_held_out(
     """
     if not data:
         return {}
-    found = _Values(terms.specs, timeout)
-    logprobs, parameters = _evaluate_batches(backend, data, found, batch)
-    whole = [spec for spec in terms.specs if not _reads_batches(spec)]
-    output = found.compute(_per_token(terms.loss), whole, data, logprobs, parameters)
-    return {"held_out/loss": output.base_loss.value, **found.metrics}
+    found, loss = _evaluate(backend, data, _per_token(terms.loss), terms.specs, timeout, batch)
+    return {"held_out/loss": loss, **found.metrics}
+
+
+def evaluate_terms(
+    backend: Backend,
+    data: Sequence[types.Datum],
+    specs: Sequence[RegularizerSpec],
+    timeout: float,
+    *,
+    batch: int = 16,
+) -> dict[str, Any]:
+    """Metrics of `evaluate_held_out` without `held_out/loss`: the values of the terms."""
+    return _evaluate(backend, data, _NoLoss(), specs, timeout, batch)[0].metrics
 
 
 def failures(metrics: Mapping[str, Any]) -> dict[str, str]:
@@ -121,6 +130,22 @@ class _Values:
         except Exception as error:  # noqa: BLE001 - copying a term with state calls anybody's code
             self.failed[spec.name] = describe(error)
             return None
+
+
+def _evaluate(
+    backend: Backend,
+    data: Sequence[types.Datum],
+    loss: Any,
+    specs: Sequence[RegularizerSpec],
+    timeout: float,
+    batch: int,
+) -> tuple[_Values, float]:
+    """Values of the terms, and the loss."""
+    found = _Values(specs, timeout)
+    logprobs, parameters = _evaluate_batches(backend, data, found, batch)
+    whole = [spec for spec in specs if not _reads_batches(spec)]
+    output = found.compute(loss, whole, data, logprobs, parameters)
+    return found, output.base_loss.value
 
 
 class _NoLoss:

@@ -5,6 +5,7 @@ from steelyard.spec.callables import entry_point, is_async, listed, measurement,
 from steelyard.spec.composed_loss import ComposedLoss, split_loss
 from steelyard.spec.messages import describe
 from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec.option_checks import OptionChecks
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
@@ -13,6 +14,7 @@ from steelyard.spec.regularizer import (
     OnError,
     RegularizerSpec,
     RunIn,
+    check_run_in,
     check_timeout,
     title,
 )
@@ -25,6 +27,7 @@ __all__ = [
     "Gradient",
     "Metrics",
     "OnError",
+    "OptionChecks",
     "Regularizer",
     "RegularizerSpec",
     "RunIn",
@@ -32,6 +35,7 @@ __all__ = [
     "Stateful",
     "TermFn",
     "build",
+    "check_run_in",
     "check_timeout",
     "check_weight",
     "describe",
