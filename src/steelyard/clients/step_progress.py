@@ -1,8 +1,8 @@
 """Measured progress: what an optimizer step did to each term, by one more forward pass.
 
-A gradient norm says how strongly a term could pull; a step is the work of all terms together, of
-the optimizer's moments and of clipping. Its effect on a term is measured: the value on the same
-batch after the step, minus that before. This needs log-probs alone, and works for any client.
+A gradient norm belongs to one term; a step is the result of all terms together, of the learning
+rate, of moments and of clipping. Its effect on a term is measured: the value on the
+same batch after the step, minus that before. This needs log-probs alone, and works for any client.
 """
 
 from __future__ import annotations
