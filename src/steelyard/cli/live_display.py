@@ -16,6 +16,7 @@ from steelyard.experiment import redact, space_label
 
 # Long headings break over two lines to keep the table narrow. Weight × value is the contribution
 # of a term to the loss.
+_PROGRESS = "change\nby step"  # shown where it was measured
 _COLUMNS = (
     "term",
     "value",
@@ -24,6 +25,7 @@ _COLUMNS = (
     "gradient\nnorm",
     "share",
     "cosine",
+    _PROGRESS,
     "time",
     "",
 )
@@ -93,10 +95,15 @@ def step_table(metrics: dict[str, Any]) -> Table:
         caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
         caption_justify="left",
     )
+    measured = any(row.progress is not None for row in rows)
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("term", "") else "right")
+        if column != _PROGRESS or measured:
+            table.add_column(column, justify="left" if column in ("term", "") else "right")
     for row in rows:
-        table.add_row(*_cells(row, name_space=not one_space))
+        cells = _cells(row, name_space=not one_space)
+        if not measured:
+            del cells[_COLUMNS.index(_PROGRESS)]
+        table.add_row(*cells)
     return table
 
 
@@ -110,6 +117,7 @@ def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
         _format(row.grad_norm, "{:.3g}"),
         f"{share} of {space_label(row.space)}" if name_space and row.space is not None else share,
         _format(row.cosine, "{:+.2f}"),
+        _format(row.progress, "{:+.3g}"),
         _format(None if row.seconds is None else 1000 * row.seconds, "{:.1f} ms"),
         ", ".join(row.flags) if row.skipped is None else "skipped",
     ]

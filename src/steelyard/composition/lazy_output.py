@@ -73,4 +73,7 @@ class LazyOutput:
     def _output(self, numbers: Mapping[str, tuple[float, float]] | None) -> CustomLossOutput:
         combined = self.combined or Combined()
         norm = None if self.combined is None else combined.total_norm or 0.0
-        return build_output(self.results, combined, self.not_run, numbers, total_grad_norm=norm)
+        space = "+".join(self.results[0].space)
+        return build_output(
+            self.results, combined, self.not_run, numbers, total_grad_norm=norm, grad_space=space
+        )

@@ -109,6 +109,20 @@ class TrainConfig(Table):
     )
     sample_tokens: int = Field(default=48, ge=1)
     track_grad_norms: bool = True
+    track_every: int = Field(
+        default=1, ge=1, description="steps between gradient norms and cosines, if they are tracked"
+    )
+    grad_space: Literal["logprobs", "parameters"] = Field(
+        default="logprobs",
+        description="what gradient norms and cosines are with respect to; 'parameters' is local, "
+        "and takes one backward pass for each term at a step that is tracked",
+    )
+    measure_progress: int = Field(
+        default=0,
+        ge=0,
+        description="steps between measurements of what a step did to each term, each by one more "
+        "forward pass; 0: none",
+    )
     drivers_every: int | None = Field(
         default=None,
         ge=0,
@@ -216,6 +230,15 @@ class Config(Table):
         if isinstance(raw, dict):
             remember(raw)
         return raw
+
+    @model_validator(mode="after")
+    def _check_grad_space(self) -> Self:
+        if self.train.grad_space == "parameters" and self.model.backend != "local":
+            raise ValueError(
+                "train.grad_space = 'parameters' needs model.backend = 'local', where the model "
+                "is: use train.measure_progress with a Tinker service"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
