@@ -8,4 +8,11 @@ service, and `reward_model` a model.
 from steelyard.experiment.rewards.reward import REWARDS, Reward, build_rewards
 from steelyard.experiment.rewards.scoring import Answer, Score, score
 
-__all__ = ["REWARDS", "Answer", "Reward", "Score", "build_rewards", "score"]
+__all__ = [  # noqa: RUF022 - sorted as Python sorts
+    "Answer",
+    "REWARDS",
+    "Reward",
+    "Score",
+    "build_rewards",
+    "score",
+]
