@@ -36,7 +36,7 @@ class TermSettings:
     max_concurrency: int | None
     check_finite: bool
     workers: Workers | None
-    aggregate: str | Aggregator
+    aggregate: Aggregator
 
 
 class RegularizedClient:

@@ -42,7 +42,9 @@ class Pipeline(TermSet):
             core. Coroutines are not limited.
         check_finite: treat a NaN or infinite value or gradient as a failure of its term.
         workers: the pools that run offloaded terms; None is those that the process shares.
-        aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
+        aggregate: how the terms' gradients become one: `"sum"`, the name of a TorchJD weighting,
+            such as `"upgrad"`, a mapping with it as `use` and its options, a weighting as an
+            object, or an `Aggregator`.
         gives: names of the extra inputs that `compute` will receive; terms can need only these.
         after: a pipeline whose statistics of the terms, by name, are taken over.
 
@@ -183,7 +185,7 @@ class Pipeline(TermSet):
         tracked, aggregator = settings.track_grad_norms, settings.aggregator
         if settings.check_finite and aggregator.reads_gram:  # it must see finite products
             evaluator.check_gradients(results)
-        combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
+        combined = combine(results, aggregator, LOGPROBS, tracked=tracked, step=step)
         # A non-finite term makes the total non-finite: one check in the normal case.
         if settings.check_finite and not _is_finite(combined):
             for result in results:
@@ -191,7 +193,7 @@ class Pipeline(TermSet):
                     result.value = result.number = result.group = None
                     evaluator.run_inline(result)
             evaluator.check_gradients(results)
-            combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
+            combined = combine(results, aggregator, LOGPROBS, tracked=tracked, step=step)
         output = build_output(
             results,
             combined,
