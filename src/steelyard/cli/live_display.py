@@ -15,7 +15,8 @@ from steelyard.cli.term_table import TermRow, rows_of
 from steelyard.experiment import redact, space_label
 
 # Long headings break over two lines to keep the table narrow. Weight × value is the contribution
-# of a term to the loss.
+# of a term to the loss. Only an aggregator other than the sum has factors.
+_FACTOR = "factor"
 _COLUMNS = (
     "term",
     "value",
@@ -24,6 +25,7 @@ _COLUMNS = (
     "gradient\nnorm",
     "share",
     "cosine",
+    _FACTOR,
     "time",
     "",
 )
@@ -93,10 +95,13 @@ def step_table(metrics: dict[str, Any]) -> Table:
         caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
         caption_justify="left",
     )
-    for column in _COLUMNS:
+    with_factors = any(row.factor is not None for row in rows)
+    shown = [column for column in _COLUMNS if with_factors or column != _FACTOR]
+    for column in shown:
         table.add_column(column, justify="left" if column in ("term", "") else "right")
     for row in rows:
-        table.add_row(*_cells(row, name_space=not one_space))
+        cells = dict(zip(_COLUMNS, _cells(row, name_space=not one_space), strict=True))
+        table.add_row(*(cells[column] for column in shown))
     return table
 
 
@@ -110,6 +115,7 @@ def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
         _format(row.grad_norm, "{:.3g}"),
         f"{share} of {space_label(row.space)}" if name_space and row.space is not None else share,
         _format(row.cosine, "{:+.2f}"),
+        _format(row.factor, "{:.3g}"),
         _format(None if row.seconds is None else 1000 * row.seconds, "{:.1f} ms"),
         ", ".join(row.flags) if row.skipped is None else "skipped",
     ]

@@ -6,10 +6,10 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from steelyard.composition import Pipeline
+from steelyard.composition import Aggregator, Pipeline, WeightedSum, aggregator_of
 from steelyard.errors import ConfigError, RegistryError, SpecError
 from steelyard.experiment.config import Config, TermConfig
 from steelyard.experiment.config_secrets import resolve_secrets
@@ -28,10 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Terms:
-    """The base loss and the regularizers of a run."""
+    """The base loss and the regularizers of a run, and the aggregator of their gradients."""
 
     loss: Any  # a TermFn or a Regularizer
     specs: tuple[RegularizerSpec, ...]
+    aggregator: Aggregator = field(default_factory=WeightedSum)
 
     @property
     def reads_reference(self) -> bool:
@@ -59,9 +60,11 @@ def build_terms(config: Config) -> Terms:
 
     Raises:
         ConfigError: a name is unknown, options or a weight are invalid, or a secret is missing.
+        MissingExtraError: the aggregator, or its solver, is not installed.
     """
     _import_modules(config)
     loss = _locate_errors("[loss]", lambda: _loss(config))
+    aggregator = _locate_errors("[loss]", lambda: _aggregator(config))
     specs = []
     for number, entry in enumerate(config.regularizers, 1):
         location = f"[[regularizers]] #{number}"
@@ -71,7 +74,7 @@ def build_terms(config: Config) -> Terms:
     # The pipeline's constructor checks the terms together: unique names, available extra inputs.
     gives = EXTRA_INPUTS[config.model.backend]
     _locate_errors("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
-    return Terms(loss, tuple(specs))
+    return Terms(loss, tuple(specs), aggregator)
 
 
 def _import_modules(config: Config) -> None:
@@ -90,6 +93,14 @@ def _loss(config: Config) -> Any:
     loss, options = build(LOSSES.get(config.loss.use, config.loss.use), given)
     checked = RegularizerSpec(loss, 1.0, "base loss", options=options)
     return functools.partial(checked.call, **options) if options else loss
+
+
+def _aggregator(config: Config) -> Aggregator:
+    given = config.loss.aggregate
+    options = dict(given) if isinstance(given, dict) else {"use": given}
+    if options["use"] != "sum":
+        options.setdefault("seed", config.train.seed)
+    return aggregator_of(options)
 
 
 def _spec(entry: TermConfig) -> RegularizerSpec:

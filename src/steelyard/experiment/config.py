@@ -67,6 +67,16 @@ def _check_objective(value: Any) -> Any:
     return value
 
 
+def _check_aggregate(value: Any) -> Any:
+    name = value.get("use") if isinstance(value, dict) else value
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            "must be 'sum', the name of a TorchJD weighting such as 'upgrad', or a table with it "
+            "as use, and its options"
+        )
+    return value
+
+
 # `Any`: each check takes any value, and its error states the whole rule.
 Weight: TypeAlias = Annotated[
     Any,
@@ -87,6 +97,18 @@ Objective: TypeAlias = Annotated[
     Any,
     AfterValidator(_check_objective),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+]
+Aggregate: TypeAlias = Annotated[
+    Any,
+    AfterValidator(_check_aggregate),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "object", "properties": {"use": {"type": "string"}}, "required": ["use"]},
+            ]
+        }
+    ),
 ]
 Options: TypeAlias = Annotated[
     dict[str, Any],
@@ -202,6 +224,11 @@ class LossConfig(_Table):
     options: Options = Field(
         default={}, description=f"arguments of its constructor, or of the function; {_FORMS}"
     )
+    aggregate: Aggregate = Field(
+        default="sum",
+        description="how the gradients of the terms become one: 'sum', a TorchJD weighting such as "
+        "'upgrad', or a table with it as use, and its options",
+    )
 
 
 class TermConfig(_Table):
@@ -210,6 +237,9 @@ class TermConfig(_Table):
     use: str = Field(min_length=1, description="a registered name, or 'package.module:attr'")
     name: str = Field(default="", description="unique; the regularizer's own name if empty")
     weight: Weight
+    anchor: bool = Field(
+        default=False, description="an aggregator other than the sum leaves this term alone"
+    )
     options: Options = Field(
         default={}, description=f"arguments of its constructor, or of the function; {_FORMS}"
     )
