@@ -212,6 +212,24 @@ def test_a_pipeline_computes_with_each(name: str) -> None:
     torch.testing.assert_close(output.gradients, expected)
 
 
+@pytest.mark.parametrize("name", ["imtl_g", "aligned_mtl"])
+def test_dependent_gradients_in_float32_have_the_factors_of_float64(name: str) -> None:
+    # Their Gram matrix is singular; summed in float32, rounding makes it seem to be regular.
+    rows = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = torch.stack([rows[0], 0.3 * rows[0], rows[1], rows.sum(0)])
+
+    def pull(index: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+        row = rows[index].to(dtype)
+        return lambda _, logprobs: (logprobs * row).sum()
+
+    def found(dtype: torch.dtype) -> list[float]:
+        specs = [RegularizerSpec(pull(i, dtype), 1.0, f"r{i}", run_in="inline") for i in (1, 2, 3)]
+        pipeline = Pipeline(pull(0, dtype), specs, aggregate=name)
+        return list(pipeline.compute([], torch.zeros(20_000, dtype=dtype)).factors.values())
+
+    assert found(torch.float32) == pytest.approx(found(torch.float64), rel=1e-3)
+
+
 def test_a_solver_that_fails_leaves_the_sum_and_names_the_step() -> None:
     specs = [RegularizerSpec(lambda _, lps: (lps * 2).sum(), 1.0, "twice", run_in="inline")]
     pipeline = Pipeline(

@@ -7,6 +7,7 @@ Gᵢⱼ = ⟨gᵢ, gⱼ⟩ of the rows of one space, so no further backward pass
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +36,12 @@ class Aggregator(ABC):
     Attributes:
         reads_gram: whether the factors depend on the Gram matrix. Then the terms are
             differentiated one by one at every step.
+        in_float64: whether the Gram matrix is summed in float64, which takes longer. In float32
+            it has an error of 1e-7 of its diagonal: too much to invert that of dependent gradients.
     """
 
     reads_gram = True
+    in_float64 = False
 
     @property
     def stateful(self) -> Stateful | None:
@@ -53,7 +57,8 @@ class Aggregator(ABC):
         Args:
             values: of the terms, the base loss first.
             weights: of the terms.
-            products: the Gram matrix of their weighted gradients; empty unless `reads_gram`.
+            products: the Gram matrix of their weighted gradients, of finite numbers; empty unless
+                `reads_gram`.
 
         Raises:
             AggregationError: there are none; the step then takes the plain sum, with a warning.
@@ -122,7 +127,7 @@ def combine(
         for space in dict.fromkeys(result.space for result in done):
             mine = [r for r in done if r.space == space and r.gradients.keys() >= set(space)]
             rows = [[g for key in space for g in r.gradients[key]] for r in mine]
-            found = gram(rows, in_float64=aggregator.reads_gram)
+            found = gram(rows, in_float64=aggregator.in_float64)
             if space == (main,):
                 products = found
             own = norms_and_cosines([r.term.name for r in mine], found)
@@ -204,9 +209,11 @@ def _factors(
                 f"{' and '.join(result.space)}: give it anchor=True, which exempts it, or use "
                 f"aggregate='sum'."
             )
-    if len(seen) < 2:  # noqa: PLR2004 - one gradient has none to be compared with
-        return {}
     rows = [i for i, r in enumerate(r for r in done if r.space == (main,)) if r in seen]
+    if len(rows) < 2:  # noqa: PLR2004 - one gradient has none to be compared with
+        return {}
+    if not all(math.isfinite(products[i][i]) for i in rows):
+        return {}  # the total is not finite either, and the caller looks for the term at fault
     weights = [float(result.weight) for result in seen]
     weighted = [
         [a * b * products[i][j] for b, j in zip(weights, rows, strict=True)]

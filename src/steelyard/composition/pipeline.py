@@ -183,8 +183,6 @@ class Pipeline(TermSet):
         results = evaluator.evaluate(due, step, tracked=settings.track_grad_norms)
         began = perf_counter()
         tracked, aggregator = settings.track_grad_norms, settings.aggregator
-        if settings.check_finite and aggregator.reads_gram:  # it must see finite products
-            evaluator.check_gradients(results)
         combined = combine(results, aggregator, LOGPROBS, tracked=tracked, step=step)
         # A non-finite term makes the total non-finite: one check in the normal case.
         if settings.check_finite and not _is_finite(combined):

@@ -49,6 +49,7 @@ WEIGHTINGS: Mapping[str, str] = {
     "upgrad": "UPGradWeighting",
 }
 _NEED_SCALE = frozenset({"FairGradWeighting", "PCDWeighting"})
+_INVERT = frozenset({"AlignedMTLWeighting", "IMTLGWeighting", "PCDWeighting"})
 _DRAW = frozenset({"GradVacWeighting", "PCGradWeighting", "RandomWeighting"})
 _READ_ROWS = frozenset({"ExcessMTLWeighting", "MoDoWeighting", "SDMGradWeighting"})
 # Weightings draw from torch's global generator: two that exchange its state must take turns.
@@ -75,6 +76,7 @@ class GramWeighting(Aggregator):
         known = parts <= {*WEIGHTINGS.values(), "_Composition"}
         self._draws = not known or bool(parts & _DRAW)
         self._scale_free = known and not parts & _NEED_SCALE
+        self.in_float64 = not known or bool(parts & _INVERT)
         self._without_preference = [
             part for part in weighting.modules() if getattr(part, "pref_vector", 0) is None
         ]
@@ -97,12 +99,13 @@ class GramWeighting(Aggregator):
         Raises:
             AggregationError: the solver failed, or found no finite numbers.
         """
-        gramian = torch.tensor(products, dtype=torch.float64)
-        trace = gramian.trace()
+        trace = sum(row[i] for i, row in enumerate(products))
         if trace == 0:  # all gradients are zero: any factors do
             return [1.0] * len(products)
+        if self._scale_free:
+            products = [[product / trace for product in row] for row in products]
         try:
-            found = self._call(gramian / trace if self._scale_free else gramian)
+            found = self._call(torch.tensor(products, dtype=torch.float64))
             factors: list[float] = found.tolist()
         except Exception as error:
             raise AggregationError(
@@ -135,29 +138,29 @@ class GramWeighting(Aggregator):
                 f"the state of {self.name} must hold a whole number of rows and a generator's "
                 f"state, got {state!r}."
             )
-        self._forget()
+        self._begin(rows)
         if statistics:
             # A call creates statistics of the right size, which the saved ones then replace.
             self._call(torch.eye(rows, dtype=torch.float64))
             self.weighting.load_state_dict(statistics)
-        self._rows, self._generator = rows, state["generator"]
+        self._generator = state["generator"]
 
     @property
     def _with_memory(self) -> list[Any]:
         # TorchJD's statistics can be reset; its class for this has no public name.
         return [part for part in self.weighting.modules() if hasattr(part, "reset")]
 
-    def _forget(self) -> None:
+    def _begin(self, rows: int) -> None:
+        """Begin anew with so many rows: statistics of other terms say nothing about these."""
+        self._rows = rows
         for part in self._with_memory:
             part.reset()
+        for part in self._without_preference:
+            part.pref_vector = torch.ones(rows, dtype=torch.float64)
 
     def _call(self, gramian: Tensor) -> Tensor:
-        rows = len(gramian)
-        if rows != self._rows:
-            self._forget()  # statistics of other terms say nothing about these
-            self._rows = rows
-        for part in self._without_preference:
-            part.pref_vector = torch.ones(rows, dtype=gramian.dtype)
+        if len(gramian) != self._rows:
+            self._begin(len(gramian))
         with self._own_randomness():
             return self.weighting(gramian)
 
@@ -235,12 +238,13 @@ def _build(name: str, options: Mapping[str, Any]) -> Any:
     title = f"aggregate={name!r}"
     try:
         from torchjd import aggregation  # noqa: PLC0415 - an extra
-        from torchjd.linalg import QuadprogProjector  # noqa: PLC0415
+
+        from steelyard.composition.dual_cone import DirectProjector  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise cure(title, error) from error
     kind = getattr(aggregation, WEIGHTINGS[name])
     own = set(inspect.signature(kind).parameters)
-    solver = set(inspect.signature(QuadprogProjector).parameters) if "projector" in own else set()
+    solver = set(inspect.signature(DirectProjector).parameters) if "projector" in own else set()
     known = (own | solver) - {"projector"}
     if not options.keys() <= known:
         raise SpecError(
@@ -252,7 +256,7 @@ def _build(name: str, options: Mapping[str, Any]) -> Any:
     try:
         if solver:
             settings = {key: value for key, value in options.items() if key in solver}
-            arguments["projector"] = QuadprogProjector(**settings)
+            arguments["projector"] = DirectProjector(**settings)
         return kind(**arguments)
     except ImportError as error:  # TorchJD's message has the command that installs the solver
         raise MissingExtraError(

@@ -101,8 +101,7 @@ def gram(rows: Sequence[Row], *, in_float64: bool = False) -> list[list[float]]:
 
     Args:
         rows: gradients of one space.
-        in_float64: sum in float64 in any case: for a difference of products, such as
-            ‖a‖² ‖b‖² - ⟨a, b⟩² of two nearly parallel rows, the digits of float32 are too few.
+        in_float64: sum in float64 in any case.
     """
     if not in_float64:
         products = _inner_products(rows)
