@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
-from torchjd.linalg import QuadprogProjector
+from torchjd.linalg import PSDMatrix, QuadprogProjector
 
 from steelyard.composition.dual_cone import DirectProjector
 
@@ -18,7 +20,7 @@ def test_its_projections_are_those_of_torchjd(count: int, settings: dict[str, fl
         rows = torch.randn(count, 5, generator=generator, dtype=torch.float64)
         products, wanted = rows @ rows.T, torch.rand(count, generator=generator).double()
         for u in (wanted, torch.diag(wanted)):
-            theirs = QuadprogProjector(**settings)(u, products)
+            theirs = QuadprogProjector(**settings)(u, cast("PSDMatrix", products))
             torch.testing.assert_close(
                 DirectProjector(**settings)(u, products), theirs, rtol=1e-9, atol=1e-9
             )
