@@ -33,8 +33,8 @@ def train(aggregate: str) -> tuple[list[float], float]:
         for row in tokens
     ]
     before = training.forward(data, "cross_entropy").result().loss_fn_outputs
-    for datum, output in zip(data, before, strict=True):
-        datum.loss_fn_inputs["reference_logprobs"] = output["logprobs"]
+    for datum, found in zip(data, before, strict=True):
+        datum.loss_fn_inputs["reference_logprobs"] = found["logprobs"]
     kl = RegularizerSpec(KLToReference(), 3.0, "kl")
     client = regularize(training, [kl], aggregate=aggregate)
     losses: list[float] = []

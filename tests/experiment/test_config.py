@@ -51,7 +51,7 @@ def test_valid_values_are_kept() -> None:
         tune={"objective": {"held_out/loss": 1.0, "nll": -0.5}},
         train={"learning_rate": {"cosine": [1e-4, 0, 10]}},
     )
-    assert config.data.held_out == "other.jsonl"
+    assert config.source.held_out == "other.jsonl"
     assert config.model.base_url == "https://host/api"
     assert config.tune.objective == {"held_out/loss": 1.0, "nll": -0.5}
     assert config.train.learning_rate == {"cosine": [1e-4, 0, 10]}

@@ -21,7 +21,7 @@ LOSSES = {"cross_entropy": "steelyard.experiment.base_losses:CrossEntropy"}
 # Extra inputs that a backend provides for the `needs` of a spec.
 EXTRA_INPUTS = {"local": ("hidden_states", "logits", "parameters", "projection"), "tinker": ()}
 _REFERENCE = "reference_logprobs"
-_MAX_CHECKED_STEPS = 10_000  # of a weight schedule
+MAX_CHECKED_STEPS = 10_000  # of a weight schedule
 
 T = TypeVar("T")
 
@@ -62,22 +62,27 @@ def build_terms(config: Config) -> Terms:
         ConfigError: a name is unknown, options or a weight are invalid, or a secret is missing.
         MissingExtraError: the aggregator, or its solver, is not installed.
     """
-    _import_modules(config)
-    loss = _locate_errors("[loss]", lambda: _loss(config))
-    aggregator = _locate_errors("[loss]", lambda: _aggregator(config))
+    import_modules(config)
+    loss = locate_errors("[loss]", lambda: _loss(config))
+    aggregator = locate_errors("[loss]", lambda: _aggregator(config))
     specs = []
     for number, entry in enumerate(config.regularizers, 1):
         location = f"[[regularizers]] #{number}"
-        spec = _locate_errors(location, functools.partial(_spec, entry))
-        _locate_errors(location, functools.partial(_check_schedule, spec, config.train.steps))
+        spec = locate_errors(location, functools.partial(_spec, entry))
+        locate_errors(location, functools.partial(_check_schedule, spec, config.train.steps))
         specs.append(spec)
     # The pipeline's constructor checks the terms together: unique names, available extra inputs.
     gives = EXTRA_INPUTS[config.model.backend]
-    _locate_errors("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
+    locate_errors("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
     return Terms(loss, tuple(specs), aggregator)
 
 
-def _import_modules(config: Config) -> None:
+def import_modules(config: Config) -> None:
+    """Import the modules that a config lists.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
     sys.path[:0] = [folder for folder in config.python_path if folder not in sys.path]
     for module in config.imports:
         try:
@@ -115,12 +120,17 @@ def _check_schedule(spec: RegularizerSpec, steps: int) -> None:
     # Both raise for a schedule that yields no valid number; a run of hours should not end with
     # that.
     if any(callable(each) for each in (spec.weight, spec.at_most, spec.at_least)):
-        for step in range(min(steps, _MAX_CHECKED_STEPS)):
+        for step in range(min(steps, MAX_CHECKED_STEPS)):
             spec.weight_at(step)
             spec.bound_at(step)
 
 
-def _locate_errors(location: str, build_part: Callable[[], T]) -> T:
+def locate_errors(location: str, build_part: Callable[[], T]) -> T:
+    """Build a part of a config; an error names its location in the config.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
     try:
         return build_part()
     except RegistryError as error:

@@ -191,30 +191,34 @@ def _parse_value(text: str) -> Any:
 
 
 def _resolve_paths(config: Config, folder: Path) -> Config:
-    data = config.data
-    files: dict[str, Any] = {"path": _existing_file("path", folder, data.path)}
-    if isinstance(data.held_out, str):
-        files["held_out"] = _existing_file("held_out", folder, data.held_out)
+    source, key = config.source, config.source_key
+    main = "path" if key == "data" else "prompts"
+    files: dict[str, Any] = {main: _existing_file(key, main, folder, getattr(source, main))}
+    if isinstance(source.held_out, str):
+        files["held_out"] = _existing_file(key, "held_out", folder, source.held_out)
     loss = config.loss.model_copy(update={"options": resolve_files(config.loss.options, folder)})
-    terms = [
-        term.model_copy(update={"options": resolve_files(term.options, folder)})
-        for term in config.regularizers
-    ]
+    entries = {
+        table: [
+            entry.model_copy(update={"options": resolve_files(entry.options, folder)})
+            for entry in getattr(config, table)
+        ]
+        for table in ("regularizers", "rewards")
+    }
     python_path = [str((folder / entry).resolve()) for entry in config.python_path]
     return config.model_copy(
         update={
-            "data": data.model_copy(update=files),
+            key: source.model_copy(update=files),
             "loss": loss,
-            "regularizers": terms,
+            **entries,
             "python_path": list(dict.fromkeys([*python_path, str(folder)])),
         }
     )
 
 
-def _existing_file(key: str, folder: Path, given: str) -> str:
+def _existing_file(table: str, key: str, folder: Path, given: str) -> str:
     path = (folder / Path(given).expanduser()).resolve()
     if not path.is_file():
-        raise ConfigError(f"[data]: {key} must be a file that exists, got {str(path)!r}")
+        raise ConfigError(f"[{table}]: {key} must be a file that exists, got {str(path)!r}")
     return str(path)
 
 

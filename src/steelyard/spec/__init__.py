@@ -12,6 +12,7 @@ from steelyard.spec.regularizer import (
     OnError,
     RegularizerSpec,
     RunIn,
+    check_run_in,
     check_timeout,
     title,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "Stateful",
     "TermFn",
     "build",
+    "check_run_in",
     "check_timeout",
     "check_weight",
     "describe",

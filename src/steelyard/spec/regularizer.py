@@ -274,25 +274,11 @@ class RegularizerSpec:
             )
 
     def _check_run_in(self) -> None:
-        where = f"(regularizer {self.name!r})."
-        if self.run_in == "inline" and self.timeout is not None:
-            raise SpecError(
-                f"timeout cannot go with run_in='inline': an inline call cannot be stopped; "
-                f"use run_in='thread' or 'process', got timeout={self.timeout} {where}"
-            )
-        if self.run_in == "inline" and self.is_async:
-            raise SpecError(
-                f"run_in='inline' cannot run an async fn: use 'auto' or 'async' {where}"
-            )
-        if self.run_in == "async" and not self.is_async:
-            raise SpecError(
-                f"run_in='async' needs an async fn, got {self.fn!r}: "
-                f"write it with 'async def', or use 'thread' {where}"
-            )
+        check_run_in(self.run_in, self.fn, self.timeout, title(self.name))
         if self.run_in == "process" and self.stateful:
             raise SpecError(
                 f"run_in='process' cannot run a stateful term: its state would stay in "
-                f"the worker; use 'auto', 'inline' or 'thread' {where}"
+                f"the worker; use 'auto', 'inline' or 'thread' (regularizer {self.name!r})."
             )
 
     def _require(self, kept: bool, key: str, rule: str) -> None:
@@ -305,9 +291,36 @@ class RegularizerSpec:
         object.__setattr__(self, key, value)
 
 
-def title(name: str) -> str:
-    """Name of a term in messages."""
-    return "the base loss" if name == BASE else f"regularizer {name!r}"
+def title(name: str, kind: str = "regularizer") -> str:
+    """Name of a term in messages, after the word for its kind.
+
+    Example:
+        >>> title("l2"), title("short", "reward")
+        ("regularizer 'l2'", "reward 'short'")
+    """
+    is_base = name == BASE and kind == "regularizer"
+    return "the base loss" if is_base else f"{kind} {name!r}"
+
+
+def check_run_in(run_in: str, fn: Any, timeout: float | None, where: str) -> None:
+    """Check that `fn` can run in a place: whether it is async, and can be stopped.
+
+    Raises:
+        SpecError: it cannot.
+    """
+    is_async = callables.is_async(fn)
+    if run_in == "inline" and timeout is not None:
+        raise SpecError(
+            f"timeout cannot go with run_in='inline': an inline call cannot be stopped; "
+            f"use run_in='thread' or 'process', got timeout={timeout} ({where})."
+        )
+    if run_in == "inline" and is_async:
+        raise SpecError(f"run_in='inline' cannot run an async fn: use 'auto' or 'async' ({where}).")
+    if run_in == "async" and not is_async:
+        raise SpecError(
+            f"run_in='async' needs an async fn, got {fn!r}: "
+            f"write it with 'async def', or use 'thread' ({where})."
+        )
 
 
 def check_timeout(timeout: object, where: str) -> float:
