@@ -11,10 +11,10 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -99,13 +99,14 @@ class GramWeighting(Aggregator):
         Raises:
             AggregationError: the solver failed, or found no finite numbers.
         """
-        trace = sum(row[i] for i, row in enumerate(products))
+        gramian = np.array(products)
+        trace = gramian.trace()
         if trace == 0:  # all gradients are zero: any factors do
             return [1.0] * len(products)
         if self._scale_free:
-            products = [[product / trace for product in row] for row in products]
+            gramian /= trace
         try:
-            found = self._call(torch.tensor(products, dtype=torch.float64))
+            found = self._call(torch.from_numpy(gramian))
             factors: list[float] = found.tolist()
         except Exception as error:
             raise AggregationError(
@@ -161,18 +162,13 @@ class GramWeighting(Aggregator):
     def _call(self, gramian: Tensor) -> Tensor:
         if len(gramian) != self._rows:
             self._begin(len(gramian))
-        with self._own_randomness():
-            return self.weighting(gramian)
-
-    @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
         if not self._draws:
-            yield
-            return
+            return self.weighting(gramian)
         with _exchange, torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._generator)
-            yield
+            found = self.weighting(gramian)
             self._generator = torch.get_rng_state()
+        return found
 
 
 def aggregator_of(aggregate: AggregatorLike) -> Aggregator:
