@@ -343,6 +343,29 @@ def test_a_share_is_of_the_terms_with_their_factors() -> None:
     assert x.grad.item() == 3.0 + 0.25 * 0.5 * 4.0 * 4.0
 
 
+def test_a_share_counts_in_what_the_aggregator_sees() -> None:
+    noted, x = Noted(), torch.tensor([1.0, -1.0], requires_grad=True)
+    loss = CompositeLoss(lambda x: x.sum(), [term(lambda x: x[0], 4.0, "first")], aggregate=noted)
+    loss.share = 0.25
+    loss(x=x)
+    ((_, weights, products),) = noted.given
+    assert (weights, products) == ([1.0, 1.0], [[2.0, 1.0], [1.0, 1.0]])
+
+
+@pytest.mark.parametrize(("bound", "sign"), [({"at_most": 1.0}, 1), ({"at_least": 100.0}, -1)])
+def test_a_bounded_term_is_a_row_with_its_multiplier(bound: dict[str, Any], sign: int) -> None:
+    noted = Noted()
+    spec = RegularizerSpec(l2, name="l2", run_in="inline", **bound)
+    output = Pipeline(nll, [spec], aggregate=noted).compute([], LOGPROBS)
+    multiplier = output.regularizers["l2"].weight
+    assert multiplier > 0
+    ((_, weights, products),) = noted.given
+    assert weights == [1.0, sign * multiplier]
+    assert products[0][1] == pytest.approx(sign * multiplier * (BASE @ (2 * FLAT)).item())
+    expected = BASE + 0.5 * sign * multiplier * 2 * FLAT
+    torch.testing.assert_close(torch.cat(list(output.gradients)), expected)
+
+
 def test_without_gradients_there_is_nothing_to_aggregate() -> None:
     noted = Noted()
     loss = CompositeLoss(

@@ -292,6 +292,14 @@ def test_a_saved_state_goes_on_with_the_same_bits(name: str) -> None:
     assert draws(second, 6) == everything
 
 
+@every_weighting
+def test_a_pickled_aggregator_goes_on_alike(name: str) -> None:
+    aggregator = aggregator_of(by_name(name))
+    factors(aggregator, CONFLICT)
+    copied = pickle.loads(pickle.dumps(aggregator))
+    assert factors(copied, CONFLICT) == factors(aggregator, CONFLICT)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in {*DRAWING, *REMEMBERING}])
 def test_a_weighting_without_memory_has_no_state(name: str) -> None:
     aggregator = aggregator_of(by_name(name))
@@ -446,6 +454,8 @@ def test_torchjd_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         "aggregate='upgrad' needs torchjd, which is not installed: "
         'pip install "steelyard[aggregate]".'
     )
+    with pytest.raises(MissingExtraError, match="aggregate needs torchjd"):
+        aggregator_of(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def combine(
     *,
     tracked: bool,
     step: int = 0,
+    share: float = 1.0,
 ) -> Combined:
     """Combine the gradients of the terms.
 
@@ -115,6 +116,8 @@ def combine(
         main: the space of `total_norm` and of the Gram matrix that the aggregator sees.
         tracked: whether norms and cosines are wanted.
         step: number of the step, for warnings.
+        share: factor on the weights of the regularizers in the Gram matrix that the aggregator
+            sees; the totals and norms are without it.
 
     Raises:
         SpecError: the aggregator would have to compare gradients of different spaces.
@@ -138,7 +141,9 @@ def combine(
                 (a, b): -cosine if (a in lower) != (b in lower) else cosine
                 for (a, b), cosine in own[1].items()
             }
-    factors = _factors(done, aggregator, main, products, step) if aggregator.reads_gram else {}
+    factors: dict[str, float] = {}
+    if aggregator.reads_gram:
+        factors = _factors(done, aggregator, main, products, step=step, share=share)
     weights = {r.term.name: factors.get(r.term.name, 1.0) * float(r.weight) for r in done}
     totals: dict[str, Row] = {}
     for key in dict.fromkeys(key for result in done for key in result.gradients):
@@ -188,7 +193,9 @@ def _factors(
     aggregator: Aggregator,
     main: str,
     products: Sequence[Sequence[float]],
+    *,
     step: int,
+    share: float,
 ) -> dict[str, float]:
     """Factors of the terms, 1 for those that the aggregator does not see; empty for the plain sum.
 
@@ -198,6 +205,7 @@ def _factors(
         main: the space of the Gram matrix.
         products: the Gram matrix of the gradients, before the weights.
         step: number of the step, for the warning.
+        share: factor on the weights of the regularizers.
     """
     # A term of weight 0 is switched off: to MGDA, for one, its row of zeros would be the optimum.
     seen = [r for r in done if not r.term.spec.anchor and float(r.weight) != 0]
@@ -214,7 +222,7 @@ def _factors(
         return {}
     if not all(math.isfinite(products[i][i]) for i in rows):
         return {}  # the total is not finite either, and the caller looks for the term at fault
-    weights = [float(result.weight) for result in seen]
+    weights = [float(r.weight) * (1.0 if r.term.is_base else share) for r in seen]
     weighted = [
         [a * b * products[i][j] for b, j in zip(weights, rows, strict=True)]
         for a, i in zip(weights, rows, strict=True)

@@ -301,7 +301,10 @@ class CompositeLoss(nn.Module):
             began = perf_counter()
             combined = None
             if targets:
-                combined = combine(results, aggregator, space, tracked=tracked, step=self._step)
+                share = float(self.share) if aggregator.reads_gram else 1.0
+                combined = combine(
+                    results, aggregator, space, tracked=tracked, step=self._step, share=share
+                )
             total = _added(results, self.share, combined.factors if combined else {})
         except BaseException as error:
             if events is not None:

@@ -12,6 +12,7 @@ import inspect
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -214,9 +215,7 @@ def _weighting_in(module: nn.Module) -> Any:
     """The weighting that a module of TorchJD is, or the one that its aggregator has."""
     module = getattr(module, "gramian_weighting", module)
     parts = {type(part).__name__ for part in module.modules()}
-    from torchjd.aggregation import Weighting  # noqa: PLC0415 - an extra
-
-    if not isinstance(module, Weighting) or parts & _READ_ROWS:
+    if not isinstance(module, _torchjd("aggregate").Weighting) or parts & _READ_ROWS:
         raise SpecError(
             f"aggregate must be computed from a Gram matrix, as {', '.join(WEIGHTINGS)} are, "
             f"got {type(module).__name__}."
@@ -232,13 +231,9 @@ def _build(name: str, options: Mapping[str, Any]) -> Any:
         MissingExtraError: TorchJD, or the solver of the weighting, is not installed.
     """
     title = f"aggregate={name!r}"
-    try:
-        from torchjd import aggregation  # noqa: PLC0415 - an extra
+    kind = getattr(_torchjd(title), WEIGHTINGS[name])
+    from steelyard.composition.dual_cone import DirectProjector  # noqa: PLC0415 - needs TorchJD
 
-        from steelyard.composition.dual_cone import DirectProjector  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise cure(title, error) from error
-    kind = getattr(aggregation, WEIGHTINGS[name])
     own = set(inspect.signature(kind).parameters)
     solver = set(inspect.signature(DirectProjector).parameters) if "projector" in own else set()
     known = (own | solver) - {"projector"}
@@ -262,6 +257,20 @@ def _build(name: str, options: Mapping[str, Any]) -> Any:
         raise SpecError(
             f"the options of {title} must be valid, got {dict(options)!r}: {error}"
         ) from error
+
+
+def _torchjd(what: str) -> ModuleType:
+    """Module of TorchJD's weightings.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        from torchjd import aggregation  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise cure(what, error) from error
+    module: ModuleType = aggregation
+    return module
 
 
 def _smoothed(aggregate: AggregatorLike) -> Any:
