@@ -74,6 +74,16 @@ def test_the_table_names_the_space_of_the_gradients() -> None:
     assert "w.r.t." not in shown_table(untracked)
 
 
+def test_the_table_shows_the_change_by_a_measured_step() -> None:
+    assert "change" not in shown_table(metrics())
+    shown = shown_table(
+        {**metrics(), "base_loss/progress": -0.125, "regularizers/t/1/progress": 0.5}
+    )
+    assert "change" in shown
+    assert "-0.125" in shown
+    assert "+0.5 " in shown
+
+
 def test_the_table_shows_why_a_term_was_skipped() -> None:
     reason = "TermError: regularizer 'judge/2' failed: OSError: it is\n  away"
     line, below = [each for each in shown_table(skipping(reason)).splitlines() if "judge" in each]

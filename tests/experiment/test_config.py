@@ -36,12 +36,25 @@ def test_only_the_data_file_is_required() -> None:
         ("tune", {"objective": {"loss": "1"}}, "must be the key of a metric, or a table of keys"),
         ("train", {"learning_rate": {"tune": [0, 1]}}, "must be a number >= 0, a schedule"),
         ("train", {"timeout": 301}, "less than or equal to 300"),
+        ("train", {"track_every": 0}, "greater than or equal to 1"),
+        ("train", {"measure_progress": -1}, "greater than or equal to 0"),
+        ("train", {"grad_space": "logits"}, "'logprobs' or 'parameters'"),
         ("train", {"steps": "5"}, "valid integer"),
     ],
 )
 def test_invalid_values_are_refused(table: str, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         validate(**{table: values})
+
+
+def test_a_tinker_service_has_no_parameters_here() -> None:
+    train = {"grad_space": "parameters"}
+    assert validate(train=train).train.grad_space == "parameters"
+    with pytest.raises(
+        ValidationError,
+        match=r"train.grad_space = 'parameters' needs model.backend = 'local', where the model is",
+    ):
+        validate(train=train, model={"backend": "tinker"})
 
 
 def test_valid_values_are_kept() -> None:

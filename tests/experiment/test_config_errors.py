@@ -43,7 +43,7 @@ def test_a_location_is_written_as_in_the_file(loc: tuple[str | int, ...], said: 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({}, "the config must have either [data] or [rollouts] to train on, got neither"),
+        ({}, "[data] must be given, got nothing"),
         ({"train": 3}, "[train] must be a table, got 3"),
         ({"train": {"timeout": 301}}, "[train]: timeout must be <= 300, got 301"),
         ({"train": {"timeout": 0}}, "[train]: timeout must be > 0, got 0"),

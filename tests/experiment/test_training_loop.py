@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from steelyard import RegularizerOutput
+from steelyard import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
 from steelyard.experiment.training_loop import space_metrics
 
 from .small_runs import (
     DRIFT,
+    KL,
     L2,
     STEADY,
     Recorder,
@@ -257,7 +258,32 @@ def test_space_metrics_are_those_of_terms_with_a_norm() -> None:
         "rare": RegularizerOutput("rare", 1.0, 1.0, 1.0, grad_norm=1.0, grad_space="logits"),
         "judge": RegularizerOutput("judge", 1.0, 1.0, 1.0),
     }
-    assert space_metrics(terms) == {
+    base = BaseLossOutput(1.0, grad_norm=1.0)
+    assert space_metrics(CustomLossOutput(1.0, base, terms, grad_space="parameters")) == {
+        "base_loss/grad_space": "parameters",
         "regularizers/kl/grad_space": "logprobs",
         "regularizers/rare/grad_space": "logits",
     }
+
+
+def test_gradients_with_respect_to_the_parameters(folder: Path) -> None:
+    settings = ("steps=4", "grad_space=parameters", "track_every=2", "measure_progress=3")
+    overrides = [f"train.{setting}" for setting in settings]
+    terms = [L2, KL, term(from_logits, needs=["logits"])]
+    config = small_config(folder, *overrides, regularizers=terms)
+    train(config, folder / "r")
+    lines = RunFolder(folder / "r").metrics()
+    assert len(lines) == 4
+    names = [spec.name for spec in config.regularizers]
+    for line in lines:
+        tracked, measured = line["step"] % 2 == 0, line["step"] % 3 == 0
+        spaces = {key: value for key, value in line.items() if key.endswith("/grad_space")}
+        assert set(spaces.values()) == ({"parameters"} if tracked else set())
+        assert ("total_grad_norm" in line) == tracked
+        if tracked:
+            # The norm of the gradient that the optimizer saw.
+            norm = line["optim/unclipped_grad_l2:mean"]
+            assert line["total_grad_norm"] == pytest.approx(norm, rel=1e-4)
+        progress = [key for key in line if key.endswith("/progress")]
+        wanted = ["base_loss/progress", *(f"regularizers/{name}/progress" for name in names)]
+        assert progress == (wanted if measured else [])

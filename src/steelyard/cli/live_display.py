@@ -15,8 +15,9 @@ from steelyard.cli.term_table import TermRow, rows_of
 from steelyard.experiment import redact, space_label
 
 # Long headings break over two lines to keep the table narrow. Weight × value is the contribution
-# of a term to the loss. Only an aggregator other than the sum has factors.
-_FACTOR = "factor"
+# of a term to the loss.
+_FACTOR = "factor"  # shown where an aggregator put one on a gradient
+_PROGRESS = "change\nby step"  # shown where it was measured
 _COLUMNS = (
     "term",
     "value",
@@ -26,6 +27,7 @@ _COLUMNS = (
     "share",
     "cosine",
     _FACTOR,
+    _PROGRESS,
     "time",
     "",
 )
@@ -95,8 +97,15 @@ def step_table(metrics: dict[str, Any]) -> Table:
         caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
         caption_justify="left",
     )
-    with_factors = any(row.factor is not None for row in rows)
-    shown = [column for column in _COLUMNS if with_factors or column != _FACTOR]
+    hidden = {
+        column
+        for column, values in {
+            _FACTOR: [row.factor for row in rows],
+            _PROGRESS: [row.progress for row in rows],
+        }.items()
+        if all(value is None for value in values)
+    }
+    shown = [column for column in _COLUMNS if column not in hidden]
     for column in shown:
         table.add_column(column, justify="left" if column in ("term", "") else "right")
     for row in rows:
@@ -116,6 +125,7 @@ def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
         f"{share} of {space_label(row.space)}" if name_space and row.space is not None else share,
         _format(row.cosine, "{:+.2f}"),
         _format(row.factor, "{:.3g}"),
+        _format(row.progress, "{:+.3g}"),
         _format(None if row.seconds is None else 1000 * row.seconds, "{:.1f} ms"),
         ", ".join(row.flags) if row.skipped is None else "skipped",
     ]

@@ -13,6 +13,7 @@ from steelyard.composition.auxiliary_losses import Deposits, aux_loss, collect_a
 from steelyard.composition.bounds import UnmetBoundWarning
 from steelyard.composition.composite import CompositeLoss, Share, TermLike
 from steelyard.composition.input_names import Reads, itself, reads, term
+from steelyard.composition.inputs import ToParameters
 from steelyard.composition.named_losses import NamedBaseLoss, NamedLoss, find_loss, loss_names
 from steelyard.composition.pipeline import Pipeline, acompute, compute
 from steelyard.composition.terms import DetachedTermWarning, TermResult
@@ -33,6 +34,7 @@ __all__ = [
     "Share",
     "TermLike",
     "TermResult",
+    "ToParameters",
     "UnmetBoundWarning",
     "WeightedSum",
     "acompute",

@@ -37,7 +37,7 @@ from steelyard.composition.weightings import AggregatorLike
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
-from steelyard.spec import RegularizerSpec, Schedule, is_whole, title
+from steelyard.spec import ComposedLoss, RegularizerSpec, Schedule, is_whole, split_loss, title
 
 Share: TypeAlias = float | Tensor
 TermLike: TypeAlias = RegularizerSpec | Mapping[str, Any]
@@ -56,7 +56,8 @@ class CompositeLoss(nn.Module):
     works on copies, and has a gradient with respect to its inputs alone.
 
     Args:
-        base: the base loss, a function of named inputs; or one for each head.
+        base: the base loss, a function of named inputs; or one for each head. Or a sum, as in
+            `base + 0.1 * term`.
         terms: what `term` gives; mappings with its arguments; or specs of terms over
             `(data, logprobs)`, which read the inputs of these names. Or a list for each head.
         aux: the weights of auxiliary losses, by name; see `aux_loss` and `watch`.
@@ -95,7 +96,7 @@ class CompositeLoss(nn.Module):
 
     def __init__(
         self,
-        base: BaseFn | Mapping[str, BaseFn],
+        base: BaseFn | Mapping[str, BaseFn] | ComposedLoss,
         terms: Iterable[TermLike] | Mapping[str, Iterable[TermLike]] = (),
         *,
         aux: Mapping[str, float | Schedule] | None = None,
@@ -110,12 +111,11 @@ class CompositeLoss(nn.Module):
         aggregate: AggregatorLike = "sum",
     ) -> None:
         super().__init__()
-        if not is_whole(track_every, at_least=1):
-            raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
+        base, composed = split_loss(base, ())
         left = [term(itself, w, name, inputs=f"aux.{name}") for name, w in (aux or {}).items()]
         self._terms = TermSet(
             base_of(base),
-            [*specs_of(terms), *left],
+            [*specs_of(composed), *specs_of(terms), *left],
             track_grad_norms,
             parallel,
             timeout,
@@ -123,11 +123,11 @@ class CompositeLoss(nn.Module):
             check_finite,
             workers,
             aggregate,
+            track_every=track_every,
             gives=_GIVEN,
         )
         self.share: Share = 1.0
         self._wrt = _parameters_of(wrt)
-        self._track_every = track_every
         self._unweighed: set[str] = set()
         self._deposits: Deposits = {}
         self._last: LazyOutput | None = None
@@ -265,9 +265,8 @@ class CompositeLoss(nn.Module):
         """Determine the due terms and their weights ahead of the call, for compiled calls."""
         self._due = self._terms.due(self._step)
         settings = self._terms.settings
-        self._tracked = settings.track_grad_norms and self._step % self._track_every == 0
-        reads_gradients = self._tracked or settings.aggregator.reads_gram
-        self._traceable = not reads_gradients and all(
+        self._tracked = settings.tracks(self._step)
+        self._traceable = not settings.compares_gradients(self._step) and all(
             runs_in_graph(t.spec) and not t.is_bounded for t in self._due
         )
         self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
@@ -292,7 +291,8 @@ class CompositeLoss(nn.Module):
             data, count = inputs.get("data"), len(self.specs)
             events = CallEvents(self._terms.model_id, data, count, tracked=tracked)
         try:
-            targets = self._targets(inputs) if tracked or aggregator.reads_gram else []
+            compared = settings.compares_gradients(self._step)
+            targets = self._targets(inputs) if compared else []
             tracked = tracked and bool(targets)
             space = "inputs" if self._wrt is None else "parameters"
             named = Inputs(inputs, space, targets, fuse_base=_is_whole(self.share))

@@ -73,4 +73,7 @@ class LazyOutput:
     def _output(self, numbers: Mapping[str, tuple[float, float]] | None) -> CustomLossOutput:
         combined = self.combined or Combined()
         norm = combined.total_norm
-        return build_output(self.results, combined, self.not_run, numbers, total_grad_norm=norm)
+        space = "+".join(self.results[0].space)
+        return build_output(
+            self.results, combined, self.not_run, numbers, total_grad_norm=norm, grad_space=space
+        )

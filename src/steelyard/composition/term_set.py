@@ -15,6 +15,7 @@ from steelyard.errors import SpecError, StateError
 from steelyard.execution import Workers, default_workers
 from steelyard.spec import (
     BASE,
+    ComposedLoss,
     Regularizer,
     RegularizerSpec,
     Schedule,
@@ -23,6 +24,7 @@ from steelyard.spec import (
     check_timeout,
     is_async,
     is_whole,
+    split_loss,
 )
 
 MAX_REGULARIZERS = 100
@@ -35,7 +37,7 @@ class TermSet:
 
     def __init__(
         self,
-        loss_fn: TermFn | Regularizer,
+        loss_fn: TermFn | Regularizer | ComposedLoss,
         regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
         track_grad_norms: bool = False,
         parallel: bool = True,
@@ -45,6 +47,7 @@ class TermSet:
         workers: Workers | None = None,
         aggregate: AggregatorLike = "sum",
         *,
+        track_every: int = 1,
         gives: Collection[str] = (),
         after: TermSet | None = None,
     ) -> None:
@@ -53,6 +56,8 @@ class TermSet:
             raise SpecError(
                 f"max_concurrency must be a whole number >= 1 or None, got {max_concurrency!r}."
             )
+        if not is_whole(track_every, at_least=1):
+            raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
         self._settings = EvaluatorSettings(
             track_grad_norms=track_grad_norms,
             parallel=parallel,
@@ -60,12 +65,14 @@ class TermSet:
             width=width,
             check_finite=check_finite,
             aggregator=aggregator_of(aggregate),
+            track_every=track_every,
         )
         self.model_id: str | None = None
         self._lock = threading.Lock()
         self.own_workers = workers
         self._gives = frozenset(gives)
         self._facts: dict[str, Facts] = {} if after is None else after._facts  # noqa: SLF001
+        loss_fn, regularizers = split_loss(loss_fn, regularizers)
         self._base = self._term(_base_spec(loss_fn))
         self._terms: tuple[Term, ...] = ()
         self._replace_terms([self._term(RegularizerSpec.of(spec)) for spec in regularizers])

@@ -110,6 +110,20 @@ class TrainConfig(Table):
     )
     sample_tokens: int = Field(default=48, ge=1)
     track_grad_norms: bool = True
+    track_every: int = Field(
+        default=1, ge=1, description="steps between gradient norms and cosines, if they are tracked"
+    )
+    grad_space: Literal["logprobs", "parameters"] = Field(
+        default="logprobs",
+        description="what gradient norms and cosines are with respect to; 'parameters' is local, "
+        "and takes one backward pass for each term at a step that is tracked",
+    )
+    measure_progress: int = Field(
+        default=0,
+        ge=0,
+        description="steps between measurements of what a step did to each term, each by one more "
+        "forward pass; 0: none",
+    )
     drivers_every: int | None = Field(
         default=None,
         ge=0,
@@ -226,6 +240,15 @@ class Config(Table):
             remember(raw)
         return raw
 
+    @model_validator(mode="after")
+    def _check_grad_space(self) -> Self:
+        if self.train.grad_space == "parameters" and self.model.backend != "local":
+            raise ValueError(
+                "train.grad_space = 'parameters' needs model.backend = 'local', where the model "
+                "is: use train.measure_progress with a Tinker service"
+            )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _complete_rollouts(cls, raw: Any) -> Any:
@@ -246,9 +269,12 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _check_source_of_data(self) -> Self:
-        if (self.data is None) == (self.rollouts is None):
-            got = "neither" if self.data is None else "both"
-            raise ValueError(f"must have either [data] or [rollouts] to train on, got {got}")
+        if self.data is None and self.rollouts is None:
+            raise ValueError(
+                "[data] must be given, got nothing; or [rollouts], to train on answers"
+            )
+        if self.data is not None and self.rollouts is not None:
+            raise ValueError("must have either [data] or [rollouts] to train on, got both")
         if self.rollouts is None and self.rewards:
             raise ValueError("must have [rollouts] for its [[rewards]], got [data]")
         if self.rollouts is not None and not any(reward.enabled for reward in self.rewards):

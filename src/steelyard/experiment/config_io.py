@@ -41,6 +41,7 @@ def read_config(
     overrides: Iterable[str] = (),
     *,
     folder: str | Path = ".",
+    skip_bad: bool = False,
 ) -> Config:
     """Read a config from a file or a mapping, and make its paths absolute.
 
@@ -49,6 +50,7 @@ def read_config(
         overrides: `key=value` with dotted keys, as `train.steps=5` or
             `regularizers.kl.weight=0.2`; the value is parsed as TOML, or else is a string.
         folder: base of relative paths in a mapping; paths in a file are relative to its folder.
+        skip_bad: skip malformed lines of the data, whatever the config says.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown or invalid, or a secret was
@@ -70,6 +72,9 @@ def read_config(
         _apply_override(raw, override)
     config = _validate(raw)
     check_whole(raw)
+    if skip_bad:
+        changed = config.source.model_copy(update={"skip_bad": True})
+        config = config.model_copy(update={config.source_key: changed})
     return _resolve_paths(config, folder.expanduser().resolve())
 
 

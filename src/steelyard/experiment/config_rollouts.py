@@ -51,6 +51,7 @@ class RolloutsConfig(Table):
     seed: int | None = Field(
         default=None, ge=0, description="seed of the sampled answers; None: train.seed"
     )
+    skip_bad: bool = Field(default=False, description="skip malformed lines, and report how many")
     split_seed: int | None = Field(
         default=None, ge=0, description="seed that picks the held-out prompts; None: train.seed"
     )

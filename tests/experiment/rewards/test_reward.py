@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 
 import steelyard
-from steelyard.errors import ConfigError, SpecError
+from steelyard.errors import ConfigError, MissingExtraError, SpecError
 from steelyard.experiment import read_config
-from steelyard.experiment.rewards import REWARDS, Reward, build_rewards, close_rewards, score
+from steelyard.experiment.rewards import REWARDS, Reward, build_rewards, score
 from steelyard.spec import lookup
 
 from . import functions
@@ -119,44 +120,60 @@ READY_MADE = ", ".join(REWARDS)
     [
         (
             {"use": "exact_macth"},
-            f"use must be a ready-made reward ({READY_MADE}), a registered name or "
-            f"'package.module:attr', got 'exact_macth'; did you mean 'exact_match'?",
+            (
+                f"use must be a ready-made reward ({READY_MADE}), a registered name or "
+                f"'package.module:attr', got 'exact_macth'; did you mean 'exact_match'?"
+            ),
         ),
         (
             {"use": "qqqq"},
-            f"use must be a ready-made reward ({READY_MADE}), a registered name or "
-            f"'package.module:attr', got 'qqqq'.",
+            (
+                f"use must be a ready-made reward ({READY_MADE}), a registered name or "
+                f"'package.module:attr', got 'qqqq'."
+            ),
         ),
         (
             {"use": "kl_to_reference"},
-            f"use must be a ready-made reward ({READY_MADE}), a registered name or "
-            f"'package.module:attr', got 'kl_to_reference', which is a regularizer: put it in "
-            f"[[regularizers]].",
+            (
+                f"use must be a ready-made reward ({READY_MADE}), a registered name or "
+                f"'package.module:attr', got 'kl_to_reference', which is a regularizer: put it in "
+                f"[[regularizers]]."
+            ),
         ),
         (
             {"use": "own_rewards_of_mine:missing"},
-            "use: 'own_rewards_of_mine:missing' cannot be imported: module 'own_rewards_of_mine' "
-            "has no attribute 'missing'.",
+            (
+                "use: 'own_rewards_of_mine:missing' cannot be imported: module "
+                "'own_rewards_of_mine' has no attribute 'missing'."
+            ),
         ),
         (
             {"use": "math:pi"},
-            "a reward must be a function (record, answer) -> float, got 3.141592653589793 "
-            "(reward 'pi').",
+            (
+                "a reward must be a function (record, answer) -> float, got 3.141592653589793 "
+                "(reward 'pi')."
+            ),
         ),
         (
             {"use": "own_rewards_of_mine:words", "options": {"scaale": 2}},
-            "a reward must accept (record, answer) and the options ['scaale']: got an unexpected "
-            "keyword argument 'scaale'; its options are 'scale' (reward 'words').",
+            (
+                "a reward must accept (record, answer) and the options ['scaale']: got an "
+                "unexpected keyword argument 'scaale'; its options are 'scale' (reward 'words')."
+            ),
         ),
         (
             {"use": "own_rewards_of_mine:Scaled", "options": {"buy": 2}},
-            "use: 'own_rewards_of_mine:Scaled' cannot be made with the options ['buy']: got an "
-            "unexpected keyword argument 'buy'; its options are 'by'.",
+            (
+                "use: 'own_rewards_of_mine:Scaled' cannot be made with the options ['buy']: got an "
+                "unexpected keyword argument 'buy'; its options are 'by'."
+            ),
         ),
         (
             {"use": "os:getcwd"},
-            "a reward must accept (record, answer) and the options []: too many positional "
-            "arguments; its options are none (reward 'getcwd').",
+            (
+                "a reward must accept (record, answer) and the options []: too many positional "
+                "arguments; its options are none (reward 'getcwd')."
+            ),
         ),
         (
             {"use": "own_rewards_of_mine:words", "weight": {"tune": [0.1, 1.0]}},
@@ -230,16 +247,25 @@ def test_a_class_is_no_reward() -> None:
         Reward("r", threading.Event)
 
 
-def test_rewards_are_closed() -> None:
-    closed = []
-
-    class Connected:
-        def __call__(self, record: Any, answer: str) -> float:
-            return 0.0
-
-        def close(self) -> None:
-            closed.append(self)
-
-    connected = Connected()
-    close_rewards([Reward("words", functions.words), Reward("connected", connected)])
-    assert closed == [connected]
+@pytest.mark.parametrize(
+    ("module", "use", "options", "extra"),
+    [
+        ("z3", "logic", {"constraints": "operator:eq"}, "logic"),
+        ("httpx", "http_validation", {"url": "http://host"}, "http"),
+        ("transformers", "reward_model", {"model": "m"}, "engine"),
+    ],
+)
+def test_a_missing_extra_names_the_pip_command(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    use: str,
+    options: dict[str, Any],
+    extra: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError) as caught:
+        build(folder, {"use": use, "options": options})
+    assert str(caught.value) == (
+        f'reward {use!r} needs {module}, which is not installed: pip install "steelyard[{extra}]".'
+    )

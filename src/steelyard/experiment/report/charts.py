@@ -6,6 +6,7 @@ from steelyard.experiment.report.detail_charts import (
     held_out_section,
     optimizer_section,
     own_metrics_section,
+    progress_section,
 )
 from steelyard.experiment.report.figure import (
     Figure,
@@ -66,6 +67,7 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "quantity have a common unit, and shares.",
             _gradients(run, found),
         ),
+        progress_section(run),
         Section(
             "factors",
             "Factors of the aggregator",
@@ -76,8 +78,12 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "cosines",
             "Cosines between gradients",
             "Between the gradients of two terms: +1 same direction, 0 orthogonal, −1 opposite. "
-            f"With respect to the {format_space(found.base.space)}; with respect to the model's "
-            "weights they may differ, even in sign.",
+            f"With respect to the {format_space(found.base.space)}"
+            + (
+                "."
+                if found.base.space == "parameters"
+                else "; with respect to the model's weights they may differ, even in sign."
+            ),
             _cosines(run, found),
         ),
         optimizer_section(run),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from steelyard.errors import ConfigError, SpecError, TermError
 from steelyard.execution import default_workers
-from steelyard.experiment.build_terms import MAX_CHECKED_STEPS, import_modules, locate_errors
+from steelyard.experiment.build_parts import MAX_CHECKED_STEPS, import_modules, locate_errors
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_rollouts import RewardConfig
 from steelyard.experiment.config_secrets import resolve_secrets
@@ -32,7 +32,16 @@ from steelyard.spec import (
 
 _PACKAGE = "steelyard.experiment.rewards"
 # Names of the ready-made rewards in config files.
-REWARDS: dict[str, str] = {}
+REWARDS = {
+    "exact_match": f"{_PACKAGE}.text_match:ExactMatch",
+    "regex_match": f"{_PACKAGE}.text_match:RegexMatch",
+    "number_match": f"{_PACKAGE}.text_match:NumberMatch",
+    "length": f"{_PACKAGE}.text_form:Length",
+    "valid_json": f"{_PACKAGE}.text_form:ValidJSON",
+    "logic": f"{_PACKAGE}.logic_check:LogicCheck",
+    "http_validation": f"{_PACKAGE}.http_validation:HttpValidation",
+    "reward_model": f"{_PACKAGE}.reward_model:RewardModel",
+}
 _RULE = (
     f"use must be a ready-made reward ({', '.join(REWARDS)}), a registered name or "
     f"'package.module:attr'"
@@ -117,11 +126,23 @@ class Reward:
         weight: float = weight_at(self.weight, step, self.name, kind="reward")
         return weight
 
-    def close(self) -> None:
-        """Close `fn` if it has a `close` method, for example one with open connections."""
-        close = getattr(self.fn, "close", None)
-        if callable(close):
-            close()
+    def load(self) -> None:
+        """Load `fn` if it has a `load` method, such as a model, and runs in this process.
+
+        Raises:
+            TermError: it cannot be loaded.
+        """
+        load = getattr(self.fn, "load", None)
+        if not callable(load) or self.place not in ("inline", "thread", "async"):
+            return
+        try:
+            load()
+        except Exception as error:
+            raise TermError(
+                f"{self.title} must be loaded before it scores answers, and that failed: "
+                f"{describe(error)}",
+                term=self.name,
+            ) from error
 
 
 def build_rewards(config: Config) -> tuple[Reward, ...]:
@@ -138,12 +159,6 @@ def build_rewards(config: Config) -> tuple[Reward, ...]:
         reward = locate_errors(f"[[rewards]] #{number}", prepare)
         rewards[reward.name] = reward
     return tuple(rewards.values())
-
-
-def close_rewards(rewards: Iterable[Reward]) -> None:
-    """Close the rewards that keep something open, such as connections."""
-    for reward in rewards:
-        reward.close()
 
 
 def _build(entry: RewardConfig, steps: int, others: Mapping[str, Reward]) -> Reward:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias
 
-from steelyard.errors import NonFiniteError, TermError, TermResultError
+from steelyard.errors import NonFiniteError, SteelyardError, TermError, TermResultError
 from steelyard.execution import Batch, Ticket, Workers, default_workers
 from steelyard.experiment.rewards.reward import Reward
 from steelyard.gradients import awaited
@@ -58,7 +58,8 @@ def score(
         The scores by reward, in the order of the answers.
 
     Raises:
-        TermError: a reward with `on_error="raise"` failed; the other calls are cancelled.
+        TermError: a reward with `on_error="raise"` failed, and the other calls are cancelled; or
+            one cannot be loaded.
 
     Example:
         >>> short = Reward("short", lambda record, answer: len(answer) <= record["limit"])
@@ -66,6 +67,8 @@ def score(
         >>> scores[0].value, scores[1].error
         (1.0, "reward 'short' failed: KeyError: 'limit'")
     """
+    for reward in rewards:
+        reward.load()
     executors = (workers or default_workers()).executors
     pairs = [(reward, index) for index in range(len(answers)) for reward in rewards]
     inline = [pair for pair in pairs if pair[0].place == "inline"]
@@ -134,8 +137,7 @@ def _score_of(reward: Reward, answer: Answer, read: Callable[[], float]) -> Scor
     try:
         return Score(read())
     except (Exception, SystemExit, CancelledError) as error:
-        own = isinstance(error, TermError) and error.term == reward.name
-        reason = str(error) if own else f"{reward.title} failed: {describe(error)}"
+        reason = _reason(reward, error)
         if reward.on_error == "drop":
             return Score(error=reason)
         raise TermError(
@@ -143,6 +145,14 @@ def _score_of(reward: Reward, answer: Answer, read: Callable[[], float]) -> Scor
             f"reward, or drop such answers with on_error = 'drop'.",
             term=reward.name,
         ) from error
+
+
+def _reason(reward: Reward, error: BaseException) -> str:
+    if isinstance(error, TermError) and error.term == reward.name:
+        return str(error)
+    # The library's own messages say it all; of another error the type may be the better half.
+    ours = isinstance(error, SteelyardError)
+    return f"{reward.title} failed: {error if ours else describe(error)}"
 
 
 def _number(name: str, value: Any) -> float:
