@@ -56,6 +56,13 @@ def test_the_table_shows_a_bound() -> None:
     assert "5 (bound 0.25)" in shown_table(line)
 
 
+def test_the_table_shows_the_factors_of_an_aggregator() -> None:
+    assert "factor" not in shown_table(metrics())
+    shown = shown_table({**metrics(), "factors/base": 0.75, "factors/t/1": 1.25})
+    assert "factor" in shown
+    assert [factor for factor in ("0.75", "1.25") if factor in shown] == ["0.75", "1.25"]
+
+
 def test_the_table_names_the_space_of_the_gradients() -> None:
     assert "gradients w.r.t. log-probs" in shown_table(metrics())
     elsewhere: dict[str, Any] = {"regularizers/t/1/grad_space": "hidden_states"}

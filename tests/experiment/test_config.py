@@ -79,3 +79,14 @@ def test_the_schema_describes_the_forms_of_a_weight() -> None:
     )
     assert tuned["required"] == ["tune"]
     assert [each["required"] for each in bound["anyOf"]] == [["at_most"], ["at_least"]]
+
+
+@pytest.mark.parametrize("value", ["", 3, {}, {"use": 3}, ["upgrad"], None])
+def test_an_aggregator_is_a_name_or_a_table_with_one(value: Any) -> None:
+    with pytest.raises(ValidationError, match="must be 'sum', the name of a TorchJD weighting"):
+        validate(loss={"aggregate": value})
+    assert validate(loss={"aggregate": "upgrad"}).loss.aggregate == "upgrad"
+    text, table = Config.model_json_schema()["$defs"]["LossConfig"]["properties"]["aggregate"][
+        "anyOf"
+    ]
+    assert (text["type"], table["required"]) == ("string", ["use"])

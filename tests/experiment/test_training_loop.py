@@ -89,6 +89,20 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     assert len([key for key in whole[-1] if key.startswith("held_out/regularizers/")]) == 5
 
 
+def test_a_random_aggregator_is_resumed_to_the_same_bits(folder: Path) -> None:
+    config = small_config(
+        folder, "train.steps=4", "train.save_every=2", "loss.aggregate.use=random",
+        regularizers=[L2, term(noise), {**STEADY, "anchor": True}],
+    )  # fmt: skip
+    train(config, folder / "whole")
+    train(config, folder / "r", stop=stop_after(2))
+    assert resume(folder / "r").status == "done"
+    whole, resumed = (RunFolder(folder / name).metrics() for name in ("whole", "r"))
+    assert [without_clock(line) for line in resumed] == [without_clock(line) for line in whole]
+    assert whole[-1]["factors/steady"] == 1.0
+    assert len({line["factors/l2"] for line in whole}) == 4
+
+
 @pytest.mark.parametrize(
     ("override", "steps"),
     [

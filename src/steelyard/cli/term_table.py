@@ -30,6 +30,7 @@ class TermRow:
         space: what the gradient is with respect to.
         share: `grad_norm` divided by the sum of the norms of all terms in this space.
         cosine: cosine between this gradient and that of the base loss.
+        factor: factor that an aggregator put on the weighted gradient; None for the plain sum.
         progress: change of the value by the step, where it was measured.
         seconds: duration of the call, gradient included.
         flags: warnings about these numbers, see `steelyard.experiment.flags`.
@@ -48,6 +49,7 @@ class TermRow:
     flags: tuple[str, ...] = ()
     skipped: str | None = None
     bound: float | None = None
+    factor: float | None = None
     progress: float | None = None
 
 
@@ -72,6 +74,7 @@ def rows_of(metrics: Mapping[str, Any]) -> list[TermRow]:
         value,
         contribution=value,
         **_gradient_columns(by_name.get("base")),
+        factor=metrics.get("factors/base"),
         progress=metrics.get("base_loss/progress"),
     )
     skipped = [
@@ -91,6 +94,7 @@ def _row(name: str, metrics: Mapping[str, Any], gradient: Gradient | None) -> Te
         metrics[f"{prefix}/contribution"],
         **_gradient_columns(gradient),
         bound=metrics.get(f"{prefix}/bound"),
+        factor=metrics.get(f"factors/{name}"),
         progress=metrics.get(f"{prefix}/progress"),
         seconds=metrics.get(f"{prefix}/duration"),
         flags=flags_of(tracked="base_loss/grad_norm" in metrics, weight=weight, gradient=gradient),

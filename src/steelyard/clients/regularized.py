@@ -51,7 +51,7 @@ class TermSettings:
     max_concurrency: int | None
     check_finite: bool
     workers: Workers | None
-    aggregate: str | Aggregator
+    aggregate: Aggregator
     track_every: int = 1
     grad_space: str = "logprobs"
     measure_progress: int = 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from steelyard.clients.regularized import RegularizedClient, TermLike, TermSettings
-from steelyard.composition import Aggregator
+from steelyard.composition import AggregatorLike, aggregator_of
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers
 
@@ -21,7 +21,7 @@ def regularize(
     max_concurrency: int | None = None,
     check_finite: bool = True,
     workers: Workers | None = None,
-    aggregate: str | Aggregator = "sum",
+    aggregate: AggregatorLike = "sum",
     grad_space: Literal["logprobs", "parameters"] = "logprobs",
     track_every: int = 1,
     measure_progress: int = 0,
@@ -95,6 +95,8 @@ def regularize(
             f"client must have the methods forward and forward_backward, and "
             f"{type(client).__name__} has no {' and no '.join(missing)}."
         )
+    # Found once: the pipelines of all calls share its state.
+    aggregator = aggregator_of(aggregate)
     settings = TermSettings(
         track_grad_norms,
         parallel,
@@ -102,7 +104,7 @@ def regularize(
         max_concurrency,
         check_finite,
         workers,
-        aggregate,
+        aggregator,
         track_every,
         grad_space,
         measure_progress,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from steelyard import telemetry
-from steelyard.composition.aggregate import Aggregator, combine
+from steelyard.composition.aggregate import combine
 from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.evaluate import Evaluator
@@ -33,6 +33,7 @@ from steelyard.composition.inputs import (
 from steelyard.composition.lazy_output import LazyOutput
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term, TermResult
+from steelyard.composition.weightings import AggregatorLike
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
@@ -69,7 +70,8 @@ class CompositeLoss(nn.Module):
         check_finite: treat a NaN or infinite value as a failure of its term. This reads the
             values at each call, which synchronizes with an accelerator.
         workers: the pools that run offloaded terms; None is those that the process shares.
-        aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
+        aggregate: how the terms' gradients become one, as in `Pipeline`; they are those with
+            respect to `wrt`.
 
     Attributes:
         share: factor on the sum of the regularizers, 1 unless set. For gradient accumulation
@@ -106,7 +108,7 @@ class CompositeLoss(nn.Module):
         max_concurrency: int | None = None,
         check_finite: bool = True,
         workers: Workers | None = None,
-        aggregate: str | Aggregator = "sum",
+        aggregate: AggregatorLike = "sum",
     ) -> None:
         super().__init__()
         base, composed = split_loss(base, ())
@@ -299,7 +301,10 @@ class CompositeLoss(nn.Module):
             began = perf_counter()
             combined = None
             if targets:
-                combined = combine(results, aggregator, space, tracked=tracked)
+                share = float(self.share) if aggregator.reads_gram else 1.0
+                combined = combine(
+                    results, aggregator, space, tracked=tracked, step=self._step, share=share
+                )
             total = _added(results, self.share, combined.factors if combined else {})
         except BaseException as error:
             if events is not None:
@@ -308,7 +313,10 @@ class CompositeLoss(nn.Module):
         for result in results:  # release the graph and the gradients
             result.value = None if result.value is None else result.value.detach()
             result.gradients, result.group = {}, None
-        kept = replace(combined, totals={}) if combined is not None and tracked else None
+        kept = None
+        if combined is not None:
+            norm = (combined.total_norm or 0.0) if tracked else None
+            kept = replace(combined, totals={}, total_norm=norm)
         # Bypasses nn.Module.__setattr__, whose search for parameters takes as long as a small term.
         self.__dict__["_last"] = last = LazyOutput(results, self._not_run, kept)
         if events is not None and events.wants_numbers():

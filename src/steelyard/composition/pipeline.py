@@ -43,7 +43,9 @@ class Pipeline(TermSet):
             core. Coroutines are not limited.
         check_finite: treat a NaN or infinite value or gradient as a failure of its term.
         workers: the pools that run offloaded terms; None is those that the process shares.
-        aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
+        aggregate: how the terms' gradients become one: `"sum"`, the name of a TorchJD weighting,
+            such as `"upgrad"`, a mapping with it as `use` and its options, a weighting as an
+            object, or an `Aggregator`.
         track_every: compute norms and cosines at steps that this divides.
         gives: names of the extra inputs that `compute` will receive; terms can need only these.
         after: a pipeline whose statistics of the terms, by name, are taken over.
@@ -188,12 +190,11 @@ class Pipeline(TermSet):
         evaluator = Evaluator(inputs, settings, self.own_workers, events, stop)
         results = evaluator.evaluate(due, step, tracked=tracked)
         began = perf_counter()
-        # An aggregator must see finite products; through the model a NaN reaches every parameter.
-        if settings.check_finite and (aggregator.reads_gram or to_parameters):
-            evaluator.check_gradients(results)
         if to_parameters is not None:
+            if settings.check_finite:  # through the model a NaN reaches every parameter
+                evaluator.check_gradients(results)
             inputs.add_parameter_gradients(results)
-        combined = combine(results, aggregator, inputs.main_space, tracked=tracked)
+        combined = combine(results, aggregator, inputs.main_space, tracked=tracked, step=step)
         # A non-finite term makes the total non-finite: one check in the normal case.
         if settings.check_finite and not _is_finite(combined):
             for result in results:
@@ -201,7 +202,7 @@ class Pipeline(TermSet):
                     result.value = result.number = result.group = None
                     evaluator.run_inline(result)
             evaluator.check_gradients(results)
-            combined = combine(results, aggregator, inputs.main_space, tracked=tracked)
+            combined = combine(results, aggregator, inputs.main_space, tracked=tracked, step=step)
         output = build_output(
             results,
             combined,

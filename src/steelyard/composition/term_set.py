@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from steelyard.composition.aggregate import Aggregator, aggregator_of
 from steelyard.composition.evaluate import EvaluatorSettings
 from steelyard.composition.terms import Facts, Term
+from steelyard.composition.weightings import AggregatorLike, aggregator_of
 from steelyard.errors import SpecError, StateError
 from steelyard.execution import Workers, default_workers
 from steelyard.spec import (
@@ -28,6 +28,8 @@ from steelyard.spec import (
 )
 
 MAX_REGULARIZERS = 100
+_AGGREGATE = "(aggregate)"  # name of the aggregator's state, beside the names of the terms
+_RESERVED = {BASE: "is the base loss", _AGGREGATE: "is the aggregator"}
 
 
 class TermSet:
@@ -43,7 +45,7 @@ class TermSet:
         max_concurrency: int | None = None,
         check_finite: bool = True,
         workers: Workers | None = None,
-        aggregate: str | Aggregator = "sum",
+        aggregate: AggregatorLike = "sum",
         *,
         track_every: int = 1,
         gives: Collection[str] = (),
@@ -141,12 +143,13 @@ class TermSet:
 
     @property
     def stateful(self) -> dict[str, Stateful]:
-        """The terms that keep state from batch to batch, and those with a bound, by name."""
-        terms = (self._base, *self._terms)
-        return {term.name: term.stateful for term in terms if term.stateful is not None}
+        """What keeps state from batch to batch, by name: terms, bounds, and the aggregator."""
+        named = [(term.name, term.stateful) for term in (self._base, *self._terms)]
+        named.append((_AGGREGATE, self._settings.aggregator.stateful))
+        return {name: stateful for name, stateful in named if stateful is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the stateful terms, by name."""
+        """State of the stateful terms, and of a stateful aggregator, by name."""
         return {name: state.state_dict() for name, state in self.stateful.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -192,10 +195,10 @@ class TermSet:
             raise SpecError(
                 f"a pipeline takes at most {MAX_REGULARIZERS} regularizers, got {len(terms)}."
             )
-        names = {BASE}
+        names = set(_RESERVED)
         for term in terms:
             if term.name in names:
-                why = "is the base loss" if term.name == BASE else "stands twice"
+                why = _RESERVED.get(term.name, "stands twice")
                 raise SpecError(f"names must be unique, and {term.name!r} {why}: choose another.")
             names.add(term.name)
             missing = [need for need in term.spec.needs if need not in self._gives]

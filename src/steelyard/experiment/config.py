@@ -16,6 +16,7 @@ from pydantic import (
 from steelyard.experiment.config_rollouts import RewardConfig, RolloutsConfig
 from steelyard.experiment.config_types import (
     REFERENCE_FORMS,
+    Aggregate,
     HeldOut,
     Objective,
     Options,
@@ -142,6 +143,11 @@ class LossConfig(Table):
         default={},
         description=f"arguments of its constructor, or of the function; {REFERENCE_FORMS}",
     )
+    aggregate: Aggregate = Field(
+        default="sum",
+        description="how the gradients of the terms become one: 'sum', a TorchJD weighting such as "
+        "'upgrad', or a table with it as use, and its options",
+    )
 
 
 class TermConfig(Table):
@@ -150,6 +156,9 @@ class TermConfig(Table):
     use: str = Field(min_length=1, description="a registered name, or 'package.module:attr'")
     name: str = Field(default="", description="unique; the regularizer's own name if empty")
     weight: Weight
+    anchor: bool = Field(
+        default=False, description="an aggregator other than the sum leaves this term alone"
+    )
     options: Options = Field(
         default={},
         description=f"arguments of its constructor, or of the function; {REFERENCE_FORMS}",

@@ -176,7 +176,8 @@ class _TrainingRun:
 
     def _open_backend(self) -> Backend:
         self._say(f"loading {self.config.model.base_model} ({self.config.model.backend})")
-        return open_backend(self.config.model, self.config.train.seed, self.run.checkpoints)
+        seed, checkpoints = self.config.train.seed, self.run.checkpoints
+        return open_backend(self.config.model, seed, checkpoints, self.terms.aggregator)
 
     def _train(self, backend: Backend) -> Outcome:
         settings = self.config.train

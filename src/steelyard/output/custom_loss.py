@@ -30,6 +30,8 @@ class CustomLossOutput:
             name, structured like the log-probs; None unless tracked. Not serialised, not pickled.
         cosines: cosine between the gradients of two terms, by pair of names in the order of
             the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero.
+        factors: factor, by name, that an aggregator put on the weighted gradient of a term in
+            `gradients`, the base loss as `"base"`; empty for the plain sum.
         grad_space: what norms and cosines are with respect to: `"logprobs"` or `"parameters"`, and
             in a `CompositeLoss` `"inputs"` or `"parameters"`. A term that reads extra inputs may
             have another: see `RegularizerOutput.grad_space`.
@@ -60,6 +62,7 @@ class CustomLossOutput:
     extra_gradients: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     term_gradients: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
     loss_fn_outputs: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
@@ -153,6 +156,8 @@ class CustomLossOutput:
             for (a, b), value in self.cosines.items():
                 nested.setdefault(a, {})[b] = value
             values["cosines"] = nested
+        if self.factors:
+            values["factors"] = dict(self.factors)
         if self.skipped:
             values["skipped"] = dict(self.skipped)
         if self.not_run:
@@ -187,6 +192,7 @@ class CustomLossOutput:
             total_grad_norm=values.get("total_grad_norm"),
             grad_space=values.get("grad_space", "logprobs"),
             cosines=cosines,
+            factors=dict(values.get("factors", {})),
             skipped=dict(values.get("skipped", {})),
             not_run=tuple(values.get("not_run", ())),
             loss_fn_output_type=values.get("loss_fn_output_type", ""),

@@ -56,6 +56,8 @@ class RegularizerSpec:
         at_least: lower bound of its value; the term is then subtracted from the loss.
         scale: what a violation of a bound is measured against; None: the size of the bound. A
             bound of 0 needs it.
+        anchor: whether an aggregator other than the sum leaves it alone: it is not compared with
+            the other terms, and its factor is 1.
         run_in: where it runs; `"auto"` is the regularizer's own `run_in`, if it has one; else a
             thread until a call has been cheap, then inline, and the event loop if it is async.
         gradient: how it is differentiated with respect to the log-probs. `"auto"` is the
@@ -86,6 +88,7 @@ class RegularizerSpec:
     at_most: float | Schedule | None = None
     at_least: float | Schedule | None = None
     scale: float | None = None
+    anchor: bool = False
     run_in: RunIn = "auto"
     gradient: Gradient = "auto"
     timeout: float | None = None
@@ -106,6 +109,7 @@ class RegularizerSpec:
             self._require(known, key, f"one of {', '.join(allowed)}")
         if self.timeout is not None:
             self._settle("timeout", check_timeout(self.timeout, f"regularizer {self.name!r}"))
+        self._require(isinstance(self.anchor, bool), "anchor", "True or False")
         self._require(isinstance(self.enabled, bool), "enabled", "True or False")
         self._require(is_whole(self.every, at_least=1), "every", "a whole number >= 1")
         self._check_options()

@@ -69,6 +69,12 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
         ),
         progress_section(run),
         Section(
+            "factors",
+            "Factors of the aggregator",
+            "What the aggregator puts on each term's weighted gradient; 1 is the plain sum.",
+            _factors(run, found),
+        ),
+        Section(
             "cosines",
             "Cosines between gradients",
             "Between the gradients of two terms: +1 same direction, 0 orthogonal, −1 opposite. "
@@ -178,6 +184,31 @@ def _contributions(run: LoadedRun, found: Findings) -> list[Figure]:
             layout=over_steps("weight × value") | STACKED,
             size="wide",
             height=320,
+        )
+    ]
+
+
+def _factors(run: LoadedRun, found: Findings) -> list[Figure]:
+    terms = found.aggregated
+    if not terms:
+        return []
+    means = join_names(f"{term.name} {number(term.factor)}" for term in terms)
+    return [
+        Figure(
+            "factors",
+            "Factors on the weighted gradients",
+            f"Line chart over steps. On average: {means}.",
+            [
+                line(
+                    "base loss" if index == 0 else term.name,
+                    run.series(f"factors/{term.name}"),
+                    "base" if index == 0 else color(index - 1),
+                )
+                for index, term in enumerate(terms)
+                if term.factor is not None
+            ],
+            layout=over_steps("factor"),
+            size="wide",
         )
     ]
 
