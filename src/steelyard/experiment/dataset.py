@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from tinker import types
 
@@ -12,7 +13,7 @@ from steelyard.errors import DataError
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.batching import batch, split
 from steelyard.experiment.build_terms import Terms
-from steelyard.experiment.config import Config, TrainConfig
+from steelyard.experiment.config import Config, DataConfig, TrainConfig
 from steelyard.experiment.data_files import DataFile, Group, Kind, read_records
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.reference_logprobs import add_reference_logprobs
@@ -53,7 +54,7 @@ def load_dataset(
         DataError: a line is malformed and `data.skip_bad` is False.
         RunError: a data file has changed since the run began.
     """
-    settings = config.data
+    settings = cast("DataConfig", config.data)  # this run has one
     encoder = Encoder(backend.tokenizer, settings.max_length)
     main = _read(settings.path, encoder, skip_bad=settings.skip_bad, say=say)
     if isinstance(settings.held_out, str):
