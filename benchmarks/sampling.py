@@ -158,7 +158,8 @@ def wide_model(folder: str) -> str:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)  # its `to` has no types
+    model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
