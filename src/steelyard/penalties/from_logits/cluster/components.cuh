@@ -217,7 +217,8 @@ constexpr float LEAST_P = -1000, LEAST_Q = -120;
 // mass is.
 template <bool LIMITED>
 struct MiddleShifts {
-  static constexpr float LEAST = LIMITED ? LOG_ZERO : LEAST_P, LEAST_R = LIMITED ? LOG_ZERO : LEAST_Q;
+  static constexpr float LEAST = LIMITED ? LOG_ZERO : LEAST_P;
+  static constexpr float LEAST_R = LIMITED ? LOG_ZERO : LEAST_Q;
   float log2_scale, top, top_r;
   u32 pair, pair_r;  // of `unpack_clamped`
 
@@ -232,8 +233,8 @@ struct MiddleShifts {
 };
 
 struct alignas(16) MiddleSums {
-  // Only for rows that are limited: forward KL and the mass of p outside of the limit (1 minus it is
-  // exact where nothing is), and the same of reverse KL and q.
+  // Only for rows that are limited: forward KL and the mass of p outside of the limit (1 minus it
+  // is exact where nothing is), and the same of reverse KL and q.
   float limited[4] = {};
   float js[2] = {};      // sum p log2 p/M, sum q log2 q/M
   float unused[2] = {};  // as large as `Statistics`

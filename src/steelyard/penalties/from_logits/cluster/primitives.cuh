@@ -91,8 +91,8 @@ DEVICE element negative_infinity() {
 #endif
 }
 
-// Element `at` of an array of vectors, as part of a word, which vectors consist of: the compiler may
-// assume that pointers to other types point elsewhere.
+// Element `at` of an array of vectors, as part of a word, which vectors consist of: the compiler
+// may assume that pointers to other types point elsewhere.
 DEVICE element get_element(const uint4* vectors, int at) {
 #if DTYPE == 2
   return __uint_as_float(((const u32*)vectors)[at]);
@@ -163,8 +163,8 @@ DEVICE void unpack_clamped(uint4 raw, float (&x)[VECTOR], u32 least = LOG_ZERO_P
   unpack(raw, x);
 }
 
-// Both with clamps or without: a clamp takes an instruction an element or a half, and is needed only
-// where a logit of -inf is multiplied with a probability.
+// Both with clamps or without: a clamp takes an instruction an element or a half, and is needed
+// only where a logit of -inf is multiplied with a probability.
 template <bool CLAMPS>
 DEVICE void unpack_as(uint4 raw, float (&x)[VECTOR]) {
   if constexpr (CLAMPS) unpack_clamped(raw, x);
@@ -251,8 +251,8 @@ DEVICE float warp_max(float x) {
   return x;
 }
 
-// Sums of COUNT numbers across a warp: lane i receives that of number i % PADDED. Each exchange halves
-// the numbers of a lane, so that four numbers take 6 shuffles in place of 20.
+// Sums of COUNT numbers across a warp: lane i receives that of number i % PADDED. Each exchange
+// halves the numbers of a lane, so that four numbers take 6 shuffles in place of 20.
 template <int COUNT>
 DEVICE float scattered_sums(const float* numbers) {
   constexpr int PADDED = COUNT > 2 ? 4 : COUNT;

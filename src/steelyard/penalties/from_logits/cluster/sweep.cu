@@ -125,8 +125,10 @@ struct Window {
     return (u64(to) & 15) == 0 ? 0 : classes;
   }
 
-  // Store vector i of a gradient at `to`.
-  DEVICE void store(element* to, const float (&x)[VECTOR], int i, int classes, int whole_from) const {
+  // Store vector i of a gradient at `to`. Classes are compared, not indices of vectors: ptxas 13.0
+  // was seen to compile `u32(i - (first < 0)) < whole` wrongly, and a neighbour was overwritten.
+  DEVICE void store(element* to, const float (&x)[VECTOR], int i, int classes,
+                    int whole_from) const {
     const uint4 raw = pack(x);
     const int start = first + i * VECTOR;
     if (ALIGNED || (start >= whole_from && start + VECTOR <= classes)) __stcs((uint4*)to, raw);
