@@ -87,6 +87,18 @@ def test_terms_with_constant_weights_are_one_operator() -> None:
     assert all(result.group is None for result in loss.results)
 
 
+def test_what_is_traced_gives_the_numbers_of_the_plain_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Run without a compiler, whose trace a debugger and the coverage do not see."""
+    loss, given = composite(), batch()
+    wanted = step(loss, given)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = step(loss, given)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_share_of_the_terms_keeps_the_base_loss_apart() -> None:
     loss, eager, given = composite(), composite(), batch()
     loss.share = eager.share = torch.tensor(0.25, device=DEVICE)
