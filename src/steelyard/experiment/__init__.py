@@ -24,7 +24,7 @@ from steelyard._extras import cure as _cure
 try:
     from steelyard.experiment.ablation import Ablation, ablate
     from steelyard.experiment.config import Config
-    from steelyard.experiment.config_check import check_config
+    from steelyard.experiment.config_check import check_config, check_terms
     from steelyard.experiment.config_io import read_config
     from steelyard.experiment.example_config import example_config
     from steelyard.experiment.flags import flags_of
@@ -35,6 +35,7 @@ try:
     from steelyard.experiment.step_metrics import (
         Gradient,
         gradients,
+        reward_names,
         short_reason,
         skipped_terms,
         space_label,
@@ -59,6 +60,7 @@ __all__ = [
     "Watcher",
     "ablate",
     "check_config",
+    "check_terms",
     "conclusions",
     "example_config",
     "flags_of",
@@ -66,6 +68,7 @@ __all__ = [
     "read_config",
     "redact",
     "resume",
+    "reward_names",
     "short_reason",
     "skipped_terms",
     "space_label",

@@ -1,4 +1,4 @@
-"""Parse lines of `metrics.jsonl`: terms that ran or were skipped, and their gradients."""
+"""Parse lines of `metrics.jsonl`: terms that ran or were skipped, their gradients; rewards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 _TERM, _RAN, _SKIPPED, _REASON = "regularizers/", "/contribution", "skipped/", "/reason"
 _SPACE = "/grad_space"
+_REWARD, _WEIGHT = "rewards/", "/weight"
 _MAX_WORDS = 12  # of a shortened reason
 
 
@@ -19,6 +20,20 @@ def terms_that_ran(metrics: Mapping[str, Any]) -> list[str]:
         key.removeprefix(_TERM).removesuffix(_RAN)
         for key in metrics
         if key.startswith(_TERM) and key.endswith(_RAN) and "/custom/" not in key
+    ]
+
+
+def reward_names(metrics: Mapping[str, Any]) -> list[str]:
+    """Names of the rewards in this step, in the order of the metrics; none without rollouts.
+
+    Example:
+        >>> reward_names({"rewards/short/mean": 0.5, "rewards/short/weight": 1.0})
+        ['short']
+    """
+    return [
+        key.removeprefix(_REWARD).removesuffix(_WEIGHT)
+        for key in metrics
+        if key.startswith(_REWARD) and key.endswith(_WEIGHT)
     ]
 
 
