@@ -37,6 +37,31 @@ def reward_names(metrics: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def weighted_reward(
+    metrics: Mapping[str, Any], weights: Mapping[str, float], key: str = "held_out/rewards/{}"
+) -> float | None:
+    """Sum of the means of the rewards with given weights, to compare runs with other weights.
+
+    Args:
+        metrics: metrics of a step.
+        weights: weight of each reward, by name.
+        key: key of the mean of a reward; `{}` stands for its name.
+
+    Returns:
+        The sum; None without rewards, or if one that has a weight was not measured.
+
+    Example:
+        >>> weighted_reward({"held_out/rewards/a": 1.0, "held_out/rewards/b": 3.0}, {"a": 2.0})
+        2.0
+    """
+    values = [metrics.get(key.format(name)) for name, weight in weights.items() if weight]
+    found = [value for value in values if value is not None]
+    if not found or len(found) < len(values):
+        return None
+    counted = [weight for weight in weights.values() if weight]
+    return math.fsum(w * value for w, value in zip(counted, found, strict=True))
+
+
 def skip_reasons(skipped: Mapping[str, str]) -> dict[str, str]:
     """Metrics `skipped/<name>/reason`; the output's metrics have `skipped/<name>`, a number."""
     return {f"{_SKIPPED}{name}{_REASON}": reason for name, reason in skipped.items()}

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from steelyard.errors import RunError
 from steelyard.experiment.search import STUDY, Search, read_search
 from steelyard.experiment.secrets import redact, remember
-from steelyard.experiment.step_metrics import skipped_terms, terms_that_ran
+from steelyard.experiment.step_metrics import reward_names, skipped_terms, terms_that_ran
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -54,6 +54,11 @@ class LoadedRun:
         return [name for name in dict.fromkeys(configured) if name in measured] + [
             name for name in measured if name not in configured
         ]
+
+    @property
+    def rewards(self) -> list[str]:
+        """Names of the rewards in the metrics; none without rollouts."""
+        return list(dict.fromkeys(name for row in self.rows for name in reward_names(row)))
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps that have a metric, and its values there."""
