@@ -18,6 +18,7 @@ NAMES = (
     "penalties",
     "engine",
     "sampling",
+    "on_policy",
     "regularizers",
     "integrations",
     "trl",

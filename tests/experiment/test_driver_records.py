@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,16 @@ def test_a_record_has_the_lines_and_the_text_with_shares(tmp_path: Path, plain: 
         {"line": 3, "share": 0.5, "tokens": [("e", 0.0), ("f", 0.125), ("<|end|>", 0.375)]},
         {"line": 1, "share": 0.5, "tokens": [("a", 0.0), ("b", 0.0), ("<|end|>", 0.5)]},
     ]
+
+
+def test_the_norm_is_that_of_the_shares(tmp_path: Path, plain: Encoder) -> None:
+    dataset = dataset_of(tmp_path, answer("ab"), encoder=plain)
+    output = output_of([[3.0, 4.0]])
+    elsewhere = replace(
+        output, base_loss=replace(output.base_loss, grad_norm=100.0), grad_space="parameters"
+    )
+    (record,) = records_of(elsewhere, 0, dataset, [0])
+    assert record["grad_norm"] == pytest.approx(5.0)
 
 
 def test_at_most_three_data_of_a_term_are_recorded(tmp_path: Path, plain: Encoder) -> None:

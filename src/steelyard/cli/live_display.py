@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +20,9 @@ from steelyard.experiment import redact, space_label
 
 # Long headings break over two lines to keep the table narrow. Weight × value is the contribution
 # of a term to the loss.
+_TIME = "time"
+_FACTOR = "factor"  # shown where an aggregator put one on a gradient
+_PROGRESS = "change\nby step"  # shown where it was measured
 _COLUMNS = (
     "term",
     "value",
@@ -27,7 +31,9 @@ _COLUMNS = (
     "gradient\nnorm",
     "share",
     "cosine",
-    "time",
+    _FACTOR,
+    _PROGRESS,
+    _TIME,
     "",
 )
 _REWARD_COLUMNS = ("name", "mean", "spread", "weight", "failed")
@@ -107,7 +113,7 @@ def _reward_table(rows: list[RewardRow], *, narrow: bool) -> Table:
     return table
 
 
-def _table(columns: tuple[str, ...], *, narrow: bool, **options: Any) -> Table:
+def _table(columns: Sequence[str], *, narrow: bool, **options: Any) -> Table:
     """Empty table whose numbers are never cut: narrow ones have no borders, and texts wrap."""
     if narrow:
         options |= {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "show_edge": False}
@@ -133,16 +139,29 @@ def step_table(metrics: dict[str, Any], *, narrow: bool = False) -> Table:
     one_space = len(spaces) == 1
     if one_space:
         title += f", gradients w.r.t. {space_label(*spaces)}"
+    shown = _shown_columns(rows, narrow=narrow)
     table = _table(
-        _COLUMNS,
+        shown,
         narrow=narrow,
         title=title,
         caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
         caption_justify="left",
     )
     for row in rows:
-        table.add_row(*_cells(row, name_space=not one_space))
+        cells = dict(zip(_COLUMNS, _cells(row, name_space=not one_space), strict=True))
+        table.add_row(*(cells[column] for column in shown))
     return table
+
+
+def _shown_columns(rows: list[TermRow], *, narrow: bool) -> list[str]:
+    extra = {
+        _FACTOR: [row.factor for row in rows],
+        _PROGRESS: [row.progress for row in rows],
+    }
+    hidden = {column for column, values in extra.items() if all(each is None for each in values)}
+    if narrow and len(hidden) < len(extra):  # no room for both
+        hidden.add(_TIME)
+    return [column for column in _COLUMNS if column not in hidden]
 
 
 def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
@@ -155,6 +174,8 @@ def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
         _format(row.grad_norm, "{:.3g}"),
         f"{share} of {space_label(row.space)}" if name_space and row.space is not None else share,
         _format(row.cosine, "{:+.2f}"),
+        _format(row.factor, "{:.3g}"),
+        _format(row.progress, "{:+.3g}"),
         _duration(row.seconds),
         ", ".join(row.flags) if row.skipped is None else "skipped",
     ]

@@ -184,8 +184,12 @@ class Batch:
             self._places[lane] = 1 if in_turn else (widths or {}).get(lane, default)
 
     def __enter__(self) -> Self:
-        for lane in self._queues:
-            self._admit(lane)
+        try:
+            for lane in self._queues:
+                self._admit(lane)
+        except BaseException:  # Ctrl-C: the block is not entered, and so not left either
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

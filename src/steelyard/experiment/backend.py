@@ -16,6 +16,7 @@ from tinker import types
 from torch import Tensor
 
 from steelyard.clients import RegularizedClient, regularize
+from steelyard.composition import Aggregator
 from steelyard.errors import ConfigError, ModelError, RunError
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.secrets import redact
@@ -126,8 +127,16 @@ def check_model(config: ModelConfig) -> None:
             raise ConfigError(f"[model]: {error}") from error
 
 
-def open_backend(config: ModelConfig, seed: int, checkpoints: Path) -> Backend:
-    """Open an untrained training client; a local one saves under `checkpoints`.
+def open_backend(
+    config: ModelConfig, seed: int, checkpoints: Path, aggregator: Aggregator | None = None
+) -> Backend:
+    """Open an untrained training client.
+
+    Args:
+        config: of the model.
+        seed: of the adapter.
+        checkpoints: folder of the checkpoints of a local client.
+        aggregator: of the gradients of the terms; None: the plain sum.
 
     Raises:
         ModelError: the base model is unknown or cannot be loaded.
@@ -141,7 +150,7 @@ def open_backend(config: ModelConfig, seed: int, checkpoints: Path) -> Backend:
             service = _tinker_service(config)
         # The SDK connects here, not when the service client is built.
         client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
-    return Backend(regularize(client), service, config)
+    return Backend(regularize(client, aggregate=aggregator or "sum"), service, config)
 
 
 def _local_service(config: ModelConfig, checkpoints: Path) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from steelyard.composition import Pipeline
+from steelyard.composition import Aggregator, Pipeline, WeightedSum, aggregator_of
 from steelyard.errors import ConfigError
 from steelyard.experiment.base_losses import POLICY_LOSSES, PolicyLoss
 from steelyard.experiment.build_parts import MAX_CHECKED_STEPS, import_modules, locate_errors
@@ -24,11 +24,12 @@ _REFERENCE = "reference_logprobs"
 
 @dataclass(frozen=True)
 class Terms:
-    """The base loss, the regularizers and the rewards of a run."""
+    """The base loss, the regularizers and the rewards of a run, and the aggregator."""
 
     loss: Any  # a TermFn or a Regularizer
     specs: tuple[RegularizerSpec, ...]
     rewards: tuple[Reward, ...] = ()
+    aggregator: Aggregator = field(default_factory=WeightedSum)
 
     @property
     def reads_reference(self) -> bool:
@@ -57,9 +58,11 @@ def build_terms(config: Config) -> Terms:
 
     Raises:
         ConfigError: a name is unknown, options or a weight are invalid, or a secret is missing.
+        MissingExtraError: the aggregator, or its solver, is not installed.
     """
     import_modules(config)
     loss = locate_errors("[loss]", lambda: _loss(config))
+    aggregator = locate_errors("[loss]", lambda: _aggregator(config))
     specs = []
     for number, entry in enumerate(config.regularizers, 1):
         location = f"[[regularizers]] #{number}"
@@ -69,7 +72,7 @@ def build_terms(config: Config) -> Terms:
     # The pipeline's constructor checks the terms together: unique names, available extra inputs.
     gives = EXTRA_INPUTS[config.model.backend]
     locate_errors("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
-    return Terms(loss, tuple(specs), build_rewards(config))
+    return Terms(loss, tuple(specs), build_rewards(config), aggregator)
 
 
 def _loss(config: Config) -> Any:
@@ -79,6 +82,14 @@ def _loss(config: Config) -> Any:
     loss, options = build(LOSSES.get(config.loss.use, config.loss.use), given)
     checked = RegularizerSpec(loss, 1.0, "base loss", options=options)
     return functools.partial(checked.call, **options) if options else loss
+
+
+def _aggregator(config: Config) -> Aggregator:
+    given = config.loss.aggregate
+    options = dict(given) if isinstance(given, dict) else {"use": given}
+    if options["use"] != "sum":
+        options.setdefault("seed", config.train.seed)
+    return aggregator_of(options)
 
 
 def _spec(entry: TermConfig) -> RegularizerSpec:

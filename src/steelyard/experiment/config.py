@@ -16,6 +16,7 @@ from pydantic import (
 from steelyard.experiment.config_rollouts import RewardConfig, RolloutsConfig
 from steelyard.experiment.config_types import (
     REFERENCE_FORMS,
+    Aggregate,
     HeldOut,
     Objective,
     Options,
@@ -109,6 +110,20 @@ class TrainConfig(Table):
     )
     sample_tokens: int = Field(default=48, ge=1)
     track_grad_norms: bool = True
+    track_every: int = Field(
+        default=1, ge=1, description="steps between gradient norms and cosines, if they are tracked"
+    )
+    grad_space: Literal["logprobs", "parameters"] = Field(
+        default="logprobs",
+        description="what gradient norms and cosines are with respect to; 'parameters' is local, "
+        "and takes one backward pass for each term at a step that is tracked",
+    )
+    measure_progress: int = Field(
+        default=0,
+        ge=0,
+        description="steps between measurements of what a step did to each term, each by one more "
+        "forward pass; 0: none",
+    )
     drivers_every: int | None = Field(
         default=None,
         ge=0,
@@ -128,6 +143,11 @@ class LossConfig(Table):
         default={},
         description=f"arguments of its constructor, or of the function; {REFERENCE_FORMS}",
     )
+    aggregate: Aggregate = Field(
+        default="sum",
+        description="how the gradients of the terms become one: 'sum', a TorchJD weighting such as "
+        "'upgrad', or a table with it as use, and its options",
+    )
 
 
 class TermConfig(Table):
@@ -136,6 +156,9 @@ class TermConfig(Table):
     use: str = Field(min_length=1, description="a registered name, or 'package.module:attr'")
     name: str = Field(default="", description="unique; the regularizer's own name if empty")
     weight: Weight
+    anchor: bool = Field(
+        default=False, description="an aggregator other than the sum leaves this term alone"
+    )
     options: Options = Field(
         default={},
         description=f"arguments of its constructor, or of the function; {REFERENCE_FORMS}",
@@ -220,6 +243,15 @@ class Config(Table):
         if isinstance(raw, dict):
             remember(raw)
         return raw
+
+    @model_validator(mode="after")
+    def _check_grad_space(self) -> Self:
+        if self.train.grad_space == "parameters" and self.model.backend != "local":
+            raise ValueError(
+                "train.grad_space = 'parameters' needs model.backend = 'local', where the model "
+                "is: use train.measure_progress with a Tinker service"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

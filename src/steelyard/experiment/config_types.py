@@ -56,6 +56,16 @@ def _check_objective(value: Any) -> Any:
     return value
 
 
+def _check_aggregate(value: Any) -> Any:
+    name = value.get("use") if isinstance(value, dict) else value
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            "must be 'sum', the name of a TorchJD weighting such as 'upgrad', or a table with it "
+            "as use, and its options"
+        )
+    return value
+
+
 # `Any`: each check takes any value, and its error states the whole rule.
 Weight: TypeAlias = Annotated[
     Any,
@@ -81,6 +91,18 @@ Objective: TypeAlias = Annotated[
     Any,
     AfterValidator(_check_objective),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+]
+Aggregate: TypeAlias = Annotated[
+    Any,
+    AfterValidator(_check_aggregate),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "object", "properties": {"use": {"type": "string"}}, "required": ["use"]},
+            ]
+        }
+    ),
 ]
 Options: TypeAlias = Annotated[
     dict[str, Any],

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from steelyard.experiment.data_source import TrainingBatch
 from steelyard.experiment.secrets import redact
+from steelyard.gradients import norm_of
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE
 
 # Text and its share of the term's gradient; the share is None for the mark of an omission.
 Piece: TypeAlias = tuple[str, float | None]
@@ -38,7 +38,7 @@ def driver_records(
     """
     decode = _decoder(tokenizer)
     records = []
-    for name in output.term_gradients or ():
+    for name, gradients in (output.term_gradients or {}).items():
         data = []
         for driver in output.drivers(name, _DATA):
             datum = batch.data[driver.datum]
@@ -52,8 +52,8 @@ def driver_records(
             field = {"field": part} if part else {}
             data.append({"line": line, **field, "share": round(driver.share, 5), "tokens": pieces})
         if data:
-            term = output.base_loss if name == BASE else output.regularizers[name]
-            about = {"step": step, "term": name, "grad_norm": term.grad_norm}
+            # Of the gradient that has these shares, whatever the output's norms are of.
+            about = {"step": step, "term": name, "grad_norm": norm_of(gradients)}
             records.append({**about, "file": batch.file, "data": data})
     return records
 

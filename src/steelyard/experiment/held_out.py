@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinker import types
@@ -16,7 +16,7 @@ from steelyard.experiment.base_losses import CrossEntropy
 from steelyard.experiment.build_terms import Terms
 from steelyard.gradients import as_tensor, loss_fn_input
 from steelyard.output import CustomLossOutput
-from steelyard.spec import Gradient, RegularizerSpec, describe, measurement
+from steelyard.spec import RegularizerSpec, describe, measurement
 
 _VALUE, _FAILED, _REASON = "held_out/regularizers/", "held_out/skipped/", "/reason"
 # Needed inputs of the size of the model. The others grow with the number of tokens.
@@ -125,13 +125,8 @@ class _Values:
         """Spec that measures the term; None if that cannot be built, or has failed before."""
         if spec.name in self.failed:
             return None
-        # The value of "score" is the mean of one penalty per datum; any other term returns it.
-        gradient: Gradient = "score" if spec.gradient == "score" else "none"
         try:
-            return replace(
-                spec, fn=measurement(spec.fn), weight=0.0, at_most=None, at_least=None,
-                scale=None, gradient=gradient, enabled=True, every=1, on_error="skip",
-            )  # fmt: skip
+            return spec.measuring()
         except Exception as error:  # noqa: BLE001 - copying a term with state calls anybody's code
             self.failed[spec.name] = describe(error)
             return None

@@ -36,8 +36,8 @@ from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.step_metrics import mean_metrics, skip_reasons
-from steelyard.output import RegularizerOutput
-from steelyard.spec import Schedule
+from steelyard.output import CustomLossOutput
+from steelyard.spec import BASE, Schedule
 
 # By default a tenth of the run lies between records of drivers, and at least so many steps: enough
 # to see a change, in a small file.
@@ -176,7 +176,8 @@ class _TrainingRun:
 
     def _open_backend(self) -> Backend:
         self._say(f"loading {self.config.model.base_model} ({self.config.model.backend})")
-        return open_backend(self.config.model, self.config.train.seed, self.run.checkpoints)
+        seed, checkpoints = self.config.train.seed, self.run.checkpoints
+        return open_backend(self.config.model, seed, checkpoints, self.terms.aggregator)
 
     def _train(self, backend: Backend) -> Outcome:
         settings = self.config.train
@@ -248,6 +249,9 @@ class _TrainingRun:
             regularizers=self.terms.specs,
             track_grad_norms=settings.track_grad_norms,
             timeout=settings.timeout,
+            grad_space=settings.grad_space,
+            track_every=settings.track_every,
+            measure_progress=settings.measure_progress,
             step=step,
         ).result()
         for name, reason in output.skipped.items():
@@ -258,7 +262,8 @@ class _TrainingRun:
         optim = client.optim_step(adam).result()
         return {
             **output.metrics,
-            **space_metrics(output.regularizers),
+            **space_metrics(output),
+            **progress_metrics(client.progress()),
             **(skip_reasons(output.skipped) if output.skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
             "optim/learning_rate": adam.learning_rate,
@@ -334,12 +339,21 @@ class _TrainingRun:
         self.watch.say(redact(text))
 
 
-def space_metrics(regularizers: Mapping[str, RegularizerOutput]) -> dict[str, str]:
-    """Metrics `regularizers/<name>/grad_space` of the terms that have a gradient norm."""
+def space_metrics(output: CustomLossOutput) -> dict[str, str]:
+    """Metrics `base_loss/grad_space`, `regularizers/<name>/grad_space` of those with a norm."""
+    base = {} if output.base_loss.grad_norm is None else {"base_loss/grad_space": output.grad_space}
+    return base | {
+        f"regularizers/{name}/grad_space": term.grad_space
+        for name, term in output.regularizers.items()
+        if term.grad_norm is not None
+    }
+
+
+def progress_metrics(progress: Mapping[str, float]) -> dict[str, float]:
+    """Metrics `base_loss/progress` and `regularizers/<name>/progress` of a measured step."""
     return {
-        f"regularizers/{name}/grad_space": output.grad_space
-        for name, output in regularizers.items()
-        if output.grad_norm is not None
+        f"{'base_loss' if name == BASE else f'regularizers/{name}'}/progress": change
+        for name, change in progress.items()
     }
 
 

@@ -2,6 +2,7 @@
 
 from steelyard.spec import schedules
 from steelyard.spec.callables import entry_point, is_async, listed, measurement, options_of, rejects
+from steelyard.spec.composed_loss import ComposedLoss, split_loss
 from steelyard.spec.messages import describe
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.option_checks import OptionChecks
@@ -22,6 +23,7 @@ from steelyard.spec.weights import Bound, check_weight, weight_at
 __all__ = [
     "BASE",
     "Bound",
+    "ComposedLoss",
     "Gradient",
     "Metrics",
     "OnError",
@@ -50,6 +52,7 @@ __all__ = [
     "registered",
     "rejects",
     "schedules",
+    "split_loss",
     "title",
     "weight_at",
 ]

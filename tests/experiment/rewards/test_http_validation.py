@@ -10,7 +10,7 @@ import pytest
 
 from steelyard import Workers
 from steelyard.errors import SpecError
-from steelyard.experiment.rewards import Answer, Reward, Score, close_rewards, score
+from steelyard.experiment.rewards import Answer, Reward, Score, score
 from steelyard.experiment.rewards.http_validation import HttpValidation
 from tests.regularizers.http_server import Server
 
@@ -41,7 +41,7 @@ def record_itself(record: Any, answer: str) -> Any:
 
 def test_the_request_and_its_number(server: Server) -> None:
     reward = HttpValidation(url=server.url("check"), field="penalty", headers={"X-Key": "k"})
-    assert asyncio.run(reward({"prompt": "p", "level": 3}, "yes")) == 0.5  # type: ignore[func-returns-value]
+    assert asyncio.run(reward({"prompt": "p", "level": 3}, "yes")) == 0.5
     assert server.requests == [{"record": {"prompt": "p", "level": 3}, "answer": "yes"}]
     assert server.headers[0]["x-key"] == "k"
 
@@ -57,7 +57,7 @@ def test_every_answer_gets_its_own_number_over_kept_connections(
         assert scored == [Score(index / 8) for index in range(9)]
     assert server.most_in_flight <= 3
     assert server.connections <= 3
-    close_rewards([reward])
+    reward.fn.close()  # type: ignore[attr-defined]  # an HttpValidation
     server.wait_until_alone()
 
 

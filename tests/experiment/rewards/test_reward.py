@@ -12,7 +12,7 @@ import pytest
 import steelyard
 from steelyard.errors import ConfigError, MissingExtraError, SpecError
 from steelyard.experiment import read_config
-from steelyard.experiment.rewards import REWARDS, Reward, build_rewards, close_rewards, score
+from steelyard.experiment.rewards import REWARDS, Reward, build_rewards, score
 from steelyard.spec import lookup
 
 from . import functions
@@ -245,21 +245,6 @@ def test_a_reward_that_does_not_pickle_is_found_before_the_first_step(folder: Pa
 def test_a_class_is_no_reward() -> None:
     with pytest.raises(SpecError, match=r"must accept \(record, answer\)"):
         Reward("r", threading.Event)
-
-
-def test_rewards_are_closed() -> None:
-    closed = []
-
-    class Connected:
-        def __call__(self, record: Any, answer: str) -> float:
-            return 0.0
-
-        def close(self) -> None:
-            closed.append(self)
-
-    connected = Connected()
-    close_rewards([Reward("words", functions.words), Reward("connected", connected)])
-    assert closed == [connected]
 
 
 @pytest.mark.parametrize(

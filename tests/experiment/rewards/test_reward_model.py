@@ -19,49 +19,42 @@ from transformers import (
 
 from steelyard.engine.tiny import tokenizer
 from steelyard.errors import SpecError, TermError
-from steelyard.experiment.rewards import Answer, Reward, Score, close_rewards, reward_model, score
+from steelyard.experiment.rewards import Answer, Reward, Score, reward_model, score
 from steelyard.experiment.rewards.reward_model import RewardModel
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
 LONG = 300.0
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 64,
+}
 
 
-def save_bert(folder: Path, labels: int = 1) -> BertForSequenceClassification:
+def save(folder: Path, family: Any, config: Any, template: str | None = None) -> Any:
+    """Save a model with random weights and its tokenizer, and return the model."""
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer()),
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=64,
-        num_labels=labels,
-    )
-    model = BertForSequenceClassification(config).eval()
+    model = family(config).eval()
     model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    saved = tokenizer()
+    saved.chat_template = template
+    saved.save_pretrained(folder)
     return model
 
 
-def save_llama(folder: Path) -> LlamaForSequenceClassification:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer()),
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=16,
-        max_position_embeddings=64,
-        num_labels=1,
-        pad_token_id=0,
-    )
-    model = LlamaForSequenceClassification(config).eval()
-    model.save_pretrained(folder)
-    chat = tokenizer()
-    chat.chat_template = TEMPLATE
-    chat.save_pretrained(folder)
-    return model
+def save_bert(folder: Path, labels: int = 1) -> Any:
+    config: Any = BertConfig(**SIZES)  # type: ignore[arg-type]  # numbers
+    config.num_labels = labels
+    return save(folder, BertForSequenceClassification, config)
+
+
+def save_llama(folder: Path) -> Any:
+    config: Any = LlamaConfig(**SIZES, num_key_value_heads=1)  # type: ignore[arg-type]  # numbers
+    config.num_labels = 1
+    return save(folder, LlamaForSequenceClassification, config, TEMPLATE)
 
 
 def logit(model: Any, text: str, *, last: int | None = None) -> float:
@@ -120,7 +113,7 @@ def test_a_model_scores_the_answers_of_a_step(tmp_path: Path) -> None:
         pytest.approx(logit(model, f"?{number}"), abs=1e-6) for number in range(8)
     ]
     assert len(reward_model._loaded) == 1
-    close_rewards([reward])
+    reward.fn.close()  # type: ignore[attr-defined]  # a RewardModel
     assert reward_model._loaded == {}
 
 

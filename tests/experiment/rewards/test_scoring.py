@@ -321,9 +321,14 @@ def _heeds_interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_heeds_interrupts")
 def test_ctrl_c_ends_it_and_cancels_the_calls(workers: Workers) -> None:
-    cancelled = threading.Event()
+    begun, cancelled = threading.Event(), threading.Event()
+
+    def begin(record: Any, answer: str) -> float:
+        begun.set()
+        return 1.0
 
     async def interrupt(record: Any, answer: str) -> float:
+        await asyncio.to_thread(begun.wait)  # until all calls have started
         os.kill(os.getpid(), signal.SIGINT)
         try:
             await asyncio.Event().wait()
@@ -332,7 +337,12 @@ def test_ctrl_c_ends_it_and_cancels_the_calls(workers: Workers) -> None:
         return 1.0
 
     with pytest.raises(KeyboardInterrupt):
-        score([reward(interrupt)], BAD[:1], timeout=LONG, workers=workers)
+        score(
+            [reward(begin, "begin", run_in="inline"), reward(interrupt)],
+            BAD[:1],
+            timeout=LONG,
+            workers=workers,
+        )
     assert cancelled.wait(timeout=600)
 
 

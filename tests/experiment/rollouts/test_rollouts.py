@@ -12,6 +12,7 @@ import pytest
 
 from steelyard.errors import RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
+from tests.engine.server.wire_client import start
 from tests.experiment.small_runs import (
     KL,
     Recorder,
@@ -213,3 +214,21 @@ def test_a_slow_reward_in_a_process_is_ended(tmp_path: Path) -> None:
     (line,) = lines_of(tmp_path / "run")
     assert line["rewards/slow/failed"] == 2.0
     assert line["rollouts/dropped"] == 0.0
+
+
+def test_a_run_on_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real SDK over loopback: the same files, and no record leaves this machine."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    with start(tmp_path / "served") as running:
+        service = ("model.backend=tinker", f"model.base_url={running.base_url}")
+        config = small_rollouts(tmp_path, *service, "train.steps=2", regularizers=[KL])
+        train(config, tmp_path / "remote")
+    lines = lines_of(tmp_path / "remote")
+    assert len(lines) == 2
+    assert lines[0]["rollouts/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert lines[0]["ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert len(rollouts_of(tmp_path / "remote")) == 2 * 8 + 2  # and a held-out one, twice
+    # The same answers as in this process, up to rounding of the log-probs.
+    train(small_rollouts(tmp_path, "train.steps=2", regularizers=[KL]), tmp_path / "local")
+    first = [record["answer"] for record in rollouts_of(tmp_path / "remote")[:9]]
+    assert first == [record["answer"] for record in rollouts_of(tmp_path / "local")[:9]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -144,12 +144,6 @@ class Reward:
                 term=self.name,
             ) from error
 
-    def close(self) -> None:
-        """Close `fn` if it has a `close` method, for example one with open connections."""
-        close = getattr(self.fn, "close", None)
-        if callable(close):
-            close()
-
 
 def build_rewards(config: Config) -> tuple[Reward, ...]:
     """Build the rewards of a config, after importing the modules that it lists.
@@ -165,12 +159,6 @@ def build_rewards(config: Config) -> tuple[Reward, ...]:
         reward = locate_errors(f"[[rewards]] #{number}", prepare)
         rewards[reward.name] = reward
     return tuple(rewards.values())
-
-
-def close_rewards(rewards: Iterable[Reward]) -> None:
-    """Close the rewards that keep something open, such as connections."""
-    for reward in rewards:
-        reward.close()
 
 
 def _build(entry: RewardConfig, steps: int, others: Mapping[str, Reward]) -> Reward:

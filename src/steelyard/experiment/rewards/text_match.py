@@ -109,7 +109,8 @@ class RegexMatch:
         Raises:
             InputError: the record does not have the field, or no expression in it.
         """
-        pattern = self.pattern if self.field is None else _field(record, self.field, self.name)
+        # `Any`: the field may hold anything; a pattern was checked before.
+        pattern: Any = self.pattern if self.field is None else _field(record, self.field, self.name)
         try:
             compiled = re.compile(pattern)
         except (re.error, TypeError):
@@ -155,7 +156,7 @@ class NumberMatch:
             InputError: the record does not have the field, or no number in it.
         """
         value = _field(record, self.field, self.name)
-        expected = last_number(value) if isinstance(value, str) else value
+        expected: Any = last_number(value) if isinstance(value, str) else value
         if not is_finite(expected):
             raise _invalid(self.field, "a number, or a text with one", value, self.name)
         found = last_number(answer)
