@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from steelyard import RegularizerSpec
-from steelyard.experiment.report.formatting import summarize
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import findings
+from steelyard.experiment.report.sentences import summarize
 from tests.experiment.folders import confidence, evenness, flaky, length, metrics
 
 

@@ -16,10 +16,11 @@ from steelyard.experiment.step_metrics import reward_names, skipped_terms, terms
 
 Row: TypeAlias = Mapping[str, Any]
 
-CONFIG, METRICS, DRIVERS, SAMPLES, ABLATION = (
+CONFIG, METRICS, DRIVERS, ROLLOUTS, SAMPLES, ABLATION = (
     "config.json",
     "metrics.jsonl",
     "drivers.jsonl",
+    "rollouts.jsonl",
     "samples.jsonl",
     "ablation.json",
 )
@@ -36,6 +37,7 @@ class LoadedRun:
         rows: metrics of each step, in the order of the steps.
         samples: completions of fixed prompts, before and after training.
         drivers: records of the examples that drive each term, see `driver_records`.
+        rollouts: records of the answers of an on-policy run, see `RunFolder.rollouts`.
     """
 
     name: str
@@ -44,6 +46,7 @@ class LoadedRun:
     rows: Sequence[Row]
     samples: Sequence[Mapping[str, Any]] = field(default=())
     drivers: Sequence[Mapping[str, Any]] = field(default=())
+    rollouts: Sequence[Mapping[str, Any]] = field(default=())
 
     @property
     def terms(self) -> list[str]:
@@ -175,7 +178,6 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
     by_step = {row["step"]: row for row in _read_lines(folder / METRICS, required="step")}
     if not by_step:
         raise RunError(f"{folder / METRICS} must have at least one step, got none yet.")
-    samples, drivers = folder / SAMPLES, folder / DRIVERS
     config = _read_json(folder / CONFIG)
     remember(config)  # a run of an older version, or a config edited since, may hold secrets
     return LoadedRun(
@@ -183,8 +185,10 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
         folder,
         redact(config),
         redact([by_step[step] for step in sorted(by_step)]),
-        redact(list(_read_lines(samples, required="prompt"))) if samples.is_file() else [],
-        redact(list(_read_lines(drivers, required="data"))) if drivers.is_file() else [],
+        *(
+            redact(list(_read_lines(folder / name, required))) if (folder / name).is_file() else []
+            for name, required in ((SAMPLES, "prompt"), (DRIVERS, "data"), (ROLLOUTS, "answer"))
+        ),
     )
 
 
@@ -241,9 +245,11 @@ def term_name(term: Mapping[str, Any]) -> str:
     return str(term.get("name") or term.get("use"))
 
 
-def configured_terms(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Regularizers of a config; entries that are not tables are left out."""
-    terms = config.get("regularizers")
+def configured_terms(
+    config: Mapping[str, Any], table: str = "regularizers"
+) -> list[Mapping[str, Any]]:
+    """Regularizers or rewards of a config; entries that are not tables are left out."""
+    terms = config.get(table)
     return [term for term in terms if isinstance(term, dict)] if isinstance(terms, list) else []
 
 
