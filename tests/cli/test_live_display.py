@@ -54,6 +54,9 @@ def test_the_table_shows_the_flags(changed: dict[str, float | None], flags: list
 def test_the_table_shows_a_bound() -> None:
     line = {**metrics(), "regularizers/t/1/bound": 0.25}
     assert "5 (bound 0.25)" in shown_table(line)
+    narrow = shown_lines(line, 80)
+    (below,) = [index for index, each in enumerate(narrow) if each == "(bound 0.25)"]
+    assert narrow[below - 1].split()[:2] == ["t/1", "5"]
 
 
 def test_the_table_shows_the_factors_of_an_aggregator() -> None:

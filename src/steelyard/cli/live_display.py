@@ -148,7 +148,9 @@ def step_table(metrics: dict[str, Any], *, narrow: bool = False) -> Table:
         caption_justify="left",
     )
     for row in rows:
-        cells = dict(zip(_COLUMNS, _cells(row, name_space=not one_space), strict=True))
+        cells = dict(
+            zip(_COLUMNS, _cells(row, name_space=not one_space, narrow=narrow), strict=True)
+        )
         table.add_row(*(cells[column] for column in shown))
     return table
 
@@ -164,11 +166,12 @@ def _shown_columns(rows: list[TermRow], *, narrow: bool) -> list[str]:
     return [column for column in _COLUMNS if column not in hidden]
 
 
-def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
+def _cells(row: TermRow, *, name_space: bool, narrow: bool) -> list[Text]:
     share = _format(row.share, "{:.0%}")
+    bound = _format(row.bound, "\n(bound {:.3g})" if narrow else " (bound {:.3g})")
     cells = [
         row.name,
-        _format(row.value, "{:.3g}") + ("" if row.bound is None else f" (bound {row.bound:.3g})"),
+        _format(row.value, "{:.3g}") + bound,
         _format(row.weight, "{:.3g}"),
         _format(row.contribution, "{:.3g}"),
         _format(row.grad_norm, "{:.3g}"),

@@ -156,7 +156,7 @@ def _rewards(runs: Sequence[LoadedRun]) -> list[Section]:
         )
     ]
     answers = [
-        _line_per_run(runs, f"answers-{index}", title, metric, tickformat=form)
+        _line_per_run(runs, f"answers-{index}", title, metric, tickformat=form, rangemode="tozero")
         for index, (metric, (title, form)) in enumerate(ANSWER_METRICS.items())
         if any(run.rewards for run in runs)
     ]

@@ -110,7 +110,7 @@ def _held_out(run: LoadedRun, key: str) -> list[Trace]:
 
 def _answers(run: LoadedRun) -> list[Figure]:
     return [
-        small_chart(run, f"answers-{index}", title, key, "c1", tickformat=form)
+        small_chart(run, f"answers-{index}", title, key, "c1", tickformat=form, rangemode="tozero")
         for index, (key, (title, form)) in enumerate(ANSWER_METRICS.items())
         if run.series(key)[0] and (key != "rollouts/dropped" or any(run.series(key)[1]))
     ]
