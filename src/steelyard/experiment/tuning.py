@@ -21,6 +21,7 @@ from steelyard.experiment.reference_logprobs import share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.search import (
     OBJECTIVES,
+    REWARDS,
     SEEDS,
     STUDY_NAME,
     Search,
@@ -35,7 +36,6 @@ from steelyard.experiment.training_loop import Outcome, SilentWatcher, Watcher, 
 
 _Entry = TypeVar("_Entry", TermConfig, RewardConfig)
 
-_REWARDS = "rewards."  # begins the names of the ranges of rewards
 # Sums of the rewards with the weights of the run itself.
 _WEIGHTED_SUMS = ("held_out/reward", "rollouts/reward")
 _EVALUATIONS = 5  # held-out evaluations of a trial, if the config has no `evaluate_every`
@@ -80,7 +80,7 @@ def weight_ranges(config: Config) -> dict[str, Mapping[str, Any]]:
             if (found := range_of(entry.weight)) is not None
         ]
 
-    named = [*find(config.regularizers, ""), *find(config.rewards, _REWARDS)]
+    named = [*find(config.regularizers, ""), *find(config.rewards, REWARDS)]
     ranges = dict(named)
     if len(ranges) < len(named):
         raise ConfigError(
@@ -160,7 +160,7 @@ def _check_held_out(config: Config) -> None:
 
 
 def _check_comparable(config: Config, ranges: Mapping[str, Any]) -> None:
-    tuned = [name for name in ranges if name.startswith(_REWARDS)]
+    tuned = [name for name in ranges if name.startswith(REWARDS)]
     sums = [key for key in _WEIGHTED_SUMS if key in _objective_keys(config.tune)]
     if tuned and sums:
         raise ConfigError(
