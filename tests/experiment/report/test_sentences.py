@@ -6,11 +6,11 @@ one to say the sentence: a mean over other steps, a sum of unlike norms, a sign 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -153,6 +153,10 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> OnPolicyRun:
     return train_on_policy(tmp_path_factory.mktemp("on_policy"))
 
 
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)  # exactly rounded, whatever the order
+
+
 def test_what_the_rewards_of_a_real_run_did(on_policy: OnPolicyRun) -> None:
     found = summarize(findings(on_policy.loaded))
     quarter = STEPS // 4
@@ -164,10 +168,10 @@ def test_what_the_rewards_of_a_real_run_did(on_policy: OnPolicyRun) -> None:
     def total(step: int, *, held_out: bool = False) -> float:
         records = on_policy.at(step, held_out=held_out)
         scores = [e["rewards"] for e in records if e["rewards"]["judge"] is not None]
-        return float(np.mean([e["letters"] + WEIGHT * e["judge"] for e in scores]))
+        return mean([e["letters"] + WEIGHT * e["judge"] for e in scores])
 
     def check(start: str, values: list[float]) -> None:
-        first, last = (float(np.mean(some)) for some in (values[:quarter], values[-quarter:]))
+        first, last = (mean(some) for some in (values[:quarter], values[-quarter:]))
         (sentence,) = [each for each in found if each.startswith(start)]
         assert number(last) in sentence
         if abs(last - first) > 1e-9:
@@ -176,7 +180,7 @@ def test_what_the_rewards_of_a_real_run_did(on_policy: OnPolicyRun) -> None:
 
     check("The reward", [total(step) for step in range(STEPS)])
     for name in ("letters", "judge"):
-        check(f"“{name}”", [float(np.mean(kept(step, name))) for step in range(STEPS)])
+        check(f"“{name}”", [mean(kept(step, name)) for step in range(STEPS)])
     ends = [number(total(step, held_out=True)) for step in (0, STEPS - 1)]
     assert f"On held-out prompts the reward went from {ends[0]} to {ends[1]}." in found
     sampled = [each for each in on_policy.records if "held_out" not in each]
@@ -187,10 +191,10 @@ def test_what_the_rewards_of_a_real_run_did(on_policy: OnPolicyRun) -> None:
         for group in (0, 1):
             records = [each for each in on_policy.at(step) if each["group"] == group]
             silent.append(len({e["reward"] for e in records if e["reward"] is not None}) < 2)
-    assert said(f"On average {percent(float(np.mean(silent)))} of the groups of a step had", found)
-    lengths = [float(np.mean([e["tokens"] for e in on_policy.at(s)])) for s in range(STEPS)]
-    ends = [number(float(np.mean(some))) for some in (lengths[:quarter], lengths[-quarter:])]
-    cut = percent(float(np.mean([each["truncated"] for each in sampled])))
+    assert said(f"On average {percent(mean(silent))} of the groups of a step had", found)
+    lengths = [mean([e["tokens"] for e in on_policy.at(s)]) for s in range(STEPS)]
+    ends = [number(mean(some)) for some in (lengths[:quarter], lengths[-quarter:])]
+    cut = percent(mean([each["truncated"] for each in sampled]))
     assert said(
         f"The length of the answers went from {ends[0]} to {ends[1]} tokens; on average {cut}",
         found,
@@ -198,7 +202,7 @@ def test_what_the_rewards_of_a_real_run_did(on_policy: OnPolicyRun) -> None:
     assert not any("loss" in sentence and "base loss" not in sentence for sentence in found)
 
 
-def rewarded(*rewards: float, weights: tuple[float, ...] = (1.0,), **changed: float) -> list[str]:
+def rewarded(*rewards: float, weights: tuple[float, ...] = (1.0,), **changed: Any) -> list[str]:
     """Summary of an on-policy run of which the only reward has these means."""
     rows = [
         {
@@ -234,8 +238,9 @@ def test_the_reward_rose() -> None:
 
 
 def test_dropped_answers_without_records_are_counted() -> None:
-    assert "2 answers were dropped." in rewarded(0.5, 0.5, **{"rollouts/dropped": 1.0})
-    assert "1 answer was dropped." in rewarded(0.5, **{"rollouts/dropped": 1.0})
+    dropped: dict[str, Any] = {"rollouts/dropped": 1.0}
+    assert "2 answers were dropped." in rewarded(0.5, 0.5, **dropped)
+    assert "1 answer was dropped." in rewarded(0.5, **dropped)
 
 
 def compared(*configs: Any, values: tuple[float, ...] = (0.5, 0.75)) -> list[str]:
