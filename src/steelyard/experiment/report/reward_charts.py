@@ -19,8 +19,8 @@ ANSWER_METRICS = {
     "rollouts/dropped": ("Dropped answers", ""),
 }
 ANSWERS_INTRO = (
-    "Of the sampled answers at each step. A group without signal has equal rewards, or fewer than "
-    "two answers left: nothing is learnt from it. Entropy and KL, in nats per token, are "
+    "Of the sampled answers at each step. The advantages of a group without signal are all 0: its "
+    "rewards are equal, or fewer than two answers are left. Entropy and KL, in nats per token, are "
     "estimates from the sampled tokens."
 )
 
