@@ -37,7 +37,8 @@ class LoadedRun:
         rows: metrics of each step, in the order of the steps.
         samples: completions of fixed prompts, before and after training.
         drivers: records of the examples that drive each term, see `driver_records`.
-        rollouts: records of the answers of an on-policy run, see `RunFolder.rollouts`.
+        rollouts: records of the answers of an on-policy run, see `RunFolder.rollouts`; empty where
+            several runs are loaded.
     """
 
     name: str
@@ -116,7 +117,9 @@ def load_runs(folders: Sequence[Path]) -> Experiment:
             named += [(f"{_folder_name(folder)}: {name}", path) for name, path in runs.items()]
         else:
             named.append((_folder_name(folder), folder))
-    return Experiment([_load_run(name, folder) for name, folder in _unique_names(named)])
+    alone = len(named) == 1
+    runs = [_load_run(name, folder, answers=alone) for name, folder in _unique_names(named)]
+    return Experiment(runs)
 
 
 def _load_search(folder: Path) -> Experiment:
@@ -166,7 +169,7 @@ def _started(folder: Path, subfolders: Mapping[str, str]) -> dict[str, Path]:
     }
 
 
-def _load_run(name: str, folder: Path) -> LoadedRun:
+def _load_run(name: str, folder: Path, *, answers: bool = False) -> LoadedRun:
     missing = [each for each in (CONFIG, METRICS) if not (folder / each).is_file()]
     if missing:
         what = "is no run folder" if folder.is_dir() else "is no folder"
@@ -185,11 +188,16 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
         folder,
         redact(config),
         redact([by_step[step] for step in sorted(by_step)]),
-        *(
-            redact(list(_read_lines(folder / name, required))) if (folder / name).is_file() else []
-            for name, required in ((SAMPLES, "prompt"), (DRIVERS, "data"), (ROLLOUTS, "answer"))
-        ),
+        _read_records(folder / SAMPLES, "prompt"),
+        _read_records(folder / DRIVERS, "data"),
+        # Only the report of a single run shows answers, and there may be many.
+        _read_records(folder / ROLLOUTS, "answer") if answers else [],
     )
+
+
+def _read_records(path: Path, required: str) -> list[dict[str, Any]]:
+    """Objects of a JSON-lines file without secrets; none if there is no such file."""
+    return redact(list(_read_lines(path, required))) if path.is_file() else []
 
 
 def _read_json(path: Path) -> dict[str, Any]:
