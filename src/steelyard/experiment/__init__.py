@@ -27,7 +27,7 @@ from steelyard._extras import cure as _cure
 try:
     from steelyard.experiment.ablation import Ablation, ablate
     from steelyard.experiment.config import Config
-    from steelyard.experiment.config_check import check_config
+    from steelyard.experiment.config_check import check_config, check_terms
     from steelyard.experiment.config_io import read_config
     from steelyard.experiment.example_config import example_config
     from steelyard.experiment.flags import flags_of
@@ -38,6 +38,7 @@ try:
     from steelyard.experiment.step_metrics import (
         Gradient,
         gradients,
+        reward_names,
         short_reason,
         skipped_terms,
         space_label,
@@ -62,6 +63,7 @@ __all__ = [
     "Watcher",
     "ablate",
     "check_config",
+    "check_terms",
     "conclusions",
     "example_config",
     "flags_of",
@@ -69,6 +71,7 @@ __all__ = [
     "read_config",
     "redact",
     "resume",
+    "reward_names",
     "short_reason",
     "skipped_terms",
     "space_label",
