@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from steelyard.clients import state_io
 from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
+from steelyard.clients.one_pass import Explanation, OnePass, TwoPassCall
 from steelyard.clients.term_states import TermStates
 from steelyard.composition import Aggregator, NamedBaseLoss, Pipeline, loss_names
 from steelyard.errors import InputError, SpecError, StateError
@@ -53,9 +55,16 @@ class RegularizedClient:
     """
 
     def __init__(
-        self, client: Any, regularizers: Iterable[TermLike], settings: TermSettings
+        self,
+        client: Any,
+        regularizers: Iterable[TermLike],
+        settings: TermSettings,
+        one_pass: OnePass,
     ) -> None:
         self.client = client
+        self._one_pass = one_pass
+        # It keeps the graph of a forward pass, and needs no other way to one pass.
+        self._has_open_pass = hasattr(client, "open_pass")
         self.optim_steps = 0
         self._settings = settings
         self._states = TermStates()
@@ -179,9 +188,14 @@ class RegularizedClient:
         _check_input_type(loss_type_input)
         pipeline = self._update_pipeline(loss_fn, regularizers, track_grad_norms, parallel, timeout)
         step = self.optim_steps if step is None else step
+        if not self._has_open_pass:
+            again = self._two_passes(pipeline, data, step)
+            future = self._one_pass.submit(pipeline, data, step, again)
+            if future is not None:
+                return future
         forward = self._open_pass(data, pipeline.needs(step))
         output = pipeline.compute(data, forward.logprobs, step, given=forward.given)
-        return _submit_backward(forward, data, pipeline.loss_fn, output)
+        return self._submit_backward(forward, data, pipeline.loss_fn, output)
 
     async def forward_backward_custom_async(
         self,
@@ -205,9 +219,18 @@ class RegularizedClient:
         _check_input_type(loss_type_input)
         pipeline = self._update_pipeline(loss_fn, regularizers, track_grad_norms, parallel, timeout)
         step = self.optim_steps if step is None else step
+        if not self._has_open_pass:
+            again = self._two_passes(pipeline, data, step)
+            future = await self._one_pass.submit_async(pipeline, data, step, again)
+            if future is not None:
+                return future
         forward = await asyncio.to_thread(self._open_pass, data, pipeline.needs(step))
         output = await pipeline.acompute(data, forward.logprobs, step, given=forward.given)
-        return _submit_backward(forward, data, pipeline.loss_fn, output)
+        return self._submit_backward(forward, data, pipeline.loss_fn, output)
+
+    def explain(self) -> Explanation:
+        """How the last call ran: in one pass or in two, and why, by term."""
+        return Explanation(1) if self._has_open_pass else self._one_pass.explanation
 
     def optim_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the client's `optim_step`, and count it."""
@@ -265,10 +288,35 @@ class RegularizedClient:
         self.load_state_dict(state_io.read(path))
 
     def _open_pass(self, data: Sequence[Any], needs: Sequence[str]) -> ClientPass:
-        if hasattr(self.client, "open_pass"):  # it keeps the graph for the backward pass
+        if self._has_open_pass:
             forward: ClientPass = self.client.open_pass(data, needs)
             return forward
         return TwoPasses(self.client, data)
+
+    def _two_passes(self, pipeline: Pipeline, data: Sequence[Any], step: int) -> TwoPassCall:
+        """The call in two passes, for a request in one that fails."""
+
+        def evaluate() -> tuple[ClientPass, CustomLossOutput]:
+            forward = self._open_pass(data, pipeline.needs(step))
+            return forward, pipeline.compute(data, forward.logprobs, step)
+
+        return TwoPassCall(
+            evaluate,
+            lambda found: self._submit_backward(found[0], data, pipeline.loss_fn, found[1]),
+            lambda: self.optim_steps,
+            partial(_with_client_fields, data, pipeline.loss_fn),
+        )
+
+    def _submit_backward(
+        self, forward: ClientPass, data: Sequence[Any], loss_fn: Any, output: CustomLossOutput
+    ) -> Any:
+        """Submit the backward pass; its future has the output with the client's own fields."""
+        output = replace(output, passes=1 if self._has_open_pass else 2)
+        return forward.backward(
+            output.gradients,
+            output.extra_gradients,
+            lambda result: _with_client_fields(data, loss_fn, output, result, forward.logprobs),
+        )
 
     def _update_pipeline(
         self,
@@ -332,27 +380,27 @@ def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpe
     return len(wanted) == len(current) and all(a is b for a, b in zip(wanted, current, strict=True))
 
 
-def _submit_backward(
-    forward: ClientPass, data: Sequence[Any], loss_fn: Any, output: CustomLossOutput
-) -> Any:
-    """Submit the backward pass; its future has the output with the fields of the client's own."""
-
-    def with_client_fields(result: Any) -> CustomLossOutput:
-        metrics, outputs = dict(result.metrics), result.loss_fn_outputs
-        # The server's loss is the linear one whose gradient was sent; see `TwoPasses`.
-        if "loss:sum" in metrics:
-            metrics["surrogate_loss:sum"] = metrics["loss:sum"]
-        metrics["loss:sum"] = output.loss_total
-        if isinstance(loss_fn, NamedBaseLoss):
-            outputs = _with_losses(outputs, loss_fn.elementwise(data, forward.logprobs))
-        return replace(
-            output,
-            loss_fn_outputs=outputs,
-            loss_fn_output_type=result.loss_fn_output_type,
-            server_metrics=metrics,
-        )
-
-    return forward.backward(output.gradients, output.extra_gradients, with_client_fields)
+def _with_client_fields(
+    data: Sequence[Any],
+    loss_fn: Any,
+    output: CustomLossOutput,
+    result: Any,
+    logprobs: Sequence[Tensor] | None,
+) -> CustomLossOutput:
+    """The output with the fields of the client's own."""
+    metrics, outputs = dict(result.metrics), result.loss_fn_outputs
+    # The server's loss is a linear one with the same gradient; see `TwoPasses`.
+    if "loss:sum" in metrics:
+        metrics.setdefault("surrogate_loss:sum", metrics["loss:sum"])
+    metrics["loss:sum"] = output.loss_total
+    if isinstance(loss_fn, NamedBaseLoss) and logprobs is not None:
+        outputs = _with_losses(outputs, loss_fn.elementwise(data, list(logprobs)))
+    return replace(
+        output,
+        loss_fn_outputs=outputs,
+        loss_fn_output_type=result.loss_fn_output_type,
+        server_metrics=metrics,
+    )
 
 
 def _with_losses(outputs: Sequence[Any], losses: Sequence[Tensor]) -> list[Any]:

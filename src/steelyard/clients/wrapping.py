@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from steelyard.clients.one_pass import OnePass, ServerSide
 from steelyard.clients.regularized import RegularizedClient, TermLike, TermSettings
 from steelyard.composition import Aggregator
 from steelyard.errors import InputError, SpecError
@@ -22,6 +23,8 @@ def regularize(
     check_finite: bool = True,
     workers: Workers | None = None,
     aggregate: str | Aggregator = "sum",
+    service: Any = None,
+    server_side: ServerSide = "auto",
 ) -> RegularizedClient:
     """Wrap a training client so that its losses take regularizers.
 
@@ -41,6 +44,10 @@ def regularize(
         workers: the threads and processes that run terms; None: those that all pipelines of the
             process share.
         aggregate: as in `Pipeline`.
+        service: the `ServiceClient` that made the client, to upload losses through; None: through
+            the client itself, if it is one of the SDK.
+        server_side: `"auto"` lets the server run base and terms as one uploaded loss, in one pass,
+            where it can and every term can; `True` insists on it; `False` never does.
 
     Raises:
         InputError: the client lacks a method.
@@ -88,4 +95,4 @@ def regularize(
     settings = TermSettings(
         track_grad_norms, parallel, timeout, max_concurrency, check_finite, workers, aggregate
     )
-    return RegularizedClient(client, standing, settings)
+    return RegularizedClient(client, standing, settings, OnePass(client, service, server_side))

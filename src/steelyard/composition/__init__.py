@@ -13,8 +13,10 @@ from steelyard.composition.bounds import UnmetBoundWarning
 from steelyard.composition.composite import CompositeLoss, Share, TermLike
 from steelyard.composition.input_names import Reads, itself, reads, term
 from steelyard.composition.named_losses import NamedBaseLoss, NamedLoss, find_loss, loss_names
+from steelyard.composition.per_datum import PerDatum, Reduction, Separable
 from steelyard.composition.pipeline import Pipeline, acompute, compute
-from steelyard.composition.terms import DetachedTermWarning, TermResult
+from steelyard.composition.remote_call import RemoteCall
+from steelyard.composition.terms import DetachedTermWarning, Term, TermResult
 
 __all__ = [
     "Aggregator",
@@ -23,9 +25,14 @@ __all__ = [
     "DetachedTermWarning",
     "NamedBaseLoss",
     "NamedLoss",
+    "PerDatum",
     "Pipeline",
     "Reads",
+    "Reduction",
+    "RemoteCall",
+    "Separable",
     "Share",
+    "Term",
     "TermLike",
     "TermResult",
     "UnmetBoundWarning",

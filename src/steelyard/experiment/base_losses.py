@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from steelyard.composition import PerDatum
 from steelyard.errors import InputError, SpecError
 from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
 
@@ -48,6 +50,24 @@ class CrossEntropy:
         mean = total / max(tokens, 1e-12)  # 0 rather than NaN where every weight is 0
         metrics = {"nll": mean.item(), "tokens": tokens}
         return (total if self.reduction == "sum" else mean), metrics
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+        """Form per datum: see `Separable`."""
+        pairs = zip(data, shapes, strict=True)
+        weights = [_weights(datum, torch.zeros(shape)) for datum, shape in pairs]
+        tokens = sum(each.sum().item() for each in weights)
+        mean = max(tokens, 1e-12)
+        return PerDatum(
+            _negative_logprobs,
+            {"weights": weights},
+            "sum" if self.reduction == "sum" else mean,
+            metrics={"nll": (_negative_logprobs, mean), "tokens": tokens},
+            all_tokens=True,
+        )
+
+
+def _negative_logprobs(logprobs: Tensor, weights: Tensor) -> Tensor:
+    return -logprobs * weights
 
 
 def _weights(datum: Any, logprobs: Tensor) -> Tensor:

@@ -1,0 +1,61 @@
+"""Form per datum of each term, or the reason for which it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from steelyard.clients.one_pass.function_trace import FunctionTraces, hash_key
+from steelyard.clients.one_pass.loss_graph import UnsuitableTermError
+from steelyard.composition import PerDatum, Separable, Term
+from steelyard.errors import InputError
+
+_PLACES = {"thread": "a thread", "process": "a process", "async": "the event loop", "ray": "Ray"}
+
+
+class TermForms:
+    """Forms of terms, with the traces of functions from step to step."""
+
+    def __init__(self) -> None:
+        self._traces = FunctionTraces()
+
+    def form_of(
+        self, term: Term, data: Sequence[Any], shapes: Sequence[torch.Size]
+    ) -> tuple[PerDatum, Hashable]:
+        """Form of a term for a batch, and a key: equal keys have equal functions.
+
+        Raises:
+            UnsuitableTermError: it has none.
+        """
+        reason = why_not(term)
+        if reason is not None:
+            raise UnsuitableTermError(term.name, reason)
+        fn = term.spec.fn
+        try:
+            if isinstance(fn, Separable):
+                return fn.per_datum(data, shapes), (hash_key(fn), len(shapes[0]))
+            return self._traces.form_of(term, data, shapes)
+        except InputError as error:
+            raise UnsuitableTermError(term.name, str(error).rstrip(".")) from error
+
+
+def why_not(term: Term) -> str | None:
+    """Reason for which a term cannot be lowered, whatever its formula; None if there is none."""
+    spec = term.spec
+    separable = isinstance(spec.fn, Separable)
+    gradients = ("auto", "autograd", getattr(spec.fn, "gradient", "auto") if separable else "auto")
+    reasons = {
+        "it has a bound, and its weight depends on this step's value": term.is_bounded,
+        f"it reads {', '.join(spec.needs)}": bool(spec.needs),
+        f"it runs in {_PLACES.get(spec.run_in)}": spec.run_in not in ("auto", "inline"),
+        "it is a coroutine": spec.is_async,
+        f"its gradient is {spec.gradient!r}": spec.gradient not in gradients,
+        "on_error='skip' needs its value before the gradient": spec.on_error == "skip",
+        "it keeps state from step to step": spec.stateful is not None,
+        "it takes options at each call": separable and bool(spec.options),
+        "it is no sum over data, or has no per_datum": not separable
+        and hasattr(spec.fn, "compute"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
