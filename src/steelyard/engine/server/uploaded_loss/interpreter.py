@@ -7,10 +7,8 @@ were uploaded. `budget` limits the memory and the time that they take.
 
 from __future__ import annotations
 
-import builtins
-import operator
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,22 +17,17 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from steelyard.engine.server.uploaded_loss.allowlist import (
-    ATTRIBUTES,
-    DTYPES,
-    FUNCTIONS,
-    RESULT_FIELDS,
-)
 from steelyard.engine.server.uploaded_loss.budget import (
     BudgetMode,
     LossBudget,
+    Measured,
+    Sizes,
     Stopwatch,
-    find_tensors,
 )
+from steelyard.engine.server.uploaded_loss.program import Program
 from steelyard.errors import InputError
 
 _MAX_MEASURED = 1024  # shapes that are remembered for each loss
-MAX_INT = 2**53  # integers up to here are exact in float64
 
 
 @dataclass(frozen=True)
@@ -53,8 +46,12 @@ class TracedLoss:
     name: str
     inputs: Sequence[types.CustomLossInput]
     nodes: Sequence[types.CustomLossNode]
-    # Shapes of the data -> whether all operations could be checked on `meta`.
-    _measured: dict[tuple[Any, ...], bool] = field(default_factory=dict, compare=False, repr=False)
+    # By the shapes of the data: what a run on `meta` has shown.
+    _measured: dict[tuple[Any, ...], Measured] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    # By operation and shapes: sizes of the results, for graphs that cannot be measured as a whole.
+    sizes: dict[Any, Sizes] = field(default_factory=dict, compare=False, repr=False)
 
     def bind(self, data: Sequence[types.Datum], budget: LossBudget | None = None) -> BoundLoss:
         """Loss of a batch as a function of its log-probs, one tensor `[T]` or `[T, K]` per datum.
@@ -65,7 +62,7 @@ class TracedLoss:
         fields = [self._read_fields(index, datum) for index, datum in enumerate(data)]
         return BoundLoss(self, fields, budget or LossBudget())
 
-    def measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> bool:
+    def measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> Measured:
         """Check the loss of one datum against the budget on `meta`, where nothing is allocated.
 
         Args:
@@ -74,8 +71,9 @@ class TracedLoss:
             max_bytes: the memory that the loss may take.
 
         Returns:
-            Whether every operation was checked. Those behind a mask cannot be, as their sizes
-            depend on values; they are checked one by one when the loss runs.
+            Whether every operation was checked, and the work and the memory of all of them. Those
+            behind a mask cannot be, as their sizes depend on values; they are checked one by one
+            when the loss runs.
 
         Raises:
             InputError: the loss exceeds the budget.
@@ -87,7 +85,7 @@ class TracedLoss:
             self._measured[key] = self._measure(inputs, stopwatch, max_bytes)
         return self._measured[key]
 
-    def _measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> bool:
+    def _measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> Measured:
         logprobs, *others = [torch.empty_like(each, device="meta") for each in inputs]
         mode = BudgetMode(stopwatch, max_bytes)
         try:
@@ -98,46 +96,30 @@ class TracedLoss:
         except Exception:
             if mode.exceeded:
                 raise
-            return False
-        return True
+            return Measured(complete=False)
+        return mode.measured
 
-    def evaluate(self, inputs: Sequence[Tensor], device: str = "cpu") -> tuple[Tensor, Any]:
+    def evaluate(
+        self,
+        inputs: Sequence[Tensor],
+        device: str = "cpu",
+        check: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Any]:
         """Loss of one datum, and its metrics as the graph computes them.
+
+        Args:
+            inputs: the log-probs and the fields.
+            device: on which tensors are made.
+            check: called before each operation.
 
         Raises:
             InputError: an operation fails, or the output is not a number.
         """
-        remaining = iter(inputs)
-        values: dict[str, Any] = {}
-        uses = Counter(self._uses)
-        for node in self.nodes:
-            if node.op == "placeholder":
-                values[node.name] = next(remaining)
-                continue
-            args = [_decode(arg, values, device) for arg in node.args]
-            if node.op == "output":
-                return self._result(args[0])
-            kwargs = {key: _decode(arg, values, device) for key, arg in node.kwargs.items()}
-            try:
-                values[node.name] = _apply(node, args, kwargs)
-            except InputError:
-                raise
-            except Exception as error:
-                raise InputError(
-                    f"the loss {self.name!r} must work for every datum, and {node.name} "
-                    f"({node.target}) failed: {' '.join(str(error).split())}"
-                ) from error
-            # A value that no later node reads is freed, unless the backward pass needs it.
-            for name in _references([node.args, node.kwargs]):
-                uses[name] -= 1
-                if not uses[name]:
-                    del values[name]
-        raise InputError(f"the loss {self.name!r} must have an output.")
+        return self._result(self._program.run(inputs, device, check))
 
     @cached_property
-    def _uses(self) -> Counter[str]:
-        """How often each node is read."""
-        return Counter(_references([[node.args, node.kwargs] for node in self.nodes]))
+    def _program(self) -> Program:
+        return Program(self.name, self.nodes)
 
     def _read_fields(self, index: int, datum: types.Datum) -> list[Tensor]:
         """Target tokens of a datum, and the fields that the loss reads."""
@@ -237,15 +219,26 @@ class BoundLoss:
     ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         measured = self._measure(row, tensors)
         leaf = row.detach().requires_grad_()
-        with BudgetMode(self._stopwatch, self._budget.max_bytes, measured=measured):
-            value, metrics = self._loss.evaluate([leaf, *tensors])
+        with self._watched(measured):
+            value, metrics = self._loss.evaluate([leaf, *tensors], check=self._stopwatch.check)
             gradient = None
             if value.requires_grad:
                 (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True)
         numbers = {key: _to_float(key, metric) for key, metric in metrics.items()}
         return value.detach(), gradient, numbers
 
-    def _measure(self, row: Tensor, tensors: Sequence[Tensor]) -> bool:
+    def _watched(self, measured: Measured) -> AbstractContextManager[object]:
+        """Check each operation inside against the budget, unless they are small altogether."""
+        if measured.is_small:
+            return nullcontext()
+        return BudgetMode(
+            self._stopwatch,
+            self._budget.max_bytes,
+            measured=measured.complete,
+            sizes=self._loss.sizes,
+        )
+
+    def _measure(self, row: Tensor, tensors: Sequence[Tensor]) -> Measured:
         return self._loss.measure([row, *tensors], self._stopwatch, self._budget.max_bytes)
 
 
@@ -268,77 +261,3 @@ def _to_float(key: str, metric: Any) -> float:
     if isinstance(metric, int | float):
         return float(metric)
     raise InputError(f"the metric {key!r} must be one number, got {type(metric).__name__}.")
-
-
-def _references(value: Any) -> Iterator[str]:
-    """Names of the nodes that an encoded argument refers to."""
-    match value:
-        case {"ref": str(name)}:
-            yield name
-        case dict():
-            for each in value.values():
-                yield from _references(each)
-        case list() | tuple():
-            for each in value:
-                yield from _references(each)
-
-
-def _decode(arg: Any, values: Mapping[str, Any], device: str) -> Any:  # noqa: PLR0911 - one for each form
-    match arg:
-        case {"ref": name}:
-            return values[name]
-        case {"tuple": items}:
-            return tuple(_decode(each, values, device) for each in items)
-        case {"slice": items}:
-            return slice(*(_decode(each, values, device) for each in items))
-        case {"dict": items}:
-            return {key: _decode(each, values, device) for key, each in items.items()}
-        case {"ellipsis": _}:
-            return ...
-        case {"float": text}:
-            return float(text)
-        case {"dtype": name}:
-            return DTYPES[name]
-        case {"device": _}:
-            return torch.device(device)
-        case list():
-            return [_decode(each, values, device) for each in arg]
-        case _:
-            return arg
-
-
-def _apply(node: types.CustomLossNode, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    if node.target == "getattr":
-        return _read_attribute(node.name, *args)
-    if node.op == "call_method":
-        if not isinstance(args[0], Tensor):
-            raise InputError(f"{node.name} must call a method of a tensor.")
-        fn = builtins.getattr(torch.Tensor, node.target)
-    else:
-        fn = FUNCTIONS[node.target]
-    if not find_tensors([args, kwargs]):
-        return _apply_to_numbers(fn, args, kwargs)
-    return fn(*args, **kwargs)
-
-
-def _read_attribute(where: str, value: Any, name: str) -> Any:
-    of_tensor = isinstance(value, Tensor) and name in ATTRIBUTES
-    of_result = isinstance(value, tuple) and name in RESULT_FIELDS
-    if not (of_tensor or of_result):
-        raise InputError(f"{where} must read an attribute of a tensor, got {name!r}.")
-    return builtins.getattr(value, name)
-
-
-def _apply_to_numbers(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Apply a function to plain numbers, which are sizes as a rule.
-
-    Python's integers, strings and tuples have no size limit, so only bounded numbers are allowed:
-    `"ab" * 2**40` fills the memory. `2**50 ** 2**50` would too; as floats it overflows instead.
-    """
-    if fn is operator.getitem or fn is torch.arange:
-        return fn(*args, **kwargs)
-    if not all(isinstance(arg, int | float) and abs(arg) <= MAX_INT for arg in args):
-        raise InputError("an argument that is no tensor must be a number of at most 2**53.")
-    if fn is operator.pow:
-        args = [float(arg) for arg in args]
-    return fn(*args, **kwargs)
