@@ -107,7 +107,8 @@ def open_backend(config: ModelConfig, seed: int, checkpoints: Path) -> Backend:
             service = _tinker_service(config)
         # The SDK connects here, not when the service client is built.
         client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
-    return Backend(regularize(client), service)
+    # Base and terms become one uploaded loss where the server runs such losses.
+    return Backend(regularize(client, service=service), service)
 
 
 def _local_service(config: ModelConfig, checkpoints: Path) -> Any:

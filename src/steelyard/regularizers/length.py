@@ -186,6 +186,7 @@ def _per_datum(
     layout, flat = flatten([torch.zeros(shape) for shape in shapes])
     costs, metrics = penalty.compute(data, layout.split(flat))
     factors = score_gradient(penalty.name, read_costs(penalty.name, costs, layout), data, layout)
+    factors = factors * len(shapes)  # the mean over data divides it again
     return PerDatum(
         lambda logprobs, cost, factor: cost,  # noqa: ARG005 - the arguments of all functions
         {"cost": list(costs), "factor": list(layout.split(factors))},

@@ -88,11 +88,12 @@ def _nodes_after(nodes: Sequence[fx.Node], leaf: fx.Node) -> set[fx.Node]:
     """Floating-point nodes that depend on the leaf, by way of others that do, and the leaf."""
     reached = {leaf}
     for node in nodes:
-        if operation_name(node) in CONSTANT or not any(
-            each in reached for each in node.all_input_nodes
-        ):
+        # Nodes without a sample are gradients that were added before: no value depends on them.
+        if _SAMPLE not in node.meta or operation_name(node) in CONSTANT:
             continue
-        value = node.meta.get(_SAMPLE)
+        value = node.meta[_SAMPLE]
+        if not any(each in reached for each in node.all_input_nodes):
+            continue
         if isinstance(value, Tensor) and value.is_floating_point():
             reached.add(node)
         elif not isinstance(value, int | float | torch.Size | torch.dtype | torch.device | Tensor):

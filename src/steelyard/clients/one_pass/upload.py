@@ -44,7 +44,9 @@ class Uploader:
 
     def __init__(self, client: Any, service: Any = None) -> None:
         self._create = getattr(service, "create_custom_loss", None) or _creator(client)
-        self._holder = getattr(client if service is None else service, "holder", None)
+        own = getattr(client, "holder", None)
+        self._holder = own if service is None else getattr(service, "holder", None)
+        self._elsewhere = None not in (own, self._holder) and own is not self._holder
         with _SESSIONS_LOCK:
             key = self if self._holder is None else self._holder
             self._losses = _SESSIONS.setdefault(key, SessionLosses())
@@ -53,6 +55,8 @@ class Uploader:
         """Reason for which no loss can be uploaded; None if there is none."""
         if self._create is None:
             return "the client cannot upload losses: pass service=, the client that made it"
+        if self._elsewhere:
+            return "the service has another session than the client: pass the one that made it"
         config = getattr(self._holder, "get_client_config", None)
         # Where the server does not run losses, the SDK makes two passes and does not say so.
         runs = config is not None and getattr(config(), "custom_loss_server_side", False)

@@ -64,6 +64,11 @@ class Measured:
         """Whether all operations together take so little that none needs a check of its own."""
         return self.complete and self.work <= _SMALL_WORK
 
+    def times_within(self, max_bytes: int) -> int:
+        """How many such runs together are still small, and within the memory."""
+        by_work = _SMALL_WORK // max(self.work, 1)
+        return max(1, min(by_work, max_bytes // max(self.peak_bytes, 1)))
+
 
 @dataclass(frozen=True)
 class LossBudget:

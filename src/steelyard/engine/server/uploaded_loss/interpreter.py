@@ -7,7 +7,7 @@ were uploaded. `budget` limits the memory and the time that they take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +17,12 @@ import torch
 from tinker import types
 from torch import Tensor
 
+from steelyard.engine.server.uploaded_loss.batching import (
+    BatchResult,
+    group_by_shape,
+    run_alone,
+    run_together,
+)
 from steelyard.engine.server.uploaded_loss.budget import (
     BudgetMode,
     LossBudget,
@@ -30,7 +36,7 @@ from steelyard.errors import InputError
 _MAX_MEASURED = 1024  # shapes that are remembered for each loss
 
 
-@dataclass(frozen=True)
+@dataclass
 class TracedLoss:
     """An uploaded loss; its value is that of the SDK's `LossHandle`, in one backward pass.
 
@@ -46,6 +52,8 @@ class TracedLoss:
     name: str
     inputs: Sequence[types.CustomLossInput]
     nodes: Sequence[types.CustomLossNode]
+    # Whether data of equal shapes can run together, as far as is known.
+    batches: bool = field(default=True, compare=False, repr=False)
     # By the shapes of the data: what a run on `meta` has shown.
     _measured: dict[tuple[Any, ...], Measured] = field(
         default_factory=dict, compare=False, repr=False
@@ -160,8 +168,8 @@ class TracedLoss:
 class BoundLoss:
     """An uploaded loss over the data of one batch; called with their log-probs.
 
-    It computes the gradient of each datum by itself, so that the graph of one datum is alive at a
-    time, and the backward pass is within the budget too.
+    It computes the gradient of each datum by itself, or of small data of equal shapes together, so
+    that few graphs are alive at a time, and the backward pass is within the budget too.
 
     Args:
         loss: the loss.
@@ -185,7 +193,7 @@ class BoundLoss:
         """
         with self._stopwatch:
             for shape, tensors in zip(self._shapes, self._fields, strict=True):
-                self._measure(torch.empty(shape, device="meta"), tensors)
+                self._measure([torch.empty(shape, device="meta"), *tensors])
 
     def __call__(self, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         """Sum of the losses of all data, with its gradient, and the metrics.
@@ -193,15 +201,18 @@ class BoundLoss:
         Raises:
             InputError: an operation fails, the loss exceeds its budget, or it is not finite.
         """
-        total, metrics, count = torch.zeros(()), dict[str, float](), len(self._fields)
-        gradients: list[Tensor | None] = []
+        results: list[BatchResult] = []
+        gradients: list[Tensor | None] = [None] * len(logprobs)
+        inputs = [[row, *own] for row, own in zip(logprobs, self._fields, strict=True)]
         with self._stopwatch:
-            for row, tensors in zip(logprobs, self._fields, strict=True):
-                value, gradient, datum_metrics = self._evaluate(row, tensors)
-                total = total + value
-                gradients.append(gradient)
-                for key, metric in datum_metrics.items():
-                    metrics[key] = metrics.get(key, 0.0) + metric
+            for group in group_by_shape(inputs, lambda index: self._largest_group(inputs[index])):
+                for part in self._run(group, inputs):
+                    results.append(part.result)
+                    for index, gradient in zip(
+                        part.data, part.result.gradients or (), strict=False
+                    ):
+                        gradients[index] = gradient
+        total = torch.stack([each.value for each in results]).sum()
         if all(each is None for each in gradients) or not bool(torch.isfinite(total)):
             raise InputError(
                 f"the loss {self._loss.name!r} must be finite and come from the log-probs, "
@@ -212,20 +223,40 @@ class BoundLoss:
             for row, gradient in zip(logprobs, gradients, strict=True)
         ]
         value = _KnownGradients.apply(total, known, *logprobs)  # type: ignore[no-untyped-call]
+        metrics = _sums([each.metrics for each in results])
+        count = len(logprobs)
         return value, {k: v / count if k.endswith(":mean") else v for k, v in metrics.items()}
 
-    def _evaluate(
-        self, row: Tensor, tensors: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-        measured = self._measure(row, tensors)
-        leaf = row.detach().requires_grad_()
-        with self._watched(measured):
-            value, metrics = self._loss.evaluate([leaf, *tensors], check=self._stopwatch.check)
-            gradient = None
-            if value.requires_grad:
-                (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True)
-        numbers = {key: _to_float(key, metric) for key, metric in metrics.items()}
-        return value.detach(), gradient, numbers
+    def _run(self, group: list[int], inputs: Sequence[Sequence[Tensor]]) -> Iterator[_Part]:
+        """Run data of equal shapes, together or, if they cannot be, one by one."""
+        together = self._run_together([inputs[index] for index in group])
+        if together is not None:
+            yield _Part(group, together)
+            return
+        for index in group:
+            with self._watched(self._measure(inputs[index])):
+                result = run_alone(self._evaluate, inputs[index])
+            yield _Part([index], result)
+
+    def _run_together(self, inputs: Sequence[Sequence[Tensor]]) -> BatchResult | None:
+        if len(inputs) == 1 or not self._loss.batches:
+            return None
+        try:
+            return run_together(self._evaluate, inputs)
+        except Exception:  # noqa: BLE001 - of vmap, or of a datum: run alone, it names the operation
+            self._stopwatch.check()
+            self._loss.batches = False
+            return None
+
+    def _evaluate(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        return self._loss.evaluate(inputs, check=self._stopwatch.check)
+
+    def _largest_group(self, inputs: Sequence[Tensor]) -> int:
+        """Number of data like this one that may run together, within the budget."""
+        measured = self._measure(inputs)
+        if not measured.is_small:
+            return 1
+        return measured.times_within(self._budget.max_bytes)
 
     def _watched(self, measured: Measured) -> AbstractContextManager[object]:
         """Check each operation inside against the budget, unless they are small altogether."""
@@ -238,8 +269,8 @@ class BoundLoss:
             sizes=self._loss.sizes,
         )
 
-    def _measure(self, row: Tensor, tensors: Sequence[Tensor]) -> Measured:
-        return self._loss.measure([row, *tensors], self._stopwatch, self._budget.max_bytes)
+    def _measure(self, inputs: Sequence[Tensor]) -> Measured:
+        return self._loss.measure(inputs, self._stopwatch, self._budget.max_bytes)
 
 
 class _KnownGradients(torch.autograd.Function):
@@ -255,9 +286,14 @@ class _KnownGradients(torch.autograd.Function):
         return None, None, *(slopes[0] * gradient for gradient in ctx.gradients)
 
 
-def _to_float(key: str, metric: Any) -> float:
-    if isinstance(metric, Tensor) and metric.numel() == 1:
-        return float(metric.detach())
-    if isinstance(metric, int | float):
-        return float(metric)
-    raise InputError(f"the metric {key!r} must be one number, got {type(metric).__name__}.")
+@dataclass(frozen=True)
+class _Part:
+    """Data that ran together, and their result."""
+
+    data: Sequence[int]
+    result: BatchResult
+
+
+def _sums(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    keys = dict.fromkeys(key for each in metrics for key in each)
+    return {key: sum(each.get(key, 0.0) for each in metrics) for key in keys}
