@@ -106,6 +106,9 @@ class NamedBaseLoss:
         """
         return cls(*find_loss(name, config))
 
+    def __hash__(self) -> int:
+        return hash((self.loss.name, *sorted(self.settings.items())))
+
     def check(self, data: Sequence[Any]) -> None:
         """Check that each datum has the fields that the loss reads.
 

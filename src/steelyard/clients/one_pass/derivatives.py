@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-# A torch.fx.Proxy, which stands for a tensor; functions of torch record themselves on it.
-Symbol: TypeAlias = Any
+from steelyard.clients.one_pass.symbols import Symbol
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ def _unary(derivative: Callable[[Symbol, Symbol, Symbol], Symbol]) -> Rule:
     """Rule of an elementwise function of one tensor, from `(g, x, y)`; it takes no options."""
 
     def rule(g: Symbol, op: Operation) -> Sequence[Gradient]:
-        if len(op.args) > 1 or op.kwargs:
+        # torch.nn.functional.relu passes its default on.
+        if len(op.args) > 1 or op.kwargs not in ({}, {"inplace": False}):
             raise NoDerivativeError("with these options")
         return [derivative(g, op.args[0], op.result)]
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from steelyard.clients.one_pass.loss_graph import UnsuitableTermError
 from steelyard.clients.one_pass.separability import mixing_operation
+from steelyard.clients.one_pass.symbols import Symbol, SymbolTracer
 from steelyard.composition import PerDatum, Reduction, Term
 from steelyard.gradients import as_tensor, loss_fn_input
 
@@ -163,16 +164,12 @@ def _trace(call: Callable[..., Any], data: Sequence[Any], rank: int) -> _Trace:
         Exception: whatever the function or torch.fx raises.
     """
     graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+    tracer = SymbolTracer(graph)
     inputs = [set(d.loss_fn_inputs) for d in data]
     everywhere = frozenset.intersection(*map(frozenset, inputs))
     somewhere = frozenset.union(*map(frozenset, inputs)) - everywhere
-    logprobs = [
-        fx.Proxy(graph.placeholder(f"logprobs_{index}_{rank}"), tracer) for index in range(2)
-    ]
-    stand_ins = [
-        _Datum(_Placeholders(graph, tracer, index), everywhere, somewhere) for index in range(2)
-    ]
+    logprobs = [tracer.symbol(f"logprobs_{index}_{rank}") for index in range(2)]
+    stand_ins = [_Datum(_Placeholders(tracer, index), everywhere, somewhere) for index in range(2)]
     results = {
         name: _unwrap(name, each) for name, each in _split(call(stand_ins, logprobs)).items()
     }
@@ -306,16 +303,15 @@ class _Fields(Mapping[str, Any]):
         raise ValueError("it counts the fields of a datum")
 
 
-class _Placeholders(dict[str, fx.Proxy]):
+class _Placeholders(dict[str, Symbol]):
     """Inputs of a graph for the fields of a datum, made when they are read."""
 
-    def __init__(self, graph: fx.Graph, tracer: fx.proxy.TracerBase, index: int) -> None:
+    def __init__(self, tracer: SymbolTracer, index: int) -> None:
         super().__init__()
-        self._graph, self._tracer, self._index = graph, tracer, index
+        self._tracer, self._index = tracer, index
 
-    def __missing__(self, name: str) -> fx.Proxy:
-        first = next(iter(self._graph.nodes))
-        with self._graph.inserting_before(first):
-            node = self._graph.placeholder(f"field_{self._index}_{name}")
-        self[name] = fx.Proxy(node, self._tracer)
+    def __missing__(self, name: str) -> Symbol:
+        graph = self._tracer.graph
+        with graph.inserting_before(next(iter(graph.nodes))):
+            self[name] = self._tracer.symbol(f"field_{self._index}_{name}")
         return self[name]

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from steelyard.clients.one_pass.derivatives import Symbol
 from steelyard.clients.one_pass.loss_graph import (
     LOGPROBS,
     MASK,
@@ -33,6 +32,7 @@ from steelyard.clients.one_pass.loss_graph import (
 )
 from steelyard.clients.one_pass.reverse_mode import add_gradient, evaluate_sample, sample_of
 from steelyard.clients.one_pass.sample import SAMPLE_SHAPE, check_on_sample, sample_inputs
+from steelyard.clients.one_pass.symbols import Symbol, SymbolTracer
 from steelyard.composition import PerDatum
 
 
@@ -71,10 +71,8 @@ class _Builder:
         factors = [f"factor_{index}" for index in range(len(terms))]
         self._ranks = {**ranks, **dict.fromkeys(factors, 0)}
         self._graph = fx.Graph()
-        tracer = fx.proxy.GraphAppendingTracer(self._graph)
-        self._inputs: dict[str, Symbol] = {
-            name: fx.Proxy(self._graph.placeholder(name), tracer) for name in self._ranks
-        }
+        tracer = SymbolTracer(self._graph)
+        self._inputs = {name: tracer.symbol(name) for name in self._ranks}
         self._factors = [self._inputs[name] for name in factors]
         self._sample = sample_inputs(self._ranks)
         self._leaf = self._inputs[LOGPROBS].detach()
@@ -111,11 +109,13 @@ class _Builder:
             values = form.values(logprobs, **fields)
             surrogate = values if form.gradient_of is None else form.gradient_of(logprobs, **fields)
             metrics = {name: fn(logprobs, **fields) for name, fn in term.functions.items()}
+            # torch.fx adds the node of an attribute when it is first asked for.
+            found = [getattr(each, "node", None) for each in (values, surrogate, *metrics.values())]
             evaluate_sample(self._graph, self._sample)
         except Exception as error:  # a term is anyone's, and torch.fx raises whatever it likes
             raise UnsuitableTermError(term.name, f"it cannot be traced: {_brief(error)}") from error
-        for each in (values, surrogate, *metrics.values()):
-            _check_shape(term.name, each)
+        for node in found:
+            _check_shape(term.name, node)
         return _Traced(term.name, form, values, surrogate, metrics)
 
     def _rank(self, values: Symbol) -> int:
@@ -158,14 +158,11 @@ class _Builder:
         """
         seeds = [(term.surrogate, self._seed(term, factor)) for term, factor in terms.values()]
         try:
-            found = add_gradient(seeds, self._leaf)
+            return add_gradient(seeds, self._leaf)
         except Exception as error:
             for name, each in terms.items() if len(terms) > 1 else ():  # to know which
                 self._gradient({name: each})
             raise UnsuitableTermError(next(iter(terms)), _brief(error)) from error
-        if found is None:
-            raise UnsuitableTermError(next(iter(terms)), "it does not depend on the log-probs")
-        return found
 
     def _seed(self, term: _Traced, factor: Symbol | float) -> Symbol:
         """Gradient of the sum over the tokens that count, times the factor."""
@@ -185,8 +182,8 @@ class _Builder:
         }
 
 
-def _check_shape(term: str, values: Any) -> None:
-    sample = sample_of(values.node) if isinstance(values, fx.Proxy) else None
+def _check_shape(term: str, node: Any) -> None:
+    sample = sample_of(node) if isinstance(node, fx.Node) else None
     shape = tuple(sample.shape) if isinstance(sample, Tensor) else None
     if shape not in ((), SAMPLE_SHAPE[:1], SAMPLE_SHAPE):
         got = "no tensor" if shape is None else f"the rank {len(shape)}"

@@ -19,9 +19,9 @@ from steelyard.clients.one_pass.derivatives import (
     SHAPED,
     NoDerivativeError,
     Operation,
-    Symbol,
     operation_name,
 )
+from steelyard.clients.one_pass.symbols import Symbol
 
 # Of each node, on a sample: its value, for the shapes and types of gradients.
 _SAMPLE = "sample"
@@ -51,7 +51,7 @@ def sample_of(node: fx.Node) -> Any:
     return node.meta[_SAMPLE]
 
 
-def add_gradient(seeds: Sequence[tuple[Symbol, Symbol]], leaf: Symbol) -> Symbol | None:
+def add_gradient(seeds: Sequence[tuple[Symbol, Symbol]], leaf: Symbol) -> Symbol:
     """Append to a graph the gradient of `Σ (seed · values).sum()` with respect to a leaf.
 
     Args:
@@ -60,10 +60,11 @@ def add_gradient(seeds: Sequence[tuple[Symbol, Symbol]], leaf: Symbol) -> Symbol
         leaf: what to differentiate with respect to.
 
     Returns:
-        The gradient, in the shape of the leaf; None if no value depends on it.
+        The gradient, in the shape of the leaf.
 
     Raises:
-        NoDerivativeError: an operation has no derivative here.
+        NoDerivativeError: an operation has no derivative here, or a value does not depend on the
+            leaf.
     """
     nodes = list(leaf.node.graph.nodes)
     reached = _nodes_after(nodes, leaf.node)
@@ -75,29 +76,31 @@ def add_gradient(seeds: Sequence[tuple[Symbol, Symbol]], leaf: Symbol) -> Symbol
             gradients[node] = gradient if known is None else known + gradient
 
     for values, seed in seeds:
+        if values.node not in reached:
+            raise NoDerivativeError("it does not depend on the log-probs")
         add(values.node, seed)
     for node in reversed(nodes):
         if node is leaf.node or node not in gradients:
             continue
         for arg, gradient in _pass_on(node, gradients.pop(node), leaf.tracer):
             add(arg, gradient)
-    return gradients.get(leaf.node)
+    return gradients[leaf.node]
 
 
 def _nodes_after(nodes: Sequence[fx.Node], leaf: fx.Node) -> set[fx.Node]:
-    """Floating-point nodes that depend on the leaf, by way of others that do, and the leaf."""
+    """Nodes that can be differentiated with respect to the leaf, and the leaf."""
     reached = {leaf}
     for node in nodes:
         # Nodes without a sample are gradients that were added before: no value depends on them.
         if _SAMPLE not in node.meta or operation_name(node) in CONSTANT:
             continue
         value = node.meta[_SAMPLE]
-        if not any(each in reached for each in node.all_input_nodes):
-            continue
-        if isinstance(value, Tensor) and value.is_floating_point():
+        # A named tuple, as `sort` gives it, holds tensors.
+        differentiable = isinstance(value, tuple) or (
+            isinstance(value, Tensor) and value.is_floating_point()
+        )
+        if differentiable and any(each in reached for each in node.all_input_nodes):
             reached.add(node)
-        elif not isinstance(value, int | float | torch.Size | torch.dtype | torch.device | Tensor):
-            raise NoDerivativeError(f"{operation_name(node)} gives no tensor")
     return reached
 
 
@@ -106,6 +109,9 @@ def _pass_on(node: fx.Node, gradient: Symbol, tracer: fx.proxy.TracerBase) -> li
     name = operation_name(node)
     rule = ELEMENTWISE.get(name) or SHAPED.get(name)
     if rule is None:
+        source = node.args[0]
+        if name == "getattr" and isinstance(source, fx.Node):  # a field of a named tuple
+            name = operation_name(source)
         raise NoDerivativeError(f"{name} has no derivative here")
     args, kwargs = _replaced(node, lambda each: fx.Proxy(each, tracer))
     first = node.all_input_nodes[0].meta[_SAMPLE]

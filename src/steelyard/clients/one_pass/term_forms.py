@@ -10,7 +10,6 @@ import torch
 from steelyard.clients.one_pass.function_trace import FunctionTraces, hash_key
 from steelyard.clients.one_pass.loss_graph import UnsuitableTermError
 from steelyard.composition import PerDatum, Separable, Term
-from steelyard.errors import InputError
 
 _PLACES = {"thread": "a thread", "process": "a process", "async": "the event loop", "ray": "Ray"}
 
@@ -33,12 +32,21 @@ class TermForms:
         if reason is not None:
             raise UnsuitableTermError(term.name, reason)
         fn = term.spec.fn
-        try:
-            if isinstance(fn, Separable):
-                return fn.per_datum(data, shapes), (hash_key(fn), len(shapes[0]))
+        if not isinstance(fn, Separable):
             return self._traces.form_of(term, data, shapes)
-        except InputError as error:
+        try:
+            return fn.per_datum(data, shapes), (_options_key(fn), len(shapes[0]))
+        except Exception as error:  # a term is anyone's; in two passes it raises what it will
             raise UnsuitableTermError(term.name, str(error).rstrip(".")) from error
+
+
+def _options_key(fn: Any) -> Hashable:
+    """Key of a term: with its attributes, if these may be set again between steps."""
+    parameters = getattr(fn, "__dataclass_params__", None)
+    if parameters is not None and parameters.frozen:
+        return hash_key(fn)
+    attributes = getattr(fn, "__dict__", {}).items()
+    return hash_key(fn), tuple((name, hash_key(value)) for name, value in attributes)
 
 
 def why_not(term: Term) -> str | None:
