@@ -34,7 +34,7 @@ def value_of(form: PerDatum, metric: Any = None) -> float:
         fields: Any = {name: tensors[index] for name, tensors in form.fields.items()}  # type: ignore[index]
         total += values(row, **fields).sum().item()
     by: dict[Any, float] = {"sum": 1.0, "mean": float(len(DATA))}
-    return total / by.get(reduction, reduction)
+    return total / float(by.get(reduction, reduction))
 
 
 def weighted(data: Any, rows: Any) -> Any:
