@@ -19,6 +19,7 @@ NAMES = (
     "engine",
     "one_pass",
     "sampling",
+    "on_policy",
     "regularizers",
     "integrations",
     "trl",

@@ -23,6 +23,7 @@ from steelyard.engine import LocalServiceClient, LocalTrainingClient
 # If this model cannot be fetched, use another one of the same size.
 MODEL, RANK = os.environ.get("STEELYARD_BENCH_MODEL", "smollm2-135m"), 16
 STEPS, PACKED, PEAKS = 9, 5, 3
+TRACK_EVERY = 20
 EVEN = (64, 64, 64, 64)
 RAGGED = (160, 24, 16, 40, 8, 64, 12, 28)
 SPECS = [RegularizerSpec(fn, WEIGHTS[name], name) for name, fn in TERMS.items()]
@@ -84,6 +85,7 @@ def ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
         "one term": lambda: local.forward_backward_custom(data, nll, SPECS[:1]).result(),
         "custom": custom(local),
         "tracked": custom(local, track_grad_norms=True),
+        "parameters": custom(local, track_grad_norms=True, grad_space="parameters"),
         "two passes": custom(remote),
     }
 
@@ -94,6 +96,15 @@ def rl_ways_of(client: LocalTrainingClient) -> dict[str, Callable[[], object]]:
         "plain": lambda: client.forward_backward(data, "importance_sampling").result(),
         "with terms": lambda: wrapped.forward_backward(data, "importance_sampling").result(),
     }
+
+
+def every_so_often(usual: Timing, rare: Timing, every: int) -> Timing:
+    """Mean of one rare step and `every` - 1 usual ones, from the times of each repeat."""
+
+    def mean(usual: Sequence[float], rare: Sequence[float]) -> list[float]:
+        return [((every - 1) * a + b) / every for a, b in zip(usual, rare, strict=True)]
+
+    return Timing(mean(usual.seconds, rare.seconds), mean(usual.ratios, rare.ratios))
 
 
 def padded(client: LocalTrainingClient, data: Sequence[types.Datum]) -> Callable[[], object]:
@@ -149,6 +160,7 @@ def main() -> None:
         way: statistics.median(peak_of(way) for _ in range(PEAKS)) for way in ("plain", "custom")
     }
     heavier = peaks["custom"] / peaks["plain"]
+    now_and_then = every_so_often(timings["custom"], timings["parameters"], TRACK_EVERY)
     pairs = zip(timings["one term"].seconds, timings["base"].seconds, strict=True)
     one_term = Timing(timings["one term"].seconds, [a / b for a, b in pairs])
     show(
@@ -160,6 +172,8 @@ def main() -> None:
             against("one regularizer, against the base loss alone", one_term, 1.05),
             against("one forward pass", timings["custom"], 1.05),
             against("the same, all norms and cosines", timings["tracked"], 1.05),
+            against("the same with respect to the parameters", timings["parameters"], 3.5),
+            against(f"on average with track_every = {TRACK_EVERY}", now_and_then, 1.13),
             against("two passes, as over a network", timings["two passes"]),
             against("importance_sampling with the terms, against plain", rl["with terms"], 1.05),
             (

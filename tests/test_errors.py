@@ -23,6 +23,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "DataError": (SteelyardError, ValueError),
     "RunError": (SteelyardError, RuntimeError),
     "ClosedError": (SteelyardError, RuntimeError),
+    "AggregationError": (SteelyardError, RuntimeError),
     "MissingExtraError": (SteelyardError, ImportError),
     "TermError": (SteelyardError, RuntimeError),
     "TermResultError": (TermError, TypeError),

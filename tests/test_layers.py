@@ -53,6 +53,7 @@ ALLOWED = {**LAYERS, **FACE, **dict.fromkeys(FOR_ALL, frozenset[str]())}
 EXCEPTIONS = {
     "steelyard.penalties.from_logits": "its `entropy` is not the `entropy` of penalties",
     "steelyard.penalties.from_logits.lm_head": "needs torch, which from_logits does not load",
+    "steelyard.regularizers.judges": "no regularizers: what they share with rewards",
     "steelyard.experiment.demo": "needs the extra `demo`",
     "steelyard.experiment.report": "needs the extra `report`",
 }

@@ -33,6 +33,7 @@ EXTRAS = {
     "rich": "cli",
     "typer": "cli",
     "yaml": "cli",
+    "torchjd": "aggregate",
     "optuna": "tune",
     "tensorboardX": "tensorboard",
     "trackio": "trackio",

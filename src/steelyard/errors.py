@@ -12,6 +12,7 @@
     ├── DataError           (ValueError)    a line of a data file breaks a rule
     ├── RunError            (RuntimeError)  a run folder cannot be used
     ├── ClosedError         (RuntimeError)  the pipeline or its workers are closed
+    ├── AggregationError    (RuntimeError)  an aggregator finds no factors for a step
     ├── MissingExtraError   (ImportError)   an optional dependency is not installed
     └── TermError           (RuntimeError)  a term failed; `.term` is its name
         ├── TermResultError   (TypeError)     its return value is not a loss
@@ -31,6 +32,7 @@ from __future__ import annotations
 from typing import Literal
 
 __all__ = [
+    "AggregationError",
     "CheckpointError",
     "ClosedError",
     "ConfigError",
@@ -101,6 +103,10 @@ class RunError(SteelyardError, RuntimeError):
 
 class ClosedError(SteelyardError, RuntimeError):
     """The pipeline, or its workers, are closed."""
+
+
+class AggregationError(SteelyardError, RuntimeError):
+    """An aggregator finds no factors for a step, which then takes the plain sum, with a warning."""
 
 
 class MissingExtraError(SteelyardError, ImportError):

@@ -56,6 +56,13 @@ def test_the_table_shows_a_bound() -> None:
     assert "5 (bound 0.25)" in shown_table(line)
 
 
+def test_the_table_shows_the_factors_of_an_aggregator() -> None:
+    assert "factor" not in shown_table(metrics())
+    shown = shown_table({**metrics(), "factors/base": 0.75, "factors/t/1": 1.25})
+    assert "factor" in shown
+    assert [factor for factor in ("0.75", "1.25") if factor in shown] == ["0.75", "1.25"]
+
+
 def test_the_table_names_the_space_of_the_gradients() -> None:
     assert "gradients w.r.t. log-probs" in shown_table(metrics())
     elsewhere: dict[str, Any] = {"regularizers/t/1/grad_space": "hidden_states"}
@@ -65,6 +72,16 @@ def test_the_table_names_the_space_of_the_gradients() -> None:
     assert "100% of hidden states" in shown
     untracked = {key: v for key, v in metrics().items() if "norm" not in key}
     assert "w.r.t." not in shown_table(untracked)
+
+
+def test_the_table_shows_the_change_by_a_measured_step() -> None:
+    assert "change" not in shown_table(metrics())
+    shown = shown_table(
+        {**metrics(), "base_loss/progress": -0.125, "regularizers/t/1/progress": 0.5}
+    )
+    assert "change" in shown
+    assert "-0.125" in shown
+    assert "+0.5 " in shown
 
 
 def test_the_table_shows_why_a_term_was_skipped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -349,6 +350,20 @@ def test_an_aggregator_is_passed_on(either: Any) -> None:
     assert client.pipeline.settings.aggregator.reads_gram is False
     with pytest.raises(SpecError, match="aggregate"):
         regularize(either, [spec()], aggregate="no such rule")
+
+
+def test_the_state_of_an_aggregator_outlives_a_change_of_the_terms(either: Any) -> None:
+    data = sampled(either)
+    terms = [spec(), spec(L1(), 1.0, "l1")]
+    client, resumed = (regularize(either, terms, aggregate="random") for _ in range(2))
+    first = client.forward_backward(data, "cross_entropy").result().factors
+    more = client.forward_backward_custom(data, nll, [spec(l2, 0.2, "more")]).result().factors
+    assert set(more) == {"base", "l2", "l1", "more"}
+    saved = json.loads(json.dumps(client.state_dict()))
+    third = client.forward_backward(data, "cross_entropy").result().factors
+    assert third != first, "a later draw of the same generator"
+    resumed.load_state_dict(saved)
+    assert resumed.forward_backward(data, "cross_entropy").result().factors == third
 
 
 @both_calls

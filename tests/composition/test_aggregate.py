@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import Aggregator, CompositeLoss, TermResult, WeightedSum, term
-from steelyard.composition.aggregate import AGGREGATORS, aggregator_of, combine, read_numbers
+from steelyard.composition import (
+    AggregationWarning,
+    Aggregator,
+    CompositeLoss,
+    TermResult,
+    WeightedSum,
+    term,
+)
+from steelyard.composition.aggregate import combine, read_numbers
 from steelyard.composition.terms import Term
-from steelyard.errors import SpecError
+from steelyard.errors import AggregationError, SpecError
 from steelyard.gradients import Row
 from steelyard.penalties.from_logits import entropy, z_loss
 from steelyard.regularizers import WholeVocabulary
@@ -156,14 +163,17 @@ def test_an_aggregator_is_given_values_weights_and_the_gram_matrix_of_weighted_g
     torch.testing.assert_close(torch.tensor(products), rows @ rows.T)
 
 
-def test_an_aggregator_does_not_see_terms_without_a_gradient_there() -> None:
-    def sums(_: Any, logprobs: Any, logits: Tensor) -> Tensor:
-        return logits.sum()
+def sums(_: Any, logprobs: Any, logits: Tensor) -> Tensor:
+    return logits.sum()
 
+
+def test_an_aggregator_does_not_see_anchors_nor_terms_without_a_gradient_or_a_weight() -> None:
     specs = [
         RegularizerSpec(constant, 1.0, "constant", gradient="none"),
         RegularizerSpec(broken, 1.0, "broken", on_error="skip"),
-        RegularizerSpec(sums, 3.0, "elsewhere", needs=("logits",)),
+        RegularizerSpec(sums, 3.0, "elsewhere", needs=("logits",), anchor=True),
+        RegularizerSpec(l2, 0.2, "anchored", anchor=True),
+        RegularizerSpec(l2, 0.0, "off"),
         RegularizerSpec(l2, 0.1, "l2"),
     ]
     noted = Noted()
@@ -171,9 +181,80 @@ def test_an_aggregator_does_not_see_terms_without_a_gradient_there() -> None:
     output = pipeline.compute([], LOGPROBS, given={"logits": torch.ones(2)})
     ((values, weights, products),) = noted.given
     assert (len(values), weights) == (2, [1.0, 0.1])
-    assert [len(row) for row in products] == [2, 2]
-    torch.testing.assert_close(torch.cat(list(output.gradients)), BASE + 0.5 * WEIGHTED[1])
+    rows = torch.stack(WEIGHTED[:2]).double()
+    torch.testing.assert_close(torch.tensor(products, dtype=torch.float64), rows @ rows.T)
+    expected = BASE + 0.5 * WEIGHTED[1] + 2 * WEIGHTED[1]
+    torch.testing.assert_close(torch.cat(list(output.gradients)), expected)
     assert output.extra_gradients["logits"].tolist() == [3.0, 3.0]
+    ones = dict.fromkeys(["base", "elsewhere", "anchored", "off"], 1.0)
+    assert output.factors == {**ones, "l2": 0.5}
+
+
+def test_gradients_of_different_spaces_cannot_be_compared() -> None:
+    specs = [RegularizerSpec(sums, 3.0, "elsewhere", needs=("logits",))]
+    pipeline = Pipeline(nll, specs, aggregate=Halved(), gives=("logits",))
+    message = (
+        "here logprobs, and the gradient of regularizer 'elsewhere' is with respect to logits: "
+        "give it anchor=True, which exempts it, or use aggregate='sum'."
+    )
+    with pytest.raises(SpecError, match=message):
+        pipeline.compute([], LOGPROBS, given={"logits": torch.ones(2)})
+
+
+@pytest.mark.parametrize("specs", [[], [RegularizerSpec(l2, 0.1, "l2", anchor=True)]])
+def test_one_gradient_alone_takes_the_plain_sum(specs: list[RegularizerSpec]) -> None:
+    noted = Noted()
+    output = Pipeline(nll, specs, aggregate=noted).compute([], LOGPROBS)
+    assert (noted.given, output.factors) == ([], {})
+
+
+def test_the_sum_has_no_factors_to_report() -> None:
+    output = Pipeline(nll, SPECS, track_grad_norms=True).compute([], LOGPROBS)
+    assert output.factors == {}
+    assert "factors" not in output.to_dict()
+
+
+def test_factors_are_part_of_the_output_and_of_its_metrics() -> None:
+    output = Pipeline(nll, SPECS, aggregate=Halved()).compute([], LOGPROBS)
+    assert output.factors == {"base": 1.0, "l2": 0.5, "apart": 0.5}
+    assert output.metrics["factors/apart"] == 0.5
+    assert type(output).from_dict(output.to_dict()) == output
+
+
+def test_a_step_without_factors_takes_the_plain_sum_and_is_named_in_a_warning() -> None:
+    class Failing(Aggregator):
+        def factors(self, values: Any, weights: Any, products: Any) -> Sequence[float]:
+            raise AggregationError("no solution.")
+
+    pipeline = Pipeline(nll, SPECS, aggregate=Failing())
+    with pytest.warns(AggregationWarning, match="step 7 takes the plain sum .*: no solution"):
+        output = pipeline.compute([], LOGPROBS, step=7)
+    torch.testing.assert_close(torch.cat(list(output.gradients)), sum(WEIGHTED))
+    assert output.factors == {}
+
+
+def test_an_aggregator_with_state_is_saved_with_the_terms() -> None:
+    class Counting(Halved):
+        calls = 0
+
+        def factors(self, values: Any, weights: Any, products: Any) -> Sequence[float]:
+            self.calls += 1
+            return super().factors(values, weights, products)
+
+        def state_dict(self) -> dict[str, int]:
+            return {"calls": self.calls}
+
+        def load_state_dict(self, state: Mapping[str, int]) -> None:
+            self.calls = state["calls"]
+
+    first, second = (Pipeline(nll, SPECS, aggregate=Counting()) for _ in range(2))
+    first.compute([], LOGPROBS)
+    assert first.state_dict() == {"(aggregate)": {"calls": 1}}
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert Pipeline(nll, SPECS, aggregate=Halved()).state_dict() == {}
+    with pytest.raises(SpecError, match=r"'\(aggregate\)' is the aggregator: choose another"):
+        Pipeline(nll, [RegularizerSpec(l2, 1.0, "(aggregate)")])
 
 
 def composed(
@@ -211,6 +292,7 @@ def test_a_composite_has_the_value_of_the_sum_and_the_gradient_with_factors(
     torch.testing.assert_close(gradients(model), expected)
     output = loss.output
     assert output.loss_total == pytest.approx(total.item())
+    assert output.factors == {"base": 1.0, "activity": 0.5, "confidence": 0.5}
     if not tracked:
         assert (output.total_grad_norm, output.cosines) == (None, {})
         return
@@ -261,6 +343,29 @@ def test_a_share_is_of_the_terms_with_their_factors() -> None:
     assert x.grad.item() == 3.0 + 0.25 * 0.5 * 4.0 * 4.0
 
 
+def test_a_share_counts_in_what_the_aggregator_sees() -> None:
+    noted, x = Noted(), torch.tensor([1.0, -1.0], requires_grad=True)
+    loss = CompositeLoss(lambda x: x.sum(), [term(lambda x: x[0], 4.0, "first")], aggregate=noted)
+    loss.share = 0.25
+    loss(x=x)
+    ((_, weights, products),) = noted.given
+    assert (weights, products) == ([1.0, 1.0], [[2.0, 1.0], [1.0, 1.0]])
+
+
+@pytest.mark.parametrize(("bound", "sign"), [({"at_most": 1.0}, 1), ({"at_least": 100.0}, -1)])
+def test_a_bounded_term_is_a_row_with_its_multiplier(bound: dict[str, Any], sign: int) -> None:
+    noted = Noted()
+    spec = RegularizerSpec(l2, name="l2", run_in="inline", **bound)
+    output = Pipeline(nll, [spec], aggregate=noted).compute([], LOGPROBS)
+    multiplier = output.regularizers["l2"].weight
+    assert multiplier > 0
+    ((_, weights, products),) = noted.given
+    assert weights == [1.0, sign * multiplier]
+    assert products[0][1] == pytest.approx(sign * multiplier * (BASE @ (2 * FLAT)).item())
+    expected = BASE + 0.5 * sign * multiplier * 2 * FLAT
+    torch.testing.assert_close(torch.cat(list(output.gradients)), expected)
+
+
 def test_without_gradients_there_is_nothing_to_aggregate() -> None:
     noted = Noted()
     loss = CompositeLoss(
@@ -284,8 +389,8 @@ def test_terms_that_fuse_are_computed_one_by_one_for_an_aggregator(
 ) -> None:
     together = count_together(monkeypatch)
     specs = [
-        RegularizerSpec(WholeVocabulary(kind="entropy"), 0.5),
-        RegularizerSpec(WholeVocabulary(kind="z_loss"), 0.1),
+        RegularizerSpec(WholeVocabulary(kind="entropy"), 0.5, anchor=True),
+        RegularizerSpec(WholeVocabulary(kind="z_loss"), 0.1, anchor=True),
     ]
     given = {"logits": [torch.randn(3, 5), torch.randn(1, 5), torch.randn(2, 5)]}
     for aggregate, wanted in (("sum", [2]), (Halved(), [2])):
@@ -316,19 +421,6 @@ def test_fused_terms_of_a_composite_have_their_own_factors() -> None:
 def test_the_sum_needs_no_gram_matrix() -> None:
     assert SUM.factors([1.0, 2.0], [1.0, 0.5], []) == [1.0, 1.0]
     assert not SUM.reads_gram
-    assert isinstance(aggregator_of("sum"), WeightedSum)
-    halved = Halved()
-    assert aggregator_of(halved) is halved
-
-
-@pytest.mark.parametrize("aggregate", ["mean", "", None, Halved, 3])
-def test_an_unknown_aggregator(aggregate: Any) -> None:
-    message = "aggregate must be one of 'sum', or an Aggregator, got"
-    with pytest.raises(SpecError, match=message):
-        Pipeline(nll, aggregate=aggregate)
-    with pytest.raises(SpecError, match=message):
-        CompositeLoss(lambda x: x.sum(), aggregate=aggregate)
-    assert all(repr(name) in message for name in AGGREGATORS)
 
 
 def test_an_aggregator_is_not_given_a_gradient_that_is_not_finite() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from tinker import types
 from torch import Tensor
 
-from steelyard import Pipeline, RegularizerSpec, schedules
+from steelyard import Pipeline, RegularizerSpec, regularize, schedules
 from steelyard.composition import CompositeLoss
 from steelyard.composition.bounds import (
     KI,
@@ -25,7 +26,9 @@ from steelyard.composition.bounds import (
     UnmetBoundWarning,
     size_of_base,
 )
+from steelyard.engine import LocalServiceClient
 from steelyard.errors import SpecError, StateError
+from steelyard.regularizers import WholeVocabulary
 from steelyard.spec import Bound
 
 BASE = 4.0
@@ -344,3 +347,29 @@ def test_a_weight_replaces_a_bound() -> None:
     pipeline.set_weight("kl", 0.25)
     term = pipeline.compute([], LOGPROBS, 0).regularizers["kl"]
     assert (term.weight, term.bound, term.violation) == (0.25, None, None)
+
+
+def test_an_entropy_over_the_whole_vocabulary_is_held_above_its_bound() -> None:
+    """Overfit the tiny model, whose entropy would fall from 6.2 to 0.
+
+    Measured: 1.76 to 2.39 over the last 30 steps, and 1.5 to 2.6 for learning rates up to 3e-3.
+    """
+    training = LocalServiceClient().create_lora_training_client("tiny-random", rank=8, seed=0)
+    tokens = torch.randint(0, 500, (4, 17), generator=torch.Generator().manual_seed(0)).tolist()
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row[:-1]),
+            loss_fn_inputs={"target_tokens": row[1:]},
+        )
+        for row in tokens
+    ]
+    spec = RegularizerSpec(WholeVocabulary(kind="entropy"), name="entropy", at_least=2.0)
+    client, values = regularize(training, [spec]), []
+    for _ in range(150):
+        output = client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=3e-3)).result()
+        values.append(output.regularizers["entropy"].value)
+    assert values[0] > 5
+    assert min(values[-30:]) > 1.3
+    assert max(values[-30:]) < 2.8
+    assert output.base_loss.value / 64 < 1.0, "it learns all the same"

@@ -195,3 +195,67 @@ def test_a_term_may_read_nan() -> None:
     output = Pipeline(lambda *_: 0.0, [spec], check_finite=False)
     with pytest.warns(DetachedTermWarning):
         assert math.isnan(output.compute([], [torch.tensor([math.nan])]).loss_total)
+
+
+# Log-probs and one extra input as linear functions of two parameters: d / d parameters is Jᵀ g.
+LOGPROB_JACOBIAN = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, -1.0]])
+LOGIT_JACOBIAN = torch.tensor([[2.0, 0.0], [1.0, 1.0]])
+
+
+def linear_model(terms: Sequence[tuple[Any, Any]]) -> list[list[Tensor | None]]:
+    """Gradients with respect to the parameters, and the direct ones of terms that read them."""
+    rows: list[list[Tensor | None]] = []
+    for logprobs, extra in terms:
+        row = LOGPROB_JACOBIAN.T @ torch.cat(list(logprobs))
+        if "logits" in extra:
+            row = row + LOGIT_JACOBIAN.T @ extra["logits"][0]
+        direct = extra.get("parameters", {}).get("w")
+        rows.append([row if direct is None else row + direct])
+    return rows
+
+
+def test_all_terms_are_compared_with_respect_to_the_parameters() -> None:
+    given = {"logits": [torch.tensor([1.0, 2.0])], "parameters": {"w": torch.tensor([5.0, 7.0])}}
+    specs = [
+        RegularizerSpec(lambda d, lps: lps[0].square().sum(), 0.5, "l2"),
+        RegularizerSpec(lambda d, lps, logits: logits[0].sum(), 2.0, "z", needs=("logits",)),
+        RegularizerSpec(
+            lambda d, lps, parameters: parameters["w"][0], 3.0, "w", needs=("parameters",)
+        ),
+        RegularizerSpec(
+            lambda d, lps, parameters: lps[1][0] * parameters["w"][1],
+            1.0,
+            "both",
+            needs=("parameters",),
+        ),
+        RegularizerSpec(lambda d, lps: 1.0, 1.0, "constant", gradient="none"),
+    ]
+    pipeline = Pipeline(
+        lambda d, lps: -torch.cat(lps).sum(), specs, track_grad_norms=True, gives=given
+    )
+    logprobs = [torch.tensor([-1.0, -2.0]), torch.tensor([-4.0])]
+    output = pipeline.compute([], logprobs, given=given, to_parameters=linear_model)
+    rows = {
+        "base": -LOGPROB_JACOBIAN.sum(0),
+        "l2": LOGPROB_JACOBIAN.T @ torch.tensor([-2.0, -4.0, 0.0]),
+        "z": LOGIT_JACOBIAN.sum(0),
+        "w": torch.tensor([1.0, 0.0]),
+        "both": 7 * LOGPROB_JACOBIAN[2] + torch.tensor([0.0, -4.0]),
+    }
+    weights = {"base": 1.0, "l2": 0.5, "z": 2.0, "w": 3.0, "both": 1.0}
+    assert output.grad_space == "parameters"
+    assert output.base_loss.grad_norm == pytest.approx(rows["base"].norm().item())
+    for name in weights.keys() - {"base"}:
+        assert output.regularizers[name].grad_norm == pytest.approx(rows[name].norm().item())
+    for (a, b), cosine in output.cosines.items():
+        wanted = torch.dot(rows[a], rows[b]) / rows[a].norm() / rows[b].norm()
+        assert cosine == pytest.approx(wanted.item())
+    assert len(output.cosines) == 10
+    total = torch.stack([weights[name] * row for name, row in rows.items()]).sum(0)
+    torch.testing.assert_close(output.extra_gradients["parameters"]["w"], total)
+    assert output.total_grad_norm == pytest.approx(total.norm().item())
+    # With respect to the log-probs the gradient is as ever.
+    plain = pipeline.compute([], logprobs, given=given)
+    for mine, theirs in zip(output.gradients, plain.gradients, strict=True):
+        assert torch.equal(mine, theirs)
+    assert plain.grad_space == "logprobs"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -7,6 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from steelyard.errors import TermTimeoutError
 from steelyard.execution import Batch, Cancelled, Executor, Ticket, Workers
 
 from .lanes import double, hang, run, ticket
@@ -86,6 +88,74 @@ def test_what_cannot_be_submitted_fails_its_ticket(workers: Workers) -> None:
     with Batch([t], {"thread": Broken()}, 2) as batch:
         list(batch.settled())
     with pytest.raises(OSError, match="no more threads"):
+        t.result()
+
+
+def test_an_interrupt_while_tickets_start_calls_off_those_that_run() -> None:
+    class Interrupted(Executor):
+        def submit(self, ticket: Ticket) -> None:
+            if ticket.term == "second":
+                raise KeyboardInterrupt
+            ticket.start()
+
+        def close(self) -> None: ...
+
+    tickets = [Ticket(name, "mine", double, (1,)) for name in ("first", "second")]
+    with pytest.raises(KeyboardInterrupt), Batch(tickets, {"mine": Interrupted()}, 2):
+        pass
+    for t in tickets:
+        with pytest.raises(Cancelled):
+            t.result()
+
+
+def test_a_lane_may_have_a_width_of_its_own(workers: Workers) -> None:
+    lock, now, most = threading.Lock(), [0], [0]
+
+    async def work() -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        await asyncio.sleep(0)
+        with lock:
+            now[0] -= 1
+
+    executors = {"narrow": workers.executors["async"]}
+    tickets = [Ticket("t", "narrow", work, (), 300.0) for _ in range(20)]
+    with Batch(tickets, executors, 1, widths={"narrow": 3}) as batch:
+        assert len(list(batch.settled())) == 20
+    assert most[0] <= 3, "coroutines are not limited otherwise"
+
+
+def test_deadlines_are_read_only_when_there_is_nothing_else_to_do() -> None:
+    class Halves(Executor):
+        """Ends half of the tickets when it is first asked for a deadline."""
+
+        asked = 0
+
+        def submit(self, ticket: Ticket) -> None:
+            ticket.start()
+
+        def deadline(self, ticket: Ticket) -> float:
+            self.asked += 1
+            if self.asked == 1:
+                for each in tickets[:50]:
+                    each.end(1)
+            return time.monotonic() + 600
+
+        def close(self) -> None: ...
+
+    tickets = [Ticket("t", "mine", double, (1,), 600.0) for _ in range(100)]
+    executor = Halves()
+    with Batch(tickets, {"mine": executor}, 100) as batch:
+        settled = list(itertools.islice(batch.settled(), 50))
+    assert settled == tickets[:50]
+    assert executor.asked <= 100, "for all tickets once, not at each of 150 events"
+
+
+def test_messages_have_the_word_for_the_kind_of_term() -> None:
+    t = Ticket("short", "thread", double, (1,), 1e-9, kind="reward")
+    t.run()
+    with pytest.raises(TermTimeoutError, match=r"^reward 'short' must end within 1e-09 s"):
         t.result()
 
 

@@ -81,7 +81,7 @@ def metrics(terms: Sequence[RegularizerSpec], steps: int, *, tracked: bool) -> l
         for step in range(steps):
             output = pipeline.compute(DATA, logprobs, step=step)
             times = {"step": step, "time": START + step, "seconds": 0.25 + 0.01 * step}
-            texts = space_metrics(output.regularizers) | skip_reasons(output.skipped)
+            texts = space_metrics(output) | skip_reasons(output.skipped)
             rows.append(times | output.metrics | texts)
             if step % 4 == 0 or step == steps - 1:
                 rows[-1]["held_out/loss"] = output.base_loss.value + 0.1

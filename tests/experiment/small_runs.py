@@ -94,10 +94,53 @@ def small_config(
     return read_config(raw, overrides, folder=folder)
 
 
+def letters(record: Mapping[str, Any], answer: str) -> float:
+    """A reward that differs between the answers of a random model: letters from a to m."""
+    return float(sum("a" <= letter <= "m" for letter in answer.lower()))
+
+
+def brief(record: Mapping[str, Any], answer: str) -> float:
+    """A reward for short answers."""
+    return -0.1 * len(answer)
+
+
+def reward(function: Any, **keys: Any) -> dict[str, Any]:
+    """Config entry of a reward of this module."""
+    return {"use": f"{__name__}:{function.__name__}", **keys}
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{n} plus one is", "target": n + 1} for n in range(count)]
+
+
+def small_rollouts(
+    folder: Path,
+    *overrides: str,
+    rewards: Sequence[Mapping[str, Any]] = (),
+    regularizers: Sequence[Mapping[str, Any]] = (),
+) -> Config:
+    """Config of 3 steps of 2 prompts out of 6, one of which is held out, with 4 answers each."""
+    write_data(folder / "prompts.jsonl", prompts(6))
+    raw = {
+        "model": {"base_model": "tiny-random", "rank": 2, "device": "cpu"},
+        "rollouts": {
+            "prompts": "prompts.jsonl",
+            "per_step": 2,
+            "group_size": 4,
+            "max_tokens": 6,
+            "held_out": 0.2,
+        },
+        "train": {"steps": 3, "learning_rate": 1e-2, "save_every": 1},
+        "rewards": list(rewards or (reward(letters),)),
+        "regularizers": list(regularizers),
+    }
+    return read_config(raw, overrides, folder=folder)
+
+
 def without_clock(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics without times and durations."""
     return {
         key: value
         for key, value in metrics.items()
-        if key not in ("time", "seconds") and not key.endswith("/duration")
+        if key != "time" and not key.endswith(("/duration", "seconds", "_per_second"))
     }

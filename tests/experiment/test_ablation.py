@@ -85,6 +85,7 @@ def recomputed(run: RunFolder, config: Config) -> dict[str, float]:
         client = service.create_lora_training_client("tiny-random", rank=config.model.rank)
         client.load_state(checkpoint.path).result()
         weights = {key: weight.double() for key, weight in client.weights().items()}
+        assert config.data is not None
         encoder = Encoder(client.get_tokenizer(), config.data.max_length)
     groups = [encoder.encode("completion", line) for line in lines(12)]
     data = [group[0] for group in split(groups, 0.2, config.train.seed)[1]]

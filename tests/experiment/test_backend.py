@@ -183,6 +183,30 @@ def test_samples_are_greedy(backend: Backend, plain: Encoder) -> None:
     assert backend.sample([prompt, prompt], 4) == [expected, expected]
 
 
+def test_groups_are_sampled_as_one_list(backend: Backend, plain: Encoder) -> None:
+    params = types.SamplingParams(max_tokens=5, seed=3)
+    requests = [(plain.prompt(text, "completion"), 2, params) for text in ("One", "Two plus")]
+    groups = backend.sample_groups(requests)
+    assert [len(group) for group in groups] == [2, 2]
+    again = backend.sample_groups(requests)
+    assert [[each.logprobs for each in group] for group in groups] == [
+        [each.logprobs for each in group] for group in again
+    ]
+
+
+def test_the_base_model_stays_beside_the_trained_one(backend: Backend, plain: Encoder) -> None:
+    data = plain.encode("completion", {"prompt": "One", "completion": " two"})
+    before = backend.logprobs(data)[0]
+    backend.client.forward_backward(data, "cross_entropy").result()
+    backend.client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    torch.testing.assert_close(backend.base.logprobs(data)[0], before)
+    assert not torch.allclose(backend.logprobs(data)[0], before)
+
+
+def test_the_context_is_that_of_the_model(backend: Backend) -> None:
+    assert backend.context_length == tiny.build(torch.float32).config.max_position_embeddings
+
+
 def test_an_unknown_local_model_is_refused_without_loading() -> None:
     check_model(ModelConfig(base_model="tiny-random"))
     check_model(ModelConfig(backend="tinker", base_model="gpt-9"))

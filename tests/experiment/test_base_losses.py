@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import pytest
 import torch
 
+from steelyard.composition import NamedBaseLoss
 from steelyard.engine import LocalServiceClient
 from steelyard.errors import InputError, SpecError
-from steelyard.experiment.base_losses import CrossEntropy
+from steelyard.experiment.base_losses import POLICY_LOSSES, CrossEntropy, PolicyLoss
 from steelyard.experiment.encoding import Encoder
 
 
@@ -48,3 +51,35 @@ def test_invalid_reductions_and_weights_are_refused() -> None:
     data = [{"loss_fn_inputs": {"weights": [1.0]}}]
     with pytest.raises(InputError, match=r"shape of the log-probs, \[2\], got \[1\]\.$"):
         CrossEntropy().compute(data, [torch.zeros(2)])
+
+
+def policy_data() -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+    fields = {"logprobs": [0.0, -1.0, -2.0], "advantages": [0.0, 1.0, 1.0], "weights": [0, 1, 1]}
+    return [{"loss_fn_inputs": fields}], [torch.tensor([-9.0, -0.5, -2.0])]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_policy_loss_is_the_named_one_or_its_mean(name: str) -> None:
+    data, logprobs = policy_data()
+    expected = NamedBaseLoss.of(name).compute(data, logprobs)
+    loss, metrics = PolicyLoss.of(name).compute(data, logprobs)
+    assert loss == expected
+    assert metrics["ratio"] == pytest.approx((math.exp(0.5) + 1) / 2)
+    mean, _ = PolicyLoss.of(name, {"reduction": "mean"}).compute(data, logprobs)
+    assert mean == pytest.approx(expected / 2)
+
+
+def test_clipped_tokens_of_the_answer_are_counted() -> None:
+    data, logprobs = policy_data()
+    _, metrics = PolicyLoss.of("ppo").compute(data, logprobs)
+    assert metrics["clip_fraction"] == 0.5  # the token of the prompt does not count
+    wide = {"clip_low_threshold": 0.1, "clip_high_threshold": 9.0}
+    assert PolicyLoss.of("ppo", wide).compute(data, logprobs)[1]["clip_fraction"] == 0
+    assert "clip_fraction" not in PolicyLoss.of("importance_sampling").compute(data, logprobs)[1]
+
+
+def test_settings_of_a_policy_loss_are_checked() -> None:
+    with pytest.raises(SpecError, match=r"^options of ppo may hold .*, got the key 'clip'\.$"):
+        PolicyLoss.of("ppo", {"clip": 0.2})
+    with pytest.raises(SpecError, match=r"^reduction must be 'sum' or 'mean', got 'max'\.$"):
+        PolicyLoss.of("ppo", {"reduction": "max"})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from steelyard.composition import GramWeighting, WeightedSum
 from steelyard.errors import ConfigError
 from steelyard.experiment import read_config
 from steelyard.experiment.build_terms import build_terms
@@ -121,3 +122,39 @@ def test_closing_reaches_the_terms_that_can_be_closed(folder: Path) -> None:
     object.__setattr__(terms.specs[1].fn, "close", lambda: closed.append("external_validation"))
     terms.close()
     assert closed == ["external_validation"]
+
+
+def test_the_aggregator_of_a_config(folder: Path) -> None:
+    entry = {"use": "l2", "weight": 1, "anchor": True}
+    terms = build(folder, entry)
+    assert isinstance(terms.aggregator, WeightedSum)
+    assert terms.specs[0].anchor
+    assert isinstance(build(folder, loss={"aggregate": {"use": "sum"}}).aggregator, WeightedSum)
+    named = build(folder, loss={"aggregate": "mgda"}).aggregator
+    assert isinstance(named, GramWeighting)
+    assert named.name == "mgda"
+    tuned = build(folder, loss={"aggregate": {"use": "mgda", "max_iters": 7}}).aggregator
+    assert tuned.weighting.max_iters == 7
+
+
+def test_the_aggregator_draws_with_the_seed_of_the_run(folder: Path) -> None:
+    def draw(run_seed: int, **options: Any) -> list[float]:
+        loss = {"aggregate": {"use": "random", **options}}
+        aggregator = build(folder, loss=loss, train={"seed": run_seed}).aggregator
+        return list(aggregator.factors([1.0, 1.0], [1.0, 1.0], [[1.0, 0.0], [0.0, 1.0]]))
+
+    assert draw(1) == draw(1) != draw(2)
+    assert draw(1, seed=2) == draw(2)
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "message"),
+    [
+        ("upgrade", r"^\[loss\]: aggregate must be one of 'sum', .*'upgrad', .*'upgrade'"),
+        ({"use": "mgda", "c": 1}, r"^\[loss\]: the options of aggregate='mgda' must be among"),
+        ("fairgrad", r"^\[loss\]: the options of aggregate='fairgrad'.*'alpha'"),
+    ],
+)
+def test_an_aggregator_that_does_not_exist(folder: Path, aggregate: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(folder, loss={"aggregate": aggregate})

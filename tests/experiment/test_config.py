@@ -36,12 +36,25 @@ def test_only_the_data_file_is_required() -> None:
         ("tune", {"objective": {"loss": "1"}}, "must be the key of a metric, or a table of keys"),
         ("train", {"learning_rate": {"tune": [0, 1]}}, "must be a number >= 0, a schedule"),
         ("train", {"timeout": 301}, "less than or equal to 300"),
+        ("train", {"track_every": 0}, "greater than or equal to 1"),
+        ("train", {"measure_progress": -1}, "greater than or equal to 0"),
+        ("train", {"grad_space": "logits"}, "'logprobs' or 'parameters'"),
         ("train", {"steps": "5"}, "valid integer"),
     ],
 )
 def test_invalid_values_are_refused(table: str, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         validate(**{table: values})
+
+
+def test_a_tinker_service_has_no_parameters_here() -> None:
+    train = {"grad_space": "parameters"}
+    assert validate(train=train).train.grad_space == "parameters"
+    with pytest.raises(
+        ValidationError,
+        match=r"train.grad_space = 'parameters' needs model.backend = 'local', where the model is",
+    ):
+        validate(train=train, model={"backend": "tinker"})
 
 
 def test_valid_values_are_kept() -> None:
@@ -51,7 +64,7 @@ def test_valid_values_are_kept() -> None:
         tune={"objective": {"held_out/loss": 1.0, "nll": -0.5}},
         train={"learning_rate": {"cosine": [1e-4, 0, 10]}},
     )
-    assert config.data.held_out == "other.jsonl"
+    assert config.source.held_out == "other.jsonl"
     assert config.model.base_url == "https://host/api"
     assert config.tune.objective == {"held_out/loss": 1.0, "nll": -0.5}
     assert config.train.learning_rate == {"cosine": [1e-4, 0, 10]}
@@ -66,3 +79,14 @@ def test_the_schema_describes_the_forms_of_a_weight() -> None:
     )
     assert tuned["required"] == ["tune"]
     assert [each["required"] for each in bound["anyOf"]] == [["at_most"], ["at_least"]]
+
+
+@pytest.mark.parametrize("value", ["", 3, {}, {"use": 3}, ["upgrad"], None])
+def test_an_aggregator_is_a_name_or_a_table_with_one(value: Any) -> None:
+    with pytest.raises(ValidationError, match="must be 'sum', the name of a TorchJD weighting"):
+        validate(loss={"aggregate": value})
+    assert validate(loss={"aggregate": "upgrad"}).loss.aggregate == "upgrad"
+    text, table = Config.model_json_schema()["$defs"]["LossConfig"]["properties"]["aggregate"][
+        "anyOf"
+    ]
+    assert (text["type"], table["required"]) == ("string", ["use"])

@@ -20,7 +20,7 @@ def test_every_error_is_reported(folder: Path) -> None:
     assert str(caught.value).splitlines() == [
         "[train]: steps must be >= 1, got 0",
         "[train]: seed must be >= 0, got -1",
-        "[loss]: usee is not a key; known: use, options; did you mean use?",
+        "[loss]: usee is not a key; known: use, options, aggregate; did you mean use?",
     ]
 
 

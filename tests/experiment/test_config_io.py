@@ -14,6 +14,7 @@ from steelyard.experiment import read_config
 
 def test_paths_of_a_mapping_become_absolute(folder: Path) -> None:
     config = read_config({"data": {"path": "train.jsonl"}}, folder=folder)
+    assert config.data is not None
     assert config.data.path == str(folder / "train.jsonl")
     assert config.python_path == [str(folder)]
 
@@ -120,6 +121,7 @@ def test_paths_start_from_the_folder_of_the_file(folder: Path) -> None:
     config = {"data": {"path": "../train.jsonl"}, "python_path": ["lib", "."]}
     (folder / "sub" / "c.json").write_text(json.dumps(config))
     read = read_config(folder / "sub" / "c.json")
+    assert read.data is not None
     assert read.data.path == str(folder / "train.jsonl")
     assert read.python_path == [str(folder / "sub" / "lib"), str(folder / "sub")]
     with pytest.raises(ConfigError, match=r"^\[data\]: held_out must be a file that exists, got"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,12 @@ def output_of(gradients: list[list[float]], **options: Any) -> CustomLossOutput:
     return compute([], logprobs, base, track_grad_norms=True, **options)
 
 
+def records_of(
+    output: CustomLossOutput, step: int, dataset: Dataset, lines: Sequence[int]
+) -> list[dict[str, Any]]:
+    return driver_records(output, step, dataset.batch(lines), dataset.encoder.tokenizer)
+
+
 def tokens_of(record: dict[str, Any], index: int = 0) -> list[tuple[str, float | None]]:
     return [(text, share) for text, share in record["data"][index]["tokens"]]
 
@@ -54,7 +62,7 @@ def test_a_record_has_the_lines_and_the_text_with_shares(tmp_path: Path, plain: 
     # Each is one byte a token, and an end token; the first token has no log-prob.
     dataset = dataset_of(tmp_path, *map(answer, ("ab", "cd", "ef")), encoder=plain)
     output = output_of([[1.0, -3.0], [0.0, 4.0], [0.0, 0.0]])
-    (record,) = driver_records(output, 7, dataset, [2, 0, 1])
+    (record,) = records_of(output, 7, dataset, [2, 0, 1])
     assert (record["step"], record["term"], record["file"]) == (7, "base", "d.jsonl")
     assert record["grad_norm"] == pytest.approx(26**0.5)
     assert record["data"] == [
@@ -63,9 +71,19 @@ def test_a_record_has_the_lines_and_the_text_with_shares(tmp_path: Path, plain: 
     ]
 
 
+def test_the_norm_is_that_of_the_shares(tmp_path: Path, plain: Encoder) -> None:
+    dataset = dataset_of(tmp_path, answer("ab"), encoder=plain)
+    output = output_of([[3.0, 4.0]])
+    elsewhere = replace(
+        output, base_loss=replace(output.base_loss, grad_norm=100.0), grad_space="parameters"
+    )
+    (record,) = records_of(elsewhere, 0, dataset, [0])
+    assert record["grad_norm"] == pytest.approx(5.0)
+
+
 def test_at_most_three_data_of_a_term_are_recorded(tmp_path: Path, plain: Encoder) -> None:
     dataset = dataset_of(tmp_path, *[answer("ab")] * 5, encoder=plain)
-    (record,) = driver_records(output_of([[1.0, 1.0]] * 5), 0, dataset, range(5))
+    (record,) = records_of(output_of([[1.0, 1.0]] * 5), 0, dataset, range(5))
     assert [(datum["line"], datum["share"]) for datum in record["data"]] == [
         (1, 0.2), (2, 0.2), (3, 0.2),
     ]  # fmt: skip
@@ -75,7 +93,7 @@ def test_a_pair_names_the_answer(tmp_path: Path, plain: Encoder) -> None:
     rows = [{"chosen": "ab", "rejected": "cd"}, {"chosen": "ef", "rejected": "gh"}]
     dataset = dataset_of(tmp_path, *rows, encoder=plain)
     output = output_of([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0], [0.0, 0.0]])
-    (record,) = driver_records(output, 0, dataset, [0, 1])
+    (record,) = records_of(output, 0, dataset, [0, 1])
     found = [(datum["line"], datum["field"], datum["tokens"][0][0]) for datum in record["data"]]
     assert found == [(2, "chosen", "e"), (1, "rejected", "c")]
 
@@ -90,15 +108,15 @@ def test_terms_without_a_gradient_by_log_probs_have_no_record(
         {"fn": lambda _, rows: rows[0].sum(), "weight": 1.0, "name": "sum"},
     ]
     output = output_of([[1.0, 1.0]], regularizers=terms)
-    assert [r["term"] for r in driver_records(output, 0, dataset, [0])] == ["base", "sum"]
+    assert [r["term"] for r in records_of(output, 0, dataset, [0])] == ["base", "sum"]
     untracked = compute([], [torch.zeros(2)], lambda _, rows: rows[0].sum())
-    assert driver_records(untracked, 0, dataset, [0]) == []
+    assert records_of(untracked, 0, dataset, [0]) == []
 
 
 def test_bytes_of_one_character_are_one_piece(tmp_path: Path, plain: Encoder) -> None:
     dataset = dataset_of(tmp_path, answer("aé😀b"), encoder=plain)
     output = output_of([[1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 2.0]])
-    (record,) = driver_records(output, 0, dataset, [0])
+    (record,) = records_of(output, 0, dataset, [0])
     assert tokens_of(record) == [
         ("a", 0.0), ("é", 0.2), ("😀", 0.5), ("b", 0.1), ("<|end|>", 0.2),
     ]  # fmt: skip
@@ -113,7 +131,7 @@ def test_words_keep_their_spaces(tmp_path: Path) -> None:
         eos_token="</s>",
     )
     dataset = dataset_of(tmp_path, answer("a b b"), encoder=Encoder(tokenizer, 8))
-    (record,) = driver_records(output_of([[1.0, 1.0, 2.0]]), 0, dataset, [0])
+    (record,) = records_of(output_of([[1.0, 1.0, 2.0]]), 0, dataset, [0])
     assert [text for text, _ in tokens_of(record)] == ["a", " b", " b", "</s>"]
 
 
@@ -125,12 +143,12 @@ def test_a_long_text_is_shortened_around_its_strongest_tokens(tmp_path: Path) ->
     dataset = dataset_of(tmp_path, answer(text), encoder=encoder)
     gradient = [0.0] * 400
     gradient[99] = gradient[299] = 1.0  # those of the characters 100 and 300
-    (record,) = driver_records(output_of([gradient]), 0, dataset, [0])
+    (record,) = records_of(output_of([gradient]), 0, dataset, [0])
     assert text_of(record) == f"…{text[95:106]}…{text[295:306]}…"
     assert [share for _, share in tokens_of(record) if share is None] == [None] * 3
     assert [text for text, share in tokens_of(record) if share] == [text[100], text[300]]
     # All are alike: the record stays small.
-    (record,) = driver_records(output_of([[1.0] * 400]), 0, dataset, [0])
+    (record,) = records_of(output_of([[1.0] * 400]), 0, dataset, [0])
     assert 60 <= len(tokens_of(record)) <= 82
     assert text_of(record).startswith(text[:60])
 
@@ -139,7 +157,7 @@ def test_a_secret_is_redacted_although_it_spans_tokens(tmp_path: Path, plain: En
     secret = "hunter2-hunter2"
     remember(secret)
     dataset = dataset_of(tmp_path, answer(f"key {secret}!"), encoder=plain)
-    (record,) = driver_records(output_of([[1.0] * 20]), 0, dataset, [0])
+    (record,) = records_of(output_of([[1.0] * 20]), 0, dataset, [0])
     assert tokens_of(record) == [("key ***!<|end|>", 1.0)]
     pieces = [("hunter2", 0.25), ("…", None), ("-", 0.25)]
     assert redact_pieces(pieces) == pieces

@@ -15,6 +15,7 @@ def test_the_example_is_a_valid_config(folder: Path) -> None:
         ("kl_to_reference", "kl", {"warmup": [0.1, 10]}),
         ("entropy", "", 0.01),
     ]
+    assert config.data is not None
     assert config.data.path == str(folder / "train.jsonl")
 
 

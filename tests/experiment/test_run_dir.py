@@ -44,24 +44,24 @@ def test_metrics_are_truncated_to_a_size(run: RunFolder) -> None:
 
 
 def test_drivers_are_cut_at_a_step(run: RunFolder) -> None:
-    run.cut_drivers(0)  # there are none yet
+    run.cut_records(0)  # there are none yet
     run.append_drivers([{"step": 0, "term": "a"}, {"step": 0, "term": "é\u2028"}])
     run.append_drivers([])
     run.append_drivers([{"step": 2, "term": "a"}])
-    run.cut_drivers(3)
+    run.cut_records(3)
     assert [record["step"] for record in run.drivers()] == [0, 0, 2]
     with (run.path / "drivers.jsonl").open("a") as file:
         file.write('{"step": 1, "te')  # killed while it wrote
-    run.cut_drivers(2)
+    run.cut_records(2)
     assert run.drivers() == [{"step": 0, "term": "a"}, {"step": 0, "term": "é\u2028"}]
-    run.cut_drivers(0)
+    run.cut_records(0)
     assert run.drivers() == []
 
 
 def test_damaged_drivers_are_an_error(run: RunFolder) -> None:
     (run.path / "drivers.jsonl").write_text("{\n")
     with pytest.raises(RunError, match=r"drivers\.jsonl must be JSON, and it is damaged"):
-        run.cut_drivers(1)
+        run.cut_records(1)
 
 
 def test_a_failed_write_leaves_no_file_behind(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ def test_seeds_follow_that_of_the_config_and_share_its_held_out_lines(folder: Pa
     assert list(configs) == [3, 4, 5]
     assert configs[3] is config
     assert [each.train.seed for each in configs.values()] == [3, 4, 5]
-    assert [each.data.split_seed for each in configs.values()] == [None, 3, 3]
+    assert [each.source.split_seed for each in configs.values()] == [None, 3, 3]
     given = seeded_configs(small_config(folder, "data.split_seed=8"), 2)
-    assert [each.data.split_seed for each in given.values()] == [8, 8]
+    assert [each.source.split_seed for each in given.values()] == [8, 8]
 
 
 def test_the_runs_of_the_first_seed_are_in_the_folder_itself(folder: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from steelyard.experiment.step_metrics import (
     cosine_to_base,
     gradients,
+    mean_metrics,
     short_reason,
     skip_reasons,
     skipped_terms,
@@ -103,3 +104,16 @@ def test_norms_that_are_not_finite_have_no_share() -> None:
     by_name = gradients(lines, ["a"])
     assert (by_name["a"].share, by_name["base"].share) == (0.25, 0.75)
     assert (by_name["a"].cosine, by_name["a"].cancelled) == (None, None)
+
+
+def test_metrics_of_several_optimizer_steps_are_averaged() -> None:
+    first = {"loss_total": 1.0, "skipped/judge": 1.0, "skipped/judge/reason": "down"}
+    second = {"loss_total": 2.0, "regularizers/judge/value": 4.0, "grad_space": "logprobs"}
+    assert mean_metrics([first, second]) == {
+        "loss_total": 1.5,
+        "skipped/judge": 1.0,
+        "skipped/judge/reason": "down",
+        "regularizers/judge/value": 4.0,
+        "grad_space": "logprobs",
+    }
+    assert mean_metrics([first]) == first

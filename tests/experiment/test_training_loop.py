@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from steelyard import RegularizerOutput
+from steelyard import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
 from steelyard.experiment.training_loop import space_metrics
 
 from .small_runs import (
     DRIFT,
+    KL,
     L2,
     STEADY,
     Recorder,
@@ -86,6 +87,20 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     whole, resumed = (RunFolder(folder / name).metrics() for name in ("whole", "r"))
     assert [without_clock(line) for line in resumed] == [without_clock(line) for line in whole]
     assert len([key for key in whole[-1] if key.startswith("held_out/regularizers/")]) == 5
+
+
+def test_a_random_aggregator_is_resumed_to_the_same_bits(folder: Path) -> None:
+    config = small_config(
+        folder, "train.steps=4", "train.save_every=2", "loss.aggregate.use=random",
+        regularizers=[L2, term(noise), {**STEADY, "anchor": True}],
+    )  # fmt: skip
+    train(config, folder / "whole")
+    train(config, folder / "r", stop=stop_after(2))
+    assert resume(folder / "r").status == "done"
+    whole, resumed = (RunFolder(folder / name).metrics() for name in ("whole", "r"))
+    assert [without_clock(line) for line in resumed] == [without_clock(line) for line in whole]
+    assert whole[-1]["factors/steady"] == 1.0
+    assert len({line["factors/l2"] for line in whole}) == 4
 
 
 @pytest.mark.parametrize(
@@ -243,7 +258,32 @@ def test_space_metrics_are_those_of_terms_with_a_norm() -> None:
         "rare": RegularizerOutput("rare", 1.0, 1.0, 1.0, grad_norm=1.0, grad_space="logits"),
         "judge": RegularizerOutput("judge", 1.0, 1.0, 1.0),
     }
-    assert space_metrics(terms) == {
+    base = BaseLossOutput(1.0, grad_norm=1.0)
+    assert space_metrics(CustomLossOutput(1.0, base, terms, grad_space="parameters")) == {
+        "base_loss/grad_space": "parameters",
         "regularizers/kl/grad_space": "logprobs",
         "regularizers/rare/grad_space": "logits",
     }
+
+
+def test_gradients_with_respect_to_the_parameters(folder: Path) -> None:
+    settings = ("steps=4", "grad_space=parameters", "track_every=2", "measure_progress=3")
+    overrides = [f"train.{setting}" for setting in settings]
+    terms = [L2, KL, term(from_logits, needs=["logits"])]
+    config = small_config(folder, *overrides, regularizers=terms)
+    train(config, folder / "r")
+    lines = RunFolder(folder / "r").metrics()
+    assert len(lines) == 4
+    names = [spec.name for spec in config.regularizers]
+    for line in lines:
+        tracked, measured = line["step"] % 2 == 0, line["step"] % 3 == 0
+        spaces = {key: value for key, value in line.items() if key.endswith("/grad_space")}
+        assert set(spaces.values()) == ({"parameters"} if tracked else set())
+        assert ("total_grad_norm" in line) == tracked
+        if tracked:
+            # The norm of the gradient that the optimizer saw.
+            norm = line["optim/unclipped_grad_l2:mean"]
+            assert line["total_grad_norm"] == pytest.approx(norm, rel=1e-4)
+        progress = [key for key in line if key.endswith("/progress")]
+        wanted = ["base_loss/progress", *(f"regularizers/{name}/progress" for name in names)]
+        assert progress == (wanted if measured else [])

@@ -58,6 +58,7 @@ def test_everything_else_has_one_and_cosines_nest() -> None:
     values = TRACKED.to_dict()
     assert set(values) - set(PLAIN.to_dict()) == {
         "total_grad_norm",
+        "grad_space",
         "cosines",
         "skipped",
         "not_run",

@@ -1,4 +1,4 @@
-"""Checks of options: each one alone, and each option of each regularizer."""
+"""Options: each one of each regularizer, and the sources of values."""
 
 from __future__ import annotations
 
@@ -160,46 +160,6 @@ class Sourced:
 
     source: Any
     name: str = "sourced"
-
-
-@pytest.mark.parametrize(
-    ("check", "arguments", "expected"),
-    [
-        (_options.number, (2,), 2.0),
-        (_options.at_least, (0, 0), 0.0),
-        (_options.positive, (0.5,), 0.5),
-        (_options.fraction, (1,), 1.0),
-        (_options.whole, (3, 3), 3),
-        (_options.function, (abs,), abs),
-        (_options.function, ("math:sqrt",), math.sqrt),
-    ],
-)
-def test_valid_values_are_returned(check: Any, arguments: tuple[Any, ...], expected: Any) -> None:
-    found = check("size", *arguments, "term")
-    assert (type(found), found) == (type(expected), expected)
-
-
-@pytest.mark.parametrize(
-    ("check", "arguments", "rule"),
-    [
-        (_options.number, (math.nan,), "a finite number"),
-        (_options.number, (True,), "a finite number"),
-        (_options.at_least, (0.5, 1), "a finite number >= 1"),
-        (_options.positive, (0,), "a finite number > 0"),
-        (_options.fraction, (1.1,), "a number in [0, 1]"),
-        (_options.whole, (2.0, 0), "a whole number >= 0"),
-        (_options.whole, (2, 3), "a whole number >= 3"),
-        (_options.flag, (None,), "True or False"),
-        (_options.one_of, ("c", ("a", "b")), "one of 'a', 'b'"),
-        (_options.one_of, (["a"], ("a", "b")), "one of 'a', 'b'"),
-        (_options.function, ("loose",), FUNCTION),
-        (_options.function, ("math:pi",), FUNCTION),
-    ],
-)
-def test_each_rule(check: Any, arguments: tuple[Any, ...], rule: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        check("size", *arguments, "term")
-    assert str(caught.value) == f"size must be {rule}, got {arguments[0]!r} (regularizer 'term')."
 
 
 def test_a_source_is_a_field_or_a_function() -> None:

@@ -129,6 +129,7 @@ GRADIENT = (
         ({"timeout": float("nan")}, TIMEOUT.format("nan")),
         ({"timeout": "5"}, TIMEOUT.format("'5'")),
         ({"timeout": True}, TIMEOUT.format("True")),
+        ({"anchor": 1}, "anchor must be True or False, got 1 (regularizer 'term')."),
         ({"enabled": 1}, "enabled must be True or False, got 1 (regularizer 'term')."),
         ({"every": 0}, EVERY.format("0")),
         ({"every": -2}, EVERY.format("-2")),
@@ -507,8 +508,8 @@ def test_a_spec_stands_for_itself() -> None:
             {"fn": nothing, "weigth": 0.1, "name": "term"},
             (
                 "a regularizer has no field 'weigth'; known: ['fn', 'weight', 'name', 'at_most', "
-                "'at_least', 'scale', 'run_in', 'gradient', 'timeout', 'on_error', 'enabled', "
-                "'every', 'options', 'needs'] "
+                "'at_least', 'scale', 'anchor', 'run_in', 'gradient', 'timeout', 'on_error', "
+                "'enabled', 'every', 'options', 'needs'] "
                 "(regularizer 'term')."
             ),
         ),

@@ -31,8 +31,7 @@ def ablate(
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
     from steelyard.cli.display import run_with_display  # noqa: PLC0415 - as above
 
-    settings = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
-    parsed = experiment.read_config(config, settings)
+    parsed = experiment.read_config(config, overrides or (), skip_bad=skip_bad)
     folder = run or Path("runs") / f"{config.stem}-ablation"
     ablation = run_with_display(
         lambda watch, stop: experiment.ablate(

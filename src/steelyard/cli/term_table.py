@@ -30,6 +30,8 @@ class TermRow:
         space: what the gradient is with respect to.
         share: `grad_norm` divided by the sum of the norms of all terms in this space.
         cosine: cosine between this gradient and that of the base loss.
+        factor: factor that an aggregator put on the weighted gradient; None for the plain sum.
+        progress: change of the value by the step, where it was measured.
         seconds: duration of the call, gradient included.
         flags: warnings about these numbers, see `steelyard.experiment.flags`.
         skipped: error for which the term was skipped at this step; None if it was not.
@@ -47,6 +49,8 @@ class TermRow:
     flags: tuple[str, ...] = ()
     skipped: str | None = None
     bound: float | None = None
+    factor: float | None = None
+    progress: float | None = None
 
 
 def rows_of(metrics: Mapping[str, Any]) -> list[TermRow]:
@@ -65,7 +69,14 @@ def rows_of(metrics: Mapping[str, Any]) -> list[TermRow]:
     names = terms_that_ran(metrics)
     by_name = gradients([metrics], names)
     value = metrics["base_loss/value"]
-    base = TermRow("base", value, contribution=value, **_gradient_columns(by_name.get("base")))
+    base = TermRow(
+        "base",
+        value,
+        contribution=value,
+        **_gradient_columns(by_name.get("base")),
+        factor=metrics.get("factors/base"),
+        progress=metrics.get("base_loss/progress"),
+    )
     skipped = [
         TermRow(name, skipped=short_reason(name, reason))
         for name, reason in skipped_terms(metrics).items()
@@ -83,6 +94,8 @@ def _row(name: str, metrics: Mapping[str, Any], gradient: Gradient | None) -> Te
         metrics[f"{prefix}/contribution"],
         **_gradient_columns(gradient),
         bound=metrics.get(f"{prefix}/bound"),
+        factor=metrics.get(f"factors/{name}"),
+        progress=metrics.get(f"{prefix}/progress"),
         seconds=metrics.get(f"{prefix}/duration"),
         flags=flags_of(tracked="base_loss/grad_norm" in metrics, weight=weight, gradient=gradient),
     )

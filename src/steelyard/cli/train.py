@@ -39,8 +39,7 @@ def train(
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
     from steelyard.cli.display import default_run_folder, run_with_display  # noqa: PLC0415 - as above
 
-    settings = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
-    parsed = experiment.read_config(config, settings)
+    parsed = experiment.read_config(config, overrides or (), skip_bad=skip_bad)
     folder = run or default_run_folder(config)
     outcome = run_with_display(
         lambda watch, stop: experiment.train(parsed, folder, watch=watch, stop=stop)

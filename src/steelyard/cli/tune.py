@@ -32,9 +32,8 @@ def tune(
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
     from steelyard.cli.display import run_with_display  # noqa: PLC0415 - as above
 
-    settings = [*(overrides or ()), *(["data.skip_bad=true"] if skip_bad else ())]
-    settings += [] if trials is None else [f"tune.trials={trials}"]
-    parsed = experiment.read_config(config, settings)
+    settings = [*(overrides or ()), *([] if trials is None else [f"tune.trials={trials}"])]
+    parsed = experiment.read_config(config, settings, skip_bad=skip_bad)
     folder = run or Path("runs") / f"{config.stem}-tune"
     tuned = run_with_display(
         lambda watch, stop: experiment.tune(parsed, folder, seeds=seeds, watch=watch, stop=stop)

@@ -62,9 +62,7 @@ class TwoPasses:
         self._data = list(data)
         if not self._data:
             raise InputError("data must hold at least one Datum, got none.")
-        request = [_with_weights(index, datum) for index, datum in enumerate(self._data)]
-        outputs = client.forward(request, "cross_entropy").result().loss_fn_outputs
-        self.logprobs = [_tensor(output["logprobs"]) for output in outputs]
+        self.logprobs = logprobs_of(submit_forward(client, self._data).result())
         self.given: dict[str, Any] = {}
 
     def backward(
@@ -126,6 +124,21 @@ class MappedFuture(Generic[T]):
         if not self._cached:
             self._cached.append(self._transform(result))
         return self._cached[0]
+
+
+def submit_forward(client: Any, data: Sequence[Any]) -> Any:
+    """Submit a forward pass; its future has a result for `logprobs_of`.
+
+    Raises:
+        InputError: a datum has no target tokens.
+    """
+    request = [_with_weights(index, datum) for index, datum in enumerate(data)]
+    return client.forward(request, "cross_entropy")
+
+
+def logprobs_of(result: Any) -> list[Tensor]:
+    """Log-probs of the target tokens, for each datum."""
+    return [_tensor(output["logprobs"]) for output in result.loss_fn_outputs]
 
 
 def _with_weights(index: int, datum: Any) -> Any:

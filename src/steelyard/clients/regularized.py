@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +14,19 @@ from torch import Tensor
 from steelyard.clients import state_io
 from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
 from steelyard.clients.one_pass import Explanation, OnePass, TwoPassCall
+from steelyard.clients.step_progress import StepProgress
 from steelyard.clients.term_states import TermStates
-from steelyard.composition import Aggregator, NamedBaseLoss, Pipeline, loss_names
+from steelyard.composition import (
+    Aggregator,
+    NamedBaseLoss,
+    Pipeline,
+    ToParameters,
+    loss_names,
+)
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
-from steelyard.spec import Regularizer, RegularizerSpec, TermFn, is_whole
+from steelyard.spec import Regularizer, RegularizerSpec, TermFn, is_whole, split_loss
 
 # The name under which a client that can `attach` saves our state with its own checkpoints.
 _ATTACHED_AS = "steelyard"
@@ -30,7 +37,15 @@ TermLike = RegularizerSpec | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TermSettings:
-    """Settings of a pipeline, in the order of its arguments."""
+    """Settings of a pipeline, by the names of its arguments, and two of the client's.
+
+    Attributes:
+        grad_space: what gradients are compared with respect to.
+        measure_progress: measure what every so many steps did to the terms; 0: none.
+
+    Raises:
+        SpecError: one of these two breaks its rule.
+    """
 
     track_grad_norms: bool
     parallel: bool
@@ -38,7 +53,20 @@ class TermSettings:
     max_concurrency: int | None
     check_finite: bool
     workers: Workers | None
-    aggregate: str | Aggregator
+    aggregate: Aggregator
+    track_every: int = 1
+    grad_space: str = "logprobs"
+    measure_progress: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.measure_progress, at_least=0):
+            raise SpecError(
+                f"measure_progress must be a whole number >= 0, got {self.measure_progress!r}."
+            )
+        if self.grad_space not in ("logprobs", "parameters"):
+            raise SpecError(
+                f"grad_space must be 'logprobs' or 'parameters', got {self.grad_space!r}."
+            )
 
 
 class RegularizedClient:
@@ -76,6 +104,9 @@ class RegularizedClient:
         # Of the last call: its pipeline, its settings, and the names of the terms that it added.
         # One attribute, because calls in several threads must see the three together.
         self._last: tuple[Pipeline, TermSettings, frozenset[str]] = pipeline, settings, frozenset()
+        # Of the last call, if its step is to be measured; and of the last step.
+        self._measurable: StepProgress | None = None
+        self._measuring: StepProgress | None = None
         if hasattr(client, "attach"):
             client.attach(_ATTACHED_AS, self)
 
@@ -153,6 +184,9 @@ class RegularizedClient:
         parallel: bool | None = None,
         timeout: float | None = None,
         *,
+        grad_space: Literal["logprobs", "parameters"] | None = None,
+        track_every: int | None = None,
+        measure_progress: int | None = None,
         step: int | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Any:
@@ -170,6 +204,9 @@ class RegularizedClient:
                 below: as `regularize` was told.
             parallel: let terms overlap.
             timeout: seconds each term may take, unless its spec says otherwise.
+            grad_space: what norms and cosines are with respect to; see `regularize`.
+            track_every: compute them at steps that this divides.
+            measure_progress: see `regularize`.
             step: the number of this step; None: `optim_steps`.
             loss_type_input: the SDK's; it has one value.
 
@@ -177,24 +214,37 @@ class RegularizedClient:
             A future of a `CustomLossOutput`; of the client's own output for a traced loss.
 
         Raises:
-            SpecError: a spec breaks a rule, has the name of another, or needs an input that this
-                client does not provide.
+            SpecError: a spec or a setting breaks a rule, a spec has the name of another, or needs
+                an input that this client does not provide.
             InputError: the data break a rule.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
-        regularizers = list(regularizers)
+        loss_fn, regularizers = split_loss(loss_fn, regularizers)
         if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
-        pipeline = self._update_pipeline(loss_fn, regularizers, track_grad_norms, parallel, timeout)
+        pipeline, settings = self._update_pipeline(
+            loss_fn,
+            regularizers,
+            track_grad_norms=track_grad_norms,
+            parallel=parallel,
+            timeout=timeout,
+            grad_space=grad_space,
+            track_every=track_every,
+            measure_progress=measure_progress,
+        )
         step = self.optim_steps if step is None else step
         if not self._has_open_pass:
-            again = self._two_passes(pipeline, data, step)
-            future = self._one_pass.submit(pipeline, data, step, again)
+            again = self._two_passes(pipeline, settings, data, step)
+            reason = self._why_two_passes(settings, step)
+            future = self._one_pass.submit(pipeline, data, step, again, reason)
             if future is not None:
                 return future
-        forward = self._open_pass(data, pipeline.needs(step))
-        output = pipeline.compute(data, forward.logprobs, step, given=forward.given)
+        forward, to_parameters = self._open_pass(data, pipeline, settings.grad_space, step)
+        output = pipeline.compute(
+            data, forward.logprobs, step, given=forward.given, to_parameters=to_parameters
+        )
+        self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
         return self._submit_backward(forward, data, pipeline.loss_fn, output)
 
     async def forward_backward_custom_async(
@@ -206,6 +256,9 @@ class RegularizedClient:
         parallel: bool | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - it is each term's, not this coroutine's
         *,
+        grad_space: Literal["logprobs", "parameters"] | None = None,
+        track_every: int | None = None,
+        measure_progress: int | None = None,
         step: int | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Any:
@@ -213,19 +266,34 @@ class RegularizedClient:
 
         If the caller is cancelled before the backward pass is submitted, none is.
         """
-        regularizers = list(regularizers)
+        loss_fn, regularizers = split_loss(loss_fn, regularizers)
         if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
-        pipeline = self._update_pipeline(loss_fn, regularizers, track_grad_norms, parallel, timeout)
+        pipeline, settings = self._update_pipeline(
+            loss_fn,
+            regularizers,
+            track_grad_norms=track_grad_norms,
+            parallel=parallel,
+            timeout=timeout,
+            grad_space=grad_space,
+            track_every=track_every,
+            measure_progress=measure_progress,
+        )
         step = self.optim_steps if step is None else step
         if not self._has_open_pass:
-            again = self._two_passes(pipeline, data, step)
-            future = await self._one_pass.submit_async(pipeline, data, step, again)
+            again = self._two_passes(pipeline, settings, data, step)
+            reason = self._why_two_passes(settings, step)
+            future = await self._one_pass.submit_async(pipeline, data, step, again, reason)
             if future is not None:
                 return future
-        forward = await asyncio.to_thread(self._open_pass, data, pipeline.needs(step))
-        output = await pipeline.acompute(data, forward.logprobs, step, given=forward.given)
+        forward, to_parameters = await asyncio.to_thread(
+            self._open_pass, data, pipeline, settings.grad_space, step
+        )
+        output = await pipeline.acompute(
+            data, forward.logprobs, step, given=forward.given, to_parameters=to_parameters
+        )
+        self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
         return self._submit_backward(forward, data, pipeline.loss_fn, output)
 
     def explain(self) -> Explanation:
@@ -236,13 +304,23 @@ class RegularizedClient:
         """Call the client's `optim_step`, and count it."""
         future = self.client.optim_step(*args, **kwargs)
         self.optim_steps += 1
+        self._begin_measuring()
         return future
 
     async def optim_step_async(self, *args: Any, **kwargs: Any) -> Any:
         """Call the client's `optim_step_async`, and count it."""
         future = await self.client.optim_step_async(*args, **kwargs)
         self.optim_steps += 1
+        await asyncio.to_thread(self._begin_measuring)
         return future
+
+    def progress(self) -> dict[str, float]:
+        """Change of each term by the last optimizer step: its value after it minus that before.
+
+        Both are values on the batch of the last call before that step; `"base"` is the base loss.
+        Waits for the forward pass that measures it. Empty if the step was not measured.
+        """
+        return {} if self._measuring is None else self._measuring.changes()
 
     def state_dict(self) -> dict[str, Any]:
         """The number of optimizer steps and the state of every stateful term, ready for JSON.
@@ -287,17 +365,57 @@ class RegularizedClient:
         """
         self.load_state_dict(state_io.read(path))
 
-    def _open_pass(self, data: Sequence[Any], needs: Sequence[str]) -> ClientPass:
-        if self._has_open_pass:
-            forward: ClientPass = self.client.open_pass(data, needs)
-            return forward
-        return TwoPasses(self.client, data)
+    def _keep_for_progress(
+        self,
+        data: Sequence[Any],
+        logprobs: list[Tensor],
+        pipeline: Pipeline,
+        settings: TermSettings,
+        step: int,
+        output: CustomLossOutput,
+    ) -> None:
+        every = settings.measure_progress
+        self._measurable = None
+        if every and step % every == 0:
+            specs = [term.spec for term in pipeline.due(step)]
+            self._measurable = StepProgress(
+                data, logprobs, specs, output, settings.timeout, settings.workers
+            )
 
-    def _two_passes(self, pipeline: Pipeline, data: Sequence[Any], step: int) -> TwoPassCall:
+    def _begin_measuring(self) -> None:
+        self._measuring, self._measurable = self._measurable, None
+        if self._measuring is not None:
+            self._measuring.begin(self.client)
+
+    def _open_pass(
+        self, data: Sequence[Any], pipeline: Pipeline, grad_space: str, step: int
+    ) -> tuple[ClientPass, ToParameters | None]:
+        """The forward pass, and its `parameter_gradients` if gradients are compared there."""
+        needs = pipeline.needs(step)
+        if not self._has_open_pass:
+            return TwoPasses(self.client, data), None
+        # It keeps the graph for the backward pass.
+        if grad_space == "logprobs" or not pipeline.settings.compares_gradients(step):
+            return self.client.open_pass(data, needs), None
+        needs = tuple(dict.fromkeys((*needs, "parameters")))
+        forward = self.client.open_pass(data, needs, per_term=True)
+        return forward, forward.parameter_gradients
+
+    def _why_two_passes(self, settings: TermSettings, step: int) -> str | None:
+        self._measurable = None
+        if settings.grad_space != "logprobs":
+            return f"gradients are compared with respect to the {settings.grad_space}"
+        if settings.measure_progress and step % settings.measure_progress == 0:
+            return "measure_progress needs the log-probs before the optimizer step is submitted"
+        return None
+
+    def _two_passes(
+        self, pipeline: Pipeline, settings: TermSettings, data: Sequence[Any], step: int
+    ) -> TwoPassCall:
         """The call in two passes, for a request in one that fails."""
 
         def evaluate() -> tuple[ClientPass, CustomLossOutput]:
-            forward = self._open_pass(data, pipeline.needs(step))
+            forward, _ = self._open_pass(data, pipeline, settings.grad_space, step)
             return forward, pipeline.compute(data, forward.logprobs, step)
 
         return TwoPassCall(
@@ -308,28 +426,36 @@ class RegularizedClient:
         )
 
     def _submit_backward(
-        self, forward: ClientPass, data: Sequence[Any], loss_fn: Any, output: CustomLossOutput
+        self,
+        forward: Any,  # a ClientPass; only the engine's takes a total
+        data: Sequence[Any],
+        loss_fn: Any,
+        output: CustomLossOutput,
     ) -> Any:
         """Submit the backward pass; its future has the output with the client's own fields."""
         output = replace(output, passes=1 if self._has_open_pass else 2)
+        extra = output.extra_gradients
+        # Compared with respect to the parameters, the gradient is whole: no pass is left to run.
+        whole = {"total": extra.get("parameters")} if output.grad_space == "parameters" else {}
         return forward.backward(
             output.gradients,
-            output.extra_gradients,
+            extra,
             lambda result: _with_client_fields(data, loss_fn, output, result, forward.logprobs),
+            **whole,
         )
 
     def _update_pipeline(
-        self,
-        loss_fn: Any,
-        regularizers: Iterable[TermLike],
-        track_grad_norms: bool | None,
-        parallel: bool | None,
-        timeout: float | None,
-    ) -> Pipeline:
-        """The pipeline of this call: the last one if nothing changed, else its successor."""
+        self, loss_fn: Any, regularizers: Iterable[TermLike], **asked: Any
+    ) -> tuple[Pipeline, TermSettings]:
+        """The pipeline of this call, the last one if nothing changed; and its settings.
+
+        Args:
+            loss_fn: the base loss.
+            regularizers: of this call.
+            asked: fields of `TermSettings`; None is the client's own.
+        """
         given = [self._to_spec(regularizer) for regularizer in regularizers]
         specs = [*self.regularizers, *given]
-        asked = {"track_grad_norms": track_grad_norms, "parallel": parallel, "timeout": timeout}
         changes: Any = {key: value for key, value in asked.items() if value is not None}
         settings = replace(self._settings, **changes)
         pipeline, last_settings, _ = self._last
@@ -338,7 +464,7 @@ class RegularizedClient:
         if settings != last_settings or not _same_terms(pipeline, loss_fn, specs):
             pipeline = self._build(loss_fn, specs, settings, after=pipeline)
         self._last = pipeline, settings, frozenset(spec.name for spec in given)
-        return pipeline
+        return pipeline, settings
 
     def _build(
         self,
@@ -348,8 +474,15 @@ class RegularizedClient:
         after: Pipeline | None,
     ) -> Pipeline:
         gives = getattr(self.client, "gives", ())
-        values = [getattr(settings, field.name) for field in fields(settings)]
-        pipeline = Pipeline(loss_fn, specs, *values, gives=gives, after=after)
+        if settings.grad_space == "parameters" and "parameters" not in gives:
+            raise SpecError(
+                f"grad_space='parameters' needs a client that runs the model in this process, and "
+                f"{type(self.client).__name__} does not: train on steelyard.engine, or use "
+                f"measure_progress, which measures what each step did to each term."
+            )
+        own = ("grad_space", "measure_progress")
+        options = {key: x for key, x in vars(settings).items() if key not in own}
+        pipeline = Pipeline(loss_fn, specs, **options, gives=gives, after=after)
         pipeline.model_id = getattr(self.client, "model_id", None)
         for name, term in pipeline.stateful.items():
             self._states.add(name, term)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from steelyard.clients.one_pass import OnePass, ServerSide
 from steelyard.clients.regularized import RegularizedClient, TermLike, TermSettings
-from steelyard.composition import Aggregator
+from steelyard.composition import AggregatorLike, aggregator_of
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers
 
@@ -22,7 +22,10 @@ def regularize(
     max_concurrency: int | None = None,
     check_finite: bool = True,
     workers: Workers | None = None,
-    aggregate: str | Aggregator = "sum",
+    aggregate: AggregatorLike = "sum",
+    grad_space: Literal["logprobs", "parameters"] = "logprobs",
+    track_every: int = 1,
+    measure_progress: int = 0,
     service: Any = None,
     server_side: ServerSide = "auto",
 ) -> RegularizedClient:
@@ -44,6 +47,13 @@ def regularize(
         workers: the threads and processes that run terms; None: those that all pipelines of the
             process share.
         aggregate: as in `Pipeline`.
+        grad_space: what gradient norms and cosines are with respect to: the log-probs, or the
+            parameters that are trained. The latter takes one backward pass for each term at each
+            step that is tracked, and a client that runs the model in this process.
+        track_every: compute norms and cosines at steps that this divides.
+        measure_progress: at steps that this divides, run the model forward once more after the
+            optimizer step, on the same batch, to measure what the step did to each term; see
+            `RegularizedClient.progress`. 0: never.
         service: the `ServiceClient` that made the client, to upload losses through; None: through
             the client itself, if it is one of the SDK.
         server_side: `"auto"` lets the server run base and terms as one uploaded loss, in one pass,
@@ -92,7 +102,18 @@ def regularize(
             f"client must have the methods forward and forward_backward, and "
             f"{type(client).__name__} has no {' and no '.join(missing)}."
         )
+    # Found once: the pipelines of all calls share its state.
+    aggregator = aggregator_of(aggregate)
     settings = TermSettings(
-        track_grad_norms, parallel, timeout, max_concurrency, check_finite, workers, aggregate
+        track_grad_norms,
+        parallel,
+        timeout,
+        max_concurrency,
+        check_finite,
+        workers,
+        aggregator,
+        track_every,
+        grad_space,
+        measure_progress,
     )
     return RegularizedClient(client, standing, settings, OnePass(client, service, server_side))

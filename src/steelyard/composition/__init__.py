@@ -2,27 +2,33 @@
 
 `term_set` holds the terms, `evaluate` runs them (`placement` decides where, `skips` what happens
 on a failure), `inputs` are their inputs, `bounds` finds the weights of terms with a bound, and
-`aggregate` makes one gradient and one output of their results. The core has two interfaces:
+`aggregate` makes one gradient and one output of their results, with the plain sum or with one of
+TorchJD's `weightings`. The core has two interfaces:
 `Pipeline` on one flat vector of log-probs, and `CompositeLoss` on named tensors in the caller's
 graph. `named_losses` are the losses that training clients know by name.
 """
 
-from steelyard.composition.aggregate import Aggregator, WeightedSum
+from steelyard.composition.aggregate import AggregationWarning, Aggregator, WeightedSum
 from steelyard.composition.auxiliary_losses import Deposits, aux_loss, collect_aux
 from steelyard.composition.bounds import UnmetBoundWarning
 from steelyard.composition.composite import CompositeLoss, Share, TermLike
 from steelyard.composition.input_names import Reads, itself, reads, term
+from steelyard.composition.inputs import ToParameters
 from steelyard.composition.named_losses import NamedBaseLoss, NamedLoss, find_loss, loss_names
 from steelyard.composition.per_datum import PerDatum, Reduction, Separable
 from steelyard.composition.pipeline import Pipeline, acompute, compute
 from steelyard.composition.remote_call import RemoteCall
 from steelyard.composition.terms import DetachedTermWarning, Term, TermResult
+from steelyard.composition.weightings import AggregatorLike, GramWeighting, aggregator_of
 
 __all__ = [
+    "AggregationWarning",
     "Aggregator",
+    "AggregatorLike",
     "CompositeLoss",
     "Deposits",
     "DetachedTermWarning",
+    "GramWeighting",
     "NamedBaseLoss",
     "NamedLoss",
     "PerDatum",
@@ -35,9 +41,11 @@ __all__ = [
     "Term",
     "TermLike",
     "TermResult",
+    "ToParameters",
     "UnmetBoundWarning",
     "WeightedSum",
     "acompute",
+    "aggregator_of",
     "aux_loss",
     "collect_aux",
     "compute",

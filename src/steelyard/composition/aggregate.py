@@ -7,6 +7,8 @@ Gᵢⱼ = ⟨gᵢ, gⱼ⟩ of the rows of one space, so no further backward pass
 
 from __future__ import annotations
 
+import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +18,14 @@ from torch import Tensor
 
 from steelyard.composition.bounds import size_of_base
 from steelyard.composition.terms import TermResult
-from steelyard.errors import SpecError
+from steelyard.errors import AggregationError, SpecError
 from steelyard.gradients import Row, gram, norm_of, norms_and_cosines, split_metrics, weighted_sum
 from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
+from steelyard.spec import Stateful, title
+
+
+class AggregationWarning(UserWarning):
+    """An aggregator found no factors for a step, which took the plain sum."""
 
 
 class Aggregator(ABC):
@@ -29,9 +36,17 @@ class Aggregator(ABC):
     Attributes:
         reads_gram: whether the factors depend on the Gram matrix. Then the terms are
             differentiated one by one at every step.
+        in_float64: whether the Gram matrix is summed in float64, which takes longer. In float32
+            it has an error of 1e-7 of its diagonal: too much to invert that of dependent gradients.
     """
 
     reads_gram = True
+    in_float64 = False
+
+    @property
+    def stateful(self) -> Stateful | None:
+        """What keeps state from step to step: the aggregator, if it has a `state_dict`."""
+        return self if isinstance(self, Stateful) else None
 
     @abstractmethod
     def factors(
@@ -42,7 +57,11 @@ class Aggregator(ABC):
         Args:
             values: of the terms, the base loss first.
             weights: of the terms.
-            products: the Gram matrix of their weighted gradients; empty unless `reads_gram`.
+            products: the Gram matrix of their weighted gradients, of finite numbers; empty unless
+                `reads_gram`.
+
+        Raises:
+            AggregationError: there are none; the step then takes the plain sum, with a warning.
         """
 
 
@@ -61,23 +80,6 @@ class WeightedSum(Aggregator):
         return [1.0] * len(values)
 
 
-AGGREGATORS: Mapping[str, type[Aggregator]] = {"sum": WeightedSum}
-
-
-def aggregator_of(aggregate: str | Aggregator) -> Aggregator:
-    """Find an aggregator by its name; an `Aggregator` is returned unchanged.
-
-    Raises:
-        SpecError: there is none of that name.
-    """
-    if isinstance(aggregate, Aggregator):
-        return aggregate
-    if aggregate not in AGGREGATORS:
-        known = ", ".join(repr(name) for name in AGGREGATORS)
-        raise SpecError(f"aggregate must be one of {known}, or an Aggregator, got {aggregate!r}.")
-    return AGGREGATORS[aggregate]()
-
-
 @dataclass(frozen=True)
 class Combined:
     """Combined gradients of the terms of a call.
@@ -87,7 +89,7 @@ class Combined:
         total_norm: the L2 norm of the total in the main space.
         norms: the norm of each term's gradient in its space; empty unless tracked.
         cosines: of each pair of terms of one space; of its negative for a term with a lower bound.
-        factors: by name, those that are not 1.
+        factors: by name; empty for the plain sum.
     """
 
     totals: Mapping[str, Row] = field(default_factory=dict)
@@ -98,7 +100,13 @@ class Combined:
 
 
 def combine(
-    results: Sequence[TermResult], aggregator: Aggregator, main: str, *, tracked: bool
+    results: Sequence[TermResult],
+    aggregator: Aggregator,
+    main: str,
+    *,
+    tracked: bool,
+    step: int = 0,
+    share: float = 1.0,
 ) -> Combined:
     """Combine the gradients of the terms.
 
@@ -107,6 +115,12 @@ def combine(
         aggregator: decides the factors.
         main: the space of `total_norm` and of the Gram matrix that the aggregator sees.
         tracked: whether norms and cosines are wanted.
+        step: number of the step, for warnings.
+        share: factor on the weights of the regularizers in the Gram matrix that the aggregator
+            sees; the totals and norms are without it.
+
+    Raises:
+        SpecError: the aggregator would have to compare gradients of different spaces.
     """
     done = [result for result in results if result.gradients]
     norms: dict[str, float] = {}
@@ -115,7 +129,8 @@ def combine(
     if tracked or aggregator.reads_gram:
         for space in dict.fromkeys(result.space for result in done):
             mine = [r for r in done if r.space == space and r.gradients.keys() >= set(space)]
-            found = gram([[g for key in space for g in r.gradients[key]] for r in mine])
+            rows = [[g for key in space for g in r.gradients[key]] for r in mine]
+            found = gram(rows, in_float64=aggregator.in_float64)
             if space == (main,):
                 products = found
             own = norms_and_cosines([r.term.name for r in mine], found)
@@ -126,13 +141,15 @@ def combine(
                 (a, b): -cosine if (a in lower) != (b in lower) else cosine
                 for (a, b), cosine in own[1].items()
             }
-    factors = _factors([r for r in done if r.space == (main,)], aggregator, products)
+    factors: dict[str, float] = {}
+    if aggregator.reads_gram:
+        factors = _factors(done, aggregator, main, products, step=step, share=share)
     weights = {r.term.name: factors.get(r.term.name, 1.0) * float(r.weight) for r in done}
     totals: dict[str, Row] = {}
     for key in dict.fromkeys(key for result in done for key in result.gradients):
         mine = [result for result in done if key in result.gradients]
-        rows = [result.gradients[key] for result in mine]
-        totals[key] = weighted_sum([weights[result.term.name] for result in mine], rows)
+        of_key = [result.gradients[key] for result in mine]
+        totals[key] = weighted_sum([weights[result.term.name] for result in mine], of_key)
     total_norm = norm_of(totals[main]) if main in totals else None
     for group in dict.fromkeys(r.group for r in results if r.group is not None):
         joint = group.joint
@@ -172,17 +189,55 @@ def set_multipliers(
 
 
 def _factors(
-    done: Sequence[TermResult], aggregator: Aggregator, products: Sequence[Sequence[float]]
+    done: Sequence[TermResult],
+    aggregator: Aggregator,
+    main: str,
+    products: Sequence[Sequence[float]],
+    *,
+    step: int,
+    share: float,
 ) -> dict[str, float]:
-    if not aggregator.reads_gram:
+    """Factors of the terms, 1 for those that the aggregator does not see; empty for the plain sum.
+
+    Args:
+        done: results with a gradient.
+        aggregator: one that reads the Gram matrix.
+        main: the space of the Gram matrix.
+        products: the Gram matrix of the gradients, before the weights.
+        step: number of the step, for the warning.
+        share: factor on the weights of the regularizers.
+    """
+    # A term of weight 0 is switched off: to MGDA, for one, its row of zeros would be the optimum.
+    seen = [r for r in done if not r.term.spec.anchor and float(r.weight) != 0]
+    for result in seen:
+        if result.space != (main,):
+            raise SpecError(
+                f"an aggregator compares gradients with respect to the same tensors, here "
+                f"{main}, and the gradient of {title(result.term.name)} is with respect to "
+                f"{' and '.join(result.space)}: give it anchor=True, which exempts it, or use "
+                f"aggregate='sum'."
+            )
+    rows = [i for i, r in enumerate(r for r in done if r.space == (main,)) if r in seen]
+    if len(rows) < 2:  # noqa: PLR2004 - one gradient has none to be compared with
         return {}
-    weights = [float(result.weight) for result in done]
+    if not all(math.isfinite(products[i][i]) for i in rows):
+        return {}  # the total is not finite either, and the caller looks for the term at fault
+    weights = [float(r.weight) * (1.0 if r.term.is_base else share) for r in seen]
     weighted = [
-        [a * b * product for b, product in zip(weights, row, strict=True)]
-        for a, row in zip(weights, products, strict=True)
+        [a * b * products[i][j] for b, j in zip(weights, rows, strict=True)]
+        for a, i in zip(weights, rows, strict=True)
     ]
-    found = aggregator.factors(read_numbers(done), weights, weighted)
-    return {result.term.name: f for result, f in zip(done, found, strict=True)}
+    try:
+        found = aggregator.factors(read_numbers(seen), weights, weighted)
+    except AggregationError as error:
+        warnings.warn(
+            f"step {step} takes the plain sum of the gradients: {error}",
+            AggregationWarning,
+            stacklevel=2,
+        )
+        return {}
+    ones = {result.term.name: 1.0 for result in done}
+    return ones | {result.term.name: f for result, f in zip(seen, found, strict=True)}
 
 
 def _added(a: Row | None, b: Row) -> Row:
@@ -263,6 +318,7 @@ def build_output(
         regularizers=regularizers,
         regularizer_total=added,
         cosines=combined.cosines,
+        factors=combined.factors,
         skipped={
             name: r.skipped
             for name, r in by_name.items()

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from steelyard import telemetry
-from steelyard.composition.aggregate import Aggregator, combine
+from steelyard.composition.aggregate import combine
 from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.evaluate import Evaluator
@@ -33,10 +33,11 @@ from steelyard.composition.inputs import (
 from steelyard.composition.lazy_output import LazyOutput
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term, TermResult
+from steelyard.composition.weightings import AggregatorLike
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
-from steelyard.spec import RegularizerSpec, Schedule, is_whole, title
+from steelyard.spec import ComposedLoss, RegularizerSpec, Schedule, is_whole, split_loss, title
 
 Share: TypeAlias = float | Tensor
 TermLike: TypeAlias = RegularizerSpec | Mapping[str, Any]
@@ -55,7 +56,8 @@ class CompositeLoss(nn.Module):
     works on copies, and has a gradient with respect to its inputs alone.
 
     Args:
-        base: the base loss, a function of named inputs; or one for each head.
+        base: the base loss, a function of named inputs; or one for each head. Or a sum, as in
+            `base + 0.1 * term`.
         terms: what `term` gives; mappings with its arguments; or specs of terms over
             `(data, logprobs)`, which read the inputs of these names. Or a list for each head.
         aux: the weights of auxiliary losses, by name; see `aux_loss` and `watch`.
@@ -68,7 +70,8 @@ class CompositeLoss(nn.Module):
         check_finite: treat a NaN or infinite value as a failure of its term. This reads the
             values at each call, which synchronizes with an accelerator.
         workers: the pools that run offloaded terms; None is those that the process shares.
-        aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
+        aggregate: how the terms' gradients become one, as in `Pipeline`; they are those with
+            respect to `wrt`.
 
     Attributes:
         share: factor on the sum of the regularizers, 1 unless set. For gradient accumulation
@@ -93,7 +96,7 @@ class CompositeLoss(nn.Module):
 
     def __init__(
         self,
-        base: BaseFn | Mapping[str, BaseFn],
+        base: BaseFn | Mapping[str, BaseFn] | ComposedLoss,
         terms: Iterable[TermLike] | Mapping[str, Iterable[TermLike]] = (),
         *,
         aux: Mapping[str, float | Schedule] | None = None,
@@ -105,15 +108,14 @@ class CompositeLoss(nn.Module):
         max_concurrency: int | None = None,
         check_finite: bool = True,
         workers: Workers | None = None,
-        aggregate: str | Aggregator = "sum",
+        aggregate: AggregatorLike = "sum",
     ) -> None:
         super().__init__()
-        if not is_whole(track_every, at_least=1):
-            raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
+        base, composed = split_loss(base, ())
         left = [term(itself, w, name, inputs=f"aux.{name}") for name, w in (aux or {}).items()]
         self._terms = TermSet(
             base_of(base),
-            [*specs_of(terms), *left],
+            [*specs_of(composed), *specs_of(terms), *left],
             track_grad_norms,
             parallel,
             timeout,
@@ -121,11 +123,11 @@ class CompositeLoss(nn.Module):
             check_finite,
             workers,
             aggregate,
+            track_every=track_every,
             gives=_GIVEN,
         )
         self.share: Share = 1.0
         self._wrt = _parameters_of(wrt)
-        self._track_every = track_every
         self._unweighed: set[str] = set()
         self._deposits: Deposits = {}
         self._last: LazyOutput | None = None
@@ -263,9 +265,8 @@ class CompositeLoss(nn.Module):
         """Determine the due terms and their weights ahead of the call, for compiled calls."""
         self._due = self._terms.due(self._step)
         settings = self._terms.settings
-        self._tracked = settings.track_grad_norms and self._step % self._track_every == 0
-        reads_gradients = self._tracked or settings.aggregator.reads_gram
-        self._traceable = not reads_gradients and all(
+        self._tracked = settings.tracks(self._step)
+        self._traceable = not settings.compares_gradients(self._step) and all(
             runs_in_graph(t.spec) and not t.is_bounded for t in self._due
         )
         self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
@@ -290,7 +291,8 @@ class CompositeLoss(nn.Module):
             data, count = inputs.get("data"), len(self.specs)
             events = CallEvents(self._terms.model_id, data, count, tracked=tracked)
         try:
-            targets = self._targets(inputs) if tracked or aggregator.reads_gram else []
+            compared = settings.compares_gradients(self._step)
+            targets = self._targets(inputs) if compared else []
             tracked = tracked and bool(targets)
             space = "inputs" if self._wrt is None else "parameters"
             named = Inputs(inputs, space, targets, fuse_base=_is_whole(self.share))
@@ -299,7 +301,10 @@ class CompositeLoss(nn.Module):
             began = perf_counter()
             combined = None
             if targets:
-                combined = combine(results, aggregator, space, tracked=tracked)
+                share = float(self.share) if aggregator.reads_gram else 1.0
+                combined = combine(
+                    results, aggregator, space, tracked=tracked, step=self._step, share=share
+                )
             total = _added(results, self.share, combined.factors if combined else {})
         except BaseException as error:
             if events is not None:
@@ -308,7 +313,10 @@ class CompositeLoss(nn.Module):
         for result in results:  # release the graph and the gradients
             result.value = None if result.value is None else result.value.detach()
             result.gradients, result.group = {}, None
-        kept = replace(combined, totals={}) if combined is not None and tracked else None
+        kept = None
+        if combined is not None:
+            norm = (combined.total_norm or 0.0) if tracked else None
+            kept = replace(combined, totals={}, total_norm=norm)
         # Bypasses nn.Module.__setattr__, whose search for parameters takes as long as a small term.
         self.__dict__["_last"] = last = LazyOutput(results, self._not_run, kept)
         if events is not None and events.wants_numbers():

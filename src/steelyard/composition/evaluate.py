@@ -45,6 +45,15 @@ class EvaluatorSettings:
     width: int
     check_finite: bool
     aggregator: Aggregator
+    track_every: int = 1
+
+    def tracks(self, step: int) -> bool:
+        """Whether norms and cosines are computed at a step."""
+        return self.track_grad_norms and step % self.track_every == 0
+
+    def compares_gradients(self, step: int) -> bool:
+        """Whether the gradients of the terms are compared at a step, to track or to aggregate."""
+        return self.tracks(step) or self.aggregator.reads_gram
 
 
 class Evaluator:

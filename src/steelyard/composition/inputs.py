@@ -6,12 +6,12 @@ is attached to its value afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from itertools import combinations
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,7 +40,12 @@ from steelyard.gradients import (
 from steelyard.penalties.from_logits import LogitCall, fusable
 from steelyard.spec import RegularizerSpec, title
 
-LOGPROBS = "logprobs"
+LOGPROBS, PARAMETERS = "logprobs", "parameters"
+# d term / d parameters of each of several terms, from d term / d logprobs and, by need,
+# d term / d extra inputs of each.
+ToParameters: TypeAlias = Callable[
+    [Sequence[tuple[LogProbs, Mapping[str, Nest]]]], Sequence[Sequence[Tensor | None]]
+]
 # Of a term's inline calls, one in so many is checked for writes to its input, the first included:
 # a check of each call would cost a small term a tenth of its time.
 _CALLS_BETWEEN_CHECKS = 64
@@ -252,21 +257,38 @@ class Inputs:
 
 
 class FlatInputs(Inputs):
-    """All log-probs as one flat leaf, shared by the terms; extra inputs are further leaves."""
+    """All log-probs as one flat leaf, shared by the terms; extra inputs are further leaves.
+
+    Args:
+        data: passed to the terms.
+        logprobs: of the data.
+        given: the extra inputs.
+        needs: names of those that the terms of this call read.
+        to_parameters: if given, gradients are compared with respect to the model's parameters.
+    """
 
     source = "the log-probs"
     inline_by_default = False
     _flat: tuple[Layout, Tensor]
 
     def __init__(
-        self, data: Any, logprobs: LogProbs, given: Mapping[str, Nest], needs: Iterable[str]
+        self,
+        data: Any,
+        logprobs: LogProbs,
+        given: Mapping[str, Nest],
+        needs: Iterable[str],
+        to_parameters: ToParameters | None = None,
     ) -> None:
+        self._to_parameters = to_parameters
         self._given, self._flat = given, flatten(logprobs)
         layout, flat = self._flat
         self._leaf = leaf_over(flat)
         self._extra = {need: leaves_of(given[need]) for need in needs}
         named = {"data": data, "logprobs": layout.split(self._leaf), **self._extra}
-        super().__init__(named, LOGPROBS)
+        if to_parameters is None:
+            super().__init__(named, LOGPROBS)
+        else:
+            super().__init__(named, PARAMETERS, list(tensors_in(given[PARAMETERS])))
 
     def call(self, term: Term) -> Any:
         """Call a term; some of the calls are checked for writes to the shared log-probs.
@@ -297,7 +319,12 @@ class FlatInputs(Inputs):
         return term.spec.gradient in ("auto", "autograd")
 
     def space(self, term: Term) -> tuple[str, ...]:
-        """The extra inputs that the term needs, or the log-probs if it needs none."""
+        """The extra inputs that the term needs, or the log-probs if it needs none.
+
+        The parameters for all terms alike, if gradients are compared there.
+        """
+        if self._to_parameters is not None:
+            return (PARAMETERS,)
         return (term.spec.needs if self.in_graph(term) else ()) or (LOGPROBS,)
 
     def differentiate(self, result: TermResult) -> None:
@@ -316,6 +343,30 @@ class FlatInputs(Inputs):
         gradient, by_need = evaluation.gradient, evaluation.extra
         result.gradients = by_need if gradient is None else {LOGPROBS: [gradient], **by_need}
 
+    def add_parameter_gradients(self, results: Sequence[TermResult]) -> None:
+        """Give each term its whole gradient of the parameters.
+
+        That is the one through the model, from the log-probs and the extra inputs, and the direct
+        one of a term that reads the parameters itself.
+        """
+        assert self._to_parameters is not None  # noqa: S101 - for mypy: the caller has given it
+        layout, flat = self._flat
+        # The gradient of a term that reads nothing but the parameters is whole already.
+        done = [r for r in results if r.gradients.keys() - {PARAMETERS}]
+        started = [
+            (
+                layout.split(_only(r.gradients.get(LOGPROBS), torch.zeros_like(flat))),
+                {
+                    need: filled(self._given[need], row)
+                    for need, row in r.gradients.items()
+                    if need != LOGPROBS
+                },
+            )
+            for r in done
+        ]
+        for result, row in zip(done, self._to_parameters(started), strict=True):
+            result.gradients = {**result.gradients, PARAMETERS: row}
+
     def gradient_size(self, result: TermResult) -> float:
         """Σ |∂ loss / ∂ log-prob| of a term."""
         row = result.gradients.get(LOGPROBS, ())
@@ -331,15 +382,14 @@ class FlatInputs(Inputs):
             results: of the terms.
             tracked: whether to keep the gradient of each term.
         """
-        (total,) = totals.get(LOGPROBS, [None])
         extra = {
             need: filled(self._given[need], r) for need, r in totals.items() if need != LOGPROBS
         }
         layout, flat = self._flat
-        gradients = layout.split(torch.zeros_like(flat) if total is None else total)
+        gradients = layout.split(_only(totals.get(LOGPROBS), torch.zeros_like(flat)))
         fields: dict[str, Any] = {"gradients": gradients, "extra_gradients": extra}
         if tracked:
-            done = [r for r in results if r.space == (LOGPROBS,)]
+            done = [r for r in results if not (self.in_graph(r.term) and r.term.spec.needs)]
             rows = {r.term.name: r.gradients.get(LOGPROBS, ()) for r in done}
             own = {name: g for name, row in rows.items() for g in row if g is not None}
             fields["term_gradients"] = SplitOnRead(layout, own)
@@ -348,6 +398,11 @@ class FlatInputs(Inputs):
     def _total_gradients(self, total: Tensor, term: Term) -> Mapping[str, Row]:
         extra = {need: self._extra[need] for need in term.spec.needs}
         return split_gradient(total, self._leaf, extra)[1]
+
+
+def _only(row: Row | None, otherwise: Tensor) -> Tensor:
+    """The one tensor of a row; `otherwise` if it has none."""
+    return otherwise if row is None or row[0] is None else row[0]
 
 
 def runs_in_graph(spec: RegularizerSpec) -> bool:

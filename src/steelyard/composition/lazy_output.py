@@ -22,7 +22,7 @@ class LazyOutput:
     Attributes:
         results: of the base loss and the terms that were due, without their graphs.
         not_run: the terms that were disabled or not due.
-        combined: norms and cosines, if tracked.
+        combined: norms and cosines, if tracked, and factors of an aggregator.
     """
 
     results: Sequence[TermResult]
@@ -72,5 +72,8 @@ class LazyOutput:
 
     def _output(self, numbers: Mapping[str, tuple[float, float]] | None) -> CustomLossOutput:
         combined = self.combined or Combined()
-        norm = None if self.combined is None else combined.total_norm or 0.0
-        return build_output(self.results, combined, self.not_run, numbers, total_grad_norm=norm)
+        norm = combined.total_norm
+        space = "+".join(self.results[0].space)
+        return build_output(
+            self.results, combined, self.not_run, numbers, total_grad_norm=norm, grad_space=space
+        )

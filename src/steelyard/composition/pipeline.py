@@ -16,7 +16,7 @@ from steelyard import telemetry
 from steelyard.composition.aggregate import Combined, build_output, combine
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.evaluate import Evaluator
-from steelyard.composition.inputs import LOGPROBS, FlatInputs
+from steelyard.composition.inputs import LOGPROBS, FlatInputs, ToParameters
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term
 from steelyard.errors import ClosedError, InputError
@@ -26,14 +26,15 @@ from steelyard.gradients import (
     Nest,
 )
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, Regularizer, RegularizerSpec, TermFn, is_whole
+from steelyard.spec import BASE, ComposedLoss, Regularizer, RegularizerSpec, TermFn, is_whole
 
 
 class Pipeline(TermSet):
     """Composes loss_total = base_loss + sum(weight * regularizer) and its gradient.
 
     Args:
-        loss_fn: the base loss, `(data, logprobs) -> loss | (loss, metrics)`; may be async.
+        loss_fn: the base loss, `(data, logprobs) -> loss | (loss, metrics)`; may be async. Or a
+            sum, as in `base + 0.1 * term`.
         regularizers: specs, or mappings with their fields.
         track_grad_norms: also compute each term's gradient norm and all cosines.
         parallel: let terms that do not run inline overlap; else one after the other.
@@ -42,7 +43,10 @@ class Pipeline(TermSet):
             core. Coroutines are not limited.
         check_finite: treat a NaN or infinite value or gradient as a failure of its term.
         workers: the pools that run offloaded terms; None is those that the process shares.
-        aggregate: how the terms' gradients become one: `"sum"`, or an `Aggregator`.
+        aggregate: how the terms' gradients become one: `"sum"`, the name of a TorchJD weighting,
+            such as `"upgrad"`, a mapping with it as `use` and its options, a weighting as an
+            object, or an `Aggregator`.
+        track_every: compute norms and cosines at steps that this divides.
         gives: names of the extra inputs that `compute` will receive; terms can need only these.
         after: a pipeline whose statistics of the terms, by name, are taken over.
 
@@ -74,6 +78,7 @@ class Pipeline(TermSet):
         step: int = 0,
         *,
         given: Mapping[str, Nest] | None = None,
+        to_parameters: ToParameters | None = None,
     ) -> CustomLossOutput:
         """Compute the composed loss of one batch, its parts and its gradient.
 
@@ -85,6 +90,9 @@ class Pipeline(TermSet):
             logprobs: a tensor per datum, `[T]` or `[T, K]`, in a list; or one tensor.
             step: the number of this step, from 0; schedules and `every` follow it.
             given: the extra inputs, by need: tensors in lists and mappings.
+            to_parameters: computes d term / d parameters of each term from its d term / d logprobs
+                and d term / d `given`. With it, norms and cosines, and the Gram matrix that an
+                aggregator reads, are with respect to the parameters, which `given` must hold.
 
         Raises:
             InputError: the log-probs or the step break a rule, or a needed extra input is missing.
@@ -92,7 +100,7 @@ class Pipeline(TermSet):
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
             ClosedError: the pipeline is closed.
         """
-        return self._compute(data, logprobs, step, given or {}, None)
+        return self._compute(data, logprobs, step, given or {}, to_parameters, None)
 
     async def acompute(
         self,
@@ -101,6 +109,7 @@ class Pipeline(TermSet):
         step: int = 0,
         *,
         given: Mapping[str, Nest] | None = None,
+        to_parameters: ToParameters | None = None,
     ) -> CustomLossOutput:
         """As `compute`, without blocking the running event loop: the work is done in threads.
 
@@ -111,7 +120,8 @@ class Pipeline(TermSet):
         done: Future[None] = Future()
         # As a running future it cannot be cancelled from the loop; the await on it can.
         done.set_running_or_notify_cancel()
-        ticket = Ticket(BASE, "thread", self._compute, (data, logprobs, step, given or {}, stop))
+        call = (data, logprobs, step, given or {}, to_parameters, stop)
+        ticket = Ticket(BASE, "thread", self._compute, call)
         ticket.on_change = lambda t: done.set_result(None) if t.settled else None
         self.workers.threads.submit(ticket)
         try:
@@ -138,6 +148,7 @@ class Pipeline(TermSet):
         logprobs: LogProbs,
         step: int,
         given: Mapping[str, Nest],
+        to_parameters: ToParameters | None,
         stop: SimpleQueue[Ticket | None] | None,
     ) -> CustomLossOutput:
         terms, events = self._terms, None
@@ -147,7 +158,9 @@ class Pipeline(TermSet):
         try:
             # Terms are differentiated, also if the caller is in no_grad or inference mode.
             with torch.inference_mode(mode=False), torch.enable_grad():
-                return self._composed(terms, data, logprobs, step, given, stop, events)
+                return self._composed(
+                    terms, data, logprobs, step, given, to_parameters, stop, events
+                )
         except BaseException as error:
             if events is not None:
                 events.exception(error)
@@ -160,6 +173,7 @@ class Pipeline(TermSet):
         logprobs: LogProbs,
         step: int,
         given: Mapping[str, Nest],
+        to_parameters: ToParameters | None,
         stop: SimpleQueue[Ticket | None] | None,
         events: CallEvents | None,
     ) -> CustomLossOutput:
@@ -169,21 +183,18 @@ class Pipeline(TermSet):
             raise InputError(f"step must be a whole number >= 0, got {step!r}.")
         settings = self._settings
         due = [self._base, *(term for term in terms if term.due(step))]
-        for term in due:
-            if term.spec.needs and not given.keys() >= set(term.spec.needs):
-                raise InputError(
-                    f"given must hold {list(term.spec.needs)} for regularizer {term.name!r}, "
-                    f"got {sorted(given)}."
-                )
+        _check_given(due, given)
         needs = dict.fromkeys(need for term in due for need in term.spec.needs)
-        inputs = FlatInputs(data, logprobs, given, needs)
+        inputs = FlatInputs(data, logprobs, given, needs, to_parameters)
+        tracked, aggregator = settings.tracks(step), settings.aggregator
         evaluator = Evaluator(inputs, settings, self.own_workers, events, stop)
-        results = evaluator.evaluate(due, step, tracked=settings.track_grad_norms)
+        results = evaluator.evaluate(due, step, tracked=tracked)
         began = perf_counter()
-        tracked, aggregator = settings.track_grad_norms, settings.aggregator
-        if settings.check_finite and aggregator.reads_gram:  # it must see finite products
-            evaluator.check_gradients(results)
-        combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
+        if to_parameters is not None:
+            if settings.check_finite:  # through the model a NaN reaches every parameter
+                evaluator.check_gradients(results)
+            inputs.add_parameter_gradients(results)
+        combined = combine(results, aggregator, inputs.main_space, tracked=tracked, step=step)
         # A non-finite term makes the total non-finite: one check in the normal case.
         if settings.check_finite and not _is_finite(combined):
             for result in results:
@@ -191,17 +202,27 @@ class Pipeline(TermSet):
                     result.value = result.number = result.group = None
                     evaluator.run_inline(result)
             evaluator.check_gradients(results)
-            combined = combine(results, aggregator, LOGPROBS, tracked=tracked)
+            combined = combine(results, aggregator, inputs.main_space, tracked=tracked, step=step)
         output = build_output(
             results,
             combined,
             [term.name for term in terms if term not in due],
             total_grad_norm=(combined.total_norm or 0.0) if tracked else None,
+            grad_space=inputs.main_space,
             **inputs.gradients(combined.totals, results, tracked=tracked),
         )
         if events is not None:
             events.stop(results, output, began)
         return output
+
+
+def _check_given(due: Sequence[Term], given: Mapping[str, Nest]) -> None:
+    for term in due:
+        if term.spec.needs and not given.keys() >= set(term.spec.needs):
+            raise InputError(
+                f"given must hold {list(term.spec.needs)} for regularizer {term.name!r}, "
+                f"got {sorted(given)}."
+            )
 
 
 def _is_finite(combined: Combined) -> bool:
@@ -214,7 +235,7 @@ def _is_finite(combined: Combined) -> bool:
 def compute(
     data: Any,
     logprobs: LogProbs,
-    loss_fn: TermFn | Regularizer,
+    loss_fn: TermFn | Regularizer | ComposedLoss,
     *,
     regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
     track_grad_norms: bool = False,
@@ -247,7 +268,7 @@ def compute(
 async def acompute(
     data: Any,
     logprobs: LogProbs,
-    loss_fn: TermFn | Regularizer,
+    loss_fn: TermFn | Regularizer | ComposedLoss,
     *,
     regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
     track_grad_norms: bool = False,

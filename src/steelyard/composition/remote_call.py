@@ -34,7 +34,7 @@ class RemoteCall:
     """
 
     def __init__(self, pipeline: Pipeline, data: Any, step: int) -> None:
-        self._pipeline, self._data = pipeline, data
+        self._pipeline, self._data, self._step = pipeline, data, step
         self.terms: Sequence[Term] = pipeline.due(step)
         self.weights = [term.weight_at(step) for term in self.terms]
         names = {term.name for term in self.terms}
@@ -46,7 +46,7 @@ class RemoteCall:
         """Emit the start events."""
         self._began = perf_counter()
         if telemetry.listening(*CALL_EVENTS):
-            tracked = self._pipeline.settings.track_grad_norms
+            tracked = self._pipeline.settings.tracks(self._step)
             count = len(self._pipeline.specs)
             self._events = CallEvents(self._pipeline.model_id, self._data, count, tracked=tracked)
 

@@ -8,13 +8,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from steelyard.composition.aggregate import Aggregator, aggregator_of
 from steelyard.composition.evaluate import EvaluatorSettings
 from steelyard.composition.terms import Facts, Term
+from steelyard.composition.weightings import AggregatorLike, aggregator_of
 from steelyard.errors import SpecError, StateError
 from steelyard.execution import Workers, default_workers
 from steelyard.spec import (
     BASE,
+    ComposedLoss,
     Regularizer,
     RegularizerSpec,
     Schedule,
@@ -23,9 +24,12 @@ from steelyard.spec import (
     check_timeout,
     is_async,
     is_whole,
+    split_loss,
 )
 
 MAX_REGULARIZERS = 100
+_AGGREGATE = "(aggregate)"  # name of the aggregator's state, beside the names of the terms
+_RESERVED = {BASE: "is the base loss", _AGGREGATE: "is the aggregator"}
 
 
 class TermSet:
@@ -33,7 +37,7 @@ class TermSet:
 
     def __init__(
         self,
-        loss_fn: TermFn | Regularizer,
+        loss_fn: TermFn | Regularizer | ComposedLoss,
         regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
         track_grad_norms: bool = False,
         parallel: bool = True,
@@ -41,8 +45,9 @@ class TermSet:
         max_concurrency: int | None = None,
         check_finite: bool = True,
         workers: Workers | None = None,
-        aggregate: str | Aggregator = "sum",
+        aggregate: AggregatorLike = "sum",
         *,
+        track_every: int = 1,
         gives: Collection[str] = (),
         after: TermSet | None = None,
     ) -> None:
@@ -51,6 +56,8 @@ class TermSet:
             raise SpecError(
                 f"max_concurrency must be a whole number >= 1 or None, got {max_concurrency!r}."
             )
+        if not is_whole(track_every, at_least=1):
+            raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
         self._settings = EvaluatorSettings(
             track_grad_norms=track_grad_norms,
             parallel=parallel,
@@ -58,12 +65,14 @@ class TermSet:
             width=width,
             check_finite=check_finite,
             aggregator=aggregator_of(aggregate),
+            track_every=track_every,
         )
         self.model_id: str | None = None
         self._lock = threading.Lock()
         self.own_workers = workers
         self._gives = frozenset(gives)
         self._facts: dict[str, Facts] = {} if after is None else after._facts  # noqa: SLF001
+        loss_fn, regularizers = split_loss(loss_fn, regularizers)
         self._base = self._term(_base_spec(loss_fn))
         self._terms: tuple[Term, ...] = ()
         self._replace_terms([self._term(RegularizerSpec.of(spec)) for spec in regularizers])
@@ -134,12 +143,13 @@ class TermSet:
 
     @property
     def stateful(self) -> dict[str, Stateful]:
-        """The terms that keep state from batch to batch, and those with a bound, by name."""
-        terms = (self._base, *self._terms)
-        return {term.name: term.stateful for term in terms if term.stateful is not None}
+        """What keeps state from batch to batch, by name: terms, bounds, and the aggregator."""
+        named = [(term.name, term.stateful) for term in (self._base, *self._terms)]
+        named.append((_AGGREGATE, self._settings.aggregator.stateful))
+        return {name: stateful for name, stateful in named if stateful is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the stateful terms, by name."""
+        """State of the stateful terms, and of a stateful aggregator, by name."""
         return {name: state.state_dict() for name, state in self.stateful.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -185,10 +195,10 @@ class TermSet:
             raise SpecError(
                 f"a pipeline takes at most {MAX_REGULARIZERS} regularizers, got {len(terms)}."
             )
-        names = {BASE}
+        names = set(_RESERVED)
         for term in terms:
             if term.name in names:
-                why = "is the base loss" if term.name == BASE else "stands twice"
+                why = _RESERVED.get(term.name, "stands twice")
                 raise SpecError(f"names must be unique, and {term.name!r} {why}: choose another.")
             names.add(term.name)
             missing = [need for need in term.spec.needs if need not in self._gives]

@@ -62,9 +62,11 @@ class ForwardResult:
         packing: places of the sequences.
         logprobs: of the targets, `[rows, length, K]`.
         logits: `[rows, length, V]`; None if they were not requested.
-        head_input: input of the output layer, `[rows, length, H]`; None if no projection was
-            requested.
+        head_input: input of the output layer, `[rows, length, H]`; None if neither it nor a
+            projection was requested.
         hidden_states: `[rows, length, H]` by layer; empty if they were not requested.
+        head_output: output of the output layer, `[rows, length, V]`; None unless `"head_input"` was
+            requested and the layer ran.
     """
 
     packing: Packing
@@ -72,6 +74,7 @@ class ForwardResult:
     logits: Tensor | None
     head_input: Tensor | None
     hidden_states: Mapping[int, Tensor]
+    head_output: Tensor | None = None
 
     def split(self, examples: Sequence[DatumTensors], into: Sequence[dict[str, Any]]) -> None:
         """Put the outputs of each sequence, detached, into `into[index]`, by name."""
@@ -92,29 +95,31 @@ class ForwardResult:
                 }
 
     def backward(
-        self, gradients: OutputGradients, weights: Sequence[Tensor]
+        self, gradients: OutputGradients, weights: Sequence[Tensor], *, keep_graph: bool = False
     ) -> Sequence[Tensor | None]:
-        """Gradients of the weights, None where there is none; frees the graph.
+        """Gradients of the weights, None where there is none; frees the graph unless it is kept.
 
         The gradients of all sequences are packed first, and one backward pass starts from the
         packed outputs. Were it to start from the views of single sequences, autograd would make a
         gradient of the size of the whole packing for each of them.
         """
-        pairs = [(self.logprobs, self._packed(self.logprobs, gradients.logprobs))]
+        pairs = [(self.logprobs, self.pack_like(self.logprobs, gradients.logprobs))]
         if self.logits is not None and gradients.logits is not None:
-            pairs.append((self.logits, self._packed(self.logits, gradients.logits)))
+            pairs.append((self.logits, self.pack_like(self.logits, gradients.logits)))
         if self.head_input is not None and gradients.projection is not None:
             rows = [gradient.hidden for gradient in gradients.projection]
-            pairs.append((self.head_input, self._packed(self.head_input, rows)))
+            pairs.append((self.head_input, self.pack_like(self.head_input, rows)))
         for layer, states in self.hidden_states.items() if gradients.hidden_states else ():
             by_datum = [by_layer[layer] for by_layer in gradients.hidden_states or ()]
             # Layer 0 is the embeddings, which no adapter precedes: they require no gradient.
             if states.requires_grad and any(row is not None for row in by_datum):
-                pairs.append((states, self._packed(states, by_datum)))
+                pairs.append((states, self.pack_like(states, by_datum)))
         outputs, output_gradients = zip(*pairs, strict=True)
-        return torch.autograd.grad(outputs, weights, output_gradients, allow_unused=True)
+        return torch.autograd.grad(
+            outputs, weights, output_gradients, retain_graph=keep_graph, allow_unused=True
+        )
 
-    def _packed(self, like: Tensor, by_datum: Sequence[Tensor | None]) -> Tensor:
+    def pack_like(self, like: Tensor, by_datum: Sequence[Tensor | None]) -> Tensor:
         """Gradients of single sequences as one gradient of a packed output; zeros elsewhere."""
         packed = torch.zeros_like(like, requires_grad=False)
         for sequence in self.packing.sequences:
@@ -140,9 +145,9 @@ def forward(
         adapter: added to it; None is the base model.
         examples: all data; the packing refers to them by index.
         packing: the sequences of this pass.
-        needs: outputs beside the log-probs, of `COMPUTED_INPUTS`. With `"projection"` and without
-            `"logits"` the output layer is left out of the pass, and no tensor `[rows, length, V]`
-            exists at any time.
+        needs: outputs beside the log-probs, of `COMPUTED_INPUTS` or `"head_input"`. With
+            `"projection"` and without `"logits"` the output layer is left out of the pass, and no
+            tensor `[rows, length, V]` exists at any time.
     """
     device = model.device
     columns = max(_columns(examples[s.index].targets.shape) for s in packing.sequences)
@@ -153,7 +158,7 @@ def forward(
         options["position_ids"] = packing.positions().to(device)
     compute_logits = "logits" in needs or "projection" not in needs
     watch_head: Any = nullcontext()
-    if "projection" in needs:
+    if "projection" in needs or "head_input" in needs:
         watch_head = overheard(model.output_layer, None if compute_logits else stand_in)
     with watch_head as head:
         output = model(adapter, input_ids=tokens.to(device), use_cache=False, **options)
@@ -165,7 +170,12 @@ def forward(
         logprobs = _chunked_logprobs(model, head_input, targets.to(device))
     hidden_states = enumerate(output.hidden_states) if "hidden_states" in needs else ()
     return ForwardResult(
-        packing, logprobs, logits if "logits" in needs else None, head_input, dict(hidden_states)
+        packing,
+        logprobs,
+        logits if "logits" in needs else None,
+        head_input,
+        dict(hidden_states),
+        head.made if "head_input" in needs and compute_logits else None,
     )
 
 

@@ -46,6 +46,8 @@ class ForwardPass:
         gradients: Sequence[Tensor],
         extra_gradients: Mapping[str, Any] | None = None,
         then: Callable[[types.ForwardBackwardOutput], T] = lambda output: output,  # type: ignore[assignment,return-value]  # T is the output then
+        *,
+        total: Mapping[str, Tensor | None] | None = None,
     ) -> AwaitableConcurrentFuture[T]:
         """Queue the backward pass, which accumulates the gradients of the LoRA weights.
 
@@ -54,8 +56,27 @@ class ForwardPass:
             extra_gradients: d loss / d `given`, by name and in the same structure; None in place
                 of a tensor stands for zeros.
             then: applied to the output before the future has it.
+            total: d loss / d LoRA weights by key, if it is known from `parameter_gradients`; then
+                it is accumulated, and no backward pass runs.
         """
         output_gradients = OutputGradients(gradients, **(extra_gradients or {}))
+        weights = None if total is None else list(total.values())
         return self._worker.submit(
-            lambda: then(self._trainer.backward(self._opened, output_gradients))
+            lambda: then(self._trainer.backward(self._opened, output_gradients, weights))
         )
+
+    def parameter_gradients(
+        self, terms: Sequence[tuple[Sequence[Tensor], Mapping[str, Any]]]
+    ) -> list[list[Tensor | None]]:
+        """Compute d term / d LoRA weights of each term, in the order of the keys; add up nothing.
+
+        Each takes a backward pass. If the token budget did not allow to keep the graph, the model
+        runs forward once more for all of them.
+
+        Args:
+            terms: for each, d term / d logprobs and d term / d `given`, as for `backward`.
+        """
+        found = [OutputGradients(gradients, **extra) for gradients, extra in terms]
+        return self._worker.submit(
+            lambda: self._trainer.parameter_gradients(self._opened, found)
+        ).result()

@@ -11,6 +11,11 @@ and backward before the next one, so that one graph exists at a time:
 A custom loss may couple all tokens of the batch, so its gradient is known only after every packing
 went forward. If all packings fit the budget together, their graphs are kept for the backward pass;
 else the pass runs without graphs, and the backward pass runs each packing forward again.
+
+Each term's own gradient of the weights takes a backward pass through the same graphs
+(`parameter_gradients`). Their weighted sum is the gradient of the loss, so that a step at which
+they are computed needs no further pass. They are kept for all terms at once: the gradient of a
+packing is a part of them, and inner products need whole ones; those of LoRA matrices are small.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from steelyard.engine.forward import COMPUTED_INPUTS, ForwardResult, OutputGradi
 from steelyard.engine.memory import TokenBudget, or_none
 from steelyard.engine.model import Model
 from steelyard.engine.packing import Packing, pack
+from steelyard.engine.term_gradients import backward_each
 from steelyard.errors import InputError
 from steelyard.penalties.from_logits import Projection
 from steelyard.penalties.from_logits.lm_head import affine
@@ -112,7 +118,12 @@ class Trainer:
         return self._token_budget.run(self.adapter, work)
 
     def open_pass(
-        self, examples: Sequence[DatumTensors], needs: Sequence[str], *, keep_graph: bool = True
+        self,
+        examples: Sequence[DatumTensors],
+        needs: Sequence[str],
+        *,
+        keep_graph: bool = True,
+        per_term: bool = False,
     ) -> OpenPass:
         """Run the model forward, and keep its graph for `backward` if the token budget allows it.
 
@@ -120,6 +131,7 @@ class Trainer:
             examples: the data.
             needs: outputs beside the log-probs; those of `COMPUTED_INPUTS` are computed.
             keep_graph: False if no backward pass is expected; one would run forward again.
+            per_term: prepare for `parameter_gradients` of several terms.
 
         Raises:
             InputError: `needs` has a projection, and the model's logits are not the output of its
@@ -132,6 +144,8 @@ class Trainer:
                 f"gives, and {self.model.source.name!r} has none or changes them after it: use "
                 f"needs=('logits',)."
             )
+        if per_term:
+            computed += self._head_input
 
         def work(tokens: int) -> OpenPass:
             packings = self._packings(examples, tokens)
@@ -150,33 +164,54 @@ class Trainer:
 
         return self._token_budget.run(self.adapter, work)
 
-    def backward(self, opened: OpenPass, gradients: OutputGradients) -> types.ForwardBackwardOutput:
+    def backward(
+        self,
+        opened: OpenPass,
+        gradients: OutputGradients,
+        total: Sequence[Tensor | None] | None = None,
+    ) -> types.ForwardBackwardOutput:
         """Accumulate the gradients of the weights, given those of the outputs of an open pass.
 
-        The model runs forward again if the weights have changed since, if the graphs were not kept
-        or were used already, or if memory runs out in their backward pass. A remote client runs it
-        twice in any case: once for the log-probs, once for their gradients.
+        Args:
+            opened: the forward pass.
+            gradients: of its outputs.
+            total: the gradients of the weights, if `parameter_gradients` has given them already;
+                None runs the backward pass.
         """
-        results, opened.results = opened.results, None
-        total, outputs = None, opened.outputs
-        if results is not None and opened.version == self.adapter.version:
-            total = self._backward_kept(results, gradients)
         if total is None:
-            results = None  # frees graphs that were not used
-            total, outputs = self._token_budget.run(
-                self.adapter,
-                lambda tokens: self._backward_recomputed(opened.examples, gradients, tokens),
-            )
-        total.add([gradients.parameters.get(key) for key in self.adapter.parameters])
-        total.add(self._through_output_weight(gradients))
-        self.adapter.accumulate(total.gradients)
-        logprobs = [each["logprobs"] for each in outputs]
+            (total,) = self.parameter_gradients(opened, [gradients])
+        self.adapter.accumulate(total)
+        logprobs = [each["logprobs"] for each in opened.outputs]
         # The surrogate loss sum(logprobs * gradient), linear in the log-probs, has that gradient.
         surrogate = [
             row * gradient.to(row)
             for row, gradient in zip(logprobs, gradients.logprobs, strict=True)
         ]
         return _sdk_output(logprobs, surrogate)
+
+    def parameter_gradients(
+        self, opened: OpenPass, terms: Sequence[OutputGradients]
+    ) -> list[list[Tensor | None]]:
+        """Gradients of the weights for each of several gradients of the outputs, one pass each.
+
+        The model runs forward again if the weights have changed since, if the graphs were not kept
+        or were used already, or if memory runs out in their backward pass. A remote client runs it
+        twice in any case: once for the log-probs, once for their gradients.
+        """
+        results, opened.results = opened.results, None
+        sums = None
+        if results is not None and opened.version == self.adapter.version:
+            sums = self._backward_kept(results, terms)
+        if sums is None:
+            results = None  # frees graphs that were not used
+            sums, opened.outputs = self._token_budget.run(
+                self.adapter,
+                lambda tokens: self._backward_recomputed(opened.examples, terms, tokens),
+            )
+        for total, gradients in zip(sums, terms, strict=True):
+            total.add([gradients.parameters.get(key) for key in self.adapter.parameters])
+            total.add(self._through_output_weight(gradients))
+        return [total.gradients for total in sums]
 
     def _add_projections(self, outputs: Sequence[dict[str, Any]]) -> None:
         """Turn the inputs of the output layer into projections, all with one weight tensor."""
@@ -204,31 +239,57 @@ class Trainer:
         return torch.autograd.grad(weight, self._weights(), gradient.to(weight), allow_unused=True)
 
     def _backward_kept(
-        self, results: list[ForwardResult], gradients: OutputGradients
-    ) -> _GradientSum | None:
-        """Sum of the gradients through kept graphs; None if memory runs out."""
-        total = _GradientSum(self.adapter)
+        self, results: list[ForwardResult], terms: Sequence[OutputGradients]
+    ) -> list[_GradientSum] | None:
+        """Sums of the gradients through kept graphs; None if memory runs out."""
+        sums = [_GradientSum(self.adapter) for _ in terms]
         self.model.activate(self.adapter)
 
-        def work() -> _GradientSum:
+        def work() -> list[_GradientSum]:
             while results:
                 # Popped, so that each graph is freed as soon as it is used.
-                total.add(results.pop().backward(gradients, self._weights()))
-            return total
+                self._add_backward(results.pop(), terms, sums)
+            return sums
 
         return or_none(work)
 
     def _backward_recomputed(
-        self, examples: Sequence[DatumTensors], gradients: OutputGradients, tokens: int
-    ) -> tuple[_GradientSum, Sequence[dict[str, Any]]]:
-        """Sum of the gradients through new graphs, and the outputs of that forward pass."""
-        computed = [need for need in COMPUTED_INPUTS if getattr(gradients, need) is not None]
-        total, outputs = _GradientSum(self.adapter), _empty_outputs(examples)
+        self, examples: Sequence[DatumTensors], terms: Sequence[OutputGradients], tokens: int
+    ) -> tuple[list[_GradientSum], Sequence[dict[str, Any]]]:
+        """Sums of the gradients through new graphs, and the outputs of that forward pass."""
+        computed = [
+            need
+            for need in COMPUTED_INPUTS
+            if any(getattr(gradients, need) is not None for gradients in terms)
+        ]
+        if len(terms) > 1:
+            computed += self._head_input
+        sums, outputs = [_GradientSum(self.adapter) for _ in terms], _empty_outputs(examples)
         for packing in self._packings(examples, tokens):
             result = self._with_graph(examples, packing, computed)
             result.split(examples, outputs)
-            total.add(result.backward(gradients, self._weights()))
-        return total, outputs
+            self._add_backward(result, terms, sums)
+        return sums, outputs
+
+    def _add_backward(
+        self,
+        result: ForwardResult,
+        terms: Sequence[OutputGradients],
+        sums: Sequence[_GradientSum],
+    ) -> None:
+        """Add the gradients of a packing for each term; the last backward pass frees its graph."""
+        if len(terms) == 1:
+            sums[0].add(result.backward(terms[0], self._weights()))
+            return
+        head = list(self.model.output_layer.parameters()) if result.head_input is not None else []
+        found = backward_each(result, terms, self._weights(), head)
+        for total, gradients in zip(sums, found, strict=True):
+            total.add(gradients)
+
+    @property
+    def _head_input(self) -> list[str]:
+        """The output that `backward_each` starts from, if the model has it."""
+        return ["head_input"] if self.model.supports_projection else []
 
     def _packings(self, examples: Sequence[DatumTensors], tokens: int) -> list[Packing]:
         lengths = [len(example.tokens) for example in examples]

@@ -186,7 +186,12 @@ class LocalTrainingClient:
         return run
 
     def open_pass(
-        self, data: list[types.Datum], needs: Sequence[str] = (), *, keep_graph: bool = True
+        self,
+        data: list[types.Datum],
+        needs: Sequence[str] = (),
+        *,
+        keep_graph: bool = True,
+        per_term: bool = False,
     ) -> ForwardPass:
         """Run a forward pass and wait for it; its `backward` takes d loss / d log-probs later.
 
@@ -196,6 +201,7 @@ class LocalTrainingClient:
             data: with `target_tokens`; other fields are not read.
             needs: extra inputs: `"logits"`, `"projection"`, `"hidden_states"`, `"parameters"`.
             keep_graph: False if no backward pass is expected, as in an evaluation.
+            per_term: prepare for `parameter_gradients`, which is faster then.
 
         Raises:
             InputError: the data or the needs break a rule; or a projection is needed, and the
@@ -206,7 +212,7 @@ class LocalTrainingClient:
             raise InputError(f"needs must be among {list(self.gives)}, got {unknown}.")
         examples = read_examples(data, {}, self._worker.model.limits)
         opened = self._worker.submit(
-            self._trainer.open_pass, examples, needs, keep_graph=keep_graph
+            self._trainer.open_pass, examples, needs, keep_graph=keep_graph, per_term=per_term
         ).result()
         return ForwardPass(self._worker, self._trainer, opened, needs)
 
@@ -445,6 +451,11 @@ class LocalTrainingClient:
     ) -> LocalSamplingClient:
         """Run `create_sampling_client` without blocking the event loop."""
         return await self._service.create_sampling_client_async(model_path=model_path)
+
+    @property
+    def context_length(self) -> int:
+        """Maximum tokens of a sequence."""
+        return self._worker.model.limits.context
 
     def get_info(self) -> types.GetInfoResponse:
         """Describe the base model and the adapter."""

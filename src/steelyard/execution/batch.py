@@ -35,8 +35,10 @@ class Ticket:
         timeout: float | None = None,
         *,
         reply_bytes: int = 0,
+        kind: str = "regularizer",
     ) -> None:
         self.term = term
+        self.kind = kind
         self.lane = lane
         self.fn = fn
         self.args = args
@@ -51,6 +53,11 @@ class Ticket:
         self._lock = threading.Lock()
         self._value: Any = None
         self._error: BaseException | None = None
+
+    @property
+    def title(self) -> str:
+        """Name of the term in messages."""
+        return title(self.term, self.kind)
 
     @property
     def running(self) -> bool:
@@ -110,9 +117,8 @@ class Ticket:
         """Settle with a timeout error, though the work may still be running."""
         self.settle(
             error=TermTimeoutError(
-                f"{title(self.term)} must end within {self.timeout:g} s and did not: "
-                f"raise its timeout, make it faster, or drop it for such steps with "
-                f"on_error='skip'.",
+                f"{self.title} must end within {self.timeout:g} s and did not: "
+                f"raise its timeout, make it faster, or set its on_error to go on without it.",
                 term=self.term,
             )
         )
@@ -143,6 +149,7 @@ class Batch:
         tickets: the work, started in this order.
         executors: the executor of each lane, by its name.
         width: how many tickets may run at once in a lane, if its executor is limited.
+        widths: how many, for lanes with a number of their own.
         in_turn: run all tickets one after the other.
         on_start: called in the waiting thread for each ticket that has started.
         events: the queue that the waiting thread reads; another thread cancels the batch by
@@ -155,6 +162,7 @@ class Batch:
         executors: Mapping[str, Executor],
         width: int,
         *,
+        widths: Mapping[str, int] | None = None,
         in_turn: bool = False,
         on_start: Callable[[Ticket], object] | None = None,
         events: SimpleQueue[Ticket | None] | None = None,
@@ -172,12 +180,16 @@ class Batch:
             ticket.on_change = self._changed
             lane = self._lane_of(ticket)
             self._queues.setdefault(lane, deque()).append(ticket)
-            limited = executors[ticket.lane].limited
-            self._places[lane] = 1 if in_turn else width if limited else len(tickets)
+            default = width if executors[ticket.lane].limited else len(tickets)
+            self._places[lane] = 1 if in_turn else (widths or {}).get(lane, default)
 
     def __enter__(self) -> Self:
-        for lane in self._queues:
-            self._admit(lane)
+        try:
+            for lane in self._queues:
+                self._admit(lane)
+        except BaseException:  # Ctrl-C: the block is not entered, and so not left either
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -209,7 +221,9 @@ class Batch:
 
     def _next(self, waiting: set[Ticket]) -> list[Ticket]:
         """Wait for a change; the changed ticket, or those that have passed their deadline."""
-        deadlines = [d for t in waiting if (d := self._deadline(t)) is not None]
+        deadlines: list[float] = []
+        if self._events.empty():  # else there is no need to read the deadlines of all tickets
+            deadlines = [d for t in waiting if (d := self._deadline(t)) is not None]
         try:
             if not deadlines:
                 event = self._events.get()

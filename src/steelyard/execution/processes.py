@@ -24,6 +24,7 @@ from steelyard.execution.executor import Executor
 from steelyard.execution.spawn_context import kill_group, lost_workers, worker_context
 from steelyard.execution.transport import Message, Parcel
 from steelyard.spec import describe
+from steelyard.spec import title as term_title
 
 # Seconds between two looks at a pool, which breaks without a sign to those who wait for it.
 _WATCH_INTERVAL = 0.5
@@ -72,7 +73,7 @@ class ProcessExecutor(Executor):
         try:
             parcel = Parcel((ticket.fn, ticket.args), reply_bytes=ticket.reply_bytes)
         except Exception as error:  # noqa: BLE001 - pickling runs user code
-            ticket.end(error=unpicklable(ticket.term, error))
+            ticket.end(error=unpicklable(ticket.term, error, title=ticket.title))
             return
         if ticket.start():
             self._send(ticket, parcel)
@@ -174,7 +175,7 @@ class ProcessExecutor(Executor):
     def _settle(self, ticket: Ticket, sent: _Sent, future: Future[tuple[bool, Message]]) -> None:
         """Read the worker's reply, in the pool's thread."""
         try:
-            value, error = _answer(ticket.term, sent.parcel, future)
+            value, error = _answer(ticket, sent.parcel, future)
         except TimeoutError:
             ticket.overrun()
             value = error = None
@@ -196,7 +197,7 @@ class ProcessExecutor(Executor):
 
 
 def _answer(
-    term: str, parcel: Parcel, future: Future[tuple[bool, Message]]
+    ticket: Ticket, parcel: Parcel, future: Future[tuple[bool, Message]]
 ) -> tuple[Any, BaseException | None]:
     """The value or the error in the reply; errors of the pool itself are raised."""
     try:
@@ -208,15 +209,15 @@ def _answer(
             raise BrokenProcessPool("the fork server died") from error
         if error.pid:
             kill_group(error.pid)  # the processes that the term has started
-        return None, _died(term, error)
+        return None, _died(ticket, error)
     try:
         answer = parcel.open_reply(message)
     except Exception as error:  # noqa: BLE001 - unpickling runs user code
-        return None, unpicklable(term, error, "its result")
+        return None, unpicklable(ticket.term, error, "its result", ticket.title)
     if succeeded:
         return answer, None
     if isinstance(answer, worker_process.TransportError):
-        return None, unpicklable(term, answer.why, answer.what)
+        return None, unpicklable(ticket.term, answer.why, answer.what, ticket.title)
     return None, answer
 
 
@@ -238,23 +239,23 @@ def check_picklable(term: str, thing: object) -> None:
 
 
 def unpicklable(
-    term: str, why: Exception | str, what: str = "the term or its data"
+    term: str, why: Exception | str, what: str = "the term or its data", title: str = ""
 ) -> UnpicklableError:
     """Build the error for an object that cannot be pickled, or not unpickled in the worker."""
     why = why if isinstance(why, str) else describe(why)
     return UnpicklableError(
         f"with run_in='process' everything must pickle, and {what} does not: "
-        f"{why} (regularizer {term!r}); "
+        f"{why} ({title or term_title(term)}); "
         f"leave out what cannot be pickled, or use run_in='thread'.",
         term=term,
     )
 
 
-def _died(term: str, error: ProcessExpired) -> WorkerDiedError:
+def _died(ticket: Ticket, error: ProcessExpired) -> WorkerDiedError:
     code = error.exitcode
     how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
     return WorkerDiedError(
-        f"the process that ran regularizer {term!r} must live until it has answered, and died "
-        f"of {how}: look for what ends it, or drop the term for such steps with on_error='skip'.",
-        term=term,
+        f"the process that ran {ticket.title} must live until it has answered, and died "
+        f"of {how}: look for what ends it, or set its on_error to go on without it.",
+        term=ticket.term,
     )

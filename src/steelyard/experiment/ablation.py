@@ -24,7 +24,7 @@ from steelyard.experiment.training_loop import SilentWatcher, Watcher, resume, t
 
 _HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"
 _NOT_HELD_OUT = (
-    "data.held_out is 0: the runs are not compared on data that they were not trained on, a term "
+    "{}.held_out is 0: the runs are not compared on data that they were not trained on, a term "
     "has no value in the runs without it, and there is no verdict. Hold out some of the data."
 )
 
@@ -115,8 +115,8 @@ def ablate(
         ]
         _check_same_configs(parent.path, runs)
         share_reference_logprobs(parent.path)
-        if not config.data.held_out:
-            watch.say(_NOT_HELD_OUT)
+        if not config.source.held_out:
+            watch.say(_NOT_HELD_OUT.format(config.source_key))
         _train_unfinished(runs, jobs, watch, stop)
         ablation = _result(parent.path, config, runs)
         content = redact({

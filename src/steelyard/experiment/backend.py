@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -15,11 +16,13 @@ from tinker import types
 from torch import Tensor
 
 from steelyard.clients import RegularizedClient, regularize
+from steelyard.composition import Aggregator
 from steelyard.errors import ConfigError, ModelError, RunError
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.secrets import redact
 
 Status: TypeAlias = Literal["success", "errored", "interrupted"]
+Request: TypeAlias = tuple[types.ModelInput, int, types.SamplingParams]  # int: samples
 _FORWARD_BATCH = 16  # data in one forward call
 _CLOSE_SECONDS = 30.0
 
@@ -31,10 +34,12 @@ class Backend:
     Attributes:
         client: untrained client; its predictions are those of the base model.
         service: service client that created it.
+        config: the base model and its settings.
     """
 
     client: RegularizedClient
     service: Any  # a LocalServiceClient, or the SDK's ServiceClient
+    config: ModelConfig
 
     @property
     def tokenizer(self) -> Any:
@@ -64,11 +69,41 @@ class Backend:
 
     def sample(self, prompts: Sequence[types.ModelInput], tokens: int) -> list[str]:
         """Greedy continuation of each prompt, at most `tokens` tokens long."""
-        sampling = self.client.save_weights_and_get_sampling_client()
         params = types.SamplingParams(max_tokens=tokens, temperature=0.0, seed=0)
-        futures = [sampling.sample(p, num_samples=1, sampling_params=params) for p in prompts]
-        sampled = [future.result().sequences[0].tokens for future in futures]
-        return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sampled]
+        groups = self.sample_groups([(prompt, 1, params) for prompt in prompts])
+        return [
+            self.tokenizer.decode(group[0].tokens, skip_special_tokens=True) for group in groups
+        ]
+
+    def sample_groups(self, requests: Sequence[Request]) -> list[list[types.SampledSequence]]:
+        """Sample from the current weights: the sequences of each request.
+
+        On the embedded engine the requests are one ordered list, so that what is batched with what,
+        and with it every bit of the result, depends on the requests alone.
+        """
+        sampling = self.client.save_weights_and_get_sampling_client()
+        if hasattr(sampling, "sample_list"):
+            responses = sampling.sample_list(requests).result()
+        else:
+            futures = [sampling.sample(*request) for request in requests]
+            responses = [future.result() for future in futures]
+        return [list(response.sequences) for response in responses]
+
+    @cached_property
+    def base(self) -> Backend:
+        """An untrained client beside the trained one, which predicts as the base model does."""
+        model = self.config
+        client = self.service.create_lora_training_client(model.base_model, rank=model.rank, seed=0)
+        return Backend(regularize(client), self.service, model)
+
+    @cached_property
+    def context_length(self) -> int | None:
+        """Maximum tokens of a sequence; None if the service does not say."""
+        if hasattr(self.client, "context_length"):
+            return int(self.client.context_length)
+        models = self.service.get_server_capabilities().supported_models
+        known = {model.model_name: model.max_context_length for model in models}
+        return known.get(self.config.base_model)
 
     def close(self, status: Status = "success") -> None:
         """Close the service: its models, or the session and connections of a Tinker service."""
@@ -92,8 +127,16 @@ def check_model(config: ModelConfig) -> None:
             raise ConfigError(f"[model]: {error}") from error
 
 
-def open_backend(config: ModelConfig, seed: int, checkpoints: Path) -> Backend:
-    """Open an untrained training client; a local one saves under `checkpoints`.
+def open_backend(
+    config: ModelConfig, seed: int, checkpoints: Path, aggregator: Aggregator | None = None
+) -> Backend:
+    """Open an untrained training client.
+
+    Args:
+        config: of the model.
+        seed: of the adapter.
+        checkpoints: folder of the checkpoints of a local client.
+        aggregator: of the gradients of the terms; None: the plain sum.
 
     Raises:
         ModelError: the base model is unknown or cannot be loaded.
@@ -108,7 +151,8 @@ def open_backend(config: ModelConfig, seed: int, checkpoints: Path) -> Backend:
         # The SDK connects here, not when the service client is built.
         client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
     # Base and terms become one uploaded loss where the server runs such losses.
-    return Backend(regularize(client, service=service), service)
+    regularized = regularize(client, aggregate=aggregator or "sum", service=service)
+    return Backend(regularized, service, config)
 
 
 def _local_service(config: ModelConfig, checkpoints: Path) -> Any:

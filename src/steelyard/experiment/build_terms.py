@@ -1,37 +1,35 @@
-"""Build the base loss and the regularizer specs of a config, and check them once."""
+"""Build the base loss, the regularizers and the rewards of a config, and check them once."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
-from steelyard.composition import Pipeline
-from steelyard.errors import ConfigError, RegistryError, SpecError
+from steelyard.composition import Aggregator, Pipeline, WeightedSum, aggregator_of
+from steelyard.errors import ConfigError
+from steelyard.experiment.base_losses import POLICY_LOSSES, PolicyLoss
+from steelyard.experiment.build_parts import MAX_CHECKED_STEPS, import_modules, locate_errors
 from steelyard.experiment.config import Config, TermConfig
 from steelyard.experiment.config_secrets import resolve_secrets
 from steelyard.experiment.config_weights import fields_of, range_of
-from steelyard.experiment.secrets import redact
+from steelyard.experiment.rewards import Reward, build_rewards
 from steelyard.spec import RegularizerSpec, build
 
 LOSSES = {"cross_entropy": "steelyard.experiment.base_losses:CrossEntropy"}
 # Extra inputs that a backend provides for the `needs` of a spec.
 EXTRA_INPUTS = {"local": ("hidden_states", "logits", "parameters", "projection"), "tinker": ()}
 _REFERENCE = "reference_logprobs"
-_MAX_CHECKED_STEPS = 10_000  # of a weight schedule
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The base loss and the regularizers of a run."""
+    """The base loss, the regularizers and the rewards of a run, and the aggregator."""
 
     loss: Any  # a TermFn or a Regularizer
     specs: tuple[RegularizerSpec, ...]
+    rewards: tuple[Reward, ...] = ()
+    aggregator: Aggregator = field(default_factory=WeightedSum)
 
     @property
     def reads_reference(self) -> bool:
@@ -44,8 +42,9 @@ class Terms:
         return self._any_has("measured_against")
 
     def close(self) -> None:
-        """Close every term that has a `close` method, for example one with open connections."""
-        for fn in (self.loss, *(spec.fn for spec in self.specs)):
+        """Close every term and reward that has a `close` method, such as open connections."""
+        rewards = (reward.fn for reward in self.rewards)
+        for fn in (self.loss, *(spec.fn for spec in self.specs), *rewards):
             close = getattr(fn, "close", None)
             if callable(close):
                 close()
@@ -59,37 +58,38 @@ def build_terms(config: Config) -> Terms:
 
     Raises:
         ConfigError: a name is unknown, options or a weight are invalid, or a secret is missing.
+        MissingExtraError: the aggregator, or its solver, is not installed.
     """
-    _import_modules(config)
-    loss = _locate_errors("[loss]", lambda: _loss(config))
+    import_modules(config)
+    loss = locate_errors("[loss]", lambda: _loss(config))
+    aggregator = locate_errors("[loss]", lambda: _aggregator(config))
     specs = []
     for number, entry in enumerate(config.regularizers, 1):
         location = f"[[regularizers]] #{number}"
-        spec = _locate_errors(location, functools.partial(_spec, entry))
-        _locate_errors(location, functools.partial(_check_schedule, spec, config.train.steps))
+        spec = locate_errors(location, functools.partial(_spec, entry))
+        locate_errors(location, functools.partial(_check_schedule, spec, config.train.steps))
         specs.append(spec)
     # The pipeline's constructor checks the terms together: unique names, available extra inputs.
     gives = EXTRA_INPUTS[config.model.backend]
-    _locate_errors("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
-    return Terms(loss, tuple(specs))
-
-
-def _import_modules(config: Config) -> None:
-    sys.path[:0] = [folder for folder in config.python_path if folder not in sys.path]
-    for module in config.imports:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(
-                f"imports must be modules, and {module!r} is none: {error}"
-            ) from error
+    locate_errors("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
+    return Terms(loss, tuple(specs), build_rewards(config), aggregator)
 
 
 def _loss(config: Config) -> Any:
     given = resolve_secrets(config.loss.options)
+    if config.loss.use in POLICY_LOSSES:
+        return PolicyLoss.of(config.loss.use, given)
     loss, options = build(LOSSES.get(config.loss.use, config.loss.use), given)
     checked = RegularizerSpec(loss, 1.0, "base loss", options=options)
     return functools.partial(checked.call, **options) if options else loss
+
+
+def _aggregator(config: Config) -> Aggregator:
+    given = config.loss.aggregate
+    options = dict(given) if isinstance(given, dict) else {"use": given}
+    if options["use"] != "sum":
+        options.setdefault("seed", config.train.seed)
+    return aggregator_of(options)
 
 
 def _spec(entry: TermConfig) -> RegularizerSpec:
@@ -104,18 +104,9 @@ def _check_schedule(spec: RegularizerSpec, steps: int) -> None:
     # Both raise for a schedule that yields no valid number; a run of hours should not end with
     # that.
     if any(callable(each) for each in (spec.weight, spec.at_most, spec.at_least)):
-        for step in range(min(steps, _MAX_CHECKED_STEPS)):
+        for step in range(min(steps, MAX_CHECKED_STEPS)):
             spec.weight_at(step)
             spec.bound_at(step)
-
-
-def _locate_errors(location: str, build_part: Callable[[], T]) -> T:
-    try:
-        return build_part()
-    except RegistryError as error:
-        raise ConfigError(redact(f"{location}: use: {error}")) from error
-    except (ConfigError, SpecError) as error:
-        raise ConfigError(redact(f"{location}: {error}")) from error
 
 
 def _reads(fn: Any, attribute: str) -> bool:

@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
-    WithJsonSchema,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 
-from steelyard.experiment.config_secrets import REFERENCE, check_references
-from steelyard.experiment.config_weights import SCHEDULES, check_rate, check_weight
-from steelyard.experiment.secrets import redact, remember
-from steelyard.spec import Gradient, OnError, RunIn, is_finite
-
-_SCHEDULE = {
-    "anyOf": [
-        {"type": "object", "properties": {kind: {}}, "required": [kind]} for kind in SCHEDULES
-    ]
-}
-_NUMBER = {"type": "number", "minimum": 0}
-_RANGE = {
-    "type": "object",
-    "properties": {
-        "tune": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
-        "log": {"type": "boolean"},
-    },
-    "required": ["tune"],
-}
-
-_BOUND = {
-    "anyOf": [
-        {"type": "object", "properties": {kind: {}, "scale": {}}, "required": [kind]}
-        for kind in ("at_most", "at_least")
-    ]
-}
-
-
-def _check_held_out(value: Any) -> Any:
-    if isinstance(value, str) and value:
-        return value
-    if not is_finite(value) or not 0 <= value < 1:
-        raise ValueError("must be a fraction in [0, 1) or the path of a file")
-    return value
+from steelyard.experiment.config_rollouts import RewardConfig, RolloutsConfig
+from steelyard.experiment.config_types import (
+    REFERENCE_FORMS,
+    Aggregate,
+    HeldOut,
+    Objective,
+    Options,
+    Rate,
+    Table,
+    Weight,
+)
+from steelyard.experiment.secrets import remember
+from steelyard.spec import Gradient, OnError, RunIn
 
 
 def _check_url(value: str | None) -> str | None:
@@ -59,58 +36,7 @@ def _check_url(value: str | None) -> str | None:
     return value
 
 
-def _check_objective(value: Any) -> Any:
-    is_key = isinstance(value, str) and value
-    is_sum = isinstance(value, dict) and value and all(is_finite(w) for w in value.values())
-    if not is_key and not is_sum:
-        raise ValueError("must be the key of a metric, or a table of keys and their weights")
-    return value
-
-
-# `Any`: each check takes any value, and its error states the whole rule.
-Weight: TypeAlias = Annotated[
-    Any,
-    AfterValidator(check_weight),
-    WithJsonSchema({"anyOf": [_NUMBER, _SCHEDULE, _RANGE, _BOUND]}),
-]
-Rate: TypeAlias = Annotated[
-    Any, AfterValidator(check_rate), WithJsonSchema({"anyOf": [_NUMBER, _SCHEDULE]})
-]
-HeldOut: TypeAlias = Annotated[
-    Any,
-    AfterValidator(_check_held_out),
-    WithJsonSchema(
-        {"anyOf": [{"type": "number", "minimum": 0, "exclusiveMaximum": 1}, {"type": "string"}]}
-    ),
-]
-Objective: TypeAlias = Annotated[
-    Any,
-    AfterValidator(_check_objective),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
-]
-Options: TypeAlias = Annotated[
-    dict[str, Any],
-    AfterValidator(check_references),
-    WithJsonSchema({"type": "object", "additionalProperties": {"anyOf": [REFERENCE, {}]}}),
-]
-_FORMS = 'a secret is { env = "NAME" } or { file = "PATH" }'
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        hide_input_in_errors=True,  # it may hold secrets
-    )
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, value in super().__repr_args__():
-            yield name, value if isinstance(value, BaseModel) else redact({name: value})[name]
-
-
-class ModelConfig(_Table):
+class ModelConfig(Table):
     """The model to train, and the backend that trains it."""
 
     backend: Literal["local", "tinker"] = Field(
@@ -136,7 +62,7 @@ class ModelConfig(_Table):
     )
 
 
-class DataConfig(_Table):
+class DataConfig(Table):
     """The training and held-out data."""
 
     path: str = Field(
@@ -157,7 +83,7 @@ class DataConfig(_Table):
     )
 
 
-class TrainConfig(_Table):
+class TrainConfig(Table):
     """Settings of the training loop."""
 
     steps: int = Field(default=20, ge=1)
@@ -184,6 +110,20 @@ class TrainConfig(_Table):
     )
     sample_tokens: int = Field(default=48, ge=1)
     track_grad_norms: bool = True
+    track_every: int = Field(
+        default=1, ge=1, description="steps between gradient norms and cosines, if they are tracked"
+    )
+    grad_space: Literal["logprobs", "parameters"] = Field(
+        default="logprobs",
+        description="what gradient norms and cosines are with respect to; 'parameters' is local, "
+        "and takes one backward pass for each term at a step that is tracked",
+    )
+    measure_progress: int = Field(
+        default=0,
+        ge=0,
+        description="steps between measurements of what a step did to each term, each by one more "
+        "forward pass; 0: none",
+    )
     drivers_every: int | None = Field(
         default=None,
         ge=0,
@@ -193,25 +133,35 @@ class TrainConfig(_Table):
     timeout: float = Field(default=30.0, gt=0, le=300, description="maximum seconds of one term")
 
 
-class LossConfig(_Table):
+class LossConfig(Table):
     """The base loss."""
 
     use: str = Field(
         default="cross_entropy", min_length=1, description="a name, or 'package.module:attr'"
     )
     options: Options = Field(
-        default={}, description=f"arguments of its constructor, or of the function; {_FORMS}"
+        default={},
+        description=f"arguments of its constructor, or of the function; {REFERENCE_FORMS}",
+    )
+    aggregate: Aggregate = Field(
+        default="sum",
+        description="how the gradients of the terms become one: 'sum', a TorchJD weighting such as "
+        "'upgrad', or a table with it as use, and its options",
     )
 
 
-class TermConfig(_Table):
+class TermConfig(Table):
     """One regularizer."""
 
     use: str = Field(min_length=1, description="a registered name, or 'package.module:attr'")
     name: str = Field(default="", description="unique; the regularizer's own name if empty")
     weight: Weight
+    anchor: bool = Field(
+        default=False, description="an aggregator other than the sum leaves this term alone"
+    )
     options: Options = Field(
-        default={}, description=f"arguments of its constructor, or of the function; {_FORMS}"
+        default={},
+        description=f"arguments of its constructor, or of the function; {REFERENCE_FORMS}",
     )
     run_in: RunIn = "auto"
     gradient: Gradient = "auto"
@@ -219,23 +169,23 @@ class TermConfig(_Table):
     on_error: OnError = "raise"
     every: int = Field(default=1, ge=1)
     enabled: bool = True
-    needs: list[Literal["logits", "projection", "hidden_states", "parameters"]] = []
+    needs: list[Literal["logits", "projection", "hidden_states", "parameters"]] = Field(default=[])
 
 
-class WandbConfig(_Table):
+class WandbConfig(Table):
     """Settings of the Weights & Biases sink."""
 
     project: str = "steelyard"
     mode: Literal["offline", "online"] = "offline"
 
 
-class TrackioConfig(_Table):
+class TrackioConfig(Table):
     """Settings of the trackio sink."""
 
     project: str = "steelyard"
 
 
-class SinksConfig(_Table):
+class SinksConfig(Table):
     """Loggers that receive the metrics in addition to the run folder."""
 
     tensorboard: bool = Field(default=False, description="write to tensorboard/ in the run folder")
@@ -243,7 +193,7 @@ class SinksConfig(_Table):
     trackio: TrackioConfig | None = None
 
 
-class TuneConfig(_Table):
+class TuneConfig(Table):
     """Settings of the search of `steelyard tune`."""
 
     trials: int = Field(default=20, ge=1)
@@ -255,7 +205,7 @@ class TuneConfig(_Table):
     prune: bool = True
 
 
-class Config(_Table):
+class Config(Table):
     """Config of an experiment: model, data, training, loss and regularizers.
 
     Example:
@@ -271,10 +221,14 @@ class Config(_Table):
         default=[], description="folders to import from; the config's own folder is always included"
     )
     model: ModelConfig = ModelConfig()
-    data: DataConfig
+    data: DataConfig | None = None
+    rollouts: RolloutsConfig | None = Field(
+        default=None, description="on-policy training, instead of [data]"
+    )
+    rewards: list[RewardConfig] = Field(default=[])
     train: TrainConfig = TrainConfig()
     loss: LossConfig = LossConfig()
-    regularizers: list[TermConfig] = []
+    regularizers: list[TermConfig] = Field(default=[])
     sinks: SinksConfig = SinksConfig()
     tune: TuneConfig = TuneConfig()
 
@@ -285,3 +239,70 @@ class Config(_Table):
         if isinstance(raw, dict):
             remember(raw)
         return raw
+
+    @model_validator(mode="after")
+    def _check_grad_space(self) -> Self:
+        if self.train.grad_space == "parameters" and self.model.backend != "local":
+            raise ValueError(
+                "train.grad_space = 'parameters' needs model.backend = 'local', where the model "
+                "is: use train.measure_progress with a Tinker service"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_rollouts(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or raw.get("rollouts") is None:
+            return raw
+        if isinstance(train := raw.get("train"), dict) and "batch_size" in train:
+            raise ValueError(
+                "must have train.batch_size or [rollouts], not both: a step trains on "
+                "rollouts.per_step × rollouts.group_size answers"
+            )
+        tune = raw.get("tune", {})
+        if isinstance(tune, dict) and "objective" not in tune:
+            raw = {**raw, "tune": {"objective": "held_out/reward", "direction": "maximize", **tune}}
+        loss = raw.get("loss", {})
+        if isinstance(loss, dict) and "use" not in loss:
+            raw = {**raw, "loss": {"use": "importance_sampling", **loss}}
+        return raw
+
+    @model_validator(mode="after")
+    def _check_source_of_data(self) -> Self:
+        if self.data is None and self.rollouts is None:
+            raise ValueError(
+                "[data] must be given, got nothing; or [rollouts], to train on answers"
+            )
+        if self.data is not None and self.rollouts is not None:
+            raise ValueError("must have either [data] or [rollouts] to train on, got both")
+        if self.rollouts is None and self.rewards:
+            raise ValueError("must have [rollouts] for its [[rewards]], got [data]")
+        if self.rollouts is not None and not any(reward.enabled for reward in self.rewards):
+            raise ValueError("must have at least one enabled entry in [[rewards]] for [rollouts]")
+        if self.rollouts is not None and self.loss.use in ("cross_entropy", "dpo"):
+            raise ValueError(
+                f"must have a loss over advantages for [rollouts], such as 'importance_sampling', "
+                f"'ppo' or 'cispo', got {self.loss.use!r}"
+            )
+        return self
+
+    @property
+    def source_key(self) -> Literal["data", "rollouts"]:
+        """Name of the table of `source`."""
+        return "data" if self.rollouts is None else "rollouts"
+
+    @property
+    def source(self) -> DataConfig | RolloutsConfig:
+        """What the run trains on: lines of a file, or answers of the model."""
+        source = self.data or self.rollouts
+        if source is None:  # a validated config has one of them
+            raise ValueError("a config must have [data] or [rollouts], got neither.")
+        return source
+
+    @model_serializer(mode="wrap")
+    def _omit_batch_size(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Its default is no setting of a config with rollouts, which would be refused when read.
+        content: dict[str, Any] = dump(self)
+        if self.rollouts is not None and isinstance(content.get("train"), dict):
+            content["train"].pop("batch_size", None)
+        return content

@@ -68,6 +68,8 @@ def _format_error(details: dict[str, Any]) -> str:
         return f"{location} is not a key; known: {', '.join(known)}{hint}"
     if kind == "value_error":
         rule = str(context["error"])
+        if len(loc) <= 1 and _is_table(str(*loc)):  # a rule of a table names the values itself
+            return rule if rule.startswith("[") else f"{location} {rule}"
     elif kind in _LIMITS:
         name, sign = _LIMITS[kind]
         rule = f"must be {sign} {context[name]:g}"

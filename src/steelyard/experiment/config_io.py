@@ -41,6 +41,7 @@ def read_config(
     overrides: Iterable[str] = (),
     *,
     folder: str | Path = ".",
+    skip_bad: bool = False,
 ) -> Config:
     """Read a config from a file or a mapping, and make its paths absolute.
 
@@ -49,6 +50,7 @@ def read_config(
         overrides: `key=value` with dotted keys, as `train.steps=5` or
             `regularizers.kl.weight=0.2`; the value is parsed as TOML, or else is a string.
         folder: base of relative paths in a mapping; paths in a file are relative to its folder.
+        skip_bad: skip malformed lines of the data, whatever the config says.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown or invalid, or a secret was
@@ -70,6 +72,9 @@ def read_config(
         _apply_override(raw, override)
     config = _validate(raw)
     check_whole(raw)
+    if skip_bad:
+        changed = config.source.model_copy(update={"skip_bad": True})
+        config = config.model_copy(update={config.source_key: changed})
     return _resolve_paths(config, folder.expanduser().resolve())
 
 
@@ -191,30 +196,34 @@ def _parse_value(text: str) -> Any:
 
 
 def _resolve_paths(config: Config, folder: Path) -> Config:
-    data = config.data
-    files: dict[str, Any] = {"path": _existing_file("path", folder, data.path)}
-    if isinstance(data.held_out, str):
-        files["held_out"] = _existing_file("held_out", folder, data.held_out)
+    source, key = config.source, config.source_key
+    main = "path" if key == "data" else "prompts"
+    files: dict[str, Any] = {main: _existing_file(key, main, folder, getattr(source, main))}
+    if isinstance(source.held_out, str):
+        files["held_out"] = _existing_file(key, "held_out", folder, source.held_out)
     loss = config.loss.model_copy(update={"options": resolve_files(config.loss.options, folder)})
-    terms = [
-        term.model_copy(update={"options": resolve_files(term.options, folder)})
-        for term in config.regularizers
-    ]
+    entries = {
+        table: [
+            entry.model_copy(update={"options": resolve_files(entry.options, folder)})
+            for entry in getattr(config, table)
+        ]
+        for table in ("regularizers", "rewards")
+    }
     python_path = [str((folder / entry).resolve()) for entry in config.python_path]
     return config.model_copy(
         update={
-            "data": data.model_copy(update=files),
+            key: source.model_copy(update=files),
             "loss": loss,
-            "regularizers": terms,
+            **entries,
             "python_path": list(dict.fromkeys([*python_path, str(folder)])),
         }
     )
 
 
-def _existing_file(key: str, folder: Path, given: str) -> str:
+def _existing_file(table: str, key: str, folder: Path, given: str) -> str:
     path = (folder / Path(given).expanduser()).resolve()
     if not path.is_file():
-        raise ConfigError(f"[data]: {key} must be a file that exists, got {str(path)!r}")
+        raise ConfigError(f"[{table}]: {key} must be a file that exists, got {str(path)!r}")
     return str(path)
 
 

@@ -140,12 +140,12 @@ def _keys(
 def _override_path(
     config: Mapping[str, Any], path: secrets.Path
 ) -> tuple[secrets.Path, secrets.Path]:
-    """Path as an override spells it, with a regularizer's name for its index; and its prefix."""
+    """Path as an override spells it, with the name of an entry for its index; and its prefix."""
     match path:
-        case ("regularizers", int(index), *rest):
-            entry = config["regularizers"][index]
-            names: secrets.Path = ("regularizers", str(entry.get("name") or entry.get("use")))
-            kept: secrets.Path = ("regularizers", index)
+        case (("regularizers" | "rewards") as table, int(index), *rest):
+            entry = config[table][index]
+            names: secrets.Path = (table, str(entry.get("name") or entry.get("use")))
+            kept: secrets.Path = (table, index)
         case _:
             names, kept, rest = (), (), list(path)
     for key in rest:

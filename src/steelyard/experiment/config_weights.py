@@ -41,6 +41,17 @@ def check_weight(value: Any) -> Any:
     return check_rate(value)
 
 
+def check_scalar_weight(value: Any) -> Any:
+    """Check that `value` is a number >= 0, a schedule or a range to tune, and return it.
+
+    Raises:
+        ValueError: it is none of these; the message is the rule.
+    """
+    if _is_bound(value):
+        raise ValueError("must be a number >= 0, a schedule or { tune = [low, high] }")
+    return check_weight(value)
+
+
 def check_rate(value: Any) -> Any:
     """Check that `value` is a number >= 0 or a schedule, and return it.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from tinker import types
 
@@ -15,6 +15,8 @@ from steelyard.errors import DataError
 Kind: TypeAlias = Literal["completion", "messages", "preference"]
 # Data of one line: one datum, or a chosen and a rejected one.
 Group: TypeAlias = list[types.Datum]
+
+T = TypeVar("T")
 
 _KINDS: dict[Kind, set[str]] = {
     "completion": {"prompt", "completion"},
@@ -54,25 +56,49 @@ def read_records(
     Raises:
         DataError: a line is malformed and `skip_bad` is False, or no valid line is left.
     """
-    groups: list[Group] = []
-    lines: list[int] = []
-    errors: list[str] = []
     kinds: dict[Kind, int] = {}  # the kind of the file, and the line that set it
+
+    def parse(number: int, line: str) -> Group:
+        kind, record = _parse(line)
+        _check_kind(kind, kinds)
+        group = encode(kind, record)
+        kinds.setdefault(kind, number)
+        return group
+
+    parsed, errors = parse_lines(path, parse, skip_bad=skip_bad)
+    return DataFile(next(iter(kinds)), list(parsed.values()), list(parsed), errors)
+
+
+def parse_lines(
+    path: str | Path, parse: Callable[[int, str], T], *, skip_bad: bool
+) -> tuple[dict[int, T], list[str]]:
+    """Parse the lines of a JSON Lines file; empty lines are ignored.
+
+    Args:
+        path: the file.
+        parse: takes the number of a line, from 1, and its text; raises ValueError, with the rule,
+            for an invalid line.
+        skip_bad: skip invalid lines instead of raising.
+
+    Returns:
+        What `parse` returned, by the number of the line, and an error for each skipped line.
+
+    Raises:
+        DataError: a line is invalid and `skip_bad` is False, or no valid line is left.
+    """
+    parsed: dict[int, T] = {}
+    errors: list[str] = []
     for number, line in _lines(Path(path)):
         try:
-            kind, record = _parse(line)
-            _check_kind(kind, kinds)
-            groups.append(encode(kind, record))
-            lines.append(number)
-            kinds.setdefault(kind, number)
+            parsed[number] = parse(number, line)
         except ValueError as error:
             errors.append(f"{path}:{number}: {error}")
     if errors and not skip_bad:
         more = f" ({len(errors) - 1} more lines are wrong.)" if len(errors) > 1 else ""
         raise DataError(f"{errors[0]}.{more} Fix it, or skip bad lines with --skip-bad.")
-    if not groups:
+    if not parsed:
         raise DataError(f"{path} must hold at least one usable line, got none.")
-    return DataFile(next(iter(kinds)), groups, lines, errors)
+    return parsed, errors
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -93,7 +119,12 @@ def _check_kind(kind: Kind, kinds: dict[Kind, int]) -> None:
             raise ValueError(f"must be of one kind with line {number}, {first}, got {kind}")
 
 
-def _parse(line: str) -> tuple[Kind, dict[str, Any]]:
+def parse_object(line: str, forms: str = _FORMS) -> dict[str, Any]:
+    """Parse a line that holds a JSON object; `forms` describes the objects, for the error.
+
+    Raises:
+        ValueError: it is none; the message is the rule.
+    """
     try:
         line.encode("utf-8")
     except UnicodeEncodeError:
@@ -107,7 +138,12 @@ def _parse(line: str) -> tuple[Kind, dict[str, Any]]:
     except RecursionError:
         raise ValueError("must be JSON that is not nested too deeply") from None
     if not isinstance(record, dict):
-        raise ValueError(f"must be an object, {_FORMS}, got {type(record).__name__}")  # noqa: TRY004 - callers catch ValueError
+        raise ValueError(f"must be an object, {forms}, got {type(record).__name__}")  # noqa: TRY004 - callers catch ValueError
+    return record
+
+
+def _parse(line: str) -> tuple[Kind, dict[str, Any]]:
+    record = parse_object(line)
     for kind, keys in _KINDS.items():
         if keys <= record.keys():
             return kind, record

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from tinker import types
 
@@ -12,11 +13,14 @@ from steelyard.errors import DataError
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.batching import batch, split
 from steelyard.experiment.build_terms import Terms
-from steelyard.experiment.config import Config, TrainConfig
+from steelyard.experiment.config import Config, DataConfig, TrainConfig
 from steelyard.experiment.data_files import DataFile, Group, Kind, read_records
+from steelyard.experiment.data_source import TrainingBatch
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.reference_logprobs import add_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder
+
+_PREFERENCE = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,16 @@ class Dataset:
     file: str
     lines: Sequence[int]
 
+    def batch(self, indices: Sequence[int]) -> TrainingBatch:
+        """Training data of the lines with these indices in `train`."""
+        data, origins = [], []
+        for index in indices:
+            group = self.train[index]
+            data += group
+            parts = _PREFERENCE if len(group) > 1 else ("",)
+            origins += [(self.lines[index], part) for part in parts]
+        return TrainingBatch(data, self.file, origins)
+
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""
         return self.encoder.prompt(text, self.kind)
@@ -53,7 +67,7 @@ def load_dataset(
         DataError: a line is malformed and `data.skip_bad` is False.
         RunError: a data file has changed since the run began.
     """
-    settings = config.data
+    settings = cast("DataConfig", config.data)  # this run has one
     encoder = Encoder(backend.tokenizer, settings.max_length)
     main = _read(settings.path, encoder, skip_bad=settings.skip_bad, say=say)
     if isinstance(settings.held_out, str):

@@ -7,10 +7,10 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
-from steelyard.experiment.dataset import Dataset
+from steelyard.experiment.data_source import TrainingBatch
 from steelyard.experiment.secrets import redact
+from steelyard.gradients import norm_of
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE
 
 # Text and its share of the term's gradient; the share is None for the mark of an omission.
 Piece: TypeAlias = tuple[str, float | None]
@@ -22,42 +22,39 @@ _MAX_TOKENS = 80  # of a datum; a longer one is shortened to the tokens around i
 _AROUND = 5  # tokens on each side of a strong one
 _MAX_TEXT = 300  # characters of a datum that is written as one piece
 _MAX_BYTES = 8  # tokens of one character: its bytes, and those of a neighbour that share a token
-_FIELDS = ("chosen", "rejected")
 _INCOMPLETE = "\ufffd"  # the text of a token that ends inside a character
 
 
 def driver_records(
-    output: CustomLossOutput, step: int, dataset: Dataset, lines: Sequence[int]
+    output: CustomLossOutput, step: int, batch: TrainingBatch, tokenizer: Any
 ) -> list[dict[str, Any]]:
     """Records of one step, one for each term that has drivers; see `CustomLossOutput.drivers`.
 
     Args:
         output: the output of the step; without gradients of the terms there are no records.
         step: number of the step.
-        dataset: the data that the batch was taken from.
-        lines: indices in `dataset.train` of the batch.
+        batch: the data of the step.
+        tokenizer: decodes their tokens.
     """
-    decode = _decoder(dataset.encoder.tokenizer)
-    batch = [(index, part) for index in lines for part in range(len(dataset.train[index]))]
+    decode = _decoder(tokenizer)
     records = []
-    for name in output.term_gradients or ():
+    for name, gradients in (output.term_gradients or {}).items():
         data = []
         for driver in output.drivers(name, _DATA):
-            index, part = batch[driver.datum]
-            group = dataset.train[index]
-            tokens = group[part].model_input.to_ints()
-            targets = group[part].loss_fn_inputs["target_tokens"].tolist()
+            datum = batch.data[driver.datum]
+            line, part = batch.origins[driver.datum]
+            tokens = datum.model_input.to_ints()
+            targets = datum.loss_fn_inputs["target_tokens"].tolist()
             # The log-prob at position t is that of token t + 1; the first token has none.
             shares = dict.fromkeys(range(len(tokens) + 1), 0.0)
             shares |= {token.position + 1: token.share for token in driver.tokens}
             pieces = _pieces(decode, (*tokens, targets[-1]), shares)
-            field = {"field": _FIELDS[part]} if len(group) > 1 else {}
-            share = round(driver.share, 5)
-            data.append({"line": dataset.lines[index], **field, "share": share, "tokens": pieces})
+            field = {"field": part} if part else {}
+            data.append({"line": line, **field, "share": round(driver.share, 5), "tokens": pieces})
         if data:
-            term = output.base_loss if name == BASE else output.regularizers[name]
-            about = {"step": step, "term": name, "grad_norm": term.grad_norm}
-            records.append({**about, "file": dataset.file, "data": data})
+            # Of the gradient that has these shares, whatever the output's norms are of.
+            about = {"step": step, "term": name, "grad_norm": norm_of(gradients)}
+            records.append({**about, "file": batch.file, "data": data})
     return records
 
 

@@ -60,6 +60,24 @@ class Encoder:
             text = self._render([{"role": "user", "content": text}], generation_prompt=True)
         return types.ModelInput.from_ints(self._tokens(text) or [self._end])
 
+    def open_prompt(self, record: Mapping[str, Any]) -> types.ModelInput:
+        """Encode a line that has a prompt and no answer: `"prompt"`, or `"messages"`.
+
+        Raises:
+            ValueError: the line is invalid; the message is the rule.
+        """
+        if "messages" not in record:
+            return self.prompt(_text(record, "prompt"), "completion")
+        messages = record["messages"]
+        if not _is_chat(messages) or not messages or messages[-1]["role"] == "assistant":
+            raise ValueError(
+                f"messages must be a list of {{'role', 'content'}} that ends before an answer of "
+                f"the assistant, got {_short(messages)}"
+            )
+        self._check_template("messages", '{"prompt"}')
+        text = self._render(messages, generation_prompt=True)
+        return types.ModelInput.from_ints(self._tokens(text))
+
     @property
     def _end(self) -> int:
         end: int = self.tokenizer.eos_token_id
@@ -73,16 +91,12 @@ class Encoder:
 
     def _chat(self, messages: Any, key: str) -> list[Piece]:
         rule = f"{key} must be a list of {{'role', 'content'}} with an answer of the assistant"
-        if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
+        if not _is_chat(messages):
             raise ValueError(f"{rule}, got {_short(messages)}")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise ValueError(f"{rule}, got none")
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                f"{key} needs a model with a chat template, and this one has none: "
-                f'use {{"prompt", "completion"}}'
-            )
+        self._check_template(key, '{"prompt", "completion"}')
         # Render the chat up to each answer of the assistant, and with it: the difference is what
         # to train on. It needs a template whose text for a prefix of the messages is a prefix of
         # its text for all of them.
@@ -96,6 +110,13 @@ class Encoder:
             pieces += [(before[len(done) :], False), (after[len(before) :], True)]
             done = after
         return pieces
+
+    def _check_template(self, key: str, alternative: str) -> None:
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"{key} needs a model with a chat template, and this one has none: "
+                f"use {alternative}"
+            )
 
     def _render(self, messages: Sequence[Any], *, generation_prompt: bool = False) -> str:
         try:
@@ -127,7 +148,7 @@ class Encoder:
         fields: dict[str, Any] = {"target_tokens": tokens[1:], "weights": weights[1:]}
         datum = EncodedRecord(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={**fields, **_numeric_fields(record)},
+            loss_fn_inputs={**fields, **numeric_fields(record)},
         )
         object.__setattr__(datum, "record", record)  # the class is frozen
         return datum
@@ -148,7 +169,12 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _numeric_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+def numeric_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays of the fields of a line that are numbers or lists of numbers.
+
+    Raises:
+        ValueError: one is not finite, or has a name that is taken; the message is the rule.
+    """
     arrays = {}
     for key, value in record.items():
         if key in _TEXT_KEYS or not isinstance(value, int | float | list):
@@ -167,6 +193,10 @@ def _numeric_fields(record: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} must be finite, got {_short(value)}")
         arrays[key] = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
     return arrays
+
+
+def _is_chat(messages: Any) -> bool:
+    return isinstance(messages, list) and all(_is_message(message) for message in messages)
 
 
 def _is_message(message: Any) -> bool:

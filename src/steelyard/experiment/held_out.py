@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinker import types
@@ -16,7 +16,7 @@ from steelyard.experiment.base_losses import CrossEntropy
 from steelyard.experiment.build_terms import Terms
 from steelyard.gradients import as_tensor, loss_fn_input
 from steelyard.output import CustomLossOutput
-from steelyard.spec import Gradient, RegularizerSpec, describe, measurement
+from steelyard.spec import RegularizerSpec, describe, measurement
 
 _VALUE, _FAILED, _REASON = "held_out/regularizers/", "held_out/skipped/", "/reason"
 # Needed inputs of the size of the model. The others grow with the number of tokens.
@@ -50,11 +50,20 @@ def evaluate_held_out(
     """
     if not data:
         return {}
-    found = _Values(terms.specs, timeout)
-    logprobs, parameters = _evaluate_batches(backend, data, found, batch)
-    whole = [spec for spec in terms.specs if not _reads_batches(spec)]
-    output = found.compute(_per_token(terms.loss), whole, data, logprobs, parameters)
-    return {"held_out/loss": output.base_loss.value, **found.metrics}
+    found, loss = _evaluate(backend, data, _per_token(terms.loss), terms.specs, timeout, batch)
+    return {"held_out/loss": loss, **found.metrics}
+
+
+def evaluate_terms(
+    backend: Backend,
+    data: Sequence[types.Datum],
+    specs: Sequence[RegularizerSpec],
+    timeout: float,
+    *,
+    batch: int = 16,
+) -> dict[str, Any]:
+    """Metrics of `evaluate_held_out` without `held_out/loss`: the values of the terms."""
+    return _evaluate(backend, data, _NoLoss(), specs, timeout, batch)[0].metrics
 
 
 def failures(metrics: Mapping[str, Any]) -> dict[str, str]:
@@ -116,16 +125,27 @@ class _Values:
         """Spec that measures the term; None if that cannot be built, or has failed before."""
         if spec.name in self.failed:
             return None
-        # The value of "score" is the mean of one penalty per datum; any other term returns it.
-        gradient: Gradient = "score" if spec.gradient == "score" else "none"
         try:
-            return replace(
-                spec, fn=measurement(spec.fn), weight=0.0, at_most=None, at_least=None,
-                scale=None, gradient=gradient, enabled=True, every=1, on_error="skip",
-            )  # fmt: skip
+            return spec.measuring()
         except Exception as error:  # noqa: BLE001 - copying a term with state calls anybody's code
             self.failed[spec.name] = describe(error)
             return None
+
+
+def _evaluate(
+    backend: Backend,
+    data: Sequence[types.Datum],
+    loss: Any,
+    specs: Sequence[RegularizerSpec],
+    timeout: float,
+    batch: int,
+) -> tuple[_Values, float]:
+    """Values of the terms, and the loss."""
+    found = _Values(specs, timeout)
+    logprobs, parameters = _evaluate_batches(backend, data, found, batch)
+    whole = [spec for spec in specs if not _reads_batches(spec)]
+    output = found.compute(loss, whole, data, logprobs, parameters)
+    return found, output.base_loss.value
 
 
 class _NoLoss:

@@ -45,18 +45,22 @@ def add_reference_logprobs(
         return list(groups)
     model = run.config().model
     digests = [_digest(model, datum) for datum in data]
-    known = _look_up(dict(zip(digests, data, strict=True)), backend, _cache_file(run.path), say)
-    logprobs = (known[digest] for digest in digests)
+    cached = _look_up(dict(zip(digests, data, strict=True)), backend, _cache_file(run.path), say)
+    logprobs = (cached[digest] for digest in digests)
 
     def complete(datum: types.Datum) -> types.Datum:
-        if FIELD in datum.loss_fn_inputs:
-            return datum
-        fields = {**datum.loss_fn_inputs, FIELD: types.TensorData.from_torch(next(logprobs))}
-        completed = replace(datum, loss_fn_inputs=fields)
-        object.__setattr__(completed, "record", getattr(datum, "record", {}))
-        return completed
+        known = FIELD in datum.loss_fn_inputs
+        return datum if known else with_reference(datum, next(logprobs))
 
     return [[complete(datum) for datum in group] for group in groups]
+
+
+def with_reference(datum: types.Datum, logprobs: Tensor) -> types.Datum:
+    """Copy of a datum with the field `reference_logprobs`."""
+    fields = {**datum.loss_fn_inputs, FIELD: types.TensorData.from_torch(logprobs)}
+    completed = replace(datum, loss_fn_inputs=fields)
+    object.__setattr__(completed, "record", getattr(datum, "record", {}))
+    return completed
 
 
 def share_reference_logprobs(folder: Path) -> None:

@@ -4,6 +4,7 @@ config.json      the config, with every default
 data.json        SHA-256 digests of the data files
 metrics.jsonl    a flat JSON object for each step
 drivers.jsonl    the examples that drive each term, at some of the steps
+rollouts.jsonl   the answers of each step, with their rewards; of a run with [rollouts]
 checkpoints/     safetensors and JSON
 samples.jsonl    completions of the sample prompts, before and after training
 log.txt          log messages
@@ -43,6 +44,7 @@ class RunFolder:
         self._config = self.path / "config.json"
         self._data = self.path / "data.json"
         self._drivers = self.path / "drivers.jsonl"
+        self._rollouts = self.path / "rollouts.jsonl"
         self._samples = self.path / "samples.jsonl"
         self._result = self.path / "result.json"
         self._log = self.path / "log.txt"
@@ -154,24 +156,29 @@ class RunFolder:
 
     def append_drivers(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append the records of the examples that drive each term at a step."""
-        lines = (json.dumps(redact(record), ensure_ascii=False) for record in records)
-        with self._convert_os_errors(), self._drivers.open("ab") as file:
-            file.write("".join(f"{line}\n" for line in lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def cut_drivers(self, step: int) -> None:
-        """Remove the records from this step on, which is repeated, and an incomplete last line."""
-        if not self._drivers.is_file():
-            return
-        *lines, rest = _read_bytes(self._drivers).split(b"\n")
-        kept = [line for line in lines if _parse(line, str(self._drivers)).get("step", step) < step]
-        if rest or len(kept) < len(lines):
-            write_atomic(self._drivers, b"".join(line + b"\n" for line in kept))
+        self._append_records(self._drivers, records)
 
     def drivers(self) -> list[dict[str, Any]]:
         """Records of the examples that drive each term so far."""
         return read_json_lines(self._drivers)
+
+    def append_rollouts(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append the records of the answers of a step."""
+        self._append_records(self._rollouts, records)
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        """Records of the answers so far."""
+        return read_json_lines(self._rollouts)
+
+    def cut_records(self, step: int) -> None:
+        """Remove drivers and rollouts of this step and later ones, and an incomplete last line."""
+        for path in (self._drivers, self._rollouts):
+            if not path.is_file():
+                continue
+            *lines, rest = _read_bytes(path).split(b"\n")
+            kept = [line for line in lines if _parse(line, str(path)).get("step", step) < step]
+            if rest or len(kept) < len(lines):
+                write_atomic(path, b"".join(line + b"\n" for line in kept))
 
     def samples(self) -> list[dict[str, Any]]:
         """Samples so far."""
@@ -195,6 +202,13 @@ class RunFolder:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         with self._convert_os_errors(), self._log.open("a", encoding="utf-8") as file:
             file.write("".join(f"{stamp} {line}\n" for line in redact(text).splitlines()))
+
+    def _append_records(self, path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+        lines = (json.dumps(redact(record), ensure_ascii=False) for record in records)
+        with self._convert_os_errors(), path.open("ab") as file:
+            file.write("".join(f"{line}\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
 
     def _write(self, path: Path, content: Mapping[str, Any]) -> None:
         write_atomic(path, json.dumps(redact(content), indent=2).encode())

@@ -11,9 +11,10 @@ from steelyard.experiment.config import Config
 def seeded_configs(config: Config, seeds: int) -> dict[int, Config]:
     """Configs that differ in `train.seed`, by that seed: the config's own, and those after it.
 
-    A seed sets the initial LoRA matrices, the order of the data and the random numbers that terms
-    draw. The held-out lines stay those of the config's own seed, so that all runs are measured on
-    the same data. The first config is `config` itself.
+    A seed sets the initial LoRA matrices, the order of the data, the sampled answers (unless
+    `rollouts.seed` does) and the random numbers that terms draw. The held-out lines stay those of
+    the config's own seed, so that all runs are measured on the same data. The first config is
+    `config` itself.
 
     Raises:
         ConfigError: `seeds` is not a whole number >= 1.
@@ -33,6 +34,7 @@ def _with_seed(config: Config, seed: int) -> Config:
     if seed == config.train.seed:
         return config
     train = config.train.model_copy(update={"seed": seed})
-    split_seed = config.train.seed if config.data.split_seed is None else config.data.split_seed
-    data = config.data.model_copy(update={"split_seed": split_seed})
-    return config.model_copy(update={"train": train, "data": data})
+    source = config.source
+    if source.split_seed is None:
+        source = source.model_copy(update={"split_seed": config.train.seed})
+    return config.model_copy(update={"train": train, config.source_key: source})

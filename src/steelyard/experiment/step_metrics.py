@@ -43,6 +43,23 @@ def skipped_terms(metrics: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(metrics.get(f"{_SKIPPED}{name}{_REASON}", "")) for name in names}
 
 
+def mean_metrics(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Metrics of a step with several optimizer steps: the means of numbers, the last of texts.
+
+    Example:
+        >>> mean_metrics([{"loss_total": 1.0, "grad_space": "logprobs"}, {"loss_total": 3.0}])
+        {'loss_total': 2.0, 'grad_space': 'logprobs'}
+    """
+    if len(batches) == 1:
+        return dict(batches[0])
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for metrics in batches for key in metrics):
+        values = [metrics[key] for metrics in batches if key in metrics]
+        numbers = all(isinstance(value, int | float) for value in values)
+        merged[key] = math.fsum(values) / len(values) if numbers else values[-1]
+    return merged
+
+
 def short_reason(name: str, reason: str) -> str:
     """Shorten the reason of a skipped term to the class of the error and its first words.
 

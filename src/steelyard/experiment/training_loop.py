@@ -22,20 +22,22 @@ from tinker import types
 
 from steelyard.experiment import checkpointing
 from steelyard.experiment.backend import Backend, Status, check_model, open_backend
-from steelyard.experiment.batching import batch
 from steelyard.experiment.build_terms import Terms, build_terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
 from steelyard.experiment.config_weights import schedule_of
-from steelyard.experiment.dataset import Dataset, load_dataset
+from steelyard.experiment.data_source import DataSource, TrainingBatch
+from steelyard.experiment.dataset import load_dataset
 from steelyard.experiment.driver_records import driver_records
-from steelyard.experiment.held_out import evaluate_held_out, failures
+from steelyard.experiment.fixed_data import FixedData
+from steelyard.experiment.held_out import failures
+from steelyard.experiment.rollouts import open_rollouts
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
-from steelyard.experiment.step_metrics import skip_reasons
-from steelyard.output import RegularizerOutput
-from steelyard.spec import Schedule
+from steelyard.experiment.step_metrics import mean_metrics, skip_reasons
+from steelyard.output import CustomLossOutput
+from steelyard.spec import BASE, Schedule
 
 # By default a tenth of the run lies between records of drivers, and at least so many steps: enough
 # to see a change, in a small file.
@@ -174,18 +176,19 @@ class _TrainingRun:
 
     def _open_backend(self) -> Backend:
         self._say(f"loading {self.config.model.base_model} ({self.config.model.backend})")
-        return open_backend(self.config.model, self.config.train.seed, self.run.checkpoints)
+        seed, checkpoints = self.config.train.seed, self.run.checkpoints
+        return open_backend(self.config.model, seed, checkpoints, self.terms.aggregator)
 
     def _train(self, backend: Backend) -> Outcome:
         settings = self.config.train
         # Before the checkpoint is loaded, while the client still predicts as the base model does.
-        dataset = load_dataset(self.config, self.terms, backend, self.run, self._say)
+        source = self._open_source(backend)
         checkpoint = checkpointing.latest_checkpoint(self.run)
         start = 0 if checkpoint is None else checkpoint.step
         self.run.cut(0 if checkpoint is None else checkpoint.metrics_bytes)
-        self.run.cut_drivers(start)
+        self.run.cut_records(start)
         if not start:
-            self._sample(backend, dataset, "before", 0)
+            self._sample(backend, source, "before", 0)
         if checkpoint is not None:
             checkpointing.load(backend.client, checkpoint)
             self._say(f"going on after step {start} of {settings.steps}")
@@ -197,7 +200,7 @@ class _TrainingRun:
                     if unsaved:
                         self._save(backend, step)
                     return _outcome(self.run, "interrupted")
-                metrics = redact(self._step(backend, dataset, step))
+                metrics = redact(self._step(backend, source, step))
                 self.run.append(metrics)
                 if sinks.any:
                     sinks.write(step, metrics)
@@ -208,44 +211,62 @@ class _TrainingRun:
                     self._save(backend, completed)
         finally:
             sinks.close()
-        self._sample(backend, dataset, "after", settings.steps)
+        self._sample(backend, source, "after", settings.steps)
         return self._finish()
 
-    def _step(self, backend: Backend, dataset: Dataset, step: int) -> dict[str, Any]:
-        settings, client = self.config.train, backend.client
+    def _open_source(self, backend: Backend) -> DataSource:
+        if self.config.rollouts is not None:
+            return open_rollouts(self.config, self.terms, backend, self.run, self._say)
+        dataset = load_dataset(self.config, self.terms, backend, self.run, self._say)
+        return FixedData(dataset, self.config.train, self.terms, backend)
+
+    def _step(self, backend: Backend, source: DataSource, step: int) -> dict[str, Any]:
+        settings = self.config.train
         started, clock = time.time(), time.perf_counter()
         _seed(settings.seed, step)
         held_out: dict[str, Any] = {}
         if step == 0 and settings.steps > 1:  # before any update: the base model's own loss
-            held_out = self._evaluate(backend, dataset)
-        lines = batch(step, settings.batch_size, len(dataset.train), settings.seed)
-        data = [datum for index in lines for datum in dataset.train[index]]
+            held_out = self._evaluate(source, step)
+        found = source.step_data(step)
+        trained = [self._train_on(backend, batch, step) for batch in found.batches]
+        if self._evaluation_due(step):
+            held_out = self._evaluate(source, step)
+        return {
+            "step": step,
+            "time": started,
+            "seconds": time.perf_counter() - clock,
+            **mean_metrics(trained),
+            **found.metrics,
+            **held_out,
+        }
+
+    def _train_on(self, backend: Backend, batch: TrainingBatch, step: int) -> dict[str, Any]:
+        """Make one optimizer step, and return its metrics."""
+        settings, client = self.config.train, backend.client
         output = client.forward_backward_custom(
-            data,
+            batch.data,
             self.terms.loss,
             regularizers=self.terms.specs,
             track_grad_norms=settings.track_grad_norms,
             timeout=settings.timeout,
+            grad_space=settings.grad_space,
+            track_every=settings.track_every,
+            measure_progress=settings.measure_progress,
             step=step,
         ).result()
         for name, reason in output.skipped.items():
             self._say(f"step {step}: {name} was skipped: {reason}")
         if self._drivers_due(step):
-            self.run.append_drivers(driver_records(output, step, dataset, lines))
+            self.run.append_drivers(driver_records(output, step, batch, backend.tokenizer))
         adam = self._adam(step)
         optim = client.optim_step(adam).result()
-        if self._evaluation_due(step):
-            held_out = self._evaluate(backend, dataset)
         return {
-            "step": step,
-            "time": started,
-            "seconds": time.perf_counter() - clock,
             **output.metrics,
-            **space_metrics(output.regularizers),
+            **space_metrics(output),
+            **progress_metrics(client.progress()),
             **(skip_reasons(output.skipped) if output.skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
             "optim/learning_rate": adam.learning_rate,
-            **held_out,
         }
 
     @cached_property
@@ -273,15 +294,8 @@ class _TrainingRun:
             every = max(_STEPS_BETWEEN_DRIVERS, settings.steps // 10)
         return bool(every) and (step % every == 0 or step + 1 == settings.steps)
 
-    def _evaluate(self, backend: Backend, dataset: Dataset) -> dict[str, Any]:
-        settings = self.config.train
-        metrics = evaluate_held_out(
-            backend,
-            dataset.held_out,
-            self.terms,
-            settings.timeout,
-            batch=settings.batch_size * len(dataset.train[0]),  # the data of a training step
-        )
+    def _evaluate(self, source: DataSource, step: int) -> dict[str, Any]:
+        metrics = source.evaluate(step)
         for name, reason in failures(metrics).items():
             if name not in self._unmeasured:
                 self._say(f"{name} has no held-out value: {reason}")
@@ -293,13 +307,13 @@ class _TrainingRun:
         checkpointing.save(backend.client, self.run, completed, settings.seed, settings.keep)
 
     def _sample(
-        self, backend: Backend, dataset: Dataset, when: Literal["before", "after"], step: int
+        self, backend: Backend, source: DataSource, when: Literal["before", "after"], step: int
     ) -> None:
         prompts = self.config.train.sample_prompts
         others = [sample for sample in self.run.samples() if sample["when"] != when]
         if when == "before" and len(others) < len(self.run.samples()):
             return
-        inputs = [dataset.prompt(prompt) for prompt in prompts]
+        inputs = [source.prompt(prompt) for prompt in prompts]
         completions = backend.sample(inputs, self.config.train.sample_tokens) if prompts else []
         samples = [
             {"when": when, "step": step, "prompt": prompt, "completion": completion}
@@ -325,12 +339,21 @@ class _TrainingRun:
         self.watch.say(redact(text))
 
 
-def space_metrics(regularizers: Mapping[str, RegularizerOutput]) -> dict[str, str]:
-    """Metrics `regularizers/<name>/grad_space` of the terms that have a gradient norm."""
+def space_metrics(output: CustomLossOutput) -> dict[str, str]:
+    """Metrics `base_loss/grad_space`, `regularizers/<name>/grad_space` of those with a norm."""
+    base = {} if output.base_loss.grad_norm is None else {"base_loss/grad_space": output.grad_space}
+    return base | {
+        f"regularizers/{name}/grad_space": term.grad_space
+        for name, term in output.regularizers.items()
+        if term.grad_norm is not None
+    }
+
+
+def progress_metrics(progress: Mapping[str, float]) -> dict[str, float]:
+    """Metrics `base_loss/progress` and `regularizers/<name>/progress` of a measured step."""
     return {
-        f"regularizers/{name}/grad_space": output.grad_space
-        for name, output in regularizers.items()
-        if output.grad_norm is not None
+        f"{'base_loss' if name == BASE else f'regularizers/{name}'}/progress": change
+        for name, change in progress.items()
     }
 
 

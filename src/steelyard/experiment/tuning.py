@@ -124,10 +124,11 @@ def tune(
 
 def _check_held_out(config: Config) -> None:
     keys = [key for key in sorted(_objective_keys(config.tune)) if key.startswith("held_out/")]
-    if keys and not config.data.held_out:
+    if keys and not config.source.held_out:
         raise ConfigError(
             f"[tune]: objective must be made of keys of the metrics, got {keys[0]!r}, and "
-            f"data.held_out is 0: hold out some of the data, or choose another objective"
+            f"{config.source_key}.held_out is 0: hold out some of the data, or choose another "
+            f"objective"
         )
 
 

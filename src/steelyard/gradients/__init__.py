@@ -36,7 +36,7 @@ from steelyard.gradients.nested_tensors import (
     tensors_in,
 )
 from steelyard.gradients.numerical import check_count
-from steelyard.gradients.parse_result import as_scalar, check_finite, split_metrics
+from steelyard.gradients.parse_result import as_scalar, awaited, check_finite, split_metrics
 from steelyard.gradients.score import read_costs, score_gradient
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "SplitOnRead",
     "as_scalar",
     "as_tensor",
+    "awaited",
     "check_count",
     "check_finite",
     "check_gradient",

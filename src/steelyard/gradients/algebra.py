@@ -96,12 +96,18 @@ def norm_of(row: Row) -> float:
 
 
 @_quietly
-def gram(rows: Sequence[Row]) -> list[list[float]]:
-    """Gram matrix of the rows, `[n][n]`, in float64 where float32 would lose digits."""
-    products = _inner_products(rows)
-    low, high = _SAFE_SQUARES
-    if all(low < products[i][i] < high for i in range(len(rows))):
-        return products
+def gram(rows: Sequence[Row], *, in_float64: bool = False) -> list[list[float]]:
+    """Gram matrix of the rows, `[n][n]`, in float64 where float32 would lose digits.
+
+    Args:
+        rows: gradients of one space.
+        in_float64: sum in float64 in any case.
+    """
+    if not in_float64:
+        products = _inner_products(rows)
+        low, high = _SAFE_SQUARES
+        if all(low < products[i][i] < high for i in range(len(rows))):
+            return products
     return _inner_products([[x if x is None else x.double() for x in row] for row in rows])
 
 

@@ -31,7 +31,7 @@ def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]
     if isinstance(returned, Tensor):
         return returned, {}
     if inspect.isawaitable(returned):
-        returned = _awaited(returned)
+        returned = awaited(returned)
     if not isinstance(returned, tuple):
         return returned, {}
     if len(returned) != 2:  # noqa: PLR2004 - (loss, metrics)
@@ -98,7 +98,7 @@ def check_finite(term: str, value: float, what: str = "value") -> None:
         )
 
 
-def _awaited(awaitable: Awaitable[object]) -> object:
+def awaited(awaitable: Awaitable[object]) -> object:
     """Result of an awaitable, on an event loop of its own."""
 
     async def result() -> object:

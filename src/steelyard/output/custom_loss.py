@@ -21,14 +21,20 @@ class CustomLossOutput:
         base_loss: the base loss.
         regularizers: the regularizers that ran, by name, in the order of their specs.
         regularizer_total: sum of their contributions.
-        total_grad_norm: L2 norm of d loss_total / d logprobs; None unless tracked.
+        total_grad_norm: L2 norm of the gradient of loss_total; None unless tracked.
         gradients: d loss_total / d logprobs, structured like the log-probs; not serialised.
         extra_gradients: d loss_total / d the extra inputs that terms need, by need; not
-            serialised.
+            serialised. Where gradients are compared with respect to the parameters,
+            `"parameters"` is the whole gradient, also through the model.
         term_gradients: d term / d logprobs of the base loss and each term, before the weight, by
             name, structured like the log-probs; None unless tracked. Not serialised, not pickled.
         cosines: cosine between the gradients of two terms, by pair of names in the order of
             the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero.
+        factors: factor, by name, that an aggregator put on the weighted gradient of a term in
+            `gradients`, the base loss as `"base"`; empty for the plain sum.
+        grad_space: what norms and cosines are with respect to: `"logprobs"` or `"parameters"`, and
+            in a `CompositeLoss` `"inputs"` or `"parameters"`. A term that reads extra inputs may
+            have another: see `RegularizerOutput.grad_space`.
         skipped: reasons, by name, of terms that failed and were skipped (`on_error="skip"`).
         not_run: names of terms that were disabled or not due at this step.
         loss_fn_outputs: from a training client: its outputs for each datum; not serialised.
@@ -57,11 +63,13 @@ class CustomLossOutput:
     extra_gradients: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     term_gradients: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
     loss_fn_outputs: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     loss_fn_output_type: str = ""
     server_metrics: Mapping[str, float] = field(default_factory=dict)
+    grad_space: str = "logprobs"
     passes: int | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,7 +133,7 @@ class CustomLossOutput:
                 "it by a Pipeline or a regularized client with track_grad_norms=True, and ask "
                 "before it is pickled or written as JSON."
             )
-        if known[name] != "logprobs":
+        if name not in self.term_gradients and known[name] != "logprobs":
             raise InputError(
                 f"drivers needs a gradient with respect to log-probs, and the gradient of {name!r} "
                 f"is with respect to {known[name]}."
@@ -144,11 +152,14 @@ class CustomLossOutput:
         }
         if self.total_grad_norm is not None:
             values["total_grad_norm"] = self.total_grad_norm
+            values["grad_space"] = self.grad_space
         if self.cosines:
             nested: dict[str, dict[str, float]] = {}
             for (a, b), value in self.cosines.items():
                 nested.setdefault(a, {})[b] = value
             values["cosines"] = nested
+        if self.factors:
+            values["factors"] = dict(self.factors)
         if self.skipped:
             values["skipped"] = dict(self.skipped)
         if self.not_run:
@@ -181,7 +192,9 @@ class CustomLossOutput:
             regularizers=regularizers,
             regularizer_total=values.get("regularizer_total", 0.0),
             total_grad_norm=values.get("total_grad_norm"),
+            grad_space=values.get("grad_space", "logprobs"),
             cosines=cosines,
+            factors=dict(values.get("factors", {})),
             skipped=dict(values.get("skipped", {})),
             not_run=tuple(values.get("not_run", ())),
             loss_fn_output_type=values.get("loss_fn_output_type", ""),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
-from steelyard._extras import require
-from steelyard.errors import InputError, SpecError, TermError
+from steelyard.errors import InputError, TermError
 from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
 from steelyard.regularizers import _options
-from steelyard.regularizers._http_endpoint import Endpoint, HttpSession, RequestLimits, Response
-from steelyard.spec import is_finite, title
+from steelyard.regularizers._http_endpoint import Response
+from steelyard.regularizers.judges import JsonService, as_json
 
 
 class ExternalValidation:
@@ -89,30 +86,29 @@ class ExternalValidation:
         follow_redirects: bool = False,
     ) -> None:
         name = self.name
-        limits = RequestLimits(
-            concurrency=_options.whole("concurrency", concurrency, 1, name),
-            request_timeout=_options.positive("request_timeout", request_timeout, name),
-            retries=_options.whole("retries", retries, 0, name),
-            backoff=_options.at_least("backoff", backoff, 0, name),
-            max_backoff=_options.at_least("max_backoff", max_backoff, 0, name),
-            max_bytes=_options.whole("max_bytes", max_bytes, 1, name),
-        )
-        _options.flag("follow_redirects", follow_redirects, name)
         self._payload = (
             default_payload if payload is None else _options.function("payload", payload, name)
         )
         self._unanswered = (
             None if unanswered is None else _options.number("unanswered", unanswered, name)
         )
-        _check_url(url)
-        require("httpx", title(name))
-        self._endpoint = Endpoint(
-            url, _checked_headers(headers), limits, follow_redirects=follow_redirects
+        self._service = JsonService(
+            name,
+            _options.CHECKS,
+            "penalty",
+            url=url,
+            headers=headers,
+            concurrency=concurrency,
+            request_timeout=request_timeout,
+            retries=retries,
+            backoff=backoff,
+            max_backoff=max_backoff,
+            max_bytes=max_bytes,
+            follow_redirects=follow_redirects,
         )
-        self._sessions: dict[asyncio.AbstractEventLoop, HttpSession] = {}
 
     def __repr__(self) -> str:
-        return f"ExternalValidation(url={self._endpoint.public_url!r})"
+        return f"ExternalValidation(url={self._service.public_url!r})"
 
     async def compute(
         self,
@@ -125,11 +121,10 @@ class ExternalValidation:
         milliseconds from sending a request to its response, without waiting and retries.
         """
         bodies = [self._body(datum, index) for index, datum in enumerate(data)]
-        session = await self._open()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._request(session, body, index))
+                    group.create_task(self._request(body, index))
                     for index, body in enumerate(bodies)
                 ]
         except ExceptionGroup as failed:  # the first failure has cancelled the rest
@@ -148,51 +143,23 @@ class ExternalValidation:
 
     def close(self) -> None:
         """Close the connections. A later call opens new ones."""
-        try:
-            current = asyncio.get_running_loop()
-        except RuntimeError:
-            current = None
-        while self._sessions:
-            loop, session = self._sessions.popitem()
-            if loop.is_running():
-                closed = asyncio.run_coroutine_threadsafe(session.close(), loop)
-                if loop is not current:  # waiting on our own loop would be a deadlock
-                    closed.result(timeout=5.0)
+        self._service.close()
 
-    async def _open(self) -> HttpSession:
-        """Session of the running loop, usually the library's own; opened on first use."""
-        loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
-        if session is None:
-            for other in list(self._sessions):
-                if other.is_closed():  # which also closed its connections
-                    self._sessions.pop(other, None)
-            session = self._sessions[loop] = await self._endpoint.session()
-        return session
-
-    async def _request(self, session: HttpSession, body: str, index: int) -> Response | None:
+    async def _request(self, body: str, index: int) -> Response | None:
         """Response with the penalty of a datum; None if `unanswered` stands for it."""
         try:
-            response = await self._endpoint.post(session, body)
-            return response._replace(content=_penalty(response.content))
+            return await self._service.post(body)
         except TermError as error:
             if self._unanswered is not None:
                 return None
             raise TermError(
-                f"the validator at {self._endpoint.public_url} must answer for datum {index} with "
+                f"the validator at {self._service.public_url} must answer for datum {index} with "
                 f"a JSON object that has a finite number 'penalty', {error}: fix the service, or "
                 f"pass unanswered=... for such data."
             ) from None
 
     def _body(self, datum: Any, index: int) -> str:
-        payload = self._payload(datum, index)
-        try:
-            return json.dumps(payload, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise InputError(
-                f"payload must give something JSON can hold for datum {index}, got "
-                f"{type(payload).__name__}: {error}."
-            ) from error
+        return as_json(self._payload(datum, index), "payload", f"datum {index}")
 
 
 def default_payload(datum: Any, index: int) -> dict[str, Any]:
@@ -216,45 +183,3 @@ def default_payload(datum: Any, index: int) -> dict[str, Any]:
             f"pass payload=... to say what to send."
         )
     return payload
-
-
-def _penalty(response: Any) -> float:
-    if not isinstance(response, dict):
-        raise TermError(f"got a JSON {type(response).__name__}")
-    if "penalty" not in response:
-        raise TermError("got an object without it")
-    penalty = response["penalty"]
-    if not is_finite(penalty):
-        got = penalty if isinstance(penalty, float) else f"a {type(penalty).__name__}"
-        raise TermError(f"got {got} there")
-    return float(penalty)
-
-
-# The values that these two reject may hold a secret, so their errors do not show them.
-def _check_url(url: Any) -> None:
-    try:
-        parts = urlsplit(url) if isinstance(url, str) else None
-        valid = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname)
-        valid = valid and (parts is None or parts.port is None or parts.port > 0)
-    except ValueError:
-        valid = False
-    if not valid:
-        raise SpecError(
-            f"url must be an http:// or https:// address with a host, got a {type(url).__name__} "
-            f"that is not (regularizer 'external_validation')."
-        )
-
-
-def _checked_headers(headers: Any) -> dict[str, str]:
-    given = {} if headers is None else headers
-    valid = isinstance(given, Mapping) and all(
-        isinstance(text, str) and text.isascii() and text.isprintable()
-        for pair in given.items()
-        for text in pair
-    )
-    if not valid:
-        raise SpecError(
-            "headers must be a mapping of names to values, printable ASCII strings, got "
-            "something else (regularizer 'external_validation')."
-        )
-    return dict(given)

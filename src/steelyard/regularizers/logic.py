@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from steelyard._extras import require
-from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
+from steelyard.regularizers.judges import verdict
 from steelyard.spec import title
-
-# Z3's default context, in which users build their constraints, is not safe for threads.
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,24 +83,9 @@ class LogicalConsistency:
         logprobs: LogProbs,  # noqa: ARG002 - the verdict does not depend on them
     ) -> tuple[list[float], dict[str, float]]:
         """Compute one penalty per datum; the numbers of data `sat`, `unsat` and `unknown`."""
-        with _lock:
-            verdicts = [self._verdict(datum, index) for index, datum in enumerate(data)]
+        verdicts = [
+            verdict(partial(self.constraints, datum, index), self.solver_timeout, f"datum {index}")
+            for index, datum in enumerate(data)
+        ]
         metrics = {kind: float(verdicts.count(kind)) for kind in ("sat", "unsat", "unknown")}
-        return [float(getattr(self, verdict)) for verdict in verdicts], metrics
-
-    def _verdict(self, datum: Any, index: int) -> str:
-        import z3  # noqa: PLC0415 - an extra
-
-        solver = z3.Solver()
-        solver.set("timeout", max(1, round(1000 * self.solver_timeout)))
-        given = self.constraints(datum, index)
-        # z3.parse_smt2_string returns an AstVector, which is not a Python sequence.
-        several = isinstance(given, list | tuple | z3.AstVector)
-        for constraint in given if several else [given]:
-            if not isinstance(constraint, bool | z3.BoolRef):
-                raise InputError(
-                    f"the constraints of datum {index} must be Z3 expressions that are true or "
-                    f"false, one or a list of them, got {constraint!r}."
-                )
-            solver.add(constraint)
-        return str(solver.check())
+        return [float(getattr(self, each)) for each in verdicts], metrics

@@ -2,8 +2,10 @@
 
 from steelyard.spec import schedules
 from steelyard.spec.callables import entry_point, is_async, listed, measurement, options_of, rejects
+from steelyard.spec.composed_loss import ComposedLoss, split_loss
 from steelyard.spec.messages import describe
 from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec.option_checks import OptionChecks
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
@@ -12,6 +14,7 @@ from steelyard.spec.regularizer import (
     OnError,
     RegularizerSpec,
     RunIn,
+    check_run_in,
     check_timeout,
     title,
 )
@@ -20,9 +23,11 @@ from steelyard.spec.weights import Bound, check_weight, weight_at
 __all__ = [
     "BASE",
     "Bound",
+    "ComposedLoss",
     "Gradient",
     "Metrics",
     "OnError",
+    "OptionChecks",
     "Regularizer",
     "RegularizerSpec",
     "RunIn",
@@ -30,6 +35,7 @@ __all__ = [
     "Stateful",
     "TermFn",
     "build",
+    "check_run_in",
     "check_timeout",
     "check_weight",
     "describe",
@@ -46,6 +52,7 @@ __all__ = [
     "registered",
     "rejects",
     "schedules",
+    "split_loss",
     "title",
     "weight_at",
 ]

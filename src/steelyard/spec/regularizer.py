@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
 
 from steelyard.errors import SpecError
 from steelyard.spec import callables, registry
 from steelyard.spec.built_in import SHORT
+from steelyard.spec.composed_loss import ComposedLoss, scaled
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.protocol import Schedule, Stateful, TermFn
 from steelyard.spec.weights import (
@@ -34,6 +35,9 @@ _CHOICES = {
     "gradient": ("auto", "autograd", "numerical", "score", "none"),
     "on_error": ("raise", "skip"),
 }
+_NO_BASE = (
+    "a sum of terms must begin with the base loss, a function of (data, logprobs), got {!r} + {!r}."
+)
 _NEEDS = ("logits", "projection", "hidden_states", "parameters")
 
 
@@ -52,6 +56,8 @@ class RegularizerSpec:
         at_least: lower bound of its value; the term is then subtracted from the loss.
         scale: what a violation of a bound is measured against; None: the size of the bound. A
             bound of 0 needs it.
+        anchor: whether an aggregator other than the sum leaves it alone: it is not compared with
+            the other terms, and its factor is 1.
         run_in: where it runs; `"auto"` is the regularizer's own `run_in`, if it has one; else a
             thread until a call has been cheap, then inline, and the event loop if it is async.
         gradient: how it is differentiated with respect to the log-probs. `"auto"` is the
@@ -82,6 +88,7 @@ class RegularizerSpec:
     at_most: float | Schedule | None = None
     at_least: float | Schedule | None = None
     scale: float | None = None
+    anchor: bool = False
     run_in: RunIn = "auto"
     gradient: Gradient = "auto"
     timeout: float | None = None
@@ -102,10 +109,30 @@ class RegularizerSpec:
             self._require(known, key, f"one of {', '.join(allowed)}")
         if self.timeout is not None:
             self._settle("timeout", check_timeout(self.timeout, f"regularizer {self.name!r}"))
+        self._require(isinstance(self.anchor, bool), "anchor", "True or False")
         self._require(isinstance(self.enabled, bool), "enabled", "True or False")
         self._require(is_whole(self.every, at_least=1), "every", "a whole number >= 1")
         self._check_options()
         self._check_run_in()
+
+    # NumPy would otherwise turn the spec into an array in `np.float64(0.1) * spec`.
+    __array_ufunc__ = None
+
+    def __rmul__(self, factor: object) -> RegularizerSpec:
+        """`factor * spec`: the spec with that multiple of its weight."""
+        return scaled(self, factor)
+
+    def __mul__(self, factor: object) -> RegularizerSpec:
+        return scaled(self, factor)
+
+    def __radd__(self, loss_fn: Any) -> ComposedLoss:
+        """`loss_fn + spec`: the base loss with this term."""
+        if not callable(callables.entry_point(loss_fn)):
+            raise SpecError(_NO_BASE.format(loss_fn, self.name))
+        return ComposedLoss(loss_fn, (self,))
+
+    def __add__(self, other: object) -> ComposedLoss:
+        raise SpecError(_NO_BASE.format(self.name, getattr(other, "name", other)))
 
     @cached_property
     def is_async(self) -> bool:
@@ -151,6 +178,19 @@ class RegularizerSpec:
     def due(self, step: int) -> bool:
         """Whether the term runs at `step`."""
         return self.enabled and step % self.every == 0
+
+    def measuring(self) -> RegularizerSpec:
+        """The spec that measures the term: its value alone, without weight, bound or gradient.
+
+        The state that the term has in training stays as it is; see `measurement`. A term that
+        fails is skipped.
+        """
+        # The value of "score" is the mean of one penalty per datum; any other term returns it.
+        gradient: Gradient = "score" if self.gradient == "score" else "none"
+        return replace(
+            self, fn=callables.measurement(self.fn), weight=0.0, at_most=None, at_least=None,
+            scale=None, gradient=gradient, enabled=True, every=1, on_error="skip",
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, fields_: Mapping[str, Any]) -> RegularizerSpec:
@@ -270,25 +310,11 @@ class RegularizerSpec:
             )
 
     def _check_run_in(self) -> None:
-        where = f"(regularizer {self.name!r})."
-        if self.run_in == "inline" and self.timeout is not None:
-            raise SpecError(
-                f"timeout cannot go with run_in='inline': an inline call cannot be stopped; "
-                f"use run_in='thread' or 'process', got timeout={self.timeout} {where}"
-            )
-        if self.run_in == "inline" and self.is_async:
-            raise SpecError(
-                f"run_in='inline' cannot run an async fn: use 'auto' or 'async' {where}"
-            )
-        if self.run_in == "async" and not self.is_async:
-            raise SpecError(
-                f"run_in='async' needs an async fn, got {self.fn!r}: "
-                f"write it with 'async def', or use 'thread' {where}"
-            )
+        check_run_in(self.run_in, self.fn, self.timeout, title(self.name))
         if self.run_in == "process" and self.stateful:
             raise SpecError(
                 f"run_in='process' cannot run a stateful term: its state would stay in "
-                f"the worker; use 'auto', 'inline' or 'thread' {where}"
+                f"the worker; use 'auto', 'inline' or 'thread' (regularizer {self.name!r})."
             )
 
     def _require(self, kept: bool, key: str, rule: str) -> None:
@@ -301,9 +327,36 @@ class RegularizerSpec:
         object.__setattr__(self, key, value)
 
 
-def title(name: str) -> str:
-    """Name of a term in messages."""
-    return "the base loss" if name == BASE else f"regularizer {name!r}"
+def title(name: str, kind: str = "regularizer") -> str:
+    """Name of a term in messages, after the word for its kind.
+
+    Example:
+        >>> title("l2"), title("short", "reward")
+        ("regularizer 'l2'", "reward 'short'")
+    """
+    is_base = name == BASE and kind == "regularizer"
+    return "the base loss" if is_base else f"{kind} {name!r}"
+
+
+def check_run_in(run_in: str, fn: Any, timeout: float | None, where: str) -> None:
+    """Check that `fn` can run in a place: whether it is async, and can be stopped.
+
+    Raises:
+        SpecError: it cannot.
+    """
+    is_async = callables.is_async(fn)
+    if run_in == "inline" and timeout is not None:
+        raise SpecError(
+            f"timeout cannot go with run_in='inline': an inline call cannot be stopped; "
+            f"use run_in='thread' or 'process', got timeout={timeout} ({where})."
+        )
+    if run_in == "inline" and is_async:
+        raise SpecError(f"run_in='inline' cannot run an async fn: use 'auto' or 'async' ({where}).")
+    if run_in == "async" and not is_async:
+        raise SpecError(
+            f"run_in='async' needs an async fn, got {fn!r}: "
+            f"write it with 'async def', or use 'thread' ({where})."
+        )
 
 
 def check_timeout(timeout: object, where: str) -> float:

@@ -11,7 +11,7 @@ from steelyard.spec.numbers import is_array, is_finite, is_traced
 
 
 def check_weight(
-    weight: object, name: str, where: str = "", *, negative: bool = False, kind: str = "penalty"
+    weight: object, name: str, where: str = "", *, negative: bool = False, kind: str = ""
 ) -> float:
     """Check that a weight is a finite number, and >= 0 for a regularizer; returns a float.
 
@@ -20,7 +20,8 @@ def check_weight(
         name: the name of the term.
         where: where the weight was found, for the message: `" at step 3"`.
         negative: whether it may be below 0, as in sums of penalties over arrays.
-        kind: the word for such a term in messages.
+        kind: the word for such a term in messages; by default "penalty" if it may be below 0,
+            else "regularizer".
 
     Raises:
         SpecError: it breaks the rule.
@@ -34,10 +35,12 @@ def check_weight(
         return float(cast("float", weight))
     if negative:
         raise InputError(
-            f"weight of {kind} {name!r} must be a finite number, got {weight!r}{where}."
+            f"weight of {kind or 'penalty'} {name!r} must be a finite number, got "
+            f"{weight!r}{where}."
         )
     raise SpecError(
-        f"weight must be a finite number >= 0, got {weight!r}{where} (regularizer {name!r})."
+        f"weight must be a finite number >= 0, got {weight!r}{where} "
+        f"({kind or 'regularizer'} {name!r})."
     )
 
 
@@ -48,7 +51,7 @@ def weight_at(
     name: str,
     *,
     negative: bool = False,
-    kind: str = "penalty",
+    kind: str = "",
 ) -> Any:
     """Weight of a term at `step`: the number itself, or the value of its schedule.
 
@@ -81,7 +84,7 @@ def weight_at(
     try:
         found = weight(step)
     except Exception as error:
-        title = f"{kind if negative else 'regularizer'} {name!r}"
+        title = f"{kind or ('penalty' if negative else 'regularizer')} {name!r}"
         raise failure(_why_it_raised(weight, step, title, error)) from error
     if is_array(found):
         if tuple(found.shape):

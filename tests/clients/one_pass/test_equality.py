@@ -13,7 +13,7 @@ import tinker
 import torch
 
 from steelyard import RegularizerSpec, regularize
-from steelyard.experiment.base_losses import CrossEntropy
+from steelyard.experiment.base_losses import CrossEntropy, PolicyLoss
 from steelyard.regularizers import (
     L1,
     L2,
@@ -135,7 +135,17 @@ def confidence(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "base", ["ppo", "cispo", "dro", CrossEntropy(), CrossEntropy(reduction="mean"), nll]
+    "base",
+    [
+        "ppo",
+        "cispo",
+        "dro",
+        CrossEntropy(),
+        CrossEntropy(reduction="mean"),
+        PolicyLoss.of("ppo", {"reduction": "mean"}),
+        PolicyLoss.of("importance_sampling"),
+        nll,
+    ],
 )
 def test_base_losses(
     training: tinker.TrainingClient, other: tinker.TrainingClient, base: Any

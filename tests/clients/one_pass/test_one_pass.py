@@ -321,3 +321,16 @@ def test_events_are_those_of_a_call(training: tinker.TrainingClient) -> None:
     [(_, measured)] = events
     assert measured["loss_total"] == output.loss_total
     assert measured["total_grad_norm"] == output.total_grad_norm
+
+
+def test_progress_is_measured_in_two_passes(training: tinker.TrainingClient) -> None:
+    client = regularize(training, TERMS, measure_progress=2, track_grad_norms=True, track_every=3)
+    passes, norms = [], []
+    for step in range(4):
+        output = client.forward_backward(batch(step), "cross_entropy").result()
+        client.optim_step(STEP).result()
+        passes.append(output.passes)
+        norms.append(output.total_grad_norm is not None)
+    assert passes == [2, 1, 2, 1]
+    assert norms == [True, False, False, True]
+    assert client.explain() == Explanation(1)

@@ -74,6 +74,13 @@ def test_an_attribute_that_is_set_gives_another_key() -> None:
     assert keys[0] == keys[2] != keys[1]
 
 
+class Doubled(Scaled):
+    """It has another `compute`, and the form of its parent."""
+
+    def compute(self, data: Any, rows: Any) -> Any:
+        return 2 * super().compute(data, rows)
+
+
 @pytest.mark.parametrize(
     ("term", "reason"),
     [
@@ -86,6 +93,7 @@ def test_an_attribute_that_is_set_gives_another_key() -> None:
         (term_of(plain, gradient="score"), "its gradient is 'score'"),
         (term_of(L1(), gradient="none"), "its gradient is 'none'"),
         (term_of(plain, on_error="skip"), "on_error='skip'"),
+        (term_of(Doubled()), "a compute of its own, and an inherited per_datum"),
         (term_of(EMADrift()), "it keeps state from step to step"),
         (term_of(L2(center="mean")), "center='mean' is the mean over the tokens of all data"),
         (term_of(regularizers.Consistency()), "no sum over data, or has no per_datum"),

@@ -16,6 +16,7 @@ def test_the_config_has_five_terms_of_five_kinds() -> None:
     config = read_config(FOLDER / "config.toml")
     assert config.model.base_model == "smollm2-135m"
     assert (config.model.rank, config.train.steps) == (16, 20)
+    assert config.data is not None
     assert (config.train.batch_size, config.data.max_length) == (4, 64)
     assert len({term.use for term in config.regularizers}) == 5
     raw = tomllib.loads((FOLDER / "config.toml").read_text("utf-8"))

@@ -139,3 +139,26 @@ def test_a_bound_is_drawn_with_the_value_and_its_multiplier() -> None:
         "“kl” went from 0.100 to 0.201, with a bound of 0.200: it was beyond it by more than 5 % "
         "at 1 of 3 steps."
     )
+
+
+def test_the_factors_of_an_aggregator_are_drawn() -> None:
+    at = "regularizers/kl"
+    rows: list[dict[str, float]] = [
+        {"step": step, "base_loss/value": 1.0, f"{at}/contribution": 0.1, f"{at}/value": 1.0}
+        for step in range(3)
+    ]
+    plain = LoadedRun("run", Path(), {}, rows)
+    assert "factors" not in [each.key for each in charts.sections(plain, findings(plain))]
+    assert findings(plain).aggregated == []
+    for row, factor in zip(rows[1:], [0.5, 0.25], strict=True):  # not at step 0: it took the sum
+        row |= {"factors/base": 1.0, "factors/kl": factor}
+    run = LoadedRun("run", Path(), {}, rows)
+    found = findings(run)
+    (section,) = [each for each in charts.sections(run, found) if each.key == "factors"]
+    (figure,) = section.figures
+    assert [(trace["name"], trace["x"], trace["y"]) for trace in figure.traces] == [
+        ("base loss", [1, 2], [1.0, 1.0]),
+        ("kl", [1, 2], [0.5, 0.25]),
+    ]
+    assert figure.alt == "Line chart over steps. On average: base 1.000 and kl 0.375."
+    assert [term.factor for term in found.aggregated] == [1.0, 0.375]

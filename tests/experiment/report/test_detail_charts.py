@@ -22,6 +22,8 @@ def more(step: int) -> dict[str, Any]:
         "optim/learning_rate": 0.001 * step,
         "optim/unclipped_grad_l2:mean": 3.0 + step,
         **({"held_out/regularizers/confidence": 2.0 * step} if step % 4 == 0 else {}),
+        **({"base_loss/progress": -0.1 * step} if step % 4 == 0 else {}),
+        **({"regularizers/confidence/progress": 0.2 * step} if step % 4 == 0 else {}),
     }
 
 
@@ -42,6 +44,11 @@ def test_charts_show_the_metrics(tmp_path: Path) -> None:
     assert held_out[0] == [0, 4, 8]
     assert trace_points(drawn["held-out-1"]) == {"confidence": held_out}
     assert drawn["held-out-1"]["data"][0]["meta"] == {"color": "c2"}
+    changes = [trace_points(figure) for key, figure in drawn.items() if key.startswith("progress")]
+    assert changes == [
+        {"base loss": series(rows, "base_loss/progress")},
+        {"confidence": series(rows, "regularizers/confidence/progress")},
+    ]
     own = [trace_points(figure) for key, figure in drawn.items() if key.startswith("own-")]
     assert own == [
         {"base loss: accuracy": series(rows, "accuracy")},

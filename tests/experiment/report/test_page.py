@@ -37,6 +37,16 @@ def test_non_finite_numbers_are_gaps(tmp_path: Path) -> None:
     )
 
 
+def test_factors_have_a_column_where_there_are_any(tmp_path: Path, report: Report) -> None:
+    assert "cosine factor time" not in text_of(report.page)
+    rows = write_run(tmp_path / "run", steps=2)
+    rows = [{**row, "factors/base": 0.625, "factors/judge": 1.5} for row in rows]
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    text = text_of(write_report([tmp_path / "run"], tmp_path / "report.html"))
+    assert "cosine factor time" in text
+    assert "0.625" in text
+
+
 def test_user_text_is_escaped(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script>&amp;<b>"
     terms = [type(spec)(spec.fn, 0.1, evil, run_in="inline") for spec in specs()[:1]]

@@ -85,7 +85,12 @@ class OnePass:
         self.explanation = Explanation()
 
     def submit(
-        self, pipeline: Pipeline, data: Sequence[Any], step: int, again: TwoPassCall
+        self,
+        pipeline: Pipeline,
+        data: Sequence[Any],
+        step: int,
+        again: TwoPassCall,
+        reason: str | None = None,
     ) -> OnePassFuture | None:
         """Send a call in one request; None if it has to run in two passes.
 
@@ -94,11 +99,12 @@ class OnePass:
             data: the batch.
             step: the number of the step.
             again: the same call in two passes, for a request that fails.
+            reason: why this call has to run in two passes, whatever its terms.
 
         Raises:
             SpecError: `server_side` is True, and it has to; or a schedule yields a bad weight.
         """
-        prepared = self.prepare(pipeline, data, step)
+        prepared = self.prepare(pipeline, data, step, reason)
         if prepared is None:
             return None
         prepared.call.start()
@@ -106,10 +112,15 @@ class OnePass:
         return self._future(sent, prepared, data, pipeline, again)
 
     async def submit_async(
-        self, pipeline: Pipeline, data: Sequence[Any], step: int, again: TwoPassCall
+        self,
+        pipeline: Pipeline,
+        data: Sequence[Any],
+        step: int,
+        again: TwoPassCall,
+        reason: str | None = None,
     ) -> OnePassFuture | None:
         """Do the same as `submit`, without blocking the event loop."""
-        prepared = await asyncio.to_thread(self.prepare, pipeline, data, step)
+        prepared = await asyncio.to_thread(self.prepare, pipeline, data, step, reason)
         if prepared is None:
             return None
         prepared.call.start()
@@ -117,7 +128,9 @@ class OnePass:
         sent = await self._client.forward_backward_custom_async(request, prepared.handle)
         return self._future(sent, prepared, data, pipeline, again)
 
-    def prepare(self, pipeline: Pipeline, data: Sequence[Any], step: int) -> PreparedCall | None:
+    def prepare(
+        self, pipeline: Pipeline, data: Sequence[Any], step: int, reason: str | None = None
+    ) -> PreparedCall | None:
         """Lower and upload the terms of a call; None if it has to run in two passes.
 
         It waits for the server when it has not seen these terms before.
@@ -126,7 +139,7 @@ class OnePass:
             SpecError: `server_side` is True, and it has to; or a schedule yields a bad weight.
         """
         try:
-            prepared = self._prepare(pipeline, data, step)
+            prepared = self._prepare(pipeline, data, step, reason)
         except NotLoweredError as error:
             self.explanation = Explanation(2, error.reasons)
             if self._server_side is True:
@@ -138,18 +151,20 @@ class OnePass:
         self.explanation = Explanation(1)
         return prepared
 
-    def _prepare(self, pipeline: Pipeline, data: Sequence[Any], step: int) -> PreparedCall:
+    def _prepare(
+        self, pipeline: Pipeline, data: Sequence[Any], step: int, reason: str | None
+    ) -> PreparedCall:
         if self._server_side is False:
             raise NotLoweredError({"": "server_side is False"})
         if self._uploader is None:
             self._uploader = Uploader(self._client, self._service)
-        reason = self._uploader.why_not()
+        reason = reason or self._uploader.why_not()
         if reason is None and not isinstance(pipeline.settings.aggregator, WeightedSum):
             reason = "the aggregator needs this step's gradients before it knows the weights"
         if reason is not None:
             raise NotLoweredError({"": reason})
         call = RemoteCall(pipeline, data, step)
-        tracked = pipeline.settings.track_grad_norms
+        tracked = pipeline.settings.tracks(step)
         batch = self._lowering.lower(call.terms, call.weights, data, tracked=tracked)
         try:
             return PreparedCall(batch, self._uploader.upload(batch.graph), call, step)

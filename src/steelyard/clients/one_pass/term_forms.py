@@ -49,6 +49,16 @@ def _options_key(fn: Any) -> Hashable:
     return hash_key(fn), tuple((name, hash_key(value)) for name, value in attributes)
 
 
+def _inherits_form(fn: Any) -> bool:
+    """Whether a class defines `compute` anew, but not `per_datum`, which then may be another."""
+    for cls in type(fn).__mro__:
+        if "per_datum" in vars(cls):
+            return False
+        if "compute" in vars(cls):
+            return isinstance(fn, Separable)
+    return False
+
+
 def why_not(term: Term) -> str | None:
     """Reason for which a term cannot be lowered, whatever its formula; None if there is none."""
     spec = term.spec
@@ -63,6 +73,7 @@ def why_not(term: Term) -> str | None:
         "on_error='skip' needs its value before the gradient": spec.on_error == "skip",
         "it keeps state from step to step": spec.stateful is not None,
         "it takes options at each call": separable and bool(spec.options),
+        "its class has a compute of its own, and an inherited per_datum": _inherits_form(spec.fn),
         "it is no sum over data, or has no per_datum": not separable
         and hasattr(spec.fn, "compute"),
     }

@@ -6,6 +6,7 @@ from steelyard.experiment.report.detail_charts import (
     held_out_section,
     optimizer_section,
     own_metrics_section,
+    progress_section,
 )
 from steelyard.experiment.report.figure import (
     Figure,
@@ -66,12 +67,23 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "quantity have a common unit, and shares.",
             _gradients(run, found),
         ),
+        progress_section(run),
+        Section(
+            "factors",
+            "Factors of the aggregator",
+            "What the aggregator puts on each term's weighted gradient; 1 is the plain sum.",
+            _factors(run, found),
+        ),
         Section(
             "cosines",
             "Cosines between gradients",
             "Between the gradients of two terms: +1 same direction, 0 orthogonal, −1 opposite. "
-            f"With respect to the {format_space(found.base.space)}; with respect to the model's "
-            "weights they may differ, even in sign.",
+            f"With respect to the {format_space(found.base.space)}"
+            + (
+                "."
+                if found.base.space == "parameters"
+                else "; with respect to the model's weights they may differ, even in sign."
+            ),
             _cosines(run, found),
         ),
         optimizer_section(run),
@@ -172,6 +184,31 @@ def _contributions(run: LoadedRun, found: Findings) -> list[Figure]:
             layout=over_steps("weight × value") | STACKED,
             size="wide",
             height=320,
+        )
+    ]
+
+
+def _factors(run: LoadedRun, found: Findings) -> list[Figure]:
+    terms = found.aggregated
+    if not terms:
+        return []
+    means = join_names(f"{term.name} {number(term.factor)}" for term in terms)
+    return [
+        Figure(
+            "factors",
+            "Factors on the weighted gradients",
+            f"Line chart over steps. On average: {means}.",
+            [
+                line(
+                    "base loss" if index == 0 else term.name,
+                    run.series(f"factors/{term.name}"),
+                    "base" if index == 0 else color(index - 1),
+                )
+                for index, term in enumerate(terms)
+                if term.factor is not None
+            ],
+            layout=over_steps("factor"),
+            size="wide",
         )
     ]
 

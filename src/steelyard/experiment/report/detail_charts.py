@@ -1,4 +1,4 @@
-"""Charts of one run beside its terms' values: held-out values, own metrics, the optimizer."""
+"""Charts of one run beside its terms' values: held-out values, changes, own metrics, optimizer."""
 
 from __future__ import annotations
 
@@ -25,6 +25,23 @@ def held_out_section(run: LoadedRun) -> Section:
             _small(run, f"held-out-{index}", name, f"held_out/regularizers/{name}", color(index))
             for index, name in enumerate(run.terms)
             if run.series(f"held_out/regularizers/{name}")[0]
+        ],
+    )
+
+
+def progress_section(run: LoadedRun) -> Section:
+    """Section with what each measured step did to the base loss and to each term."""
+    keys = [("base loss", "base_loss/progress", "base")]
+    keys += [(n, f"regularizers/{n}/progress", color(i)) for i, n in enumerate(run.terms)]
+    return Section(
+        "progress",
+        "Change by a step",
+        "The value on the batch of a step after the optimizer's update, minus that before: what "
+        "the whole step did to the term, whatever the norm of its own gradient.",
+        [
+            _small(run, f"progress-{index}", title, key, color_name)
+            for index, (title, key, color_name) in enumerate(keys)
+            if run.series(key)[0]
         ],
     )
 

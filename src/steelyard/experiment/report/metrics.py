@@ -60,6 +60,7 @@ class TermFinding:
         skipped: number of steps at which it failed and was skipped, by reason, the most frequent
             first.
         bound: its last bound; None for a term with a weight.
+        factor: mean factor that an aggregator put on its weighted gradient; None for the plain sum.
         unmet: number of steps at which its value was beyond the bound by more than 5 % of it.
     """
 
@@ -75,6 +76,7 @@ class TermFinding:
     skipped: Mapping[str, int] = field(default_factory=dict)
     bound: float | None = None
     unmet: int = 0
+    factor: float | None = None
 
     @property
     def share(self) -> float | None:
@@ -154,6 +156,12 @@ class Findings:
         return list(dict.fromkeys(each.space for each in (self.base, *self.terms) if each.space))
 
     @property
+    def aggregated(self) -> list[TermFinding]:
+        """The base loss and the terms, if an aggregator put factors on their gradients."""
+        every = [self.base, *self.terms]
+        return every if any(term.factor is not None for term in every) else []
+
+    @property
     def skipping(self) -> list[TermFinding]:
         """Terms that were skipped at one step or more."""
         return [term for term in self.terms if term.skipped]
@@ -182,6 +190,7 @@ def findings(run: LoadedRun) -> Findings:
             grad_norm=_mean(run.series("base_loss/grad_norm")[1]),
             gradient=by_name.get("base"),
             steps=len(run.series("base_loss/value")[1]),
+            factor=_mean(run.series("factors/base")[1]),
         ),
         terms=[_term(run, name, by_name.get(name)) for name in run.terms],
         per_token=_change(run.series("nll")[1]) if cross_entropy else None,
@@ -226,6 +235,7 @@ def _term(run: LoadedRun, name: str, gradient: Gradient | None) -> TermFinding:
         skipped=_skip_counts(run, name),
         bound=_last(run, f"{prefix}/bound"),
         unmet=_unmet_steps(run, prefix),
+        factor=_mean(run.series(f"factors/{name}")[1]),
     )
 
 

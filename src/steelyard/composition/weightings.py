@@ -1,0 +1,289 @@
+"""TorchJD's weightings as aggregators: factors from the Gram matrix of the terms' gradients.
+
+A weighting W maps the Gram matrix G of the rows wᵢgᵢ to factors a = W(G). Most do not depend on
+its scale, W(cG) = W(G), except through small constants, below which they take G for zero: the
+gradient of a mean over 65,000 tokens has squares of about 1e-5. They get G / trace(G), so that a
+mean and a sum have the same factors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from steelyard._extras import cure
+from steelyard.composition.aggregate import Aggregator, WeightedSum
+from steelyard.errors import AggregationError, MissingExtraError, SpecError, StateError
+from steelyard.spec import Stateful, is_whole
+
+if TYPE_CHECKING:
+    from torchjd.aggregation import Weighting
+
+# A name, a name with options, a weighting of TorchJD, or an aggregator; see `aggregator_of`.
+AggregatorLike: TypeAlias = str | Mapping[str, Any] | nn.Module | Aggregator
+
+# Names for `aggregate`, and the classes in torchjd.aggregation. Those that read the gradients
+# themselves (ConFIG, ExcessMTL, GradDrop, MoDo, NashMTL, SDMGrad, TrimmedMean) are not among them.
+WEIGHTINGS: Mapping[str, str] = {
+    "aligned_mtl": "AlignedMTLWeighting",
+    "cagrad": "CAGradWeighting",
+    "constant": "ConstantWeighting",
+    "cr_mogm": "CRMOGMWeighting",
+    "dualproj": "DualProjWeighting",
+    "fairgrad": "FairGradWeighting",
+    "gradvac": "GradVacWeighting",
+    "imtl_g": "IMTLGWeighting",
+    "krum": "KrumWeighting",
+    "mean": "MeanWeighting",
+    "mgda": "MGDAWeighting",
+    "pcd": "PCDWeighting",
+    "pcgrad": "PCGradWeighting",
+    "random": "RandomWeighting",
+    "upgrad": "UPGradWeighting",
+}
+_NEED_SCALE = frozenset({"FairGradWeighting", "PCDWeighting"})
+_INVERT = frozenset({"AlignedMTLWeighting", "IMTLGWeighting", "PCDWeighting"})
+_DRAW = frozenset({"GradVacWeighting", "PCGradWeighting", "RandomWeighting"})
+_READ_ROWS = frozenset({"ExcessMTLWeighting", "MoDoWeighting", "SDMGradWeighting"})
+# Weightings draw from torch's global generator: two that exchange its state must take turns.
+_exchange = threading.Lock()
+
+
+class GramWeighting(Aggregator):
+    """A TorchJD weighting as an aggregator.
+
+    A preference vector that is None becomes ones, one for each row: without a conflict the factors
+    of UPGrad and DualProj are then 1, as in the sum.
+
+    Args:
+        weighting: a `torchjd.aggregation.Weighting` of Gram matrices. It is not copied: its
+            attributes can be changed between steps.
+        seed: seed of its random numbers; they are its own, and part of its state.
+        name: in messages; None is the name of its class.
+    """
+
+    def __init__(self, weighting: Weighting[Any], seed: int = 0, name: str | None = None) -> None:
+        self.weighting = weighting
+        self.name = name or type(weighting).__name__
+        parts = {type(part).__name__ for part in weighting.modules()}
+        known = parts <= {*WEIGHTINGS.values(), "_Composition"}
+        self._draws = not known or bool(parts & _DRAW)
+        self._scale_free = known and not parts & _NEED_SCALE
+        self.in_float64 = not known or bool(parts & _INVERT)
+        self._without_preference = [
+            part for part in weighting.modules() if getattr(part, "pref_vector", 0) is None
+        ]
+        self._generator = torch.Generator().manual_seed(seed).get_state()
+        self._rows = 0
+
+    @property
+    def stateful(self) -> Stateful | None:
+        """Itself, if it draws random numbers or keeps statistics from step to step."""
+        return self if self._draws or self._with_memory else None
+
+    def factors(
+        self,
+        values: Sequence[float],  # noqa: ARG002 - only the gradients count
+        weights: Sequence[float],  # noqa: ARG002
+        products: Sequence[Sequence[float]],
+    ) -> Sequence[float]:
+        """Compute the factor of each term from the Gram matrix of the weighted gradients.
+
+        Raises:
+            AggregationError: the solver failed, or found no finite numbers.
+        """
+        gramian = np.array(products)
+        trace = gramian.trace()
+        if trace == 0:  # all gradients are zero: any factors do
+            return [1.0] * len(products)
+        if self._scale_free:
+            gramian /= trace
+        try:
+            found = self._call(torch.from_numpy(gramian))
+            factors: list[float] = found.tolist()
+        except Exception as error:
+            raise AggregationError(
+                f"{self.name} failed on {len(products)} gradients: {type(error).__name__}: {error}"
+            ) from error
+        if not all(map(math.isfinite, factors)):
+            raise AggregationError(
+                f"{self.name} must find finite factors for {len(products)} gradients, "
+                f"got {factors}."
+            )
+        return factors
+
+    def state_dict(self) -> dict[str, Any]:
+        """Random state, number of rows of the last call, and statistics of the weighting."""
+        statistics = {key: each.clone() for key, each in self.weighting.state_dict().items()}
+        return {"generator": self._generator, "rows": self._rows, "weighting": statistics}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            StateError: it is not that.
+        """
+        keys = {"generator", "rows", "weighting"}
+        if not isinstance(state, Mapping) or set(state) != keys:
+            raise StateError(f"the state of {self.name} must hold {sorted(keys)}, got {state!r}.")
+        rows, statistics = state["rows"], state["weighting"]
+        if not is_whole(rows, at_least=0) or not isinstance(state["generator"], Tensor):
+            raise StateError(
+                f"the state of {self.name} must hold a whole number of rows and a generator's "
+                f"state, got {state!r}."
+            )
+        self._begin(rows)
+        if statistics:
+            # A call creates statistics of the right size, which the saved ones then replace.
+            self._call(torch.eye(rows, dtype=torch.float64))
+            self.weighting.load_state_dict(statistics)
+        self._generator = state["generator"]
+
+    @property
+    def _with_memory(self) -> list[Any]:
+        # TorchJD's statistics can be reset; its class for this has no public name.
+        return [part for part in self.weighting.modules() if hasattr(part, "reset")]
+
+    def _begin(self, rows: int) -> None:
+        """Begin anew with so many rows: statistics of other terms say nothing about these."""
+        self._rows = rows
+        for part in self._with_memory:
+            part.reset()
+        for part in self._without_preference:
+            part.pref_vector = torch.ones(rows, dtype=torch.float64)
+
+    def _call(self, gramian: Tensor) -> Tensor:
+        if len(gramian) != self._rows:
+            self._begin(len(gramian))
+        if not self._draws:
+            return self.weighting(gramian)
+        with _exchange, torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._generator)
+            found = self.weighting(gramian)
+            self._generator = torch.get_rng_state()
+        return found
+
+
+def aggregator_of(aggregate: AggregatorLike) -> Aggregator:
+    """Find an aggregator.
+
+    Args:
+        aggregate: `"sum"`; the name of a weighting, such as `"upgrad"`; a mapping with its name as
+            `use`, its options, and `seed` if it is random; a weighting of TorchJD; or an
+            `Aggregator`, which is returned unchanged.
+
+    Raises:
+        SpecError: it is none of these, or an option breaks a rule.
+        MissingExtraError: TorchJD, or the solver of the weighting, is not installed.
+
+    Example:
+        >>> aggregator = aggregator_of({"use": "mgda", "max_iters": 50})
+        >>> aggregator.factors([1.0, 1.0], [1.0, 1.0], [[4.0, -2.0], [-2.0, 4.0]])
+        [0.5, 0.5]
+    """
+    if isinstance(aggregate, Aggregator):
+        return aggregate
+    if isinstance(aggregate, nn.Module):
+        return GramWeighting(_weighting_in(aggregate))
+    options: dict[str, Any] = (
+        dict(aggregate) if isinstance(aggregate, Mapping) else {"use": aggregate}
+    )
+    name = options.pop("use", None)
+    if name == "sum" and not options:
+        return WeightedSum()
+    if not isinstance(name, str) or name not in WEIGHTINGS:
+        known = ", ".join(repr(each) for each in ("sum", *WEIGHTINGS))
+        raise SpecError(
+            f"aggregate must be one of {known}, a mapping with one of these as 'use' and its "
+            f"options, a weighting of TorchJD or an Aggregator, got {aggregate!r}."
+        )
+    seed = options.pop("seed", 0)
+    if not is_whole(seed, at_least=0):
+        raise SpecError(f"seed of aggregate={name!r} must be a whole number >= 0, got {seed!r}.")
+    return GramWeighting(_build(name, options), seed, name)
+
+
+def _weighting_in(module: nn.Module) -> Any:
+    """The weighting that a module of TorchJD is, or the one that its aggregator has."""
+    module = getattr(module, "gramian_weighting", module)
+    parts = {type(part).__name__ for part in module.modules()}
+    if not isinstance(module, _torchjd("aggregate").Weighting) or parts & _READ_ROWS:
+        raise SpecError(
+            f"aggregate must be computed from a Gram matrix, as {', '.join(WEIGHTINGS)} are, "
+            f"got {type(module).__name__}."
+        )
+    return module
+
+
+def _build(name: str, options: Mapping[str, Any]) -> Any:
+    """Build a weighting.
+
+    Raises:
+        SpecError: an option breaks a rule.
+        MissingExtraError: TorchJD, or the solver of the weighting, is not installed.
+    """
+    title = f"aggregate={name!r}"
+    kind = getattr(_torchjd(title), WEIGHTINGS[name])
+    from steelyard.composition.dual_cone import DirectProjector  # noqa: PLC0415 - needs TorchJD
+
+    own = set(inspect.signature(kind).parameters)
+    solver = set(inspect.signature(DirectProjector).parameters) if "projector" in own else set()
+    known = (own | solver) - {"projector"}
+    if not options.keys() <= known:
+        raise SpecError(
+            f"the options of {title} must be among {sorted(known)}, got {sorted(options)}."
+        )
+    arguments = {key: _argument(value) for key, value in options.items() if key in own}
+    if name == "cr_mogm":
+        arguments["weighting"] = _smoothed(options.get("weighting", "upgrad"))
+    try:
+        if solver:
+            settings = {key: value for key, value in options.items() if key in solver}
+            arguments["projector"] = DirectProjector(**settings)
+        return kind(**arguments)
+    except ImportError as error:  # TorchJD's message has the command that installs the solver
+        raise MissingExtraError(
+            f"{title} needs a solver that is not installed: {error}."
+        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise SpecError(
+            f"the options of {title} must be valid, got {dict(options)!r}: {error}"
+        ) from error
+
+
+def _torchjd(what: str) -> ModuleType:
+    """Module of TorchJD's weightings.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        from torchjd import aggregation  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise cure(what, error) from error
+    module: ModuleType = aggregation
+    return module
+
+
+def _smoothed(aggregate: AggregatorLike) -> Any:
+    """The weighting whose factors CR-MOGM smooths."""
+    inner = aggregator_of(aggregate)
+    if not isinstance(inner, GramWeighting):
+        raise SpecError(
+            f"weighting of aggregate='cr_mogm' must be one of {', '.join(WEIGHTINGS)}, "
+            f"got {aggregate!r}."
+        )
+    return inner.weighting
+
+
+def _argument(value: object) -> object:
+    """A list of a config file as a vector; any other value unchanged."""
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value

@@ -1,0 +1,18 @@
+"""Rewards of on-policy training: functions `(record, answer) -> float`.
+
+`reward` builds them from a config, and `scoring` runs them on the answers of a step. The ready-made
+ones: `text_match` and `text_form` judge the text itself, `logic_check` asks Z3, `http_validation` a
+service, and `reward_model` a model.
+"""
+
+from steelyard.experiment.rewards.reward import REWARDS, Reward, build_rewards
+from steelyard.experiment.rewards.scoring import Answer, Score, score
+
+__all__ = [  # noqa: RUF022 - sorted as Python sorts
+    "Answer",
+    "REWARDS",
+    "Reward",
+    "Score",
+    "build_rewards",
+    "score",
+]

@@ -1,0 +1,118 @@
+"""Metrics of the answers of one step: `rewards/<name>/...` and `rollouts/...`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from tinker import types
+from torch import Tensor
+
+from steelyard.experiment.reference_logprobs import FIELD
+from steelyard.experiment.rewards import Reward
+from steelyard.experiment.rollouts.advantages import Advantage, has_signal
+from steelyard.experiment.rollouts.answers import Answer, ScoredAnswer
+from steelyard.gradients import as_tensor, loss_fn_input
+
+
+def reward_metrics(
+    rewards: Sequence[Reward], scored: Sequence[ScoredAnswer], step: int
+) -> dict[str, float]:
+    """Mean and sample standard deviation of each reward over the answers that have it.
+
+    `rewards/<name>/mean` and `/std`, its `/weight`, and `/failed`, the number of answers for which
+    it failed, if there are any; `rollouts/reward` and `rollouts/reward_std` of the weighted sum,
+    over the answers that are left.
+    """
+    metrics: dict[str, float] = {}
+    for reward in rewards:
+        scores = [each.scores[reward.name] for each in scored if reward.name in each.scores]
+        values = [score.value for score in scores if score.value is not None]
+        prefix = f"rewards/{reward.name}"
+        if values:
+            metrics[f"{prefix}/mean"], metrics[f"{prefix}/std"] = mean_and_std(values)
+        metrics[f"{prefix}/weight"] = reward.weight_at(step)
+        if len(values) < len(scores):
+            metrics[f"{prefix}/failed"] = float(len(scores) - len(values))
+    totals = [each.reward for each in scored if each.reward is not None]
+    if totals:
+        metrics["rollouts/reward"], metrics["rollouts/reward_std"] = mean_and_std(totals)
+    return metrics
+
+
+def group_metrics(
+    groups: Sequence[Sequence[ScoredAnswer]], advantage: Advantage
+) -> dict[str, float]:
+    """Metrics of the answers of a step.
+
+    - `rollouts/no_signal`: fraction of groups whose advantages are all 0, since their rewards are
+      equal or fewer than two answers are left;
+    - `rollouts/dropped`: number of answers that were dropped;
+    - `rollouts/answer_tokens`: mean length; `rollouts/truncated`: fraction that ended at
+      `max_tokens`;
+    - `rollouts/entropy`: mean of -log-prob of the sampled tokens, an estimate of the entropy of
+      the distribution that they were sampled from.
+    """
+    answers = [each.answer for group in groups for each in group]
+    silent = sum(not has_signal(_rewards(group), advantage) for group in groups)
+    lengths = [len(answer.tokens) for answer in answers]
+    return {
+        "rollouts/no_signal": silent / len(groups),
+        "rollouts/dropped": float(sum(each.reward is None for group in groups for each in group)),
+        "rollouts/answer_tokens": math.fsum(lengths) / len(lengths),
+        "rollouts/truncated": sum(answer.truncated for answer in answers) / len(answers),
+        "rollouts/entropy": _entropy(answers),
+    }
+
+
+def kl_metric(data: Sequence[types.Datum]) -> dict[str, float]:
+    """`rollouts/kl`: mean over the sampled tokens of `r - 1 - log r`, with r = reference / sampled.
+
+    An estimate (k3, never negative) of the KL divergence from the distribution that was sampled
+    from to that of the base model. Empty if the data have no `reference_logprobs`.
+    """
+    if not data or loss_fn_input(data[0], FIELD) is None:
+        return {}
+    total, tokens = 0.0, 0
+    for datum in data:
+        kept = _field(datum, "weights") > 0
+        log_ratio = (_field(datum, FIELD) - _field(datum, "logprobs"))[kept]
+        total += float((log_ratio.exp() - 1 - log_ratio).sum())
+        tokens += int(kept.sum())
+    return {"rollouts/kl": total / max(tokens, 1)}
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; 0 for a single value."""
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return math.fsum(values) / len(values), spread
+
+
+def _rewards(group: Sequence[ScoredAnswer]) -> list[float]:
+    return [each.reward for each in group if each.reward is not None]
+
+
+def _entropy(answers: Sequence[Answer]) -> float:
+    logprobs = [value for answer in answers for value in answer.logprobs]
+    return -math.fsum(logprobs) / max(len(logprobs), 1)
+
+
+def _field(datum: types.Datum, name: str) -> Tensor:
+    return as_tensor(loss_fn_input(datum, name)).double()
+
+
+def held_out_metrics(
+    rewards: Sequence[Reward], scored: Sequence[ScoredAnswer], step: int
+) -> dict[str, float]:
+    """`held_out/rewards/<name>`, means, and `held_out/reward`, their weighted sum."""
+    metrics = reward_metrics(rewards, scored, step)
+    found = {
+        f"held_out/rewards/{reward.name}": metrics[f"rewards/{reward.name}/mean"]
+        for reward in rewards
+        if f"rewards/{reward.name}/mean" in metrics
+    }
+    if "rollouts/reward" in metrics:
+        found["held_out/reward"] = metrics["rollouts/reward"]
+    dropped = sum(each.reward is None for each in scored)
+    return {**found, **({"held_out/dropped": float(dropped)} if dropped else {})}

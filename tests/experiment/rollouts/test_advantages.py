@@ -1,0 +1,46 @@
+"""Advantages against definitions written out with NumPy, and groups without a signal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from steelyard.experiment.rollouts.advantages import advantages, fewest_answers, has_signal
+
+REWARDS = [0.3, -1.2, 4.0, 0.3, 2.5]
+
+
+def test_grpo_is_the_standardised_reward() -> None:
+    rewards = np.array(REWARDS)
+    centred = rewards - rewards.mean()
+    assert advantages(REWARDS, "grpo", normalize=False) == pytest.approx(centred)
+    expected = centred / (rewards.std(ddof=1) + 1e-6)
+    assert advantages(REWARDS, "grpo") == pytest.approx(expected, rel=1e-12)
+
+
+def test_rloo_leaves_the_answer_itself_out_of_its_baseline() -> None:
+    expected = [
+        reward - np.mean(REWARDS[:index] + REWARDS[index + 1 :])
+        for index, reward in enumerate(REWARDS)
+    ]
+    assert advantages(REWARDS, "rloo") == pytest.approx(expected, rel=1e-12)
+
+
+def test_none_is_the_reward() -> None:
+    assert advantages([1, 0], "none") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_groups_that_cannot_be_compared_have_no_advantages(kind: str) -> None:
+    # 0.1 three times has a mean that is not 0.1: the differences would not be 0.
+    assert advantages([0.1] * 3, kind) == [0.0] * 3  # type: ignore[arg-type]
+    assert advantages([5.0], kind) == [0.0]  # type: ignore[arg-type]
+    assert advantages([], kind) == []  # type: ignore[arg-type]
+    assert not has_signal([0.1] * 3, kind)  # type: ignore[arg-type]
+    assert fewest_answers(kind) == 2  # type: ignore[arg-type]
+
+
+def test_one_reward_is_a_signal_without_a_comparison() -> None:
+    assert has_signal([1.0], "none")
+    assert not has_signal([0.0, 0.0], "none")
+    assert fewest_answers("none") == 1
