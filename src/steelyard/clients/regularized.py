@@ -196,7 +196,8 @@ class RegularizedClient:
         it runs after it. If a term with `on_error="raise"` fails, nothing is submitted.
 
         Args:
-            data: the SDK's. Fields beside `target_tokens` reach the terms and are not sent.
+            data: the SDK's. Fields beside `target_tokens` reach the terms and are not sent; in one
+                pass those that terms read are, as numbers without their names.
             loss_fn: the base loss, as the SDK takes it, or a traced loss.
             regularizers: terms of this call, beside those that stay; specs, or mappings with their
                 fields.

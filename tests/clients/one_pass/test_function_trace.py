@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,6 +156,23 @@ def test_operations_that_change_at_every_step_are_not_followed() -> None:
     step[0] = 9
     with pytest.raises(UnsuitableTermError, match="its operations change from step to step"):
         form_of(drifting, traces)
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: torch.rand(()).item()], ids=["py", "np", "pt"]
+)
+def test_a_function_that_draws_numbers_is_not_traced(draw: Any) -> None:
+    """Its numbers would be constants, and a resumed run would draw others than a whole one."""
+
+    def noisy(_: Any, rows: Any) -> Any:
+        return draw() * torch.cat(rows).sum()
+
+    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state()  # noqa: NPY002
+    with pytest.raises(UnsuitableTermError, match="it draws random numbers"):
+        form_of(noisy)
+    assert random.getstate() == states[0]
+    assert str(np.random.get_state()) == states[1]  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), states[2])
 
 
 def test_keys_are_by_value_where_there_is_a_hash() -> None:

@@ -8,11 +8,14 @@ batch and of each datum by itself, to find by what it divides that sum.
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -107,7 +110,8 @@ class FunctionTraces:
         data: Sequence[Any],
         shapes: Sequence[torch.Size],
     ) -> tuple[PerDatum, Hashable]:
-        trace = _trace(call, data, rank=len(shapes[0]))
+        with _without_randomness():
+            trace = _trace(call, data, rank=len(shapes[0]))
         # The functions of one batch size may divide by it.
         key = (trace.code, len(data))
         if key not in known.kinds:
@@ -182,6 +186,25 @@ def _trace(call: Callable[..., Any], data: Sequence[Any], rank: int) -> _Trace:
     graph.eliminate_dead_code()
     fields = sorted({name for datum in stand_ins for name in datum.loss_fn_inputs.read})
     return _Trace(graph.python_code("self").src, found, graph, fields)
+
+
+@contextlib.contextmanager
+def _without_randomness() -> Iterator[None]:
+    """Restore the global random generators, whose numbers a trace would make constants.
+
+    Raises:
+        ValueError: one was used inside.
+    """
+    before = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002 - users' own
+    try:
+        yield
+        after = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
+        if str(before[:2]) != str(after[:2]) or not torch.equal(before[2], after[2]):
+            raise ValueError("it draws random numbers")
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        torch.set_rng_state(before[2])
 
 
 def _require_sum(trace: _Trace) -> None:
