@@ -31,9 +31,11 @@ class RemoteCall:
 
     Raises:
         SpecError: a schedule yields a bad weight.
+        ClosedError: the pipeline is closed.
     """
 
     def __init__(self, pipeline: Pipeline, data: Any, step: int) -> None:
+        pipeline.check_open()
         self._pipeline, self._data, self._step = pipeline, data, step
         self.terms: Sequence[Term] = pipeline.due(step)
         self.weights = [term.weight_at(step) for term in self.terms]
@@ -73,8 +75,6 @@ class RemoteCall:
         if self._pipeline.settings.check_finite:
             for term, value in zip(self.terms, values, strict=True):
                 check_finite(term.name, value)
-        # The terms are one computation: each took as long as the whole call.
-        duration = perf_counter() - self._began
         rows = zip(self.terms, self.weights, values, metrics, strict=True)
         results = [
             TermResult(
@@ -85,7 +85,6 @@ class RemoteCall:
                 number=value,
                 custom=own,
                 method="autograd",
-                duration=duration,
             )
             for term, weight, value, own in rows
         ]

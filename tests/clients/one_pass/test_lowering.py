@@ -99,6 +99,13 @@ def test_missing_fields_and_empty_batches_are_reasons() -> None:
         lower([KL], data=[*batch(), *batch(width=3)])
 
 
+def test_too_many_inputs_are_a_reason() -> None:
+    specs = [RegularizerSpec(L2(), weight=1.0, name=f"l2 {index}") for index in range(13)]
+    with pytest.raises(NotLoweredError, match="at most 16 inputs, and this one has 17"):
+        lower(specs)
+    assert lower(specs[:12]).graph.ranks["factor_12"] == 0
+
+
 class Odd:
     name = "odd"
 

@@ -21,7 +21,7 @@ from steelyard.composition import Aggregator
 from steelyard.engine import LocalServiceClient
 from steelyard.engine.server import session_routes
 from steelyard.engine.server.lifecycle import RunningServer
-from steelyard.errors import NonFiniteError, SpecError
+from steelyard.errors import ClosedError, InputError, NonFiniteError, SpecError
 from steelyard.regularizers import L1, L2, DemographicParity, KLToReference
 from steelyard.schedules import linear
 from tests.engine.server.wire_client import start
@@ -160,11 +160,21 @@ def test_an_aggregator_takes_two_passes(training: tinker.TrainingClient) -> None
 
 
 def test_server_side_has_three_values(training: tinker.TrainingClient) -> None:
-    with pytest.raises(SpecError, match="server_side must be 'auto', True or False, got 'yes'"):
-        regularize(training, TERMS, server_side="yes")  # type: ignore[arg-type]
+    for wrong in ("yes", 1, None):
+        with pytest.raises(SpecError, match="server_side must be 'auto', True or False, got"):
+            regularize(training, TERMS, server_side=wrong)  # type: ignore[arg-type]
     client = regularize(training, TERMS, server_side=False)
     assert client.forward_backward(batch(), "cross_entropy").result().passes == 2
     assert client.explain().reasons == {"": "server_side is False"}
+
+
+def test_a_wrong_step_and_a_closed_pipeline_are_errors(training: tinker.TrainingClient) -> None:
+    client = regularize(training, TERMS)
+    with pytest.raises(InputError, match="step must be a whole number >= 0, got -1"):
+        client.forward_backward_custom(batch(), lambda _, rows: rows[0].sum(), step=-1)
+    client.pipeline.close()
+    with pytest.raises(ClosedError, match="a pipeline must be open to compute"):
+        client.forward_backward_custom(batch(), client.pipeline.loss_fn)
 
 
 def test_the_engine_takes_one_pass_anyway(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import tinker
-from torch import fx
 
 from steelyard.clients.one_pass.graph_builder import build_graph
 from steelyard.clients.one_pass.loss_graph import GraphTerm, LossGraph
@@ -38,12 +37,6 @@ def test_a_refusal_is_known_in_the_session(
     first.refuse(graph_of(4.0), "it answered with other metrics")
     with pytest.raises(RefusedError, match="it answered with other metrics"):
         second.upload(graph_of(4.0))
-
-
-def test_too_many_inputs_are_refused(training: tinker.TrainingClient) -> None:
-    ranks = {"logprobs": 1, **{f"x{index}": 0 for index in range(16)}}
-    with pytest.raises(RefusedError, match="at most 16 inputs, and this one has 17"):
-        Uploader(training).upload(LossGraph(fx.Graph(), ranks, []))
 
 
 def test_a_client_that_cannot_upload_says_so() -> None:

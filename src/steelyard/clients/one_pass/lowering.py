@@ -14,6 +14,7 @@ from steelyard.clients.one_pass.term_forms import TermForms
 from steelyard.composition import PerDatum, Reduction, Term
 from steelyard.errors import InputError
 
+MAX_INPUTS = 16  # of the SDK, the log-probs included
 _MAX_GRAPHS = 64
 
 
@@ -122,6 +123,11 @@ class Lowering:
         except InputError as error:
             raise NotLoweredError({"": str(error).rstrip(".")}) from error
         found, keys = self._find_forms(terms, data, inputs)
+        count = len(inputs.ranks) + len(terms)  # and a factor for each term
+        if count > MAX_INPUTS:
+            raise NotLoweredError(
+                {"": f"a loss takes at most {MAX_INPUTS} inputs, and this one has {count}"}
+            )
         key = (tuple(keys), tuple(inputs.ranks.items()), tracked)
         try:
             if key not in self._graphs:

@@ -13,6 +13,7 @@ from steelyard.clients.one_pass.results import OnePassFuture, SentCall, TwoPassC
 from steelyard.clients.one_pass.upload import RefusedError, Uploader
 from steelyard.composition import Pipeline, RemoteCall, WeightedSum
 from steelyard.errors import SpecError
+from steelyard.spec import is_whole
 
 ServerSide: TypeAlias = Literal["auto", True, False]
 
@@ -75,7 +76,7 @@ class OnePass:
     """
 
     def __init__(self, client: Any, service: Any, server_side: ServerSide) -> None:
-        if server_side not in ("auto", True, False):
+        if server_side != "auto" and not isinstance(server_side, bool):
             raise SpecError(f"server_side must be 'auto', True or False, got {server_side!r}.")
         self._client, self._server_side = client, server_side
         self._lowering = Lowering()
@@ -161,6 +162,8 @@ class OnePass:
         reason = reason or self._uploader.why_not()
         if reason is None and not isinstance(pipeline.settings.aggregator, WeightedSum):
             reason = "the aggregator needs this step's gradients before it knows the weights"
+        if not is_whole(step, at_least=0):
+            reason = f"step must be a whole number >= 0, got {step!r}"
         if reason is not None:
             raise NotLoweredError({"": reason})
         call = RemoteCall(pipeline, data, step)

@@ -59,7 +59,7 @@ class SentCall:
 
     def output(self, result: Any) -> CustomLossOutput:
         """Output of the call from the server's result, whose gradient is accumulated by now."""
-        logprobs = _logprobs(result.loss_fn_outputs)
+        logprobs = _logprobs(result.loss_fn_outputs, len(self.batch.data))
         missing = self.batch.missing(result.metrics)
         if missing:
             self.refuse(f"it did not send the metrics {missing}")
@@ -155,8 +155,8 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, kinds)
 
 
-def _logprobs(outputs: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
+def _logprobs(outputs: Sequence[Mapping[str, Any]], count: int) -> list[Tensor] | None:
     """Log-probs of each datum, if the server sent them."""
-    if not all("logprobs" in each for each in outputs):
+    if len(outputs) != count or not all("logprobs" in each for each in outputs):
         return None
     return [each["logprobs"].to_torch() for each in outputs]

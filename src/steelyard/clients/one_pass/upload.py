@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 from steelyard.clients.one_pass.loss_graph import LossGraph
 
-_MAX_INPUTS = 16
 NOT_RUN = "the server does not run uploaded losses"
 
 
@@ -85,10 +84,6 @@ class Uploader:
             self._losses.known[graph.key] = reason
 
     def _upload(self, graph: LossGraph) -> Any:
-        if len(graph.ranks) > _MAX_INPUTS:
-            raise RefusedError(
-                f"a loss takes at most {_MAX_INPUTS} inputs, and this one has {len(graph.ranks)}"
-            )
         try:
             # Present: `why_not` has been asked.
             handle = self._create(graph.function(), dict(graph.ranks)).result()  # type: ignore[misc]

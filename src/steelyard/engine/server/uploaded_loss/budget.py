@@ -42,7 +42,7 @@ Sizes = list[tuple[Sequence[int], int]]  # shape and bytes of each tensor
 _SMALL_WORK = 2**22
 _MAX_SIZES = 4096  # operations whose sizes are remembered
 # Sizes that depend on values.
-_BY_VALUES = {_ATEN.masked_select.default, _ATEN.nonzero.default}
+_BY_VALUES = {_ATEN.masked_select.default, _ATEN.nonzero.default, _ATEN.index.Tensor}
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,9 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _predict(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
         """Sizes of the results of an operation; found once for each shape of its arguments."""
-        key = None if func in _BY_VALUES else _shapes_key([func, args, kwargs])
-        if key is None:
+        if func in _BY_VALUES:
             return predict_sizes(func, args, kwargs)
+        key = _shapes_key([func, args, kwargs])
         if key not in self._sizes:
             if len(self._sizes) >= _MAX_SIZES:
                 self._sizes.clear()
@@ -280,15 +280,13 @@ def predict_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _shapes_key(value: Any) -> Any:
-    """Key of arguments by value, of tensors by shape; None if a mask is among them."""
+    """Key of arguments: of tensors by shape, of others by value."""
     if isinstance(value, Tensor):
-        # The size of x[mask] depends on the values of the mask.
-        return None if value.dtype is torch.bool else (value.shape, value.stride(), value.dtype)
+        return value.shape, value.stride(), value.dtype
     if isinstance(value, dict):
         value = [*value.items()]
     if isinstance(value, list | tuple):
-        keys = [_shapes_key(each) for each in value]
-        return None if None in keys else tuple(keys)
+        return tuple(_shapes_key(each) for each in value)
     return (type(value), value)
 
 
