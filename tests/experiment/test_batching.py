@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.experiment.batching import batch, split
+from steelyard.experiment.backend import Backend
+from steelyard.experiment.batching import FixedData, batch, split
+from steelyard.experiment.build_terms import build_terms
+from steelyard.experiment.dataset import load_dataset
+from steelyard.experiment.run_dir import RunFolder
+
+from .small_runs import small_config
 
 
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 5))
@@ -39,3 +47,21 @@ def test_the_size_of_the_held_out_part() -> None:
     train, held_out = split(items, 0.25, 0)
     assert (train, held_out) == (sorted(train), sorted(held_out)), "in the given order"
     assert split(items, 0.25, 1)[1] != held_out
+
+
+def test_a_step_has_one_batch_of_its_lines(tmp_path: Path, backend: Backend) -> None:
+    config = small_config(tmp_path)
+    terms, run = build_terms(config), RunFolder(tmp_path / "run")
+    with run.locked():
+        run.begin(config)
+        dataset = load_dataset(config, terms, backend, run, lambda _: None)
+    source = FixedData(dataset, config.train, terms, backend)
+    found = source.step_data(1)
+    assert found.metrics == {}
+    (one,) = found.batches
+    indices = batch(1, 2, len(dataset.train), config.train.seed)
+    assert one.data == [dataset.train[index][0] for index in indices]
+    assert one.origins == [(dataset.lines[index], "") for index in indices]
+    assert one.file == "train.jsonl"
+    assert set(source.evaluate(1)) == {"held_out/loss", "held_out/regularizers/l2"}
+    assert source.prompt("a").to_ints() == dataset.prompt("a").to_ints()

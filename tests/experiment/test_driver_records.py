@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from steelyard import CustomLossOutput, compute
+from steelyard.experiment.backend import Backend
+from steelyard.experiment.batching import FixedData
+from steelyard.experiment.build_terms import Terms
+from steelyard.experiment.config import TrainConfig
 from steelyard.experiment.data_files import read_records
 from steelyard.experiment.dataset import Dataset
 from steelyard.experiment.driver_records import driver_records, redact_pieces
@@ -47,7 +51,8 @@ def output_of(gradients: list[list[float]], **options: Any) -> CustomLossOutput:
 def records_of(
     output: CustomLossOutput, step: int, dataset: Dataset, lines: Sequence[int]
 ) -> list[dict[str, Any]]:
-    return driver_records(output, step, dataset.batch(lines), dataset.encoder.tokenizer)
+    batch = FixedData(dataset, TrainConfig(), Terms(None, ()), cast("Backend", None)).batch(lines)
+    return driver_records(output, step, batch, dataset.encoder.tokenizer)
 
 
 def tokens_of(record: dict[str, Any], index: int = 0) -> list[tuple[str, float | None]]:

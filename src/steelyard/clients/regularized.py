@@ -26,7 +26,7 @@ from steelyard.composition import (
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
-from steelyard.spec import Regularizer, RegularizerSpec, TermFn, is_whole, split_loss
+from steelyard.spec import ComposedLoss, Regularizer, RegularizerSpec, TermFn, is_whole, split_loss
 
 # The name under which a client that can `attach` saves our state with its own checkpoints.
 _ATTACHED_AS = "steelyard"
@@ -42,9 +42,6 @@ class TermSettings:
     Attributes:
         grad_space: what gradients are compared with respect to.
         measure_progress: measure what every so many steps did to the terms; 0: none.
-
-    Raises:
-        SpecError: one of these two breaks its rule.
     """
 
     track_grad_norms: bool
@@ -57,16 +54,6 @@ class TermSettings:
     track_every: int = 1
     grad_space: str = "logprobs"
     measure_progress: int = 0
-
-    def __post_init__(self) -> None:
-        if not is_whole(self.measure_progress, at_least=0):
-            raise SpecError(
-                f"measure_progress must be a whole number >= 0, got {self.measure_progress!r}."
-            )
-        if self.grad_space not in ("logprobs", "parameters"):
-            raise SpecError(
-                f"grad_space must be 'logprobs' or 'parameters', got {self.grad_space!r}."
-            )
 
 
 class RegularizedClient:
@@ -220,7 +207,9 @@ class RegularizedClient:
             InputError: the data break a rule.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
-        loss_fn, regularizers = split_loss(loss_fn, regularizers)
+        regularizers = list(regularizers)
+        if isinstance(loss_fn, ComposedLoss):
+            loss_fn, regularizers = split_loss(loss_fn, regularizers)
         if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
@@ -267,7 +256,9 @@ class RegularizedClient:
 
         If the caller is cancelled before the backward pass is submitted, none is.
         """
-        loss_fn, regularizers = split_loss(loss_fn, regularizers)
+        regularizers = list(regularizers)
+        if isinstance(loss_fn, ComposedLoss):
+            loss_fn, regularizers = split_loss(loss_fn, regularizers)
         if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
             return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
@@ -474,6 +465,7 @@ class RegularizedClient:
         settings: TermSettings,
         after: Pipeline | None,
     ) -> Pipeline:
+        _check_settings(settings)
         gives = getattr(self.client, "gives", ())
         if settings.grad_space == "parameters" and "parameters" not in gives:
             raise SpecError(
@@ -506,6 +498,18 @@ class RegularizedClient:
             return replace(spec, fn=built[2])
         self._built_terms[spec.name] = (fn, options, spec.fn)
         return spec
+
+
+def _check_settings(settings: TermSettings) -> None:
+    """Check the settings that are the client's own; a pipeline checks the others."""
+    if not is_whole(settings.measure_progress, at_least=0):
+        raise SpecError(
+            f"measure_progress must be a whole number >= 0, got {settings.measure_progress!r}."
+        )
+    if settings.grad_space not in ("logprobs", "parameters"):
+        raise SpecError(
+            f"grad_space must be 'logprobs' or 'parameters', got {settings.grad_space!r}."
+        )
 
 
 def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:

@@ -1,4 +1,4 @@
-"""Batches and the held-out split, as functions of the seed and the step alone.
+"""Batches of lines and the held-out split, as functions of the seed and the step alone.
 
 Nothing is carried from one step to the next, so a resumed run needs only its step to continue
 with the same batches.
@@ -7,11 +7,23 @@ with the same batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from tinker import types
+
+from steelyard.experiment.backend import Backend
+from steelyard.experiment.build_terms import Terms
+from steelyard.experiment.config import TrainConfig
+from steelyard.experiment.data_source import StepData, TrainingBatch
+from steelyard.experiment.held_out import evaluate_held_out
+
+if TYPE_CHECKING:
+    from steelyard.experiment.dataset import Dataset
 
 T = TypeVar("T")
+_PREFERENCE = ("chosen", "rejected")
 
 
 def batch(step: int, size: int, count: int, seed: int) -> list[int]:
@@ -42,6 +54,54 @@ def split(items: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list
     held_out = set(shuffled[:count].tolist())
     train = [item for index, item in enumerate(items) if index not in held_out]
     return train, [items[index] for index in sorted(held_out)]
+
+
+@dataclass(frozen=True)
+class FixedData:
+    """Batches of lines, and their evaluation on the held-out lines.
+
+    Attributes:
+        dataset: encoded lines.
+        settings: batch size, seed and timeout.
+        terms: base loss and regularizers, which are evaluated on held-out lines.
+        backend: gives the log-probs for that.
+    """
+
+    dataset: Dataset
+    settings: TrainConfig
+    terms: Terms
+    backend: Backend
+
+    def step_data(self, step: int) -> StepData:
+        """One batch of the lines of this step."""
+        settings = self.settings
+        chosen = batch(step, settings.batch_size, len(self.dataset.train), settings.seed)
+        return StepData([self.batch(chosen)])
+
+    def batch(self, indices: Sequence[int]) -> TrainingBatch:
+        """Training data of the lines with these indices in `dataset.train`."""
+        dataset = self.dataset
+        data, origins = [], []
+        for index in indices:
+            group = dataset.train[index]
+            data += group
+            parts = _PREFERENCE if len(group) > 1 else ("",)
+            origins += [(dataset.lines[index], part) for part in parts]
+        return TrainingBatch(data, dataset.file, origins)
+
+    def evaluate(self, step: int) -> dict[str, Any]:  # noqa: ARG002 - the lines are always the same
+        """Base loss and value of every term on the held-out lines."""
+        return evaluate_held_out(
+            self.backend,
+            self.dataset.held_out,
+            self.terms,
+            self.settings.timeout,
+            batch=self.settings.batch_size * len(self.dataset.train[0]),  # as in a training step
+        )
+
+    def prompt(self, text: str) -> types.ModelInput:
+        """Encode a prompt in the format of the data."""
+        return self.dataset.prompt(text)
 
 
 def _order(epoch: int, count: int, seed: int) -> list[int]:

@@ -15,12 +15,9 @@ from steelyard.experiment.batching import batch, split
 from steelyard.experiment.build_terms import Terms
 from steelyard.experiment.config import Config, DataConfig, TrainConfig
 from steelyard.experiment.data_files import DataFile, Group, Kind, read_records
-from steelyard.experiment.data_source import TrainingBatch
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.reference_logprobs import add_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder
-
-_PREFERENCE = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -42,16 +39,6 @@ class Dataset:
     encoder: Encoder
     file: str
     lines: Sequence[int]
-
-    def batch(self, indices: Sequence[int]) -> TrainingBatch:
-        """Training data of the lines with these indices in `train`."""
-        data, origins = [], []
-        for index in indices:
-            group = self.train[index]
-            data += group
-            parts = _PREFERENCE if len(group) > 1 else ("",)
-            origins += [(self.lines[index], part) for part in parts]
-        return TrainingBatch(data, self.file, origins)
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""

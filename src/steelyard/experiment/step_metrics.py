@@ -50,8 +50,6 @@ def mean_metrics(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         >>> mean_metrics([{"loss_total": 1.0, "grad_space": "logprobs"}, {"loss_total": 3.0}])
         {'loss_total': 2.0, 'grad_space': 'logprobs'}
     """
-    if len(batches) == 1:
-        return dict(batches[0])
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metrics in batches for key in metrics):
         values = [metrics[key] for metrics in batches if key in metrics]

@@ -22,6 +22,7 @@ from tinker import types
 
 from steelyard.experiment import checkpointing
 from steelyard.experiment.backend import Backend, Status, check_model, open_backend
+from steelyard.experiment.batching import FixedData
 from steelyard.experiment.build_terms import Terms, build_terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
@@ -29,7 +30,6 @@ from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.data_source import DataSource, TrainingBatch
 from steelyard.experiment.dataset import load_dataset
 from steelyard.experiment.driver_records import driver_records
-from steelyard.experiment.fixed_data import FixedData
 from steelyard.experiment.held_out import failures
 from steelyard.experiment.rollouts import open_rollouts
 from steelyard.experiment.run_dir import RunFolder
@@ -235,7 +235,7 @@ class _TrainingRun:
             "step": step,
             "time": started,
             "seconds": time.perf_counter() - clock,
-            **mean_metrics(trained),
+            **(trained[0] if len(trained) == 1 else mean_metrics(trained)),
             **found.metrics,
             **held_out,
         }
