@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tinker
 import torch
+from tinker import types
 
 from steelyard import RegularizerSpec, regularize
 from steelyard.experiment.base_losses import CrossEntropy, PolicyLoss
@@ -166,3 +167,37 @@ def test_untracked(training: tinker.TrainingClient, other: tinker.TrainingClient
         assert_same(found, expected)
         updates = [client.optim_step(STEP).result().metrics for client in (one, two)]
         assert updates[0] == pytest.approx(updates[1], rel=1e-4, abs=1e-6)
+
+
+def without_weights(data: list[types.Datum], *places: int) -> list[types.Datum]:
+    """Data of which some have no token that counts."""
+    for place in places:
+        weights = data[place].loss_fn_inputs["weights"].to_torch()
+        data[place].loss_fn_inputs["weights"] = types.TensorData.from_torch(weights * 0)
+    return data
+
+
+@pytest.mark.parametrize("width", [None, 1])
+@pytest.mark.parametrize("empty", [(), (0,), (0, 1)])
+def test_odd_batches(
+    training: tinker.TrainingClient,
+    other: tinker.TrainingClient,
+    width: int | None,
+    empty: tuple[int, ...],
+) -> None:
+    def data(_: int) -> list[types.Datum]:
+        return without_weights(batch(width=width, lengths=[1, 3]), *empty)
+
+    specs = CLASSES["classes"] if width else TOKENS["reference"]
+    train_both([training, other], data, "cross_entropy", specs, steps=1)
+
+
+def test_a_batch_in_several_requests(
+    training: tinker.TrainingClient,
+    other: tinker.TrainingClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The SDK adds up the metrics of the parts."""
+    config = training.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 2})
+    monkeypatch.setattr(training.holder, "_client_config", config)
+    train_both([training, other], batch, "cross_entropy", TOKENS["sparsity"], steps=2)

@@ -256,6 +256,23 @@ def test_a_request_that_fails_before_a_queued_step_is_not_repeated(own: Any) -> 
     assert client.forward_backward(batch(), "cross_entropy").result().passes == 2
 
 
+@pytest.mark.parametrize("own", [{"max_loss_bytes": 64}], indirect=True)
+def test_a_batch_of_several_requests_is_not_repeated(
+    own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of its requests may have succeeded, and their gradients would count twice."""
+    service, training = own
+    config = training.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 3})
+    monkeypatch.setattr(training.holder, "_client_config", config)
+    client = regularize(training, TERMS, service=service)
+    with (
+        pytest.warns(UploadRefusedWarning),
+        pytest.raises(tinker.RequestFailedError, match="at most 64 bytes") as caught,
+    ):
+        client.forward_backward(batch(), "cross_entropy").result()
+    assert "a part of its batch may have been accumulated" in caught.value.__notes__[0]
+
+
 def test_a_server_that_does_not_run_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = session_routes.CONFIG.model_copy(update={"custom_loss_server_side": False})
     monkeypatch.setattr(session_routes, "CONFIG", config)
