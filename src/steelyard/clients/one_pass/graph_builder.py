@@ -168,13 +168,17 @@ class _Builder:
         """Gradient of the sum over the tokens that count, times the factor."""
         rank = self._rank(term.surrogate)
         if not rank or term.form.all_tokens:
-            return torch.ones_like(term.surrogate) * factor
+            ones: Symbol = torch.ones_like(term.surrogate)
+            return ones * factor if isinstance(factor, fx.Proxy) else ones
         kept = self._kept if rank == 1 else self._kept.unsqueeze(-1).expand_as(term.surrogate)
         return torch.where(kept, factor, 0.0)
 
     def _products(self, gradients: Sequence[Symbol]) -> dict[tuple[int, int], str]:
         # In float64, as the Gram matrix of a pipeline where float32 would lose digits.
-        rows: Symbol = torch.stack([each.flatten() for each in gradients]).double()
+        flat = gradients
+        if self._ranks[LOGPROBS] > 1:
+            flat = [each.flatten() for each in gradients]
+        rows: Symbol = torch.stack(list(flat)).double()
         matrix = rows @ rows.transpose(0, 1)
         return {
             (i, j): self._metric(f"g/{i}.{j}", matrix[i, j])

@@ -72,8 +72,7 @@ def run_together(evaluate: Evaluate, inputs: Sequence[Sequence[Tensor]]) -> Batc
     if total.requires_grad:
         (found,) = torch.autograd.grad(total, leaf, allow_unused=True)
         gradients = None if found is None else list(found.unbind())
-    sums = {key: float(metric.detach().sum()) for key, metric in metrics.items()}
-    return BatchResult(total.detach(), gradients, sums)
+    return BatchResult(total.detach(), gradients, _sums(metrics))
 
 
 def run_alone(evaluate: Evaluate, inputs: Sequence[Tensor]) -> BatchResult:
@@ -94,8 +93,16 @@ def run_alone(evaluate: Evaluate, inputs: Sequence[Tensor]) -> BatchResult:
 
 def _to_scalar(key: str, metric: Any) -> Tensor:
     if isinstance(metric, Tensor) and metric.numel() == 1:
-        return metric.detach().double().reshape(())
+        return metric
     return torch.tensor(_to_float(key, metric), dtype=torch.float64)
+
+
+def _sums(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """Sums of metrics over data, read together: one by one they take longer than the loss."""
+    if not metrics:
+        return {}
+    columns = [metric.detach().double().flatten() for metric in metrics.values()]
+    return dict(zip(metrics, torch.stack(columns).sum(-1).tolist(), strict=True))
 
 
 def _to_float(key: str, metric: Any) -> float:
