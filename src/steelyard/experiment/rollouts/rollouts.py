@@ -194,7 +194,7 @@ class Rollouts:
             reasons = Counter(each.error for each in scores if each.error is not None)
             for reason, count in reasons.items():
                 answers = f"{count} answer{'s' * (count > 1)}"
-                self.say(f"step {step}: reward {name!r} failed for {answers}: {reason}")
+                self.say(f"step {step}: {answers} without reward {name!r}: {reason}")
 
     def _compare(self, group: Sequence[ScoredAnswer]) -> list[ScoredAnswer]:
         settings = self.settings
