@@ -96,7 +96,8 @@ def step_tables(metrics: dict[str, Any], *, narrow: bool = False) -> list[Render
     tables: list[RenderableType] = [step_table(metrics, narrow=narrow)]
     rewards = reward_rows(metrics)
     if rewards:
-        tables += [_reward_table(rewards, narrow=narrow), Columns(answer_facts(metrics), (0, 3))]
+        facts = [Text(fact) for fact in answer_facts(metrics)]
+        tables += [_reward_table(rewards, narrow=narrow), Columns(facts, padding=(0, 3))]
     return tables
 
 
