@@ -118,8 +118,9 @@ def load_runs(folders: Sequence[Path]) -> Experiment:
         else:
             named.append((_folder_name(folder), folder))
     alone = len(named) == 1
-    runs = [_load_run(name, folder, answers=alone) for name, folder in _unique_names(named)]
-    return Experiment(runs)
+    return Experiment(
+        [_load_run(name, folder, answers=alone) for name, folder in _unique_names(named)]
+    )
 
 
 def _load_search(folder: Path) -> Experiment:
