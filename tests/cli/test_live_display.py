@@ -134,6 +134,11 @@ def test_the_rewards_have_a_table_and_the_answers_a_line() -> None:
     assert shown[-1] == facts
 
 
+def test_brackets_in_the_name_of_a_reward_are_shown() -> None:
+    line = {**metrics(), "rewards/[bold]x/weight": 1.0}
+    assert any(each.startswith("[bold]x ") for each in shown_lines(line, 120))
+
+
 def test_a_run_without_rollouts_has_one_table() -> None:
     assert len(step_tables(metrics())) == 1
 

@@ -105,7 +105,7 @@ def _reward_table(rows: list[RewardRow], *, narrow: bool) -> Table:
     table = _table(_REWARD_COLUMNS, narrow=narrow, title="rewards")
     for row in rows:
         table.add_row(
-            row.name,
+            Text(row.name),
             _format(row.mean, "{:.4g}"),
             _format(row.std, "{:.3g}"),
             f"{row.weight:.3g}",

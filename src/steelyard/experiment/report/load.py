@@ -118,9 +118,8 @@ def load_runs(folders: Sequence[Path]) -> Experiment:
         else:
             named.append((_folder_name(folder), folder))
     alone = len(named) == 1
-    return Experiment(
-        [_load_run(name, folder, answers=alone) for name, folder in _unique_names(named)]
-    )
+    loaded = [_load_run(name, folder, answers=alone) for name, folder in _unique_names(named)]
+    return Experiment(loaded)
 
 
 def _load_search(folder: Path) -> Experiment:
