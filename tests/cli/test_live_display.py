@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from .project import metrics_of
 
 STEELYARD = Path(sys.executable).with_name("steelyard")
 
+IMPORTS = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
 TERMINAL = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
@@ -132,6 +134,11 @@ def test_the_rewards_have_a_table_and_the_answers_a_line() -> None:
     assert shown[-1] == facts
 
 
+def test_brackets_in_the_name_of_a_reward_are_shown() -> None:
+    line = {**metrics(), "rewards/[bold]x/weight": 1.0}
+    assert any(each.startswith("[bold]x ") for each in shown_lines(line, 120))
+
+
 def test_a_run_without_rollouts_has_one_table() -> None:
     assert len(step_tables(metrics())) == 1
 
@@ -213,6 +220,36 @@ def test_a_terminal_shows_a_progress_bar_and_a_table(terminal: Path) -> None:
     made = len(metrics_of(terminal / "r"))
     assert 0 < made < 40
     assert "WorkerDied" not in (terminal / "r" / "log.txt").read_text()
+
+
+def test_a_terminal_of_80_columns_shows_an_on_policy_run(project: Path) -> None:
+    tables = [
+        '[model]\nbase_model = "tiny-random"\nrank = 2',
+        '[rollouts]\nprompts = "prompts.jsonl"\nper_step = 2\ngroup_size = 4\nmax_tokens = 6',
+        "[train]\nsteps = 2",
+        '[[rewards]]\nuse = "length"\nname = "short"\noptions = { max_characters = 4 }',
+    ]
+    (project / "on_policy.toml").write_text("\n".join(tables))
+    (project / "prompts.jsonl").write_text('{"prompt": "Name a fruit."}\n' * 6)
+    child = pexpect.spawn(
+        str(STEELYARD),
+        ["train", "on_policy.toml", "--run", "r"],
+        cwd=project,
+        timeout=600,
+        dimensions=(40, 80),
+        env={**TERMINAL, **IMPORTS, "PATH": str(STEELYARD.parent)},
+        encoding="utf-8",
+    )
+    child.expect("sampling answers: 4 to each of 2 prompts a step")
+    # The display may show the second step at once.
+    for word in ("reward [\\d.e-]+ ", "held-out reward", "rewards", "name", "mean", "spread"):
+        child.expect(word)
+    child.expect("short +[\\d.e-]+ +[\\d.e-]+ +1")
+    child.expect("groups without signal \\d+%")
+    child.expect("Held-out reward: [\\d.]+ -> [\\d.]+\\.")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
 
 
 def test_a_resumed_run_starts_in_the_middle_of_the_bar() -> None:

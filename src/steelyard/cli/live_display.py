@@ -96,7 +96,8 @@ def step_tables(metrics: dict[str, Any], *, narrow: bool = False) -> list[Render
     tables: list[RenderableType] = [step_table(metrics, narrow=narrow)]
     rewards = reward_rows(metrics)
     if rewards:
-        tables += [_reward_table(rewards, narrow=narrow), Columns(answer_facts(metrics), (0, 3))]
+        facts = [Text(fact) for fact in answer_facts(metrics)]
+        tables += [_reward_table(rewards, narrow=narrow), Columns(facts, padding=(0, 3))]
     return tables
 
 
@@ -104,7 +105,7 @@ def _reward_table(rows: list[RewardRow], *, narrow: bool) -> Table:
     table = _table(_REWARD_COLUMNS, narrow=narrow, title="rewards")
     for row in rows:
         table.add_row(
-            row.name,
+            Text(row.name),
             _format(row.mean, "{:.4g}"),
             _format(row.std, "{:.3g}"),
             f"{row.weight:.3g}",

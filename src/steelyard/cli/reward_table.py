@@ -40,9 +40,11 @@ class RewardRow:
 
     @property
     def text(self) -> str:
-        """Mean and standard deviation; says so if it failed for some answers."""
-        shown = "failed" if self.mean is None else f"{self.mean:.3g} ± {self.std:.2g}"
-        return f"{shown} ({self.failed} failed)" if self.failed and shown != "failed" else shown
+        """Mean and standard deviation, and for how many answers it failed, if any."""
+        if self.mean is None:
+            return "failed"
+        failed = f" ({self.failed} failed)" if self.failed else ""
+        return f"{self.mean:.3g} ± {self.std:.2g}{failed}"
 
 
 def reward_rows(metrics: Mapping[str, Any]) -> list[RewardRow]:

@@ -21,7 +21,7 @@ def check_config(config: Config) -> tuple[RegularizerSpec, ...]:
 
 
 def check_terms(config: Config) -> Terms:
-    """Do as `check_config`, and return the base loss, the regularizers and the rewards."""
+    """Check a config as `check_config` does; return base loss, regularizers and rewards."""
     check_model(config.model)
     low = {name: span["tune"][0] for name, span in weight_ranges(config).items()}
     return build_terms(with_weights(config, low))
