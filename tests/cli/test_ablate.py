@@ -106,7 +106,7 @@ def test_seeds_give_intervals_and_verdicts(command: CommandRunner, project: Path
     done = command.run(*args, cwd=small_project(project))
     assert done.code == 0, done.err
     assert "run 4 of 4: none, seed 1" in done.out
-    assert "step 8/8" in done.out
+    assert "step 7 (8/8)" in done.out
     assert "means of 2 seeds" in done.out
     (cell,) = [line for line in done.out.splitlines() if line.startswith("│ none")]
     assert " ± " in cell

@@ -29,7 +29,7 @@ def shown_table(line: dict[str, Any]) -> str:
     """Table of a step as a terminal shows it."""
     console = Console(width=120, color_system=None)
     with console.capture() as captured:
-        console.print(step_table(line))
+        console.print(step_table(line, 120))
     return captured.get()
 
 
@@ -105,7 +105,7 @@ def test_a_secret_in_a_reason_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_table_shows_every_number() -> None:
     text = shown_table({**metrics(), "held_out/loss": 1.25})
-    assert "step 4, 0.5 s, held-out loss 1.2500" in text
+    assert "step 3, 0.5 s, held-out loss 1.2500" in text
     for cell in ("t/1", "0.1", "0.5", "25%", "+0.50", "2.0 ms"):
         assert cell in text
 
@@ -114,14 +114,14 @@ def shown_lines(line: dict[str, Any], width: int) -> list[str]:
     """Lines of all tables of a step in a terminal of this width, without borders."""
     console = Console(width=width, color_system=None)
     with console.capture() as captured:
-        for table in step_tables(line, narrow=width < live_display._WIDE):
+        for table in step_tables(line, width):
             console.print(table)
     return [each.replace("│", " ").strip() for each in captured.get().splitlines()]
 
 
 def test_the_rewards_have_a_table_and_the_answers_a_line() -> None:
     shown = shown_lines(on_policy(**{"held_out/reward": 0.83}), 160)
-    assert shown[0] == "step 4, 0.5 s, held-out reward 0.8300, gradients w.r.t. log-probs"
+    assert shown[0] == "step 3, 0.5 s, held-out reward 0.8300, gradients w.r.t. log-probs"
     start = shown.index("rewards")
     assert [each.split() for each in shown[start + 4 : start + 6]] == [
         ["short", "0.4375", "0.125", "1"],
@@ -140,7 +140,7 @@ def test_brackets_in_the_name_of_a_reward_are_shown() -> None:
 
 
 def test_a_run_without_rollouts_has_one_table() -> None:
-    assert len(step_tables(metrics())) == 1
+    assert len(step_tables(metrics(), 120)) == 1
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -164,6 +164,23 @@ def test_no_number_is_cut(width: int) -> None:
     text = " ".join(shown)
     for fact in ("reward 0.437 ± 0.13", "tokens per answer 12.3", "entropy 1.23", "KL 0.0123"):
         assert fact in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_columns_are_left_out_before_a_number_is_cut(width: int) -> None:
+    name = "regularizers/a_term_with_quite_a_long_name"
+    own = {"value": -2.948e-12, "weight": 1.234e-05, "contribution": -3.64e-17}
+    own |= {"grad_norm": 2.94e-12, "grad_norm_weighted": 3.64e-17, "duration": 0.1234}
+    line = {**metrics(), **{f"{name}/{key}": value for key, value in own.items()}}
+    line |= {"factors/base": 0.751, "base_loss/progress": -1.25e-10, f"{name}/progress": 5.67e-11}
+    text = " ".join(shown_lines(line, width))
+    assert max(map(len, shown_lines(line, width))) <= width
+    assert "…" not in text
+    assert "-2.95e-12" in text
+    assert "+5.67e-11" in text
+    assert ("1.23e-05" in text) == (width > 40)
+    assert "123.4 ms" not in text
+    assert "123.4 ms" in " ".join(shown_lines(line, 160))
 
 
 def test_the_bar_shows_the_reward() -> None:

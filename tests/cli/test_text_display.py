@@ -12,7 +12,7 @@ from .example_metrics import metrics, on_policy, skipping
 def test_a_line_says_which_term_was_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     TextDisplay().step(3, 8, skipping("OSError: it is away"))
     assert capsys.readouterr().out == (
-        "step 4/8  loss 2.5000  base 2.0000  t/1 +0.5000  judge/2 skipped\n"
+        "step 3 (4/8)  loss 2.5000  base 2.0000  t/1 +0.5000  judge/2 skipped\n"
     )
 
 
@@ -23,7 +23,8 @@ def test_a_line_has_the_loss_and_the_contribution_of_each_term(
         display.step(0, 2, {**metrics(**{"cosines/base/t/1": -0.31}), "held_out/loss": 1.25})
         display.restore()
     assert capsys.readouterr().out == (
-        "step 1/2  loss 2.5000  base 2.0000  t/1 +0.5000 (fights the base loss)  held-out 1.2500\n"
+        "step 0 (1/2)  loss 2.5000  base 2.0000  t/1 +0.5000 (fights the base loss)  "
+        "held-out 1.2500\n"
     )
 
 
@@ -40,7 +41,7 @@ def test_a_line_has_the_rewards_and_facts_about_the_answers(
 ) -> None:
     TextDisplay().step(3, 8, on_policy(**{"held_out/reward": 0.83}))
     assert capsys.readouterr().out == (
-        "step 4/8  short 0.438 ± 0.12  judge/1 -0.00123 ± 0.00099 (2 failed)  "
+        "step 3 (4/8)  short 0.438 ± 0.12  judge/1 -0.00123 ± 0.00099 (2 failed)  "
         "reward 0.437 ± 0.13  groups without signal 25%  tokens per answer 12.3  truncated 6%  "
         "dropped 2  entropy 1.23  KL 0.0123  clipped 3%  loss 2.5000  base 2.0000  t/1 +0.5000  "
         "held-out reward 0.8300\n"

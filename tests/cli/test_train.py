@@ -22,7 +22,7 @@ def test_a_run_folder_holds_config_metrics_samples_and_checkpoints(
 ) -> None:
     done = command.run("train", "c.toml", "train.steps=4", "--run", "r", cwd=project)
     assert done.code == 0, done.err
-    assert re.search(r"step 2/4  loss \d+\.\d+  base \d+\.\d+  kl \+0\.\d+", done.out)
+    assert re.search(r"step 1 \(2/4\)  loss \d+\.\d+  base \d+\.\d+  kl \+0\.\d+", done.out)
     assert re.search(r"Held-out loss: \d+\.\d+ -> \d+\.\d+\.\nDone: 4 steps in r", done.out)
     run = project / "r"
     config = json.loads((run / "config.json").read_text())
@@ -62,7 +62,9 @@ def test_an_on_policy_run_prints_its_rewards(command: CommandRunner, project: Pa
     assert done.code == 0, done.err
     assert "sampling answers: 8 to each of 4 prompts a step\n" in done.out
     number = r"-?\d[\d.e+-]*"
-    line = rf"step 2/2  short {number} ± {number}  reward {number} ± {number}  groups without "
+    line = (
+        rf"step 1 \(2/2\)  short {number} ± {number}  reward {number} ± {number}  groups without "
+    )
     assert re.search(line + r"signal \d+%  tokens per answer \d\.\d  truncated \d+%", done.out)
     assert re.search(r"Held-out reward: \d\.\d+ -> \d\.\d+\.\nDone: 2 steps in r", done.out)
     assert "Held-out loss" not in done.out
@@ -141,9 +143,10 @@ def test_a_malformed_line_is_named_before_training(command: CommandRunner, proje
     assert done.code == 1
     assert f"DataError: {data}:25: must be JSON, and it is not" in done.err
     assert "(6 more lines are wrong.)" in done.err
-    assert not (project / "r" / "metrics.jsonl").exists()
+    assert "loading" not in done.out
+    assert not (project / "r").exists()
     data.write_text(data.read_text().replace(BAD, ""))
-    mended = command.run("resume", "r", cwd=project)
+    mended = command.run("train", "c.toml", "--run", "r", cwd=project)
     assert mended.code == 0, mended.err
 
 
@@ -210,7 +213,7 @@ def test_a_skipped_term_is_printed_counted_and_reported(
     done = command.run("train", "c.toml", *SKIPPING, "train.steps=3", "--run", "s", cwd=project)
     assert done.code == 0, done.err
     assert "step 1: noise was skipped: " in done.out
-    assert re.search(r"^step 2/3  loss .*  noise skipped", done.out, re.MULTILINE)
+    assert re.search(r"^step 1 \(2/3\)  loss .*  noise skipped", done.out, re.MULTILINE)
     lines = metrics_of(project / "s")
     assert [line["skipped/noise"] for line in lines] == [1.0, 1.0, 1.0]
     for line in lines:

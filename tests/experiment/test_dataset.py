@@ -64,7 +64,12 @@ def test_held_out_data_must_have_the_format_of_the_training_data(
 
 @pytest.mark.parametrize(
     ("entry", "reference", "computed"),
-    [(KL, "auto", True), (L2, "auto", False), (L2, "always", True), (KL, "never", False)],
+    [
+        (KL, "auto", True),
+        (L2, "auto", False),
+        (L2, "always", True),
+        ({**KL, "on_error": "skip"}, "never", False),
+    ],
 )
 def test_reference_logprobs_are_added_to_the_lines_that_are_used(
     folder: Path, backend: Backend, run: RunFolder, entry: Any, reference: str, computed: bool

@@ -83,9 +83,9 @@ class Counting:
         self.backend = backend
         self.calls: list[list[int]] = []
 
-    def logprobs(self, data: Any) -> list[torch.Tensor]:
+    def logprobs(self, data: Any, progress: Any) -> list[torch.Tensor]:
         self.calls.append([len(datum.model_input.to_ints()) for datum in data])
-        return self.backend.logprobs(data)
+        return self.backend.logprobs(data, progress)
 
 
 def begun(path: Path) -> RunFolder:
@@ -164,3 +164,17 @@ def test_logprobs_of_the_data_file_are_kept(run: RunFolder, plain: Encoder) -> N
     (group,) = add_reference_logprobs([plain.encode("completion", line)], NO_BACKEND, run)
     assert reference(group[0]).tolist() == [-1.0, -2.0]
     assert not (run.path / "reference.safetensors").exists()
+
+
+def test_the_progress_of_a_long_computation_is_said(
+    plain: Encoder, backend: Backend, folder: Path
+) -> None:
+    records = [{"prompt": f"{number}", "completion": " is one"} for number in range(40)]
+    many = [plain.encode("completion", record) for record in records]
+    messages: list[str] = []
+    add_reference_logprobs(many, backend, begun(folder / "long"), messages.append)
+    assert messages == [
+        "computing the base model's log-probs",
+        "base model's log-probs: 16 of 40 examples",
+        "base model's log-probs: 32 of 40 examples",
+    ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from steelyard import BaseLossOutput, CustomLossOutput, RegularizerOutput
-from steelyard.errors import ConfigError, RunError, TermError
+from steelyard.errors import ConfigError, InputError, RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
 from steelyard.experiment.training_loop import space_metrics
 
@@ -208,6 +210,27 @@ def test_a_skipped_term_is_logged_with_its_reason(folder: Path) -> None:
         assert f"step {step}: failing was skipped: {line['skipped/failing/reason']}" in (
             recorder.messages
         )
+
+
+def picky(data: Any, _: Any) -> float:
+    raise InputError(f"datum {len(data) - 1} must have a label, got none.")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_datum_that_a_term_refuses_is_named_by_its_line(folder: Path, on_error: str) -> None:
+    entry = {"use": f"{__name__}:picky", "name": "picky", "weight": 0.1, "on_error": on_error}
+    config = small_config(folder, "train.steps=1", regularizers=[entry])
+    recorder = Recorder()
+    try:
+        train(config, folder / "r", watch=recorder)
+        message = recorder.steps[0]["skipped/picky/reason"]
+    except TermError as error:
+        message = str(error)
+    found = re.search(
+        r"InputError: line (\d+) of train\.jsonl must have a label, got none", message
+    )
+    assert found is not None, message
+    assert 1 <= int(found[1]) <= 12
 
 
 def test_a_term_without_a_held_out_value_is_reported_once_and_counted(folder: Path) -> None:

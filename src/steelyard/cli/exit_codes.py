@@ -21,7 +21,8 @@ def report_error(error: Exception) -> int:
     from steelyard.experiment import redact  # noqa: PLC0415 - takes seconds
 
     if isinstance(error, SteelyardError):
-        message = f"{type(error).__name__}: {error}\n"
+        notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+        message = f"{type(error).__name__}: {error}{notes}\n"
     else:
         message = "".join(traceback.format_exception(error))
     sys.stderr.write(redact(message))

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich import box
+from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -39,6 +40,9 @@ _COLUMNS = (
 _REWARD_COLUMNS = ("name", "mean", "spread", "weight", "failed")
 _TEXTS = ("term", "name", "")  # headings of the columns that are no numbers
 _WIDE = 100  # columns of a terminal in which a table with borders has room for every number
+# In a narrow terminal these columns are left out, the first one first, until all numbers fit.
+_LEFT_OUT = (_TIME, "share", "weight\n× value", _FACTOR, "gradient\nnorm", "weight", "cosine")
+_TEXT_WIDTH = 12  # columns to leave for a text, which wraps
 _STYLES = {"dominates": "yellow", "fights the base loss": "red", "no gradient": "magenta"}
 _SKIPPED = "cyan"
 
@@ -83,7 +87,7 @@ class LiveDisplay:
             self._started = True
             self._progress.reset(self._task, total=steps, completed=step)
         self._progress.update(self._task, completed=step + 1, description=description)
-        tables = step_tables(metrics, narrow=self._console.width < _WIDE)
+        tables = step_tables(metrics, self._console.width)
         self._live.update(Group(self._progress, *tables))
 
     def restore(self) -> None:
@@ -91,13 +95,13 @@ class LiveDisplay:
         self._console.show_cursor(True)
 
 
-def step_tables(metrics: dict[str, Any], *, narrow: bool = False) -> list[RenderableType]:
+def step_tables(metrics: dict[str, Any], width: int) -> list[RenderableType]:
     """Table of the terms at one step; with rollouts also the rewards, and a line on the answers."""
-    tables: list[RenderableType] = [step_table(metrics, narrow=narrow)]
+    tables: list[RenderableType] = [step_table(metrics, width)]
     rewards = reward_rows(metrics)
     if rewards:
         facts = [Text(fact) for fact in answer_facts(metrics)]
-        tables += [_reward_table(rewards, narrow=narrow), Columns(facts, padding=(0, 3))]
+        tables += [_reward_table(rewards, narrow=width < _WIDE), Columns(facts, padding=(0, 3))]
     return tables
 
 
@@ -127,9 +131,12 @@ def _table(columns: Sequence[str], *, narrow: bool, **options: Any) -> Table:
     return table
 
 
-def step_table(metrics: dict[str, Any], *, narrow: bool = False) -> Table:
-    """Table of the terms at one step; the caption says why terms were skipped."""
-    title = f"step {metrics['step'] + 1}, {metrics['seconds']:.1f} s"
+def step_table(metrics: dict[str, Any], width: int) -> Table:
+    """Table of the terms at one step, for a terminal of this width.
+
+    The caption says why terms were skipped. The step is counted from 0, as in `metrics.jsonl`.
+    """
+    title = f"step {metrics['step']}, {metrics['seconds']:.1f} s"
     for quantity in ("loss", "reward"):
         held_out = metrics.get(f"held_out/{quantity}")
         if held_out is not None:
@@ -140,7 +147,14 @@ def step_table(metrics: dict[str, Any], *, narrow: bool = False) -> Table:
     one_space = len(spaces) == 1
     if one_space:
         title += f", gradients w.r.t. {space_label(*spaces)}"
-    shown = _shown_columns(rows, narrow=narrow)
+    narrow = width < _WIDE
+    cells = [
+        dict(zip(_COLUMNS, _cells(row, name_space=not one_space, narrow=narrow), strict=True))
+        for row in rows
+    ]
+    shown = _shown_columns(rows)
+    if narrow:
+        shown = _fitting(shown, cells, width)
     table = _table(
         shown,
         narrow=narrow,
@@ -148,22 +162,32 @@ def step_table(metrics: dict[str, Any], *, narrow: bool = False) -> Table:
         caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
         caption_justify="left",
     )
-    for row in rows:
-        cells = dict(
-            zip(_COLUMNS, _cells(row, name_space=not one_space, narrow=narrow), strict=True)
-        )
-        table.add_row(*(cells[column] for column in shown))
+    for own in cells:
+        table.add_row(*(own[column] for column in shown))
     return table
 
 
-def _shown_columns(rows: list[TermRow], *, narrow: bool) -> list[str]:
+def _fitting(columns: list[str], cells: list[dict[str, Text]], width: int) -> list[str]:
+    """Columns of a table without borders that fit into a width without cutting a number."""
+
+    def needed(column: str) -> int:
+        texts = [column, *(own[column].plain for own in cells)]
+        widest = max(cell_len(line) for text in texts for line in text.split("\n"))
+        return 1 + (min(widest, _TEXT_WIDTH) if column in _TEXTS else widest)
+
+    shown = list(columns)
+    for column in _LEFT_OUT:
+        if sum(map(needed, shown)) > width and column in shown:
+            shown.remove(column)
+    return shown
+
+
+def _shown_columns(rows: list[TermRow]) -> list[str]:
     extra = {
         _FACTOR: [row.factor for row in rows],
         _PROGRESS: [row.progress for row in rows],
     }
     hidden = {column for column, values in extra.items() if all(each is None for each in values)}
-    if narrow and len(hidden) < len(extra):  # no room for both
-        hidden.add(_TIME)
     return [column for column in _COLUMNS if column not in hidden]
 
 

@@ -28,9 +28,12 @@ class TextDisplay:
         sys.stdout.flush()
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
-        """Print the loss of a step and the contribution of each term; also the rewards, if any."""
+        """Print the loss of a step and the contribution of each term; also the rewards, if any.
+
+        A line begins with the step, from 0 as in `metrics.jsonl`, and how many are done.
+        """
         base, *terms = rows_of(metrics)
-        fields = [f"step {step + 1}/{steps}"]
+        fields = [f"step {step} ({step + 1}/{steps})"]
         fields += [f"{row.name} {row.text}" for row in reward_rows(metrics)]
         fields += [*answer_facts(metrics), f"loss {metrics['loss_total']:.4f}"]
         fields.append(f"base {base.value:.4f}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,13 +46,19 @@ class Backend:
         """Tokenizer of the base model."""
         return self.client.get_tokenizer()
 
-    def logprobs(self, data: Sequence[types.Datum]) -> list[Tensor]:
-        """Log-probs of the target tokens of each datum, `[T]` in float32, without a gradient."""
+    def logprobs(
+        self, data: Sequence[types.Datum], progress: Callable[[int], None] = lambda _: None
+    ) -> list[Tensor]:
+        """Log-probs of the target tokens of each datum, `[T]` in float32, without a gradient.
+
+        `progress` is called with the number of data done so far, after each forward call.
+        """
         logprobs: list[Tensor] = []
         for start in range(0, len(data), _FORWARD_BATCH):
             chunk = [_cross_entropy_inputs(d) for d in data[start : start + _FORWARD_BATCH]]
             outputs = self.client.forward(chunk, "cross_entropy").result().loss_fn_outputs
             logprobs += [output["logprobs"].to_torch().to(torch.float32) for output in outputs]
+            progress(len(logprobs))
         return logprobs
 
     def forward(

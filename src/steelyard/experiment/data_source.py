@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +24,26 @@ class TrainingBatch:
     data: list[types.Datum]
     file: str
     origins: Sequence[tuple[int, str]]
+
+    def name_lines(self, text: str) -> str:
+        """Replace "datum 0" in a message by the line of the file that it is.
+
+        Example:
+            >>> batch = TrainingBatch([], "train.jsonl", [(17, ""), (4, "chosen")])
+            >>> batch.name_lines("datum 0 must have a label, got none")
+            'line 17 of train.jsonl must have a label, got none'
+            >>> batch.name_lines("the points of datum 1")
+            "the points of line 4 of train.jsonl ('chosen')"
+        """
+
+        def name(found: re.Match[str]) -> str:
+            index = int(found[1])
+            if index >= len(self.origins):
+                return found[0]
+            line, part = self.origins[index]
+            return f"line {line} of {self.file}" + (f" ({part!r})" if part else "")
+
+        return re.sub(r"\bdatum (\d+)\b", name, text)
 
 
 @dataclass(frozen=True)

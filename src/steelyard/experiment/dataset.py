@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tinker import types
 
@@ -14,9 +14,10 @@ from steelyard.experiment.backend import Backend
 from steelyard.experiment.batching import batch, split
 from steelyard.experiment.build_terms import Terms
 from steelyard.experiment.config import Config, DataConfig, TrainConfig
+from steelyard.experiment.data_fields import check_fields
 from steelyard.experiment.data_files import DataFile, Group, Kind, read_records
 from steelyard.experiment.encoding import Encoder
-from steelyard.experiment.reference_logprobs import add_reference_logprobs
+from steelyard.experiment.reference_logprobs import FIELD, add_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder
 
 
@@ -45,25 +46,76 @@ class Dataset:
         return self.encoder.prompt(text, self.kind)
 
 
-def load_dataset(
-    config: Config, terms: Terms, backend: Backend, run: RunFolder, say: Callable[[str], None]
-) -> Dataset:
-    """Read, check and encode the data; add reference log-probs if a term reads them.
+@dataclass(frozen=True)
+class DataFiles:
+    """Encoded lines of the data files of a run.
+
+    Attributes:
+        encoder: tokenizes lines and prompts.
+        main: lines of `data.path`.
+        separate: lines of `data.held_out`, if that is a file.
+    """
+
+    encoder: Encoder
+    main: DataFile
+    separate: DataFile | None
+
+
+def read_data_files(config: Config, terms: Terms, tokenizer: Any) -> DataFiles:
+    """Read, check and encode the data files; this needs no model.
 
     Raises:
-        DataError: a line is malformed and `data.skip_bad` is False.
+        DataError: a line is malformed and `data.skip_bad` is False, or lacks what a term reads.
+    """
+    settings = cast("DataConfig", config.data)  # this run has one
+    encoder = Encoder(tokenizer, settings.max_length)
+    given = () if settings.reference == "never" else (FIELD,)
+
+    def read(path: str) -> DataFile:
+        file = read_records(path, encoder.encode, skip_bad=settings.skip_bad)
+        check_fields(terms, file, path, given)
+        return file
+
+    main = read(settings.path)
+    separate = read(settings.held_out) if isinstance(settings.held_out, str) else None
+    if separate is not None and separate.kind != main.kind:
+        raise DataError(
+            f"{settings.held_out} must be of one kind with {settings.path}, {main.kind}, "
+            f"got {separate.kind}."
+        )
+    return DataFiles(encoder, main, separate)
+
+
+def load_dataset(
+    config: Config,
+    terms: Terms,
+    backend: Backend,
+    run: RunFolder,
+    say: Callable[[str], None],
+    files: DataFiles | None = None,
+) -> Dataset:
+    """Split the data; add reference log-probs if a term reads them.
+
+    Args:
+        config: config of the run.
+        terms: its terms.
+        backend: gives the reference log-probs.
+        run: run folder.
+        say: receives messages.
+        files: the data; None: they are read here.
+
+    Raises:
+        DataError: a line is malformed and `data.skip_bad` is False, or lacks what a term reads.
         RunError: a data file has changed since the run began.
     """
     settings = cast("DataConfig", config.data)  # this run has one
-    encoder = Encoder(backend.tokenizer, settings.max_length)
-    main = _read(settings.path, encoder, skip_bad=settings.skip_bad, say=say)
-    if isinstance(settings.held_out, str):
-        separate = _read(settings.held_out, encoder, skip_bad=settings.skip_bad, say=say)
-        if separate.kind != main.kind:
-            raise DataError(
-                f"{settings.held_out} must be of one kind with {settings.path}, {main.kind}, "
-                f"got {separate.kind}."
-            )
+    files = files or read_data_files(config, terms, backend.tokenizer)
+    encoder, main, separate = files.encoder, files.main, files.separate
+    for file in (main, separate):
+        if file is not None and file.skipped:
+            count = len(file.skipped)
+            say(f"{count} bad line{'s' * (count > 1)} left out, the first: {file.skipped[0]}")
+    if isinstance(settings.held_out, str) and separate is not None:
         train, held_out = list(main.groups), list(separate.groups)
         lines = list(main.lines)
         run.hold_data([settings.path, settings.held_out])
@@ -92,11 +144,3 @@ def used_lines(config: TrainConfig, count: int) -> list[int]:
     size, seed = config.batch_size, config.seed
     steps = min(config.steps, -(-count // size) + 1)  # ceil(count / size) steps see every line
     return sorted({index for step in range(steps) for index in batch(step, size, count, seed)})
-
-
-def _read(path: str, encoder: Encoder, *, skip_bad: bool, say: Callable[[str], None]) -> DataFile:
-    file = read_records(path, encoder.encode, skip_bad=skip_bad)
-    if file.skipped:
-        count = len(file.skipped)
-        say(f"{count} bad line{'s' * (count > 1)} left out, the first: {file.skipped[0]}")
-    return file

@@ -79,10 +79,33 @@ def _look_up(
         missing = {digest: datum for digest, datum in data.items() if digest not in known}
         if missing:
             say("computing the base model's log-probs")
-            computed = backend.logprobs(list(missing.values()))
+            report = _report_tenths(len(missing), say)
+            computed = backend.logprobs(list(missing.values()), report)
             known |= zip(missing, computed, strict=True)
             write_atomic(file, safetensors.torch.save(known))
     return known
+
+
+def _report_tenths(count: int, say: Callable[[str], None]) -> Callable[[int], None]:
+    """Function of the number of data that are done, which says each tenth of `count` but the last.
+
+    Example:
+        >>> report = _report_tenths(40, print)
+        >>> for done in (16, 17, 32, 40):
+        ...     report(done)
+        base model's log-probs: 16 of 40 examples
+        base model's log-probs: 32 of 40 examples
+    """
+    said = 0
+
+    def report(done: int) -> None:
+        nonlocal said
+        tenths = 10 * done // count
+        if said < tenths and done < count:
+            said = tenths
+            say(f"base model's log-probs: {done} of {count} examples")
+
+    return report
 
 
 def _cache_file(run: Path) -> Path:

@@ -10,11 +10,24 @@ from contextlib import contextmanager
 from typing import Any
 
 from steelyard._extras import cure
-from steelyard.experiment.config import Config
+from steelyard.experiment.config import Config, SinksConfig
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 
 _NOT_LOGGED = ("step", "time")
+
+
+def check_installed(config: SinksConfig) -> None:
+    """Check that the packages of the selected sinks are installed.
+
+    Raises:
+        MissingExtraError: one is not.
+    """
+    if config.tensorboard:
+        _load("tensorboardX", "the tensorboard sink")
+    for module, settings in (("wandb", config.wandb), ("trackio", config.trackio)):
+        if settings is not None:
+            _load(module, f"the {module} sink")
 
 
 class Sinks:

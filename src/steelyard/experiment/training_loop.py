@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from tinker import types
 
+from steelyard.errors import SteelyardError, TermError
 from steelyard.experiment import checkpointing
 from steelyard.experiment.backend import Backend, Status, check_model, open_backend
 from steelyard.experiment.batching import FixedData
@@ -28,16 +30,17 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
 from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.data_source import DataSource, TrainingBatch
-from steelyard.experiment.dataset import load_dataset
+from steelyard.experiment.dataset import DataFiles, load_dataset
 from steelyard.experiment.driver_records import driver_records
 from steelyard.experiment.held_out import failures
 from steelyard.experiment.rollouts import open_rollouts
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
+from steelyard.experiment.start_checks import check_start
 from steelyard.experiment.step_metrics import mean_metrics, skip_reasons
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, Schedule
+from steelyard.spec import BASE, Schedule, raised_at
 
 # By default a tenth of the run lies between records of drivers, and at least so many steps: enough
 # to see a change, in a small file.
@@ -111,9 +114,16 @@ def train(
     """
     check_model(config.model)
     run, terms = RunFolder(folder), build_terms(config)
+    # While there is no folder, which a failed check would leave behind. A second run in a folder is
+    # refused below.
+    files = None if run.holds_run else check_start(config, terms)
     with run.locked():
         run.begin(config)
-        return _TrainingRun(run, config, terms, watch or SilentWatcher(), stop).execute()
+        try:
+            return _TrainingRun(run, config, terms, watch or SilentWatcher(), stop, files).execute()
+        except Exception:
+            run.discard_start()
+            raise
 
 
 def resume(
@@ -143,7 +153,8 @@ def resume(
     config = restore_secrets(run.config(), overrides)
     terms = build_terms(config)
     with run.locked():
-        return _TrainingRun(run, config, terms, watch or SilentWatcher(), stop).execute()
+        files = check_start(config, terms)
+        return _TrainingRun(run, config, terms, watch or SilentWatcher(), stop, files).execute()
 
 
 @dataclass
@@ -153,6 +164,7 @@ class _TrainingRun:
     terms: Terms
     watch: Watcher
     stop: Callable[[], bool]
+    files: DataFiles | None  # if they could be read before the model is loaded
     _unmeasured: set[str] = field(default_factory=set)  # terms reported to have no held-out value
 
     def execute(self) -> Outcome:
@@ -160,6 +172,12 @@ class _TrainingRun:
             return self._execute()
         except Exception as error:
             self.run.log(f"failed: {type(error).__name__}: {error}")
+            place = raised_at(error.__cause__) if error.__cause__ is not None else ""
+            if place or not isinstance(error, SteelyardError):
+                self.run.log("".join(traceback.format_exception(error)))
+            if place:
+                log = self.run.path / "log.txt"
+                error.add_note(f"(raised at {place}; the whole traceback is in {log})")
             raise
 
     def _execute(self) -> Outcome:
@@ -191,7 +209,7 @@ class _TrainingRun:
             self._sample(backend, source, "before", 0)
         if checkpoint is not None:
             checkpointing.load(backend.client, checkpoint)
-            self._say(f"going on after step {start} of {settings.steps}")
+            self._say(f"going on after {start} of {settings.steps} steps")
         sinks = Sinks(self.config, self.run, start)
         try:
             unsaved = False
@@ -217,7 +235,7 @@ class _TrainingRun:
     def _open_source(self, backend: Backend) -> DataSource:
         if self.config.rollouts is not None:
             return open_rollouts(self.config, self.terms, backend, self.run, self._say)
-        dataset = load_dataset(self.config, self.terms, backend, self.run, self._say)
+        dataset = load_dataset(self.config, self.terms, backend, self.run, self._say, self.files)
         return FixedData(dataset, self.config.train, self.terms, backend)
 
     def _step(self, backend: Backend, source: DataSource, step: int) -> dict[str, Any]:
@@ -243,18 +261,23 @@ class _TrainingRun:
     def _train_on(self, backend: Backend, batch: TrainingBatch, step: int) -> dict[str, Any]:
         """Make one optimizer step, and return its metrics."""
         settings, client = self.config.train, backend.client
-        output = client.forward_backward_custom(
-            batch.data,
-            self.terms.loss,
-            regularizers=self.terms.specs,
-            track_grad_norms=settings.track_grad_norms,
-            timeout=settings.timeout,
-            grad_space=settings.grad_space,
-            track_every=settings.track_every,
-            measure_progress=settings.measure_progress,
-            step=step,
-        ).result()
-        for name, reason in output.skipped.items():
+        try:
+            output = client.forward_backward_custom(
+                batch.data,
+                self.terms.loss,
+                regularizers=self.terms.specs,
+                track_grad_norms=settings.track_grad_norms,
+                timeout=settings.timeout,
+                grad_space=settings.grad_space,
+                track_every=settings.track_every,
+                measure_progress=settings.measure_progress,
+                step=step,
+            ).result()
+        except TermError as error:
+            error.args = (batch.name_lines(str(error)),)
+            raise
+        skipped = {name: batch.name_lines(reason) for name, reason in output.skipped.items()}
+        for name, reason in skipped.items():
             self._say(f"step {step}: {name} was skipped: {reason}")
         if self._drivers_due(step):
             self.run.append_drivers(driver_records(output, step, batch, backend.tokenizer))
@@ -264,7 +287,7 @@ class _TrainingRun:
             **output.metrics,
             **space_metrics(output),
             **progress_metrics(client.progress()),
-            **(skip_reasons(output.skipped) if output.skipped else {}),
+            **(skip_reasons(skipped) if skipped else {}),
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
             "optim/learning_rate": adam.learning_rate,
         }

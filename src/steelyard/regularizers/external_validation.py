@@ -141,6 +141,15 @@ class ExternalValidation:
         penalties = [self._unanswered if answer is None else answer.content for answer in results]
         return penalties, metrics  # type: ignore[return-value]  # None only if unanswered is given
 
+    def check_ready(self) -> None:
+        """Check that a server answers at the URL, unless `unanswered` stands for its answers.
+
+        Raises:
+            TermError: there is none.
+        """
+        if self._unanswered is None:
+            self._service.check_ready()
+
     def close(self) -> None:
         """Close the connections. A later call opens new ones."""
         self._service.close()

@@ -66,6 +66,7 @@ class DPO:
     label_smoothing: float = 0.0
     pair: Source | None = None
     name: ClassVar[str] = "dpo"
+    reads_pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _options.positive("beta", self.beta, self.name)
@@ -124,6 +125,7 @@ class ChosenNLL:
 
     pair: Source | None = None
     name: ClassVar[str] = "chosen_nll"
+    reads_pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _options.resolve_source(self, "pair", optional=True)

@@ -103,6 +103,14 @@ class HttpValidation:
             ) from None
         return float(response.content)
 
+    def check_ready(self) -> None:
+        """Check that a server answers at the URL.
+
+        Raises:
+            TermError: there is none.
+        """
+        self._service.check_ready()
+
     def close(self) -> None:
         """Close the connections. A later call opens new ones."""
         self._service.close()

@@ -6,6 +6,6 @@ data of it, and `rollout_metrics` and `rollout_records` describe it. `rollouts` 
 the data source of a run.
 """
 
-from steelyard.experiment.rollouts.rollouts import Rollouts, open_rollouts
+from steelyard.experiment.rollouts.rollouts import Rollouts, check_prompts, open_rollouts
 
-__all__ = ["Rollouts", "open_rollouts"]
+__all__ = ["Rollouts", "check_prompts", "open_rollouts"]

@@ -44,6 +44,18 @@ from steelyard.experiment.run_dir import RunFolder
 _EVALUATION = 2**32 - 1
 
 
+def check_prompts(settings: RolloutsConfig, encoder: Encoder) -> None:
+    """Check the lines of the prompts files, but for their length, which needs the model.
+
+    Raises:
+        DataError: a line is invalid and `rollouts.skip_bad` is False.
+    """
+    files = [settings.prompts]
+    files += [settings.held_out] if isinstance(settings.held_out, str) else []
+    for path in files:
+        read_prompts(path, encoder, max_tokens=0, context=None, skip_bad=settings.skip_bad)
+
+
 def open_rollouts(
     config: Config, terms: Terms, backend: Backend, run: RunFolder, say: Callable[[str], None]
 ) -> Rollouts:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from steelyard._extras import require
 from steelyard.errors import InputError, SpecError, TermError
 from steelyard.regularizers._http_endpoint import Endpoint, HttpSession, RequestLimits, Response
 from steelyard.spec import OptionChecks, is_finite
+
+_READY_SECONDS = 10.0
 
 
 class JsonService:
@@ -61,6 +65,7 @@ class JsonService:
         checked = _checked_headers(headers, title)
         self._endpoint = Endpoint(url, checked, limits, follow_redirects=follow_redirects)
         self._field = field
+        self._title = title
         self._sessions: dict[asyncio.AbstractEventLoop, HttpSession] = {}
 
     @property
@@ -77,6 +82,24 @@ class JsonService:
         """
         response = await self._endpoint.post(await self._session(), body)
         return response._replace(content=_number(response.content, self._field))
+
+    def check_ready(self) -> None:
+        """Check that something listens at the URL, without a request; not through a proxy.
+
+        Raises:
+            TermError: nothing does.
+        """
+        parts = urlsplit(self.public_url)
+        if parts.scheme in getproxies() and not proxy_bypass(str(parts.hostname)):
+            return
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection((parts.hostname, port), timeout=_READY_SECONDS).close()
+        except OSError as error:
+            raise TermError(
+                f"a server must listen for {self._title} at {self.public_url}, and none does: "
+                f"{error}. Start it, or mend the url."
+            ) from error
 
     def close(self) -> None:
         """Close the connections. A later call opens new ones."""

@@ -1,0 +1,72 @@
+"""Fields and pairs that terms read, checked for every line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.errors import DataError
+from steelyard.experiment import read_config
+from steelyard.experiment.build_terms import build_terms
+from steelyard.experiment.dataset import read_data_files
+from steelyard.experiment.encoding import Encoder
+
+from .small_runs import lines, write_data
+
+PARITY = {"use": "demographic_parity", "name": "parity", "weight": 0.1}
+ADAPTIVE = {"use": "adaptive", "name": "parity", "weight": 0.1}
+FIELD = r"must have the field 'group', a number or a list of numbers, for regularizer 'parity'"
+
+
+def read(folder: Path, plain: Encoder, term: dict[str, Any] | None = None, **tables: Any) -> None:
+    if not (folder / "train.jsonl").read_text():
+        write_data(folder / "train.jsonl", lines(6))
+    terms = [] if term is None else [term]
+    raw = {"data": {"path": "train.jsonl"}, "regularizers": terms, **tables}
+    config = read_config(raw, folder=folder)
+    read_data_files(config, build_terms(config), plain.tokenizer)
+
+
+@pytest.mark.parametrize(
+    "term",
+    [PARITY, {**ADAPTIVE, "options": {"regularizer": "demographic_parity", "target": 0.1}}],
+    ids=["plain", "wrapped"],
+)
+def test_a_line_without_a_field_is_named(
+    folder: Path, plain: Encoder, term: dict[str, Any]
+) -> None:
+    data = [{**line, "group": number % 2} for number, line in enumerate(lines(6))]
+    write_data(folder / "train.jsonl", data)
+    read(folder, plain, term)
+    data[2]["group"] = "text"
+    del data[4]["group"]
+    write_data(folder / "train.jsonl", data)
+    with pytest.raises(DataError, match=rf"train\.jsonl:3: {FIELD}, got none\. \(1 more lines"):
+        read(folder, plain, term)
+    read(folder, plain, {**term, "on_error": "skip"})
+    read(folder, plain, {**term, "enabled": False})
+
+
+def test_reference_logprobs_are_computed_unless_the_config_says_never(
+    folder: Path, plain: Encoder
+) -> None:
+    term = {"use": "kl_to_reference", "weight": 0.1}
+    read(folder, plain, term)
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:1: must have the field 'reference_logprobs'"
+    ):
+        read(folder, plain, term, data={"path": "train.jsonl", "reference": "never"})
+
+
+@pytest.mark.parametrize("use", ["dpo", "chosen_nll"])
+def test_pairs_are_needed_for_preferences(folder: Path, plain: Encoder, use: str) -> None:
+    with pytest.raises(DataError, match=r"must have pairs for the base loss, .* kind completion"):
+        read(folder, plain, loss={"use": use})
+    with pytest.raises(
+        DataError, match=r"must have pairs for regularizer 'p', lines with 'chosen'"
+    ):
+        read(folder, plain, {"use": use, "name": "p", "weight": 0.1})
+    write_data(folder / "train.jsonl", [{"chosen": "a b", "rejected": "c d"}] * 4)
+    read(folder, plain, loss={"use": use})
