@@ -76,18 +76,8 @@ class Backend:
         ]
 
     def sample_groups(self, requests: Sequence[Request]) -> list[list[types.SampledSequence]]:
-        """Sample from the current weights: the sequences of each request.
-
-        On the embedded engine the requests are one ordered list, so that what is batched with what,
-        and with it every bit of the result, depends on the requests alone.
-        """
-        sampling = self.client.save_weights_and_get_sampling_client()
-        if hasattr(sampling, "sample_list"):
-            responses = sampling.sample_list(requests).result()
-        else:
-            futures = [sampling.sample(*request) for request in requests]
-            responses = [future.result() for future in futures]
-        return [list(response.sequences) for response in responses]
+        """Sample from the current weights: the sequences of each request."""
+        return sample_from(self.client.save_weights_and_get_sampling_client(), requests)
 
     @cached_property
     def base(self) -> Backend:
@@ -110,6 +100,20 @@ class Backend:
         # All is saved by now: a service that cannot be told so must not fail the run.
         with contextlib.suppress(tinker.TinkerError, FutureTimeoutError):
             self.service.close(status).result(timeout=_CLOSE_SECONDS)
+
+
+def sample_from(sampling: Any, requests: Sequence[Request]) -> list[list[types.SampledSequence]]:
+    """Sample with a sampling client: the sequences of each request.
+
+    On the embedded engine the requests are one ordered list, so that what is batched with what, and
+    with it every bit of the result, depends on the requests alone.
+    """
+    if hasattr(sampling, "sample_list"):
+        responses = sampling.sample_list(requests).result()
+    else:
+        futures = [sampling.sample(*request) for request in requests]
+        responses = [future.result() for future in futures]
+    return [list(response.sequences) for response in responses]
 
 
 def check_model(config: ModelConfig) -> None:
@@ -143,7 +147,7 @@ def open_backend(
         InputError: a setting is out of range.
         RunError: the Tinker service rejects the connection, or there is no API key.
     """
-    with _convert_tinker_errors():
+    with convert_tinker_errors("accept the connection"):
         if config.backend == "local":
             service = _local_service(config, checkpoints)
         else:
@@ -170,12 +174,13 @@ def _tinker_service(config: ModelConfig) -> Any:
 
 
 @contextlib.contextmanager
-def _convert_tinker_errors() -> Iterator[None]:
+def convert_tinker_errors(task: str) -> Iterator[None]:
+    """Raise an error of the SDK as a `RunError`: the service must do this, and does not."""
     try:
         yield
     except tinker.TinkerError as error:
         raise RunError(
-            f"the Tinker service must accept the connection, and it does not: {redact(str(error))}"
+            f"the Tinker service must {task}, and it does not: {redact(str(error))}"
         ) from error
 
 

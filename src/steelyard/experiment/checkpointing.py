@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.clients import RegularizedClient
-from steelyard.errors import CheckpointError
+from steelyard.errors import CheckpointError, RunError
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.spec import is_whole
 
@@ -51,6 +51,9 @@ def save(client: RegularizedClient, run: RunFolder, step: int, seed: int, keep: 
     terms = None if hasattr(client.client, "attach") else client.state_dict()
     record = asdict(RunCheckpoint(step, path, seed, size, terms))
     write_atomic(run.checkpoints / f"step-{step:08d}.json", json.dumps(record, indent=2).encode())
+    folder = run.checkpoints / path.removeprefix("tinker://")
+    if folder.is_dir():  # that of a Tinker service is not on this machine
+        run.link_adapter(folder)
     _delete_old(run, keep)
 
 
@@ -62,6 +65,27 @@ def latest_checkpoint(run: RunFolder) -> RunCheckpoint | None:
     """
     records = _records(run)
     return _read(records[-1]) if records else None
+
+
+def find_checkpoint(run: RunFolder, step: int | None = None) -> RunCheckpoint:
+    """Record after `step` steps, or the newest one.
+
+    Raises:
+        RunError: there is none.
+        CheckpointError: the record is damaged.
+    """
+    records = {int(record.stem.removeprefix("step-")): record for record in _records(run)}
+    if not records:
+        raise RunError(
+            f"{run.path} must hold a checkpoint, and it has none yet: wait for the first, after "
+            f"train.save_every steps, or go on with 'steelyard resume {run.path}'."
+        )
+    if step is not None and step not in records:
+        raise RunError(
+            f"step must be that of a checkpoint of {run.path}, "
+            f"{', '.join(map(str, records))}, got {step}: train.keep says how many are kept."
+        )
+    return _read(records[max(records) if step is None else step])
 
 
 def load(client: RegularizedClient, checkpoint: RunCheckpoint) -> None:
