@@ -19,6 +19,7 @@ from steelyard.cli.trained_run import (
     Temperature,
     TopP,
     opened_model,
+    printable,
 )
 
 if TYPE_CHECKING:
@@ -97,14 +98,14 @@ def _answer(
 
 def _show_stream(streams: Sequence[Iterator[str]]) -> None:
     for piece in streams[0]:
-        typer.echo(piece, nl=False)
+        typer.echo(printable(piece), nl=False)
         sys.stdout.flush()
     typer.echo()
 
 
 def _show_in_turn(streams: Sequence[Iterator[str]]) -> None:
     for name, stream in zip(("trained", "base"), streams, strict=True):
-        typer.echo(f"{name}: {''.join(stream)}")
+        typer.echo(f"{name}: {printable(''.join(stream))}")
 
 
 def _show_columns(streams: Sequence[Iterator[str]]) -> None:
@@ -129,7 +130,7 @@ def _show_columns(streams: Sequence[Iterator[str]]) -> None:
                     if piece is None:
                         del open_streams[index]
                     else:
-                        answers[index] += piece
+                        answers[index] += printable(piece)
                 live.update(columns())
         finally:
             live.stop()

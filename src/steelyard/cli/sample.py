@@ -19,6 +19,7 @@ from steelyard.cli.trained_run import (
     Temperature,
     TopP,
     opened_model,
+    printable,
 )
 
 if TYPE_CHECKING:
@@ -119,9 +120,9 @@ def _record(
 
 def _text(row: Mapping[str, Any], count: int) -> str:
     if count == 1:
-        return str(row["completion"])
+        return printable(row["completion"])
     question = row["messages"][-1]["content"] if "messages" in row else row["prompt"]
     heading = f"{question} [{row['sample'] + 1}]"
     if "model" in row:
         heading += f" ({row['model']})"
-    return f"> {heading}\n{row['completion']}\n"
+    return printable(f"> {heading}\n{row['completion']}\n")

@@ -28,6 +28,16 @@ Seed = Annotated[
 System = Annotated[str | None, typer.Option("--system", help="System message of the chat.")]
 
 
+# A model may write any character; on a terminal, control characters are commands.
+_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))}
+_CONTROL |= {ord(kept): kept for kept in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Text of a model without control characters, but for newlines and tabs."""
+    return text.translate(_CONTROL)
+
+
 @contextmanager
 def opened_model(run: Path, step: int | None) -> Iterator[TrainedModel]:
     """Open the model of a run, and say on stderr which checkpoint it is."""

@@ -132,28 +132,41 @@ def check_model(config: ModelConfig) -> None:
 
 
 def open_backend(
-    config: ModelConfig, seed: int, checkpoints: Path, aggregator: Aggregator | None = None
+    config: ModelConfig,
+    seed: int,
+    checkpoints: Path,
+    aggregator: Aggregator | None = None,
+    *,
+    path: str | None = None,
 ) -> Backend:
-    """Open an untrained training client.
+    """Open a training client, untrained or with the weights of a checkpoint.
 
     Args:
         config: of the model.
         seed: of the adapter.
         checkpoints: folder of the checkpoints of a local client.
         aggregator: of the gradients of the terms; None: the plain sum.
+        path: path of the checkpoint, whose optimizer is not loaded; None: an untrained client.
 
     Raises:
         ModelError: the base model is unknown or cannot be loaded.
         InputError: a setting is out of range.
+        CheckpointError: there is no such checkpoint on this machine, or it is damaged.
         RunError: the Tinker service rejects the connection, or there is no API key.
     """
-    with convert_tinker_errors("accept the connection"):
+    task = "accept the connection" if path is None else f"load the checkpoint {path}"
+    with convert_tinker_errors(task):
         if config.backend == "local":
             service = _local_service(config, checkpoints)
         else:
             service = _tinker_service(config)
         # The SDK connects here, not when the service client is built.
-        client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
+        if path is None:
+            client = service.create_lora_training_client(
+                config.base_model, rank=config.rank, seed=seed
+            )
+        else:
+            client = service.create_training_client_from_state(path)
     return Backend(regularize(client, aggregate=aggregator or "sum"), service, config)
 
 

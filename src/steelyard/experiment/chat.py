@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from tinker import types
@@ -34,7 +34,7 @@ class Chat:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._exchanges: list[list[dict[str, str]]] = []
 
-    def answer(self, text: str) -> Iterator[str]:
+    def answer(self, text: str) -> Generator[str]:
         """Yield the answer to a text, piece by piece; a part of it is remembered if it is closed.
 
         If the context is full, the oldest exchanges are forgotten.

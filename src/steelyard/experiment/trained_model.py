@@ -201,13 +201,21 @@ def open_trained_model(folder: str | Path, step: int | None = None) -> TrainedMo
     config = run.config()
     find_checkpoint(run, step)  # before the model is loaded
     check_base_model(run, config.model)
-    backend = open_backend(_for_this_machine(config.model), config.train.seed, run.checkpoints)
-    try:
-        checkpoint = _load(backend, run, step)
-    except BaseException:
-        backend.close("errored")
-        raise
-    return TrainedModel(backend, checkpoint, config, run.result() is not None)
+    while True:
+        checkpoint = find_checkpoint(run, step)
+        try:
+            backend = open_backend(
+                _for_this_machine(config.model),
+                config.train.seed,
+                run.checkpoints,
+                path=checkpoint.path,
+            )
+        except CheckpointError:
+            # A run that goes on may have replaced it meanwhile.
+            if find_checkpoint(run, step) == checkpoint:
+                raise
+        else:
+            return TrainedModel(backend, checkpoint, config, run.result() is not None)
 
 
 def check_base_model(run: RunFolder, config: ModelConfig) -> None:
@@ -252,20 +260,6 @@ def read_open_prompts(
 
     parsed, errors = parse_lines(path, parse, skip_bad=skip_bad)
     return list(parsed.values()), errors
-
-
-def _load(backend: Backend, run: RunFolder, step: int | None) -> RunCheckpoint:
-    while True:
-        checkpoint = find_checkpoint(run, step)
-        try:
-            with convert_tinker_errors(f"have the checkpoint {checkpoint.path}"):
-                backend.client.load_state(checkpoint.path).result()
-        except CheckpointError:
-            # A run that goes on may have replaced it meanwhile.
-            if find_checkpoint(run, step) == checkpoint:
-                raise
-        else:
-            return checkpoint
 
 
 def _for_this_machine(config: ModelConfig) -> ModelConfig:
