@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import pty
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import pexpect
 import pytest
+from pexpect import fdpexpect
 
 from tests.experiment.trained_runs import train_on_chats
 
-ENVIRONMENT = {**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+from .command import CommandRunner, Started
+
+ENVIRONMENT = {"TERM": "xterm-256color", "NO_COLOR": "1", "COLUMNS": "100", "LINES": "40"}
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+Spawn: TypeAlias = Callable[..., tuple[Any, Started]]
 
 
 @pytest.fixture(scope="module")
@@ -26,82 +30,83 @@ def endless_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def spawn() -> Iterator[object]:
-    children = []
+def spawn(command: CommandRunner, tmp_path: Path) -> Iterator[Spawn]:
+    """Start a chat on a terminal of its own; the terminal's other end, and the process."""
+    outer, inner = pty.openpty()
 
-    def start(*args: str) -> pexpect.spawn:
-        child = pexpect.spawn(
-            sys.executable,
-            ["-m", "steelyard", "chat", *args],
-            timeout=600,
-            dimensions=(40, 100),
-            env=ENVIRONMENT,
-            encoding="utf-8",
-            codec_errors="replace",
+    def start(*args: str) -> tuple[Any, Started]:
+        terminal = Path(os.ttyname(inner))
+        started = command.start("chat", *args, cwd=tmp_path, env=ENVIRONMENT, terminal=terminal)
+        screen = fdpexpect.fdspawn(
+            outer, timeout=600, encoding="utf-8", codec_errors="replace"
         )
-        children.append(child)
-        return child
+        return screen, started
 
     yield start
-    for child in children:
-        child.close(force=True)
+    os.close(inner)
+    os.close(outer)
 
 
-def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(spawn: Any, endless_run: Path) -> None:
-    child = spawn(str(endless_run), "--max-tokens", "20000", "--temperature", "0")
-    child.expect("trained for 1 of 1 steps")
-    child.expect("Ctrl-C ends an answer")
-    child.expect("> ")
-    child.sendline("hello")
-    child.expect("]]]]")  # streamed, long before the answer's end
-    child.sendintr()
-    child.expect(r"\[stopped\]")
-    child.expect("> ")
-    child.sendline("/new")
-    child.expect("> ")
-    child.sendline("")
-    child.expect("> ")
-    child.sendline("again")
-    child.expect("]]]]")
-    child.sendintr()
-    child.expect(r"\[stopped\]")
-    child.expect("> ")
-    child.sendintr()
-    child.expect(pexpect.EOF)
-    child.close()
-    assert (child.exitstatus, child.signalstatus) == (0, None)
+def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(spawn: Spawn, endless_run: Path) -> None:
+    screen, chat = spawn(str(endless_run), "--max-tokens", "20000", "--temperature", "0")
+    screen.expect("trained for 1 of 1 steps")
+    screen.expect("Ctrl-C ends an answer")
+    for text in ("hello", "/new", "", "again"):
+        screen.expect("> ")
+        screen.sendline(text)
+        if text.isalpha():
+            screen.expect("]]]]")  # streamed, long before the answer's end
+            screen.send(CTRL_C)
+            screen.expect(r"\[stopped\]")
+    screen.expect("> ")
+    screen.send(CTRL_C)
+    assert chat.wait_for_code() == 0
 
 
 def test_a_terminal_shows_the_base_model_beside_the_trained_one(
-    spawn: Any, endless_run: Path
+    spawn: Spawn, endless_run: Path
 ) -> None:
-    child = spawn(str(endless_run), "--base", "--max-tokens", "30", "--temperature", "0")
-    child.expect("> ")
-    child.sendline("hello")
-    child.expect(r"┃ *trained *┃ *base *┃")
-    child.expect(r"│ \]{30} +│ \]{30} +│")
-    child.expect("> ")
-    child.sendeof()
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+    screen, chat = spawn(str(endless_run), "--base", "--max-tokens", "30", "--temperature", "0")
+    screen.expect("> ")
+    screen.sendline("hello")
+    for heading in ("┃", "trained", "┃", "base", "┃"):
+        screen.expect(heading)
+    screen.expect(r"│ \]{30} +│ \]{30} +│")
+    screen.expect("> ")
+    screen.send(CTRL_D)
+    assert chat.wait_for_code() == 0
 
 
-def piped(text: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "steelyard", "chat", *args],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=True,
-        env=ENVIRONMENT,
-    )
+def test_an_answer_that_cannot_be_given_does_not_end_the_chat(
+    spawn: Spawn, trained_run: Path
+) -> None:
+    screen, chat = spawn(str(trained_run), "--max-tokens", "2")
+    screen.expect("> ")
+    screen.sendline("e" * 600)
+    screen.expect("prompt must hold 1 to 512 tokens")
+    screen.expect("> ")
+    screen.send(CTRL_D)
+    assert chat.wait_for_code() == 0
 
 
-def test_a_pipe_gets_the_answers_alone(endless_run: Path) -> None:
-    options = ("--max-tokens", "5", "--temperature", "0")
-    done = piped("hello\n\nagain", str(endless_run), *options)
-    assert done.stdout == "]]]]]\n]]]]]\n"
-    assert done.stderr.splitlines() == [f"{endless_run.parent / 'base'}, trained for 1 of 1 steps"]
-    done = piped("hello\n", str(endless_run), "--base", *options)
-    assert done.stdout == "trained: ]]]]]\nbase: ]]]]]\n"
+def test_a_pipe_gets_the_answers_alone(
+    command: CommandRunner, endless_run: Path, tmp_path: Path
+) -> None:
+    typed = tmp_path / "typed"
+    typed.write_text("hello\n\nagain")
+    args = ("chat", str(endless_run), "--max-tokens", "5", "--temperature", "0")
+    done = command.run(*args, cwd=tmp_path, stdin=typed)
+    assert (done.code, done.out) == (0, "]]]]]\n]]]]]\n")
+    assert done.err == f"{endless_run.parent / 'base'}, trained for 1 of 1 steps\n"
+    typed.write_text("hello\n")
+    done = command.run(*args, "--base", cwd=tmp_path, stdin=typed)
+    assert done.out == "trained: ]]]]]\nbase: ]]]]]\n"
+
+
+def test_a_pipe_that_cannot_be_answered_is_an_error(
+    command: CommandRunner, trained_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "typed").write_text("e" * 600)
+    done = command.run("chat", str(trained_run), cwd=tmp_path, stdin=tmp_path / "typed")
+    assert (done.code, done.out) == (1, "")
+    assert "InputError: prompt must hold 1 to 512 tokens" in done.err

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +71,15 @@ def test_a_prompt_is_a_message_or_a_text(command: CommandRunner, trained_run: Pa
     assert sent("--system", "S") == {"messages": [{"role": "system", "content": "S"}, said]}
 
 
-def test_prompts_come_from_a_pipe(trained_run: Path) -> None:
-    options = ["sample", str(trained_run), "--file", "-", "--json", "--max-tokens", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "steelyard", *options],
-        input="One?\nTwo?\n",
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+def test_prompts_come_from_standard_input(
+    command: CommandRunner, trained_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "typed").write_text("One?\nTwo?\n")
+    options = ("--file", "-", "--json", "--max-tokens", "2")
+    done = command.run(
+        "sample", str(trained_run), *options, cwd=tmp_path, stdin=tmp_path / "typed"
     )
-    found = [json.loads(line)["messages"][0]["content"] for line in done.stdout.splitlines()]
-    assert found == ["One?", "Two?"]
+    assert [row["messages"][0]["content"] for row in rows(done)] == ["One?", "Two?"]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +87,9 @@ def test_prompts_come_from_a_pipe(trained_run: Path) -> None:
     [
         ((), 2, "give --prompt TEXT or --file FILE"),
         (("-p", " "), 2, "--prompt must be a text, and it is empty"),
-        (("-p", "x", "--temperature", "-1"), 2, "-1"),
-        (("-p", "x", "--top-p", "0"), 1, "InputError: top_p must be above 0"),
-        (("-p", "x" * 600), 1, "context of 512"),
+        (("-p", "x", "--temperature", "-1"), 2, "for '--temperature'"),
+        (("-p", "x", "--top-p", "0"), 1, "InputError: request 0: top_p must be above 0"),
+        (("-p", "x" * 600), 1, "prompt must hold 1 to 512 tokens"),
         (("--file", "nowhere.txt"), 1, "DataError: nowhere.txt must be a file that can be read"),
         (("--file", "bad.jsonl"), 1, "DataError: bad.jsonl:2: must have the keys of"),
         (("-p", "x", "--step", "9"), 1, "RunError: step must be that of a checkpoint"),

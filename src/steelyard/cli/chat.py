@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from steelyard.cli.exit_codes import report_error
 from steelyard.cli.trained_run import (
     MaxTokens,
     Run,
@@ -21,6 +22,7 @@ from steelyard.cli.trained_run import (
     opened_model,
     printable,
 )
+from steelyard.errors import SteelyardError
 
 if TYPE_CHECKING:
     from steelyard.experiment import Chat
@@ -72,11 +74,23 @@ def _converse(chats: Sequence[Chat]) -> None:
                 for each in chats:
                     each.reset()
             elif text.strip():
-                _answer(chats, text.strip(), show)
+                with _reported(is_terminal):
+                    _answer(chats, text.strip(), show)
     except KeyboardInterrupt:
         typer.echo()
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
+def _reported(is_terminal: bool) -> Iterator[None]:
+    """Let a person go on after an error, such as a text that is too long."""
+    try:
+        yield
+    except SteelyardError as error:
+        if not is_terminal:
+            raise
+        report_error(error)
 
 
 def _typed_lines() -> Iterator[str]:
