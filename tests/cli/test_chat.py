@@ -37,9 +37,7 @@ def spawn(command: CommandRunner, tmp_path: Path) -> Iterator[Spawn]:
     def start(*args: str) -> tuple[Any, Started]:
         terminal = Path(os.ttyname(inner))
         started = command.start("chat", *args, cwd=tmp_path, env=ENVIRONMENT, terminal=terminal)
-        screen = fdpexpect.fdspawn(
-            outer, timeout=600, encoding="utf-8", codec_errors="replace"
-        )
+        screen = fdpexpect.fdspawn(outer, timeout=600, encoding="utf-8", codec_errors="replace")
         return screen, started
 
     yield start

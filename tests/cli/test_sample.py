@@ -76,9 +76,7 @@ def test_prompts_come_from_standard_input(
 ) -> None:
     (tmp_path / "typed").write_text("One?\nTwo?\n")
     options = ("--file", "-", "--json", "--max-tokens", "2")
-    done = command.run(
-        "sample", str(trained_run), *options, cwd=tmp_path, stdin=tmp_path / "typed"
-    )
+    done = command.run("sample", str(trained_run), *options, cwd=tmp_path, stdin=tmp_path / "typed")
     assert [row["messages"][0]["content"] for row in rows(done)] == ["One?", "Two?"]
 
 

@@ -166,12 +166,11 @@ def test_a_stream_yields_the_tokens_of_a_sample(sampling: LocalSamplingClient) -
         for tokens in ([1, 2], [3, 4, 5])
     ]
     streams = [sampling.stream(prompt(tokens), params) for tokens in ([1, 2], [3, 4, 5])]
-    found: list[list[int]] = [[], []]
-    for _ in range(12):  # in turns
-        for tokens, stream in zip(found, streams, strict=True):
-            tokens += [token] if (token := next(stream, None)) is not None else []
+    turns = [[next(stream, None) for stream in streams] for _ in range(13)]
+    found = [
+        [token for token in column if token is not None] for column in zip(*turns, strict=True)
+    ]
     assert found == expected
-    assert all(next(stream, None) is None for stream in streams)
 
 
 def test_a_stream_ends_at_a_stop_token(sampling: LocalSamplingClient) -> None:

@@ -50,7 +50,9 @@ def chat(
         params = model.params(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
-        chats = [Chat(model, params, system=system, base=each) for each in (False, True)[: 1 + base]]
+        chats = [
+            Chat(model, params, system=system, base=each) for each in (False, True)[: 1 + base]
+        ]
         if not model.has_chat_template and system is None:
             typer.echo("No chat template: each line is continued as plain text.", err=True)
         _converse(chats)

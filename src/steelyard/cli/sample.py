@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,9 +21,6 @@ from steelyard.cli.trained_run import (
     opened_model,
     printable,
 )
-
-if TYPE_CHECKING:
-    from steelyard.experiment import TrainedModel
 
 
 def sample(
@@ -53,7 +50,9 @@ def sample(
             "the run's data.",
         ),
     ] = None,
-    base: Annotated[bool, typer.Option("--base", help="Show the base model's answers too.")] = False,
+    base: Annotated[
+        bool, typer.Option("--base", help="Show the base model's answers too.")
+    ] = False,
     step: Step = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON Lines.")] = False,
     skip_bad: SkipBad = False,

@@ -29,7 +29,7 @@ System = Annotated[str | None, typer.Option("--system", help="System message of 
 
 
 # A model may write any character; on a terminal, control characters are commands.
-_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))}
+_CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
 _CONTROL |= {ord(kept): kept for kept in "\n\t"}
 
 

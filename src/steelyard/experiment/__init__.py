@@ -44,7 +44,11 @@ try:
         space_label,
         terms_that_ran,
     )
-    from steelyard.experiment.trained_model import TrainedModel, open_trained_model, read_open_prompts
+    from steelyard.experiment.trained_model import (
+        TrainedModel,
+        open_trained_model,
+        read_open_prompts,
+    )
     from steelyard.experiment.training_loop import Outcome, Watcher, resume, train
     from steelyard.experiment.tuning import Tuned, tune
 except ModuleNotFoundError as error:

@@ -21,7 +21,7 @@ from steelyard.experiment.backend import (
     sample_from,
 )
 from steelyard.experiment.checkpointing import RunCheckpoint, find_checkpoint
-from steelyard.experiment.config import Config, ModelConfig
+from steelyard.experiment.config import Config, DataConfig, ModelConfig
 from steelyard.experiment.data_files import parse_lines, parse_object
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.run_dir import RunFolder
@@ -271,9 +271,11 @@ def _for_this_machine(config: ModelConfig) -> ModelConfig:
 
 def _trained_on_chats(config: Config) -> bool | None:
     """Whether the first line of a run's data is a chat; None if it cannot be read."""
-    path = config.rollouts.prompts if config.rollouts is not None else config.data.path
+    source = config.source
     try:
-        with Path(path).open(encoding="utf-8-sig") as file:
+        with Path(source.path if isinstance(source, DataConfig) else source.prompts).open(
+            encoding="utf-8-sig"
+        ) as file:
             record = json.loads(next(line for line in file if line.strip()))
         return "messages" in record or isinstance(record.get("chosen"), list)
     except (OSError, ValueError, StopIteration, AttributeError, TypeError):
