@@ -167,7 +167,9 @@ def open_backend(
             )
         else:
             client = service.create_training_client_from_state(path)
-    return Backend(regularize(client, aggregate=aggregator or "sum"), service, config)
+    # Base and terms become one uploaded loss where the server runs such losses.
+    regularized = regularize(client, aggregate=aggregator or "sum", service=service)
+    return Backend(regularized, service, config)
 
 
 def _local_service(config: ModelConfig, checkpoints: Path) -> Any:
