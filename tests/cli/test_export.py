@@ -67,3 +67,14 @@ def test_errors_are_one_sentence(
     assert done.err.startswith(error)
     assert done.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing(
+    command: CommandRunner, trained_run: Path, tmp_path: Path
+) -> None:
+    # A limit on the size of files stands for it; every file of a merged model's weights is larger.
+    done = command.run("export", str(trained_run), "out", "--merge", cwd=tmp_path, limit=50_000)
+    assert (done.code, done.out) == (1, "")
+    assert "InputError: the folder to export to must be one that can be written" in done.err
+    assert "Traceback" not in done.err
+    assert not list(tmp_path.iterdir())

@@ -211,14 +211,14 @@ def test_the_checkpoint_of_a_run_that_goes_on_may_be_replaced_while_it_is_opened
 
     def find_and_go_on(run: RunFolder, step: int | None = None) -> Any:
         found.append(find_checkpoint(run, step))
-        if len(found) == 2:  # read, and not loaded yet
+        if len(found) == 1:  # read, and not loaded yet
             assert resume(run.path).status == "done"
         return found[-1]
 
     monkeypatch.setattr("steelyard.experiment.trained_model.find_checkpoint", find_and_go_on)
     with open_trained_model(tmp_path / "run") as model:
         assert model.checkpoint.step == 3
-    assert found[1].step == 1
+    assert found[0].step == 1
 
 
 def test_prompts_are_read_from_lines_or_json(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def export(
     ] = None,
     step: Step = None,
 ) -> None:
-    """Write the trained model for transformers, peft, vLLM and llama.cpp."""
+    """Write the model of a run for other libraries."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
 
     from steelyard.experiment import export_run  # noqa: PLC0415 - as above

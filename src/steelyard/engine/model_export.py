@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from steelyard.engine.adapter import LoraSettings
@@ -70,9 +71,9 @@ def export_checkpoint(
             _write_adapter(contents, source, scratch, target, saved_dtype)
         source.tokenizer().save_pretrained(scratch)
         scratch.rename(target)  # also in the place of an empty folder
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError) as error:
         raise _not_writable(target, error) from error
     finally:  # also after Ctrl-C
         shutil.rmtree(scratch, ignore_errors=True)
@@ -93,7 +94,7 @@ def _check_free(target: Path) -> None:
         )
 
 
-def _not_writable(target: Path, error: OSError) -> InputError:
+def _not_writable(target: Path, error: Exception) -> InputError:
     return InputError(
         f"the folder to export to must be one that can be written, and writing {target} failed: "
         f"{error}."

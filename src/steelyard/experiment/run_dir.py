@@ -185,18 +185,19 @@ class RunFolder:
                 write_atomic(path, b"".join(line + b"\n" for line in kept))
 
     def link_adapter(self, checkpoint: Path) -> None:
-        """Let `adapter` lead to a checkpoint in this folder, in the place of an earlier one."""
+        """Let `adapter` lead to a checkpoint in this folder, in the place of an earlier one.
+
+        A folder of that name that a user has made stays as it is.
+        """
         fresh = self.path / f".adapter.{uuid.uuid4().hex}"
         with self._convert_os_errors():
-            # In a copy of a run that was made with the files that links lead to, it is a folder.
-            if not self.adapter.is_symlink() and (self.adapter / "checkpoint.json").is_file():
+            if self.adapter.exists() and not self.adapter.is_symlink():
+                if not (self.adapter / "checkpoint.json").is_file():
+                    return
+                # The run was copied together with the files that its links lead to.
                 shutil.rmtree(self.adapter)
             fresh.symlink_to(checkpoint.relative_to(self.path))
-            try:
-                fresh.replace(self.adapter)
-            except OSError:
-                fresh.unlink()
-                raise
+            fresh.replace(self.adapter)
 
     def samples(self) -> list[dict[str, Any]]:
         """Samples so far."""

@@ -22,11 +22,10 @@ from steelyard.experiment.backend import (
 )
 from steelyard.experiment.checkpointing import RunCheckpoint, find_checkpoint
 from steelyard.experiment.config import Config, DataConfig, ModelConfig
-from steelyard.experiment.data_files import parse_lines, parse_object
+from steelyard.experiment.data_files import parse_lines, parse_prompt
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.run_dir import RunFolder
 
-_FORMS = '{"prompt"} or {"messages": [...]}'
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -199,7 +198,6 @@ def open_trained_model(folder: str | Path, step: int | None = None) -> TrainedMo
     """
     run = RunFolder(folder)
     config = run.config()
-    find_checkpoint(run, step)  # before the model is loaded
     check_base_model(run, config.model)
     while True:
         checkpoint = find_checkpoint(run, step)
@@ -253,10 +251,7 @@ def read_open_prompts(
             is_json.append(line.startswith("{"))
         if not is_json[0]:
             return line
-        record = parse_object(line, _FORMS)
-        if not {"prompt", "messages"} & record.keys():
-            raise ValueError(f"must have the keys of {_FORMS}, got {sorted(record)}")
-        return record
+        return parse_prompt(line)
 
     parsed, errors = parse_lines(path, parse, skip_bad=skip_bad)
     return list(parsed.values()), errors
