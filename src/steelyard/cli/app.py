@@ -21,6 +21,7 @@ from steelyard.cli.report import report
 from steelyard.cli.serve import serve
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
+from steelyard.cli.watch import watch
 
 app = typer.Typer(
     name="steelyard",
@@ -33,6 +34,7 @@ app.command("resume")(resume)
 app.command("ablate")(ablate)
 app.command("tune")(tune)
 app.command("report")(report)
+app.command("watch")(watch)
 app.command("demo")(demo)
 app.command("serve")(serve)
 app.add_typer(config, name="config")

@@ -45,9 +45,7 @@ def make_app(
         smoothing = _smoothing(query.get("smoothing", "0"))
         groups = query.getlist("group")
         name = query.get("run", "")
-        return _json(
-            await run_in_threadpool(views.view, name, smoothing=smoothing, groups=groups)
-        )
+        return _json(await run_in_threadpool(views.view, name, smoothing=smoothing, groups=groups))
 
     async def records(request: Request) -> Response:
         path = await run_in_threadpool(views.index.path, request.query_params.get("run", ""))
@@ -58,9 +56,7 @@ def make_app(
 
     async def stream(request: Request) -> Response:
         followed = _followed(request)
-        return StreamingResponse(
-            events(views, followed, stopping), media_type="text/event-stream"
-        )
+        return StreamingResponse(events(views, followed, stopping), media_type="text/event-stream")
 
     return Starlette(
         routes=[

@@ -34,8 +34,8 @@ def chart_groups(keys: Sequence[str], texts: Mapping[str, str]) -> list[Chart]:
 
     Example:
         >>> charts = chart_groups(["loss_total", "regularizers/kl/contribution", "nll"], {})
-        >>> [(chart.title, dict(chart.curves)) for chart in charts]
-        [('Loss', {'loss_total': 'total'}), ('Contributions', {'regularizers/kl/contribution': 'kl'}), ('nll', {'nll': 'nll'})]
+        >>> [(chart.title, list(chart.curves.values())) for chart in charts]
+        [('Loss', ['total']), ('Contributions', ['kl']), ('nll', ['nll'])]
     """
     terms = terms_that_ran(dict.fromkeys(keys))
     planned = [
@@ -60,7 +60,9 @@ def chart_groups(keys: Sequence[str], texts: Mapping[str, str]) -> list[Chart]:
         Chart("time", "Seconds of each term", _of_terms(terms, "duration")),
         *_one_each("optimizer", "optim/", keys),
     ]
-    left = [key for key in keys if not key.startswith(("cosines/", "skipped/", "held_out/skipped/"))]
+    left = [
+        key for key in keys if not key.startswith(("cosines/", "skipped/", "held_out/skipped/"))
+    ]
     charts = []
     for chart in planned:
         curves = {key: label for key, label in chart.curves.items() if key in left}
@@ -110,7 +112,10 @@ def _gradients(terms: Sequence[str], texts: Mapping[str, str]) -> list[Chart]:
         Chart("gradients", f"Weighted gradient norms, {space_label(space)}", curves)
         for space, curves in by_space.items()
     ]
-    return [*weighted, Chart("gradients", "Gradient norms", _of_terms(terms, "grad_norm"))]
+    return [
+        *weighted,
+        Chart("gradients", "Gradient norms before the weight", _of_terms(terms, "grad_norm")),
+    ]
 
 
 def _progress(terms: Sequence[str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ _SHOWN = ("loss_total", "base_loss/value", "held_out/loss", "rollouts/reward", "
 # A run on another machine, whose lock cannot be seen, counts as running for so long after a step.
 _FRESH_SECONDS = 30.0
 _FRESH_STEPS = 3
+_PAUSE = 20  # times as long as a search for runs took
 _LOCKS = Path("/proc/locks")
 # A file is unchanged while its time, size and inode are.
 _Signature: TypeAlias = tuple[tuple[int, int, int] | None, ...]
@@ -76,11 +77,13 @@ class RunIndex:
             )
         self.folder = self.folder.resolve()
         self._known: dict[str, Path] = {}
+        self._next_scan = 0.0
         self._rows: dict[str, tuple[_Signature, RunSummary]] = {}
 
     def list(self) -> list[RunSummary]:
         """Summaries of all runs, the one that changed last first."""
-        self._known = dict(self._find(self.folder, _MAX_DEPTH))
+        if time.monotonic() >= self._next_scan:
+            self._scan()
         locked = _locked_files()
         found = [self._summary(name, path, locked) for name, path in self._known.items()]
         return sorted(found, key=lambda run: (-run.updated, run.name))
@@ -92,12 +95,19 @@ class RunIndex:
             RunError: there is no such run.
         """
         if name not in self._known:
-            self._known = dict(self._find(self.folder, _MAX_DEPTH))
+            self._scan()
         path = self._known.get(name)
         # A folder of the path may have become a link since it was found.
         if path is None or path.resolve() != path:
             raise RunError(f"run must be one of the list, got {name[:99]!r}.")
         return path
+
+    def _scan(self) -> None:
+        began = time.monotonic()
+        self._known = dict(self._find(self.folder, _MAX_DEPTH))
+        ended = time.monotonic()
+        # A folder with many others, such as a whole project, is searched less often.
+        self._next_scan = ended + _PAUSE * (ended - began)
 
     def _find(self, folder: Path, depth: int) -> Iterator[tuple[str, Path]]:
         try:
@@ -184,6 +194,8 @@ def _locked_files() -> frozenset[int]:
         lines = _LOCKS.read_text(encoding="ascii").splitlines()
     except OSError:
         return frozenset()
-    # 1: FLOCK  ADVISORY  WRITE 4711 fe:01:131079 0 EOF; a process that waits has "->" after "1:".
-    fields = [line.split() for line in lines]
-    return frozenset(int(f[5].rpartition(":")[2]) for f in fields if len(f) > 5 and f[1] != "->")
+    # "1: FLOCK  ADVISORY  WRITE 4711 fe:01:131079 0 EOF": device and inode are the only field with
+    # two colons. A process that waits for a lock has "->" after the number.
+    held = [line.split() for line in lines if "->" not in line]
+    files = [field for fields in held for field in fields if field.count(":") == 2]  # noqa: PLR2004
+    return frozenset(int(file.rpartition(":")[2]) for file in files)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
-from steelyard.engine.server.http_server import AllowedHosts, HttpServer, listen
+from steelyard.engine.server.http_server import AllowedHosts, HttpServer, is_loopback, listen
 from steelyard.experiment.watch.app import make_app
 from steelyard.experiment.watch.run_index import RunIndex
 from steelyard.experiment.watch.run_view import RunViews
@@ -32,6 +33,17 @@ class WatchPage:
     base_url: str
     folder: Path
     tokens: Tokens
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the page."""
+        return is_loopback(urlsplit(self.base_url).hostname or "")
+
+    @property
+    def tunnel(self) -> str:
+        """Command that makes the page reachable at the same URL on another machine."""
+        port = urlsplit(self.base_url).port
+        return f"ssh -L {port}:localhost:{port} {socket.gethostname()}"
 
     def url(self, run: str | None = None, *, once: bool = False) -> str:
         """URL that opens the page.

@@ -6,8 +6,12 @@ import { COMPARED, RunPage, runTitle } from "./run_page.js";
 const RETRY_SECONDS = 2;
 const RELOAD_SECONDS = 3; // between two reloads of the same runs that events ask for
 
+const AGE_SECONDS = 10; // between two updates of "5 min ago"
+const LISTED = { loss_total: "loss", "held_out/loss": "held-out", "rollouts/reward": "reward" };
+
 const options = { log: false };
 const page = new RunPage(byId("sections"), options, (kind, run) => get(`/api/records/${kind}`, { run }));
+const items = new Map();
 let runs = [];
 let events = null;
 let loads = 0;
@@ -103,34 +107,43 @@ function showTitle() {
   else if (!chosen().length) byId("title").replaceChildren();
 }
 
+// Items stay in place while they change: a click must find the element that it began on.
 function showList() {
   const names = chosen();
   byId("no-runs").hidden = runs.length > 0;
   byId("hint").hidden = runs.length === 0 || names.length > 0;
-  byId("runs").replaceChildren(...runs.map((run) => listItem(run, names)));
+  const shown = runs.map((run) => {
+    if (!items.has(run.name)) items.set(run.name, listItem(run.name));
+    return items.get(run.name)(run, names.includes(run.name));
+  });
+  const list = byId("runs");
+  shown.forEach((item, at) => { if (list.children[at] !== item) list.insertBefore(item, list.children[at] ?? null); });
+  while (list.children.length > shown.length) list.lastChild.remove();
 }
 
-function listItem(run, names) {
-  const isShown = names.includes(run.name);
-  const tick = el("input", { type: "checkbox", "aria-label": `Compare ${run.name}` });
-  tick.checked = isShown;
+// Makes an item of the list; returns the function that updates it.
+function listItem(name) {
+  const tick = el("input", { type: "checkbox", "aria-label": `Compare ${name}` });
   tick.addEventListener("change", () => {
-    location.hash = address(tick.checked ? [...names, run.name] : names.filter((name) => name !== run.name));
+    const others = chosen().filter((each) => each !== name);
+    location.hash = address(tick.checked ? [...others, name] : others);
   });
-  const losses = ["loss_total", "held_out/loss", "rollouts/reward"]
-    .filter((key) => key in run.last)
-    .map((key) => `${{ loss_total: "loss", "held_out/loss": "held-out", "rollouts/reward": "reward" }[key]} ${formatNumber(run.last[key])}`);
-  const steps = `${run.steps}${run.planned ? ` / ${run.planned}` : ""} steps`;
-  const about = [steps, ...losses, formatAge(Date.now() / 1000 - run.updated)].join(", ");
-  return el(
-    "li",
-    { class: isShown ? "shown" : "" },
-    tick,
-    el("a", { href: address([run.name]) }, run.name === "." ? "this run" : run.name),
-    el("span", { class: `state ${run.state}` }, run.state),
-    el("div", { class: "about" }, about),
-    run.planned ? el("progress", { max: run.planned, value: run.steps, "aria-label": "Steps" }) : null,
-  );
+  const state = el("span");
+  const about = el("div", { class: "about" });
+  const steps = el("progress", { "aria-label": "Steps" });
+  const item = el("li", {}, tick, el("a", { href: address([name]) }, name === "." ? "this run" : name), state, about, steps);
+  return (run, isShown) => {
+    tick.checked = isShown;
+    item.className = isShown ? "shown" : "";
+    state.className = `state ${run.state}`;
+    state.textContent = run.state;
+    const values = Object.entries(LISTED).filter(([key]) => key in run.last).map(([key, label]) => `${label} ${formatNumber(run.last[key])}`);
+    about.textContent = [`${run.steps}${run.planned ? ` / ${run.planned}` : ""} steps`, ...values, formatAge(Date.now() / 1000 - run.updated)].join(", ");
+    steps.hidden = !run.planned;
+    steps.max = run.planned || 1;
+    steps.value = run.steps;
+    return item;
+  };
 }
 
 byId("smoothing").addEventListener("input", () => { byId("smoothing-value").textContent = byId("smoothing").value; });
@@ -139,6 +152,7 @@ byId("log").addEventListener("change", () => { options.log = byId("log").checked
 addEventListener("hashchange", load);
 document.addEventListener("visibilitychange", () => { if (document.hidden) events?.close(); else connect(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.rebuild());
+setInterval(showList, AGE_SECONDS * 1000);
 get("/api/runs", []).then((found) => {
   runs = found.runs;
   byId("folder").textContent = found.folder;

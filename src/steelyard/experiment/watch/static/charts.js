@@ -3,6 +3,7 @@
 import { colour, el, formatNumber } from "./dom.js";
 
 const HEIGHT = 190;
+const WHOLE_STEPS = [1, 2, 5].flatMap((n) => Array.from({ length: 12 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
 const SYNC = uPlot.sync("step");
 // Looked at on both sides of the pointer for a curve that has no point at its step.
 const REACH = 200;
@@ -69,12 +70,21 @@ export class Chart {
     if (this.plot && this.plot.series.length === parts.length + 1) {
       this.plot.setData(align(parts, this.isLog), !this.isZoomed);
       if (this.isZoomed) this.plot.redraw();
+      this.showLast();
       return;
     }
     this.plot?.destroy();
     this.isLog = this.options.log && parts.some((part) => part.values.some((value) => value > 0));
     this.plot = new uPlot(this.settings(parts), align(parts, this.isLog), this.box);
     this.plot.over.addEventListener("dblclick", () => { this.isZoomed = false; });
+    this.showLast();
+  }
+
+  // While nobody points at a chart, its legend has the last values.
+  showLast() {
+    if (this.plot.cursor.left >= 0) return;
+    const idxs = this.plot.data.map((values) => values.findLastIndex((value) => value !== undefined && value !== null));
+    this.plot.setLegend({ idxs }, false);
   }
 
   // What is drawn: a smoothed curve has its own values behind it, pale and without a legend.
@@ -91,7 +101,7 @@ export class Chart {
       height: HEIGHT,
       cursor: { sync: { key: SYNC.key, setSeries: false }, dataIdx: nearest, points: { size: 6 } },
       scales: { x: { time: false }, y: { distr: this.isLog ? 3 : 1 } },
-      axes: [axis, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatNumber(tick))) }],
+      axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatNumber(tick))) }],
       series: [
         { label: "step" },
         ...parts.map((part) => ({
@@ -107,6 +117,7 @@ export class Chart {
       hooks: {
         setSelect: [(plot) => { this.isZoomed = this.isZoomed || plot.select.width > 0; }],
         ready: [hidePale],
+        setCursor: [() => this.showLast()],
       },
     };
   }

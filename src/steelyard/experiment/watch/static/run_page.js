@@ -17,8 +17,17 @@ const WIDE = ["loss", "contributions", "gradients", "weights", "rewards"];
 const MAX_NEW_POINTS = 2000; // then the server thins the curves again
 const RECORD_SECONDS = 5;
 
-function curveColour(label, at) {
-  return { total: "total", base: "base", bound: "base" }[label] ?? COLOURS[at % COLOURS.length];
+// A term, or a reward, has one colour in all charts of a run.
+class Colours {
+  constructor() {
+    this.names = ["total", "base", "bound"];
+  }
+
+  of(name) {
+    if (!this.names.includes(name)) this.names.push(name);
+    const at = this.names.indexOf(name);
+    return at < 3 ? ["total", "base", "base"][at] : COLOURS[(at - 3) % COLOURS.length];
+  }
 }
 
 export class RunPage {
@@ -53,13 +62,22 @@ export class RunPage {
   }
 
   chartsOfOne(view) {
-    return view.charts.map(({ group, title, curves }) => ({
-      group,
-      title,
-      lines: Object.entries(curves).map(([key, label], at) => ({
-        label, colour: curveColour(label, at), dash: label === "bound" ? [5, 4] : undefined, curve: view.curves[key],
-      })),
-    }));
+    const terms = new Colours();
+    view.charts.filter(({ group }) => group === "values").forEach(({ title }) => terms.of(title));
+    return view.charts.map(({ group, title, curves }) => {
+      const colours = group === "rewards" ? new Colours() : terms;
+      const isAlone = Object.keys(curves).length === 1;
+      return {
+        group,
+        title,
+        lines: Object.entries(curves).map(([key, label]) => ({
+          label,
+          colour: label === "value" ? colours.of(title) : isAlone && !terms.names.includes(label) ? "c1" : colours.of(label),
+          dash: label === "bound" ? [5, 4] : undefined,
+          curve: view.curves[key],
+        })),
+      };
+    });
   }
 
   // A chart for each metric, with a line for each run that has it.
@@ -117,6 +135,9 @@ export class RunPage {
     if (!record.details.open || Date.now() - record.loaded < RECORD_SECONDS * 1000) return;
     record.loaded = Date.now();
     const found = await this.loadRecords(record.kind, run).catch((error) => ({ text: error.message, whole: true }));
+    const content = JSON.stringify(found);
+    if (content === record.content) return; // and what the reader has selected stays
+    record.content = content;
     const isAtEnd = record.box.scrollTop > 0 && record.box.scrollTop + record.box.clientHeight >= record.box.scrollHeight - 8;
     record.box.replaceChildren(...(found.records || record.kind === "log" || record.kind === "config" ? showRecords(record.kind, found) : [found.text]));
     if (isAtEnd) record.box.scrollTop = record.box.scrollHeight;
