@@ -24,6 +24,7 @@ NAMES = (
     "trl",
     "scaling",
     "optim",
+    "watch",
 )
 
 

@@ -79,8 +79,8 @@ def parse_object(text: bytes, *, finite: bool = False) -> dict[str, Any] | None:
         finite: whether numbers that are not finite become None.
     """
     try:
-        convert = {"parse_float": _finite, "parse_constant": _finite} if finite else {}
-        found = json.loads(text, **convert)
+        convert = _finite if finite else None
+        found = json.loads(text, parse_float=convert, parse_constant=convert)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
