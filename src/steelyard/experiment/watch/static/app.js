@@ -148,7 +148,7 @@ function listItem(name) {
 
 byId("smoothing").addEventListener("input", () => { byId("smoothing-value").textContent = byId("smoothing").value; });
 byId("smoothing").addEventListener("change", load);
-byId("log").addEventListener("change", () => { options.log = byId("log").checked; page.rebuild(); });
+byId("log-scale").addEventListener("change", () => { options.log = byId("log-scale").checked; page.rebuild(); });
 addEventListener("hashchange", load);
 document.addEventListener("visibilitychange", () => { if (document.hidden) events?.close(); else connect(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.rebuild());
