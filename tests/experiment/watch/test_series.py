@@ -174,8 +174,14 @@ def test_thinning_keeps_the_extremes_of_every_part(values: np.ndarray, most: int
 def test_smoothing_is_that_of_pandas(values: np.ndarray, factor: float) -> None:
     finite = np.isfinite(values)
     expected = values.copy()
-    expected[finite] = pd.Series(values[finite]).ewm(alpha=1 - factor, adjust=False).mean()
-    np.testing.assert_allclose(smooth(values, factor), expected, rtol=1e-9, atol=1e-6)
+    expected[finite] = pd.Series(values[finite]).ewm(alpha=1 - factor).mean()
+    smoothed, weight = smooth(values, factor)
+    np.testing.assert_allclose(smoothed, expected, rtol=1e-9, atol=1e-6)
+    # The page continues the average with the next value.
+    if finite.any():
+        kept = factor * weight
+        after = (kept * smoothed[finite][-1] + 1.5) / (kept + 1)
+        assert after == pytest.approx(smooth(np.append(values, 1.5), factor)[0][-1], abs=1e-6)
 
 
 def test_means_of_buckets_of_steps() -> None:

@@ -25,7 +25,7 @@ _MAX_DEPTH = 4  # seeds of a trial of a search lie two folders below the search
 _NO_RUNS = ("checkpoints", "tensorboard", "wandb")
 _SHOWN = ("loss_total", "base_loss/value", "held_out/loss", "rollouts/reward", "seconds")
 # A run on another machine, whose lock cannot be seen, counts as running for so long after a step.
-_FRESH_SECONDS = 30.0
+_FRESH_SECONDS = 10.0
 _FRESH_STEPS = 3
 _PAUSE = 20  # times as long as a search for runs took
 _LOCKS = Path("/proc/locks")

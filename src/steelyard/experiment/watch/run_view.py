@@ -74,11 +74,15 @@ class RunViews:
 
 def _curve(steps: NDArray[np.int64], values: Floats, smoothing: float) -> dict[str, Any]:
     at = thin(values)
-    curve = {"steps": steps[at].tolist(), "values": _rounded(values[at])}
+    curve: dict[str, Any] = {"steps": steps[at].tolist(), "values": _rounded(values[at])}
     if smoothing:
-        smoothed = smooth(values, smoothing)
+        smoothed, weight = smooth(values, smoothing)
         at = thin(smoothed)
-        curve["smooth"] = {"steps": steps[at].tolist(), "values": _rounded(smoothed[at])}
+        curve["smooth"] = {
+            "steps": steps[at].tolist(),
+            "values": _rounded(smoothed[at]),
+            "weight": weight,
+        }
     return curve
 
 

@@ -135,19 +135,21 @@ class RunSeries:
         self.steps = len({each for c in self._columns.values() for each in c.steps})
 
 
-def smooth(values: Floats, factor: float) -> Floats:
-    """Exponential moving average, s ← factor · s + (1 − factor) · v, from the first value on.
+def smooth(values: Floats, factor: float) -> tuple[Floats, float]:
+    """Exponential moving average: the mean of the values so far, with weights factor^age.
 
-    Values that are not finite are left as they are, and skipped by the average.
+    Values that are not finite are left as they are, and have no weight.
+
+    Returns:
+        The averages, and the sum of the weights at the end: what continues the last average.
     """
     finite = np.isfinite(values)
+    sums = list(itertools.accumulate(values[finite].tolist(), lambda s, value: factor * s + value))
+    # 1 + factor + … + factor^(n - 1), for each number n of values.
+    weights = (1 - factor ** np.arange(1, len(sums) + 1)) / (1 - factor)
     smoothed = values.copy()
-    smoothed[finite] = list(
-        itertools.accumulate(
-            values[finite].tolist(), lambda average, v: factor * average + (1 - factor) * v
-        )
-    )
-    return smoothed
+    smoothed[finite] = np.array(sums) / weights
+    return smoothed, float(weights[-1]) if len(sums) else 0.0
 
 
 def thin(values: Floats, points: int = MAX_POINTS) -> NDArray[np.int64]:

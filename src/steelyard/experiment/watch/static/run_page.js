@@ -180,9 +180,11 @@ export class RunPage {
     curve.steps.push(step);
     curve.values.push(value);
     if (!curve.smooth || value === null) return;
-    const last = curve.smooth.values.findLast((each) => each !== null);
+    const last = curve.smooth.values.findLast((each) => each !== null) ?? 0;
+    const kept = this.smoothing * curve.smooth.weight;
+    curve.smooth.weight = kept + 1;
     curve.smooth.steps.push(step);
-    curve.smooth.values.push(last === undefined ? value : this.smoothing * last + (1 - this.smoothing) * value);
+    curve.smooth.values.push((kept * last + value) / (kept + 1));
   }
 
   changed() {
