@@ -32,9 +32,12 @@ test: lint ## ruff, mypy, every test, doctest and README block, coverage
 	  $(BIN)/python -m coverage report --include='$(EXACT)'; exit 1; }
 
 # Not the environment of this Makefile, whose torch has no CUDA: PYTHON is one that has.
-test-gpu: ## the kernels and every penalty on CUDA; PYTHON= a python whose torch has CUDA
+ON_GPU := tests/composition/test_traced.py tests/composition/test_composite_fusing.py \
+  tests/engine/test_projection.py::test_a_projection_on_any_device \
+  tests/integrations/huggingface/test_logit_free_loss.py::test_the_same_training_without_logits
+test-gpu: ## kernels, penalties, composites and projections on CUDA; PYTHON= a python with CUDA
 	$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "test-gpu needs a GPU and a torch with CUDA: make test-gpu PYTHON=...")'
-	PYTHONPATH=src JAX_PLATFORMS=cpu $(PYTHON) -m pytest tests/penalties
+	PYTHONPATH=src JAX_PLATFORMS=cpu $(PYTHON) -m pytest tests/penalties $(ON_GPU)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check --quiet .

@@ -17,6 +17,7 @@ NAMES = (
     "memory",
     "penalties",
     "engine",
+    "one_pass",
     "sampling",
     "on_policy",
     "regularizers",

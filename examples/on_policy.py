@@ -38,11 +38,12 @@ def main() -> None:
         print(" step  reward        tokens     KL  held-out")
         train(config, folder, watch=Printer())
         answers = [each for each in RunFolder(folder).rollouts() if each.get("held_out")]
-    print("\nanswers to a held-out question, before and after")
-    first, last = answers[0], next(a for a in reversed(answers) if a["line"] == answers[0]["line"])
-    print(first["prompt"])
-    for answer in (first, last):
-        print(f"  {answer['reward']:.2f}  {answer['answer']!r}")
+    print("\nanswers to the held-out questions, before and after")
+    half = len(answers) // 2
+    for before, after in zip(answers[:half], answers[half:], strict=True):
+        print(before["prompt"].splitlines()[0])
+        for answer in (before, after):
+            print(f"  {answer['reward']:.2f} {answer['answer']}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ def words(printed: str) -> str:
     return " ".join(re.sub(r"[-+]?\d[\d.e+-]*", "#", plain).split())
 
 
+def comparable(printed: str) -> str:
+    """Printed text up to the answers of a model, which differ between models and machines."""
+    return words(printed.partition("\nanswers to ")[0])
+
+
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) > 10
 
@@ -31,7 +36,9 @@ def test_an_example_prints_what_the_documentation_shows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEELYARD_EXAMPLE_MODEL", "tiny-random")  # the real one takes minutes
     runpy.run_path(str(example), run_name="__main__")
     kept = example.parent / "outputs" / f"{example.stem}.txt"
     shown = kept.read_text(encoding="utf-8")
-    assert words(capsys.readouterr().out) == words(shown), "python tools/outputs.py renews it"
+    printed = capsys.readouterr().out
+    assert comparable(printed) == comparable(shown), "python tools/outputs.py renews it"

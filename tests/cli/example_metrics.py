@@ -30,3 +30,26 @@ def skipping(reason: str | None) -> dict[str, Any]:
     """Metrics of a step at which `judge/2` was skipped."""
     line = {**metrics(), "skipped/judge/2": 1.0}
     return line if reason is None else {**line, "skipped/judge/2/reason": reason}
+
+
+def on_policy(**changed: float) -> dict[str, Any]:
+    """Metrics of a step with one term and two rewards; `judge/1` failed for two answers."""
+    rewards = {
+        "rewards/short/mean": 0.4375,
+        "rewards/short/std": 0.125,
+        "rewards/short/weight": 1.0,
+        "rewards/judge/1/mean": -0.001234,
+        "rewards/judge/1/std": 0.0009876,
+        "rewards/judge/1/weight": 0.05,
+        "rewards/judge/1/failed": 2.0,
+        "rollouts/reward": 0.4374,
+        "rollouts/reward_std": 0.1251,
+        "rollouts/no_signal": 0.25,
+        "rollouts/dropped": 2.0,
+        "rollouts/answer_tokens": 12.34,
+        "rollouts/truncated": 0.0625,
+        "rollouts/entropy": 1.2345,
+        "rollouts/kl": 0.01234,
+        "clip_fraction": 0.03,
+    }
+    return {**metrics(), **rewards, **changed}

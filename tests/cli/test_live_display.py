@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import pytest
 from rich.console import Console
 
 from steelyard.cli import live_display
-from steelyard.cli.live_display import LiveDisplay, step_table
+from steelyard.cli.live_display import LiveDisplay, step_table, step_tables
 from steelyard.experiment.flags import FLAGS
 
-from .example_metrics import metrics, skipping
+from .example_metrics import metrics, on_policy, skipping
 from .project import metrics_of
 
 STEELYARD = Path(sys.executable).with_name("steelyard")
 
+IMPORTS = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
 TERMINAL = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
@@ -54,6 +56,9 @@ def test_the_table_shows_the_flags(changed: dict[str, float | None], flags: list
 def test_the_table_shows_a_bound() -> None:
     line = {**metrics(), "regularizers/t/1/bound": 0.25}
     assert "5 (bound 0.25)" in shown_table(line)
+    narrow = shown_lines(line, 80)
+    (below,) = [index for index, each in enumerate(narrow) if each == "(bound 0.25)"]
+    assert narrow[below - 1].split()[:2] == ["t/1", "5"]
 
 
 def test_the_table_shows_the_factors_of_an_aggregator() -> None:
@@ -105,6 +110,71 @@ def test_the_table_shows_every_number() -> None:
         assert cell in text
 
 
+def shown_lines(line: dict[str, Any], width: int) -> list[str]:
+    """Lines of all tables of a step in a terminal of this width, without borders."""
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        for table in step_tables(line, narrow=width < live_display._WIDE):
+            console.print(table)
+    return [each.replace("│", " ").strip() for each in captured.get().splitlines()]
+
+
+def test_the_rewards_have_a_table_and_the_answers_a_line() -> None:
+    shown = shown_lines(on_policy(**{"held_out/reward": 0.83}), 160)
+    assert shown[0] == "step 4, 0.5 s, held-out reward 0.8300, gradients w.r.t. log-probs"
+    start = shown.index("rewards")
+    assert [each.split() for each in shown[start + 4 : start + 6]] == [
+        ["short", "0.4375", "0.125", "1"],
+        ["judge/1", "-0.001234", "0.000988", "0.05", "2"],
+    ]
+    facts = (
+        "reward 0.437 ± 0.13   groups without signal 25%   tokens per answer 12.3   truncated 6%   "
+        "dropped 2   entropy 1.23   KL 0.0123   clipped 3%"
+    )
+    assert shown[-1] == facts
+
+
+def test_brackets_in_the_name_of_a_reward_are_shown() -> None:
+    line = {**metrics(), "rewards/[bold]x/weight": 1.0}
+    assert any(each.startswith("[bold]x ") for each in shown_lines(line, 120))
+
+
+def test_a_run_without_rollouts_has_one_table() -> None:
+    assert len(step_tables(metrics())) == 1
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_is_cut(width: int) -> None:
+    term = {"value": -12345.678, "weight": 0.012345, "contribution": -0.00012345}
+    term |= {"grad_norm_weighted": 0.00012345, "duration": 1234.56}
+    changed = {f"regularizers/t/1/{key}": value for key, value in term.items()}
+    line = on_policy(**changed, **{"cosines/base/t/1": -0.31, "rewards/short/mean": -12345.678}) | {
+        "base_loss/value": -0.00012345
+    }
+    shown = shown_lines(line, width)
+    assert max(map(len, shown)) <= width
+    assert "…" not in "".join(shown)
+    (base,) = [each.split() for each in shown if each.startswith("base ")]
+    assert base == ["base", "-0.000123", "-0.000123", "3", "100%"]
+    (own,) = [each.split() for each in shown if each.startswith("t/1 ")]
+    numbers = ["t/1", "-1.23e+04", "0.0123", "-0.000123", "0.000123", "0%", "-0.31", "1234.6", "s"]
+    assert own[: len(numbers)] == numbers
+    (short,) = [each.split() for each in shown if each.startswith("short ")]
+    assert short == ["short", "-1.235e+04", "0.125", "1"]
+    text = " ".join(shown)
+    for fact in ("reward 0.437 ± 0.13", "tokens per answer 12.3", "entropy 1.23", "KL 0.0123"):
+        assert fact in text
+
+
+def test_the_bar_shows_the_reward() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=80, color_system=None, force_terminal=True)
+    with LiveDisplay(console) as display:
+        display.step(3, 8, on_policy())
+    assert "reward 0.4374" in output.getvalue()
+    assert "loss 2.5" not in output.getvalue()
+
+
 def test_every_flag_has_a_style() -> None:
     assert set(live_display._STYLES) == set(FLAGS)
 
@@ -150,6 +220,36 @@ def test_a_terminal_shows_a_progress_bar_and_a_table(terminal: Path) -> None:
     made = len(metrics_of(terminal / "r"))
     assert 0 < made < 40
     assert "WorkerDied" not in (terminal / "r" / "log.txt").read_text()
+
+
+def test_a_terminal_of_80_columns_shows_an_on_policy_run(project: Path) -> None:
+    tables = [
+        '[model]\nbase_model = "tiny-random"\nrank = 2',
+        '[rollouts]\nprompts = "prompts.jsonl"\nper_step = 2\ngroup_size = 4\nmax_tokens = 6',
+        "[train]\nsteps = 2",
+        '[[rewards]]\nuse = "length"\nname = "short"\noptions = { max_characters = 4 }',
+    ]
+    (project / "on_policy.toml").write_text("\n".join(tables))
+    (project / "prompts.jsonl").write_text('{"prompt": "Name a fruit."}\n' * 6)
+    child = pexpect.spawn(
+        str(STEELYARD),
+        ["train", "on_policy.toml", "--run", "r"],
+        cwd=project,
+        timeout=600,
+        dimensions=(40, 80),
+        env={**TERMINAL, **IMPORTS, "PATH": str(STEELYARD.parent)},
+        encoding="utf-8",
+    )
+    child.expect("sampling answers: 4 to each of 2 prompts a step")
+    # The display may show the second step at once.
+    for word in ("reward [\\d.e-]+ ", "held-out reward", "rewards", "name", "mean", "spread"):
+        child.expect(word)
+    child.expect("short +[\\d.e-]+ +[\\d.e-]+ +1")
+    child.expect("groups without signal \\d+%")
+    child.expect("Held-out reward: [\\d.]+ -> [\\d.]+\\.")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
 
 
 def test_a_resumed_run_starts_in_the_middle_of_the_bar() -> None:

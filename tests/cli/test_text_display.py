@@ -6,7 +6,7 @@ import pytest
 
 from steelyard.cli.text_display import TextDisplay
 
-from .example_metrics import metrics, skipping
+from .example_metrics import metrics, on_policy, skipping
 
 
 def test_a_line_says_which_term_was_skipped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +33,15 @@ def test_messages_are_printed_without_secrets(
     monkeypatch.setenv("TINKER_API_KEY", "tml-s3cr3t")
     TextDisplay().say("key tml-s3cr3t")
     assert capsys.readouterr().out == "key ***\n"
+
+
+def test_a_line_has_the_rewards_and_facts_about_the_answers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    TextDisplay().step(3, 8, on_policy(**{"held_out/reward": 0.83}))
+    assert capsys.readouterr().out == (
+        "step 4/8  short 0.438 ± 0.12  judge/1 -0.00123 ± 0.00099 (2 failed)  "
+        "reward 0.437 ± 0.13  groups without signal 25%  tokens per answer 12.3  truncated 6%  "
+        "dropped 2  entropy 1.23  KL 0.0123  clipped 3%  loss 2.5000  base 2.0000  t/1 +0.5000  "
+        "held-out reward 0.8300\n"
+    )

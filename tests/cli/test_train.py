@@ -53,6 +53,21 @@ def test_a_run_folder_holds_config_metrics_samples_and_checkpoints(
     assert not list(run.rglob("*.pkl")) + list(run.rglob("*.pt"))
 
 
+def test_an_on_policy_run_prints_its_rewards(command: CommandRunner, project: Path) -> None:
+    example = command.run("config", "example", "--on-policy", cwd=project).out
+    (project / "on_policy.toml").write_text(example)
+    (project / "prompts.jsonl").write_text('{"prompt": "Name a fruit."}\n' * 12)
+    tiny = ["model.base_model=tiny-random", "model.rank=2", "rollouts.max_tokens=6"]
+    done = command.run("train", "on_policy.toml", *tiny, "train.steps=2", "--run", "r", cwd=project)
+    assert done.code == 0, done.err
+    assert "sampling answers: 8 to each of 4 prompts a step\n" in done.out
+    number = r"-?\d[\d.e+-]*"
+    line = rf"step 2/2  short {number} ± {number}  reward {number} ± {number}  groups without "
+    assert re.search(line + r"signal \d+%  tokens per answer \d\.\d  truncated \d+%", done.out)
+    assert re.search(r"Held-out reward: \d\.\d+ -> \d\.\d+\.\nDone: 2 steps in r", done.out)
+    assert "Held-out loss" not in done.out
+
+
 def test_training_lowers_the_held_out_loss(command: CommandRunner, project: Path) -> None:
     command.run("train", "c.toml", "--run", "r", cwd=project)
     first, *_, last = metrics_of(project / "r")

@@ -29,6 +29,7 @@ from tests.fused import count_together
 
 from .models import listening
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]  # `make test-gpu`
 READ = {"logits": "logits", "mask": "kept"}
 TERMS: list[dict[str, Any]] = [
     {"fn": entropy, "weight": 0.3, "inputs": READ, "options": {"mode": "bonus"}},
@@ -47,15 +48,18 @@ def nll(logits: Tensor, targets: Tensor, kept: Tensor) -> Tensor:
     return loss
 
 
-@pytest.fixture
-def batch() -> dict[str, Tensor]:
+@pytest.fixture(params=DEVICES)
+def batch(request: pytest.FixtureRequest) -> dict[str, Tensor]:
     torch.manual_seed(7)
-    return {
-        "logits": torch.randn(2, 5, 11, requires_grad=True),
+    made = {
+        "logits": torch.randn(2, 5, 11),
         "teacher": torch.randn(2, 5, 11),
         "targets": torch.randint(0, 11, (2, 5)),
         "kept": torch.rand(2, 5) > 0.3,
     }
+    on_device = {name: x.to(request.param) for name, x in made.items()}
+    on_device["logits"].requires_grad_()
+    return on_device
 
 
 @pytest.fixture
@@ -283,7 +287,7 @@ def whole(logits: Tensor, **settings: Any) -> tuple[CustomLossOutput, Tensor]:
     kinds: dict[Any, float] = {"cross_entropy": 0.5, "kl": 0.3, "entropy": 0.1}
     terms = [RegularizerSpec(WholeVocabulary(kind=k), weight) for k, weight in kinds.items()]
     loss = CompositeLoss(lambda logits: torch.cat(logits).square().mean(), terms, **settings)
-    logprobs = [torch.full((5,), -1.0) for _ in range(2)]
+    logprobs = [torch.full((5,), -1.0, device=logits.device) for _ in range(2)]
     total = loss(logits=list(logits), data=data, logprobs=logprobs)
     [gradient] = torch.autograd.grad(total, logits)
     assert loss.output.loss_total == near(total.item())

@@ -151,6 +151,29 @@ def test_the_estimated_limit_takes_half_of_the_free_memory(
         assert tokens == pytest.approx(0.5e9 / each, rel=0.1)
 
 
+def test_passes_without_logits_have_a_larger_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their graphs hold no number for each word of the vocabulary."""
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 10**9)
+    with limited(None) as service:
+        client = create(service)
+        budget, adapter = client._worker.token_budget, client._trainer.adapter
+
+        def bytes_of(*needs: str) -> float:
+            return 0.5e9 / client._worker.submit(budget.tokens, adapter, needs).result()
+
+        with_logits = bytes_of()
+        assert bytes_of("logits") == bytes_of("projection", "logits") == with_logits
+        # The logits, in float64, and their gradient, in float32.
+        assert with_logits - bytes_of("projection") == pytest.approx(512 * (8 + 4), rel=0.1)
+
+
+def test_a_limit_that_is_given_holds_without_logits_too() -> None:
+    with limited(100) as service:
+        client = create(service)
+        budget, adapter = client._worker.token_budget, client._trainer.adapter
+        assert budget.tokens(adapter) == budget.tokens(adapter, ("projection",)) == 100
+
+
 def test_free_memory_is_that_of_the_machine() -> None:
     free = memory._free_bytes(torch.device("cpu"))
     assert free == pytest.approx(psutil.virtual_memory().available, rel=0.3)

@@ -53,7 +53,8 @@ def anchored(data: Sequence[types.Datum], rows: Sequence[Any]) -> Tensor:
     """Cross-entropy and z-loss together, of all data but the second."""
     totals = []
     for one, z in zip(data, rows, strict=True):
-        targets = one.loss_fn_inputs["target_tokens"].to_torch()
+        device = (z.hidden if isinstance(z, Projection) else z).device
+        targets = one.loss_fn_inputs["target_tokens"].to_torch().to(device)
         terms: list[Any] = ["cross_entropy", ("z_loss", {"weight": 0.1})]
         if len(targets) > 4:
             totals.append(compose_logits(z, terms, targets=targets).total)
@@ -94,6 +95,22 @@ def test_terms_over_a_projection_have_the_gradients_of_terms_over_logits(
         assert found.regularizers[name].grad_space == "projection"
         ours, theirs = found.regularizers[name].value, wanted.regularizers[name].value
         assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_a_projection_on_any_device(device: str, dtype: str) -> None:
+    """In float32 on a GPU the terms run by the kernels."""
+    found = []
+    for place, need in (("cpu", "logits"), (device, "projection")):
+        with LocalServiceClient(dtype=dtype, device=place) as service:
+            client = service.create_lora_training_client("tiny-random", rank=3, seed=1)
+            train(client)
+            output, gradients = composed(client, need)
+            found.append((output.loss_total, {key: x.cpu() for key, x in gradients.items()}))
+    tolerance = 1e-10 if dtype == "float64" else 1e-3
+    assert found[1][0] == pytest.approx(found[0][0], rel=tolerance)
+    close(found[1][1], found[0][1], tolerance)
 
 
 @pytest.mark.parametrize("unembed", [True, False])

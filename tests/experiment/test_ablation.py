@@ -19,7 +19,21 @@ from steelyard.experiment.checkpointing import latest_checkpoint
 from steelyard.experiment.encoding import Encoder
 from tests.engine.by_hand import ByHand
 
-from .small_runs import DRIFT, KL, L2, STEADY, Recorder, lines, noise, small_config, term
+from .small_runs import (
+    DRIFT,
+    KL,
+    L2,
+    STEADY,
+    Recorder,
+    brief,
+    letters,
+    lines,
+    noise,
+    reward,
+    small_config,
+    small_rollouts,
+    term,
+)
 
 
 def enabled(config: Config) -> list[bool]:
@@ -40,6 +54,65 @@ def test_variants_leave_out_each_enabled_term_and_all(folder: Path) -> None:
 def test_variants_of_one_term_and_of_none(folder: Path) -> None:
     assert list(variants(small_config(folder))) == ["all", "none"]
     assert list(variants(small_config(folder, regularizers=[]))) == ["all"]
+
+
+def test_variants_leave_out_each_of_several_rewards(folder: Path) -> None:
+    entries = [reward(letters), reward(brief, name="off", enabled=False), reward(brief)]
+    config = small_rollouts(folder, rewards=entries, regularizers=[KL])
+    found = {
+        label: ([entry.enabled for entry in variant.rewards], enabled(variant))
+        for label, variant in variants(config).items()
+    }
+    assert found == {
+        "all": ([True, False, True], [True]),
+        "none": ([True, False, True], [False]),
+        "without reward letters": ([False, False, True], [True]),
+        "without reward brief": ([True, False, False], [True]),
+    }
+    alone = small_rollouts(folder, rewards=entries[:2], regularizers=[KL])
+    assert list(variants(alone)) == ["all", "none"]
+
+
+def test_a_term_with_the_name_of_a_variant_is_refused(folder: Path) -> None:
+    names = [{**L2, "name": "reward brief"}, KL]
+    config = small_rollouts(folder, rewards=[reward(letters), reward(brief)], regularizers=names)
+    with pytest.raises(ConfigError, match=r"makes 'without reward brief' ambiguous"):
+        variants(config)
+
+
+def test_on_policy_runs_are_compared_by_the_rewards_of_the_full_config(folder: Path) -> None:
+    entries = [reward(letters), reward(brief, weight={"linear": [0.0, 8.0, 2]})]
+    config = small_rollouts(folder, "train.steps=2", rewards=entries, regularizers=[KL])
+    ablation = ablate(config, folder / "a")
+    labels = ["all", "none", "without reward letters", "without reward brief"]
+    assert [row["run"] for row in ablation.table] == labels
+    sums = {}
+    for row in ablation.table:
+        result = RunFolder(folder / "a" / ablation.runs[row["run"]]).result()
+        assert result is not None
+        metrics = result["metrics"]
+        each = {name: metrics[f"held_out/rewards/{name}"] for name in ("letters", "brief")}
+        sums[row["run"]] = each["letters"] + 4.0 * each["brief"]  # weights at the last step
+        assert row == {
+            "run": row["run"],
+            "seed": 0,
+            "held_out/reward": pytest.approx(sums[row["run"]]),
+            "rewards": each,
+            "loss": metrics["base_loss/value"],
+            "terms": {"kl": metrics["held_out/regularizers/kl"]},
+            "seconds": result["seconds"],
+        }
+        own = metrics["held_out/reward"]  # of the run itself: without the reward left out
+        left_out = {"without reward letters": each["letters"], "without reward brief": 0.0}
+        if row["run"] == "without reward brief":
+            assert own == pytest.approx(each["letters"])
+        else:
+            assert own == pytest.approx(sums[row["run"]] - left_out.get(row["run"], 0.0))
+    quantities = ["held-out reward", "reward letters", "reward brief", "kl"]
+    assert list(ablation.effects["all"]) == quantities
+    difference = ablation.effects["without reward brief"]["held-out reward"].difference
+    assert difference is not None
+    assert difference.mean == pytest.approx(sums["without reward brief"] - sums["all"])
 
 
 def test_the_table_holds_the_results_of_all_runs(folder: Path) -> None:

@@ -17,9 +17,9 @@ from tinker import types
 
 from steelyard.engine import LocalServiceClient, tiny
 from steelyard.errors import ConfigError, RunError
-from steelyard.experiment import Config, RunFolder, read_config, resume, train
+from steelyard.experiment import Config, RunFolder, read_config, resume, train, training_loop
 from steelyard.experiment.backend import Backend, check_model, open_backend
-from steelyard.experiment.config import ModelConfig
+from steelyard.experiment.config import ModelConfig, TermConfig
 from steelyard.experiment.encoding import Encoder
 from tests.cli.project import metrics_of, write_project
 from tests.clients.sdk import Answered, Holder
@@ -212,3 +212,28 @@ def test_an_unknown_local_model_is_refused_without_loading() -> None:
     check_model(ModelConfig(backend="tinker", base_model="gpt-9"))
     with pytest.raises(ConfigError, match=r"^\[model\]: base_model must be"):
         check_model(ModelConfig(base_model="gpt-9"))
+
+
+def test_a_run_on_a_service_takes_one_pass(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    opened = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Backend:
+        opened.append(open_backend(*args, **kwargs))
+        return opened[-1]
+
+    monkeypatch.setattr(training_loop, "open_backend", recorded)
+    terms = [
+        TermConfig(use="kl_to_reference", name="kl", weight=0.1),
+        TermConfig(use="entropy", weight=0.01, options={"mode": "bonus"}),
+    ]
+    with start(tmp_path / "served") as running:
+        model = config.model.model_copy(update={"base_url": running.base_url})
+        settings = config.train.model_copy(update={"sample_prompts": [], "drivers_every": 1})
+        changes = {"model": model, "regularizers": terms, "train": settings}
+        assert train(config.model_copy(update=changes), tmp_path / "r").status == "done"
+    assert opened[0].client.explain().passes == 1
+    # The log-probs that came back give the gradients of single terms.
+    assert {record["term"] for record in RunFolder(tmp_path / "r").drivers()} >= {"kl", "entropy"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.errors import ConfigError
-from steelyard.experiment import check_config, example_config, read_config
+from steelyard.experiment import check_config, check_terms, example_config, read_config
 
 
 def test_a_check_sets_ranges_to_their_low_end(folder: Path) -> None:
@@ -15,6 +15,18 @@ def test_a_check_sets_ranges_to_their_low_end(folder: Path) -> None:
     config = read_config(folder / "example.toml", ["regularizers.kl.weight={tune = [0.5, 2.0]}"])
     kl, entropy = check_config(config)
     assert (kl.name, kl.weight, entropy.name, entropy.weight) == ("kl", 0.5, "entropy", 0.01)
+
+
+def test_a_check_builds_the_rewards(folder: Path) -> None:
+    (folder / "prompts.jsonl").touch()
+    (folder / "example.toml").write_text(example_config(on_policy=True), encoding="utf-8")
+    config = read_config(folder / "example.toml", ["rewards.short.weight={tune = [0.5, 2.0]}"])
+    terms = check_terms(config)
+    assert [(each.name, each.weight) for each in terms.rewards] == [("short", 0.5)]
+    assert [spec.name for spec in terms.specs] == ["kl"]
+    wrong = read_config(folder / "example.toml", ["rewards.short.use=size"])
+    with pytest.raises(ConfigError, match=r"^\[\[rewards\]\] #1: use must be a ready-made reward"):
+        check_config(wrong)
 
 
 @pytest.mark.parametrize(

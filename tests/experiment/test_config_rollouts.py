@@ -53,6 +53,21 @@ def test_a_given_objective_and_loss_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
+    ("objective", "direction"),
+    [
+        ("held_out/reward", "maximize"),
+        ({"held_out/rewards/short": 1.0, "rewards/short/mean": 0.5}, "maximize"),
+        ({"held_out/rewards/short": 1.0, "rollouts/kl": -0.5}, "minimize"),
+    ],
+)
+def test_an_objective_of_rewards_is_maximized(objective: Any, direction: str) -> None:
+    config = Config.model_validate(raw_config(tune={"objective": objective}))
+    assert (config.tune.objective, config.tune.direction) == (objective, direction)
+    given = raw_config(tune={"objective": objective, "direction": "minimize"})
+    assert Config.model_validate(given).tune.direction == "minimize"
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (

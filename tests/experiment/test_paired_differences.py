@@ -17,6 +17,8 @@ from steelyard.experiment.paired_differences import (
     compare,
     conclusions,
     estimate,
+    is_reward,
+    reward_quantity,
     t_quantile,
 )
 
@@ -77,7 +79,7 @@ def test_only_seeds_that_both_runs_have_are_paired() -> None:
     assert compare({0: None}, {0: 1.0}) == Comparison(None, None)
 
 
-def test_a_run_without_any_difference_has_no_visible_effect() -> None:
+def test_a_run_without_any_difference_has_no_visible_comparison() -> None:
     assert compare({0: 2.0, 1: 3.0}, {0: 2.0, 1: 3.0}).verdict == "no visible effect"
 
 
@@ -115,3 +117,26 @@ def test_one_seed_has_no_verdict_and_the_sentence_says_how_to_get_one() -> None:
     (sentence,) = conclusions({"without kl": {"held-out loss": comparison(-0.3)}})
     assert "there is no verdict: --seeds 3 adds runs with two more seeds" in sentence
     assert conclusions({}) == []
+
+
+def test_conclusions_are_about_the_reward_and_the_reward_left_out() -> None:
+    own = {
+        "held-out reward": comparison(-1.0, -1.1, -0.9),
+        "reward short": comparison(-2.0, -2.0, -2.0),
+        "reward kind": comparison(3.0, 3.0, 3.0),
+        "kl": comparison(0.0, 0.5, -0.5),
+    }
+    found = conclusions({"without reward short": own, "none": own})
+    assert found[0] == (
+        "without reward short: held-out reward lower by 1 ± 0.25; reward short lower by 2 ± 0."
+    )
+    assert found[1] == (
+        "none: held-out reward lower by 1 ± 0.25; no visible effect on kl (+0 ± 1.2)."
+    )
+
+
+def test_rewards_are_told_from_terms() -> None:
+    assert is_reward("held-out reward")
+    assert is_reward(reward_quantity("short"))
+    assert not is_reward("short")
+    assert not is_reward("held-out loss")

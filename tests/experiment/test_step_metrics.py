@@ -8,6 +8,7 @@ from steelyard.experiment.step_metrics import (
     cosine_to_base,
     gradients,
     mean_metrics,
+    reward_names,
     short_reason,
     skip_reasons,
     skipped_terms,
@@ -24,6 +25,17 @@ def test_terms_that_ran_are_those_with_a_contribution() -> None:
         "regularizers/off/weight": 0.0,
     }
     assert terms_that_ran(line) == ["kl", "a/b"]
+
+
+def test_rewards_are_those_with_a_weight() -> None:
+    line = {
+        "rewards/short/mean": 0.1,
+        "rewards/short/weight": 1.0,
+        "rewards/a/b/weight": 0.0,  # failed for every answer
+        "held_out/rewards/short": 0.2,
+        "regularizers/kl/weight": 0.1,
+    }
+    assert reward_names(line) == ["short", "a/b"]
 
 
 def test_reasons_are_read_back() -> None:

@@ -15,7 +15,19 @@ from steelyard.experiment import RunFolder, read_config, tune
 from steelyard.experiment.config import TuneConfig
 from steelyard.experiment.tuning import objective, weight_ranges, with_weights
 
-from .small_runs import DRIFT, KL, L2, Recorder, failing, small_config, term
+from .small_runs import (
+    DRIFT,
+    KL,
+    L2,
+    Recorder,
+    brief,
+    failing,
+    letters,
+    reward,
+    small_config,
+    small_rollouts,
+    term,
+)
 
 RANGE = {**L2, "weight": {"tune": [0.1, 10.0], "log": True}}
 
@@ -30,6 +42,60 @@ def test_ranges_are_named_after_their_terms(folder: Path) -> None:
     fixed = with_weights(config, {"l2": 0.5, "entropy#3": 0.25})
     assert [entry.weight for entry in fixed.regularizers] == [0.5, 0.1, 0.25]
     assert weight_ranges(fixed) == {}
+
+
+def test_ranges_of_rewards_are_named_apart_from_those_of_terms(folder: Path) -> None:
+    span = {"tune": [0.1, 10.0]}
+    entries = [reward(letters, name="l2", weight=span), reward(brief, weight=span)]
+    config = small_rollouts(folder, rewards=entries, regularizers=[RANGE, KL])
+    unnamed = f"rewards.{entries[1]['use']}#2"
+    assert list(weight_ranges(config)) == ["l2", "rewards.l2", unnamed]
+    fixed = with_weights(config, {"l2": 0.5, "rewards.l2": 2.0, unnamed: 3.0})
+    assert [entry.weight for entry in fixed.regularizers] == [0.5, 0.1]
+    assert [entry.weight for entry in fixed.rewards] == [2.0, 3.0]
+    assert weight_ranges(fixed) == {}
+
+
+def test_ranges_of_the_same_name_are_refused(folder: Path) -> None:
+    entries = [reward(letters, name="l2", weight={"tune": [0.1, 10.0]})]
+    confusing = {**RANGE, "name": "rewards.l2"}
+    config = small_rollouts(folder, rewards=entries, regularizers=[confusing])
+    with pytest.raises(ConfigError, match=r"must be unique, got \['rewards\.l2', 'rewards\.l2'\]"):
+        weight_ranges(config)
+
+
+def test_a_search_over_rewards_needs_an_objective_that_does_not_depend_on_their_weights(
+    folder: Path,
+) -> None:
+    entries = [reward(letters), reward(brief, name="brief", weight={"tune": [0.1, 10.0]})]
+    config = small_rollouts(folder, rewards=entries)
+    message = r"objective must not be 'held_out/reward' where the weight of a reward is tuned "
+    with pytest.raises(ConfigError, match=message + r"\(rewards\.brief\)"):
+        tune(config, folder / "t")
+
+
+def test_the_weight_of_a_reward_is_searched_by_rewards_as_they_are(folder: Path) -> None:
+    entries = [reward(letters), reward(brief, name="brief", weight={"tune": [0.1, 10.0]})]
+    keys = '{"held_out/rewards/letters" = 1.0, "held_out/rewards/brief" = 2.0}'
+    config = small_rollouts(
+        folder, "train.steps=2", "tune.trials=2", f"tune.objective={keys}", rewards=entries
+    )
+    assert config.tune.direction == "maximize"
+    tuned = tune(config, folder / "t")
+    values = []
+    for number in range(2):
+        run = RunFolder(folder / "t" / f"trial-{number:04d}")
+        (weight,) = [each.weight for each in run.config().rewards if each.name == "brief"]
+        last = run.metrics()[-1]
+        assert last["rewards/brief/weight"] == weight
+        values.append(
+            last["held_out/rewards/letters"] + 2 * last["held_out/rewards/brief"],
+        )
+        if values[-1] == max(values):
+            best = weight
+    assert tuned.value == pytest.approx(max(values))
+    assert tuned.weights == {"rewards.brief": best}
+    assert [each["weight"] for each in json.loads(tuned.config.read_text())["rewards"]] == [1, best]
 
 
 def test_the_objective_is_a_metric_or_a_weighted_sum() -> None:

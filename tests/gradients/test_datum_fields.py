@@ -8,7 +8,8 @@ import pytest
 import tinker
 import torch
 
-from steelyard.gradients import as_tensor, counted_tokens, loss_fn_input
+from steelyard.errors import InputError
+from steelyard.gradients import as_tensor, counted_tokens, loss_fn_input, token_mask
 
 FIELDS: Any = {"group": np.array([2])}
 
@@ -68,3 +69,15 @@ def test_the_first_field_of_three_says_which_tokens_count(
 @pytest.mark.parametrize("datum", [None, {}, {"loss_fn_inputs": {"advantages": [0.0]}}])
 def test_without_these_fields_all_tokens_count(datum: Any) -> None:
     assert counted_tokens(datum) is None
+
+
+def test_the_mask_of_classes_is_one_of_tokens() -> None:
+    datum = {"loss_fn_inputs": {"weights": [[0.0, 1.0], [0.0, 0.0]]}}
+    mask = token_mask(datum, 0, torch.Size([2, 2]))
+    assert mask is not None
+    assert mask.tolist() == [True, False]
+    assert token_mask({"loss_fn_inputs": {}}, 0, torch.Size([2])) is None
+    with pytest.raises(
+        InputError, match=r"weights of datum 3 must have one number per token, \[5\]"
+    ):
+        token_mask(datum, 3, torch.Size([5]))

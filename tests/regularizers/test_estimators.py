@@ -216,7 +216,7 @@ def test_with_contexts_fixed_the_gradient_of_the_first_token_may_have_the_other_
 
 def test_reward_to_go_sums_each_datum_backwards() -> None:
     rewards = doubles([1.0, 2.0, 4.0], [8.0])
-    assert reward_to_go(rewards).tolist() == [7.0, 6.0, 4.0, 8.0]
+    assert [reward_to_go(row).tolist() for row in rewards] == [[7.0, 6.0, 4.0], [8.0]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 6])

@@ -22,11 +22,16 @@ def schema() -> None:
 
 
 @app.command()
-def example() -> None:
+def example(
+    on_policy: Annotated[
+        bool,
+        typer.Option("--on-policy", help="Train on the model's own answers, with rewards."),
+    ] = False,
+) -> None:
     """Print an example config."""
     from steelyard.experiment import example_config  # noqa: PLC0415 - takes a second
 
-    typer.echo(example_config(), nl=False)
+    typer.echo(example_config(on_policy=on_policy), nl=False)
 
 
 @app.command()
@@ -35,8 +40,12 @@ def check(
     overrides: Overrides = None,
 ) -> None:
     """Check a config and build its terms; nothing is trained."""
-    from steelyard.experiment import check_config, read_config, redact  # noqa: PLC0415 - takes seconds
+    from steelyard.experiment import check_terms, read_config, redact  # noqa: PLC0415 - takes seconds
 
     parsed = read_config(config, overrides or ())
-    names = ", ".join(spec.name for spec in check_config(parsed)) or "none"
-    typer.echo(redact(f"{config}: valid. Loss: {parsed.loss.use}. Regularizers: {names}."))
+    terms = check_terms(parsed)
+    names = ", ".join(spec.name for spec in terms.specs) or "none"
+    text = f"{config}: valid. Loss: {parsed.loss.use}. Regularizers: {names}."
+    if terms.rewards:
+        text += f" Rewards: {', '.join(reward.name for reward in terms.rewards)}."
+    typer.echo(redact(text))

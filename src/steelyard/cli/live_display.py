@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group
+from rich import box
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from steelyard.cli.reward_table import RewardRow, answer_facts, reward_rows
 from steelyard.cli.term_table import TermRow, rows_of
 from steelyard.experiment import redact, space_label
 
 # Long headings break over two lines to keep the table narrow. Weight × value is the contribution
 # of a term to the loss.
+_TIME = "time"
 _FACTOR = "factor"  # shown where an aggregator put one on a gradient
 _PROGRESS = "change\nby step"  # shown where it was measured
 _COLUMNS = (
@@ -28,9 +33,12 @@ _COLUMNS = (
     "cosine",
     _FACTOR,
     _PROGRESS,
-    "time",
+    _TIME,
     "",
 )
+_REWARD_COLUMNS = ("name", "mean", "spread", "weight", "failed")
+_TEXTS = ("term", "name", "")  # headings of the columns that are no numbers
+_WIDE = 100  # columns of a terminal in which a table with borders has room for every number
 _STYLES = {"dominates": "yellow", "fights the base loss": "red", "no gradient": "magenta"}
 _SKIPPED = "cyan"
 
@@ -66,67 +74,113 @@ class LiveDisplay:
         self._live.console.print(Text(redact(text)))
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
-        """Show a finished step: advance the bar and replace the table."""
-        description = f"loss {metrics['loss_total']:.4f}"
+        """Show a finished step: advance the bar and replace the tables."""
+        total = metrics.get("rollouts/reward")
+        loss = metrics["loss_total"]
+        description = f"loss {loss:.4f}" if total is None else f"reward {total:.4g}"
         # A resumed run starts after step 0; an ablation shows several runs, each from its step 0.
         if not self._started or step == 0:
             self._started = True
             self._progress.reset(self._task, total=steps, completed=step)
         self._progress.update(self._task, completed=step + 1, description=description)
-        self._live.update(Group(self._progress, step_table(metrics)))
+        tables = step_tables(metrics, narrow=self._console.width < _WIDE)
+        self._live.update(Group(self._progress, *tables))
 
     def restore(self) -> None:
         """Show the cursor again, which the live display hides."""
         self._console.show_cursor(True)
 
 
-def step_table(metrics: dict[str, Any]) -> Table:
+def step_tables(metrics: dict[str, Any], *, narrow: bool = False) -> list[RenderableType]:
+    """Table of the terms at one step; with rollouts also the rewards, and a line on the answers."""
+    tables: list[RenderableType] = [step_table(metrics, narrow=narrow)]
+    rewards = reward_rows(metrics)
+    if rewards:
+        facts = [Text(fact) for fact in answer_facts(metrics)]
+        tables += [_reward_table(rewards, narrow=narrow), Columns(facts, padding=(0, 3))]
+    return tables
+
+
+def _reward_table(rows: list[RewardRow], *, narrow: bool) -> Table:
+    table = _table(_REWARD_COLUMNS, narrow=narrow, title="rewards")
+    for row in rows:
+        table.add_row(
+            Text(row.name),
+            _format(row.mean, "{:.4g}"),
+            _format(row.std, "{:.3g}"),
+            f"{row.weight:.3g}",
+            Text(str(row.failed) if row.failed else "", style="red"),
+        )
+    return table
+
+
+def _table(columns: Sequence[str], *, narrow: bool, **options: Any) -> Table:
+    """Empty table whose numbers are never cut: narrow ones have no borders, and texts wrap."""
+    if narrow:
+        options |= {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "show_edge": False}
+    table = Table(**options)
+    for column in columns:
+        text = column in _TEXTS
+        table.add_column(
+            column, justify="left" if text else "right", no_wrap=not text, overflow="fold"
+        )
+    return table
+
+
+def step_table(metrics: dict[str, Any], *, narrow: bool = False) -> Table:
     """Table of the terms at one step; the caption says why terms were skipped."""
-    held_out = metrics.get("held_out/loss")
     title = f"step {metrics['step'] + 1}, {metrics['seconds']:.1f} s"
-    if held_out is not None:
-        title += f", held-out loss {held_out:.4f}"
+    for quantity in ("loss", "reward"):
+        held_out = metrics.get(f"held_out/{quantity}")
+        if held_out is not None:
+            title += f", held-out {quantity} {held_out:.4f}"
     rows = rows_of(metrics)
     skipped = [f"{row.name} skipped: {row.skipped}" for row in rows if row.skipped is not None]
     spaces = {row.space for row in rows if row.space is not None}
     one_space = len(spaces) == 1
     if one_space:
         title += f", gradients w.r.t. {space_label(*spaces)}"
-    table = Table(
+    shown = _shown_columns(rows, narrow=narrow)
+    table = _table(
+        shown,
+        narrow=narrow,
         title=title,
         caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
         caption_justify="left",
     )
-    hidden = {
-        column
-        for column, values in {
-            _FACTOR: [row.factor for row in rows],
-            _PROGRESS: [row.progress for row in rows],
-        }.items()
-        if all(value is None for value in values)
-    }
-    shown = [column for column in _COLUMNS if column not in hidden]
-    for column in shown:
-        table.add_column(column, justify="left" if column in ("term", "") else "right")
     for row in rows:
-        cells = dict(zip(_COLUMNS, _cells(row, name_space=not one_space), strict=True))
+        cells = dict(
+            zip(_COLUMNS, _cells(row, name_space=not one_space, narrow=narrow), strict=True)
+        )
         table.add_row(*(cells[column] for column in shown))
     return table
 
 
-def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
+def _shown_columns(rows: list[TermRow], *, narrow: bool) -> list[str]:
+    extra = {
+        _FACTOR: [row.factor for row in rows],
+        _PROGRESS: [row.progress for row in rows],
+    }
+    hidden = {column for column, values in extra.items() if all(each is None for each in values)}
+    if narrow and len(hidden) < len(extra):  # no room for both
+        hidden.add(_TIME)
+    return [column for column in _COLUMNS if column not in hidden]
+
+
+def _cells(row: TermRow, *, name_space: bool, narrow: bool) -> list[Text]:
     share = _format(row.share, "{:.0%}")
+    bound = _format(row.bound, "\n(bound {:.3g})" if narrow else " (bound {:.3g})")
     cells = [
         row.name,
-        _format(row.value, "{:.4g}") + ("" if row.bound is None else f" (bound {row.bound:.3g})"),
-        _format(row.weight, "{:.4g}"),
-        _format(row.contribution, "{:.4g}"),
+        _format(row.value, "{:.3g}") + bound,
+        _format(row.weight, "{:.3g}"),
+        _format(row.contribution, "{:.3g}"),
         _format(row.grad_norm, "{:.3g}"),
         f"{share} of {space_label(row.space)}" if name_space and row.space is not None else share,
         _format(row.cosine, "{:+.2f}"),
         _format(row.factor, "{:.3g}"),
         _format(row.progress, "{:+.3g}"),
-        _format(None if row.seconds is None else 1000 * row.seconds, "{:.1f} ms"),
+        _duration(row.seconds),
         ", ".join(row.flags) if row.skipped is None else "skipped",
     ]
     style = _SKIPPED if row.skipped is not None else _STYLES[row.flags[0]] if row.flags else ""
@@ -135,3 +189,9 @@ def _cells(row: TermRow, *, name_space: bool) -> list[Text]:
 
 def _format(value: float | None, template: str) -> str:
     return "" if value is None else template.format(value)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

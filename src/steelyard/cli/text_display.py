@@ -6,6 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
+from steelyard.cli.reward_table import answer_facts, reward_rows
 from steelyard.cli.term_table import rows_of
 from steelyard.experiment import redact
 
@@ -27,9 +28,11 @@ class TextDisplay:
         sys.stdout.flush()
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
-        """Print the loss of a step and the contribution of each term."""
+        """Print the loss of a step and the contribution of each term; also the rewards, if any."""
         base, *terms = rows_of(metrics)
-        fields = [f"step {step + 1}/{steps}", f"loss {metrics['loss_total']:.4f}"]
+        fields = [f"step {step + 1}/{steps}"]
+        fields += [f"{row.name} {row.text}" for row in reward_rows(metrics)]
+        fields += [*answer_facts(metrics), f"loss {metrics['loss_total']:.4f}"]
         fields.append(f"base {base.value:.4f}")
         for row in terms:
             flags = f" ({', '.join(row.flags)})" if row.flags else ""
@@ -37,6 +40,8 @@ class TextDisplay:
             fields.append(f"{row.name} {contribution}{flags}")
         if "held_out/loss" in metrics:
             fields.append(f"held-out {metrics['held_out/loss']:.4f}")
+        if "held_out/reward" in metrics:
+            fields.append(f"held-out reward {metrics['held_out/reward']:.4f}")
         self.say("  ".join(fields))
 
     def restore(self) -> None:

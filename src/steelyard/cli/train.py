@@ -83,7 +83,8 @@ def _print_outcome(outcome: Outcome) -> None:
         typer.echo(f"  steelyard resume {shlex.quote(str(outcome.folder))}")
         raise typer.Exit(INTERRUPTED)
     rows = RunFolder(outcome.folder).metrics()
-    losses = [row["held_out/loss"] for row in rows if "held_out/loss" in row]
-    if losses:
-        typer.echo(f"Held-out loss: {losses[0]:.4f} -> {losses[-1]:.4f}.")
+    for quantity in ("loss", "reward"):
+        values = [row[key] for row in rows if (key := f"held_out/{quantity}") in row]
+        if values:
+            typer.echo(f"Held-out {quantity}: {values[0]:.4f} -> {values[-1]:.4f}.")
     typer.echo(f"Done: {outcome.steps} steps in {outcome.folder}")

@@ -163,8 +163,10 @@ def _linear_loss_datum(datum: Any, *, weights: Any) -> Any:
 
 def tensor_like(data: Any, tensor: Tensor) -> Any:
     """The tensor in the client's own type, that of `data`."""
-    values, shape = tensor.flatten().tolist(), list(tensor.shape)
-    return type(data)(data=values, dtype="float32", shape=shape)
+    kind = type(data)
+    if hasattr(kind, "from_torch"):  # the SDK's: no list of numbers in between
+        return kind.from_torch(tensor.detach().float().cpu())
+    return kind(data=tensor.flatten().tolist(), dtype="float32", shape=list(tensor.shape))
 
 
 def _tensor(data: Any) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from steelyard.clients import state_io
 from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
+from steelyard.clients.one_pass import Explanation, OnePass, TwoPassCall
 from steelyard.clients.step_progress import StepProgress
 from steelyard.clients.term_states import TermStates
 from steelyard.composition import (
@@ -68,9 +70,16 @@ class RegularizedClient:
     """
 
     def __init__(
-        self, client: Any, regularizers: Iterable[TermLike], settings: TermSettings
+        self,
+        client: Any,
+        regularizers: Iterable[TermLike],
+        settings: TermSettings,
+        one_pass: OnePass,
     ) -> None:
         self.client = client
+        self._one_pass = one_pass
+        # It keeps the graph of a forward pass, and needs no other way to one pass.
+        self._has_open_pass = hasattr(client, "open_pass")
         self.optim_steps = 0
         self._settings = settings
         self._states = TermStates()
@@ -174,7 +183,8 @@ class RegularizedClient:
         it runs after it. If a term with `on_error="raise"` fails, nothing is submitted.
 
         Args:
-            data: the SDK's. Fields beside `target_tokens` reach the terms and are not sent.
+            data: the SDK's. Fields beside `target_tokens` reach the terms and are not sent; in one
+                pass those that terms read are, as numbers without their names.
             loss_fn: the base loss, as the SDK takes it, or a traced loss.
             regularizers: terms of this call, beside those that stay; specs, or mappings with their
                 fields.
@@ -214,12 +224,18 @@ class RegularizedClient:
             measure_progress=measure_progress,
         )
         step = self.optim_steps if step is None else step
+        if not self._has_open_pass:
+            again = self._two_passes(pipeline, settings, data, step)
+            reason = self._why_two_passes(settings, step)
+            future = self._one_pass.submit(pipeline, data, step, again, reason)
+            if future is not None:
+                return future
         forward, to_parameters = self._open_pass(data, pipeline, settings.grad_space, step)
         output = pipeline.compute(
             data, forward.logprobs, step, given=forward.given, to_parameters=to_parameters
         )
         self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
-        return _submit_backward(forward, data, pipeline.loss_fn, output)
+        return self._submit_backward(forward, data, pipeline.loss_fn, output)
 
     async def forward_backward_custom_async(
         self,
@@ -257,6 +273,12 @@ class RegularizedClient:
             measure_progress=measure_progress,
         )
         step = self.optim_steps if step is None else step
+        if not self._has_open_pass:
+            again = self._two_passes(pipeline, settings, data, step)
+            reason = self._why_two_passes(settings, step)
+            future = await self._one_pass.submit_async(pipeline, data, step, again, reason)
+            if future is not None:
+                return future
         forward, to_parameters = await asyncio.to_thread(
             self._open_pass, data, pipeline, settings.grad_space, step
         )
@@ -264,7 +286,11 @@ class RegularizedClient:
             data, forward.logprobs, step, given=forward.given, to_parameters=to_parameters
         )
         self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
-        return _submit_backward(forward, data, pipeline.loss_fn, output)
+        return self._submit_backward(forward, data, pipeline.loss_fn, output)
+
+    def explain(self) -> Explanation:
+        """How the last call ran: in one pass or in two, and why, by term."""
+        return Explanation(1) if self._has_open_pass else self._one_pass.explanation
 
     def optim_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the client's `optim_step`, and count it."""
@@ -358,7 +384,7 @@ class RegularizedClient:
     ) -> tuple[ClientPass, ToParameters | None]:
         """The forward pass, and its `parameter_gradients` if gradients are compared there."""
         needs = pipeline.needs(step)
-        if not hasattr(self.client, "open_pass"):
+        if not self._has_open_pass:
             return TwoPasses(self.client, data), None
         # It keeps the graph for the backward pass.
         if grad_space == "logprobs" or not pipeline.settings.compares_gradients(step):
@@ -366,6 +392,49 @@ class RegularizedClient:
         needs = tuple(dict.fromkeys((*needs, "parameters")))
         forward = self.client.open_pass(data, needs, per_term=True)
         return forward, forward.parameter_gradients
+
+    def _why_two_passes(self, settings: TermSettings, step: int) -> str | None:
+        self._measurable = None
+        if settings.grad_space != "logprobs":
+            return f"gradients are compared with respect to the {settings.grad_space}"
+        if settings.measure_progress and step % settings.measure_progress == 0:
+            return "measure_progress needs the log-probs before the optimizer step is submitted"
+        return None
+
+    def _two_passes(
+        self, pipeline: Pipeline, settings: TermSettings, data: Sequence[Any], step: int
+    ) -> TwoPassCall:
+        """The call in two passes, for a request in one that fails."""
+
+        def evaluate() -> tuple[ClientPass, CustomLossOutput]:
+            forward, _ = self._open_pass(data, pipeline, settings.grad_space, step)
+            return forward, pipeline.compute(data, forward.logprobs, step)
+
+        return TwoPassCall(
+            evaluate,
+            lambda found: self._submit_backward(found[0], data, pipeline.loss_fn, found[1]),
+            lambda: self.optim_steps,
+            partial(_with_client_fields, data, pipeline.loss_fn),
+        )
+
+    def _submit_backward(
+        self,
+        forward: Any,  # a ClientPass; only the engine's takes a total
+        data: Sequence[Any],
+        loss_fn: Any,
+        output: CustomLossOutput,
+    ) -> Any:
+        """Submit the backward pass; its future has the output with the client's own fields."""
+        output = replace(output, passes=1 if self._has_open_pass else 2)
+        extra = output.extra_gradients
+        # Compared with respect to the parameters, the gradient is whole: no pass is left to run.
+        whole = {"total": extra.get("parameters")} if output.grad_space == "parameters" else {}
+        return forward.backward(
+            output.gradients,
+            extra,
+            lambda result: _with_client_fields(data, loss_fn, output, result, forward.logprobs),
+            **whole,
+        )
 
     def _update_pipeline(
         self, loss_fn: Any, regularizers: Iterable[TermLike], **asked: Any
@@ -449,33 +518,27 @@ def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpe
     return len(wanted) == len(current) and all(a is b for a, b in zip(wanted, current, strict=True))
 
 
-def _submit_backward(
-    forward: Any,  # a ClientPass; only the engine's takes a total
+def _with_client_fields(
     data: Sequence[Any],
     loss_fn: Any,
     output: CustomLossOutput,
-) -> Any:
-    """Submit the backward pass; its future has the output with the fields of the client's own."""
-
-    def with_client_fields(result: Any) -> CustomLossOutput:
-        metrics, outputs = dict(result.metrics), result.loss_fn_outputs
-        # The server's loss is the linear one whose gradient was sent; see `TwoPasses`.
-        if "loss:sum" in metrics:
-            metrics["surrogate_loss:sum"] = metrics["loss:sum"]
-        metrics["loss:sum"] = output.loss_total
-        if isinstance(loss_fn, NamedBaseLoss):
-            outputs = _with_losses(outputs, loss_fn.elementwise(data, forward.logprobs))
-        return replace(
-            output,
-            loss_fn_outputs=outputs,
-            loss_fn_output_type=result.loss_fn_output_type,
-            server_metrics=metrics,
-        )
-
-    extra = output.extra_gradients
-    # Compared with respect to the parameters, the gradient is whole: no pass is left to run.
-    whole = {"total": extra.get("parameters")} if output.grad_space == "parameters" else {}
-    return forward.backward(output.gradients, extra, with_client_fields, **whole)
+    result: Any,
+    logprobs: Sequence[Tensor] | None,
+) -> CustomLossOutput:
+    """The output with the fields of the client's own."""
+    metrics, outputs = dict(result.metrics), result.loss_fn_outputs
+    # The server's loss is a linear one with the same gradient; see `TwoPasses`.
+    if "loss:sum" in metrics:
+        metrics.setdefault("surrogate_loss:sum", metrics["loss:sum"])
+    metrics["loss:sum"] = output.loss_total
+    if isinstance(loss_fn, NamedBaseLoss) and logprobs is not None:
+        outputs = _with_losses(outputs, loss_fn.elementwise(data, list(logprobs)))
+    return replace(
+        output,
+        loss_fn_outputs=outputs,
+        loss_fn_output_type=result.loss_fn_output_type,
+        server_metrics=metrics,
+    )
 
 
 def _with_losses(outputs: Sequence[Any], losses: Sequence[Tensor]) -> list[Any]:

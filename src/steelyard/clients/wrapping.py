@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from steelyard.clients.one_pass import OnePass, ServerSide
 from steelyard.clients.regularized import RegularizedClient, TermLike, TermSettings
 from steelyard.composition import AggregatorLike, aggregator_of
 from steelyard.errors import InputError, SpecError
@@ -25,6 +26,8 @@ def regularize(
     grad_space: Literal["logprobs", "parameters"] = "logprobs",
     track_every: int = 1,
     measure_progress: int = 0,
+    service: Any = None,
+    server_side: ServerSide = "auto",
 ) -> RegularizedClient:
     """Wrap a training client so that its losses take regularizers.
 
@@ -51,6 +54,10 @@ def regularize(
         measure_progress: at steps that this divides, run the model forward once more after the
             optimizer step, on the same batch, to measure what the step did to each term; see
             `RegularizedClient.progress`. 0: never.
+        service: the `ServiceClient` that made the client, to upload losses through; None: through
+            the client itself, if it is one of the SDK.
+        server_side: `"auto"` lets the server run base and terms as one uploaded loss, in one pass,
+            where it can and every term can; `True` insists on it; `False` never does.
 
     Raises:
         InputError: the client lacks a method.
@@ -109,4 +116,4 @@ def regularize(
         grad_space,
         measure_progress,
     )
-    return RegularizedClient(client, standing, settings)
+    return RegularizedClient(client, standing, settings, OnePass(client, service, server_side))

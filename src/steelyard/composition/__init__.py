@@ -15,8 +15,10 @@ from steelyard.composition.composite import CompositeLoss, Share, TermLike
 from steelyard.composition.input_names import Reads, itself, reads, term
 from steelyard.composition.inputs import ToParameters
 from steelyard.composition.named_losses import NamedBaseLoss, NamedLoss, find_loss, loss_names
+from steelyard.composition.per_datum import PerDatum, Reduction, Separable
 from steelyard.composition.pipeline import Pipeline, acompute, compute
-from steelyard.composition.terms import DetachedTermWarning, TermResult
+from steelyard.composition.remote_call import RemoteCall
+from steelyard.composition.terms import DetachedTermWarning, Term, TermResult
 from steelyard.composition.weightings import AggregatorLike, GramWeighting, aggregator_of
 
 __all__ = [
@@ -29,9 +31,14 @@ __all__ = [
     "GramWeighting",
     "NamedBaseLoss",
     "NamedLoss",
+    "PerDatum",
     "Pipeline",
     "Reads",
+    "Reduction",
+    "RemoteCall",
+    "Separable",
     "Share",
+    "Term",
     "TermLike",
     "TermResult",
     "ToParameters",

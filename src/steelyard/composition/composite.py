@@ -23,16 +23,11 @@ from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.input_lookup import gather
 from steelyard.composition.input_names import Named, Reads, base_of, itself, spec_of, specs_of, term
-from steelyard.composition.inputs import (
-    Inputs,
-    call_term,
-    requiring_grad,
-    runs_in_graph,
-    widened,
-)
+from steelyard.composition.inputs import Inputs, requiring_grad, runs_in_graph
 from steelyard.composition.lazy_output import LazyOutput
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term, TermResult
+from steelyard.composition.traced import TracedGroup, evaluate_traced, traced_groups
 from steelyard.composition.weightings import AggregatorLike
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers
@@ -134,6 +129,8 @@ class CompositeLoss(nn.Module):
         self._base_module = base if isinstance(base, nn.Module) else None
         self.register_buffer("_weights", torch.zeros(0), persistent=False)
         self._weights: Tensor
+        self._due: Sequence[Term] = ()
+        self._groups: tuple[TracedGroup, ...] = ()
         self.step = 0
 
     @property
@@ -204,7 +201,7 @@ class CompositeLoss(nn.Module):
         if not torch.compiler.is_compiling():
             total = self._compose_mapped(found) if _in_vmap() else self._compose(found)
         elif self._traceable:
-            total = self._compose_traced(found)
+            total = self._compose_traced(found, self._groups)
         else:
             total = torch.compiler.disable(self._compose)(found)  # type: ignore[no-untyped-call]
         if self._deposits:
@@ -263,7 +260,9 @@ class CompositeLoss(nn.Module):
 
     def _plan(self) -> None:
         """Determine the due terms and their weights ahead of the call, for compiled calls."""
-        self._due = self._terms.due(self._step)
+        before, self._due = self._due, self._terms.due(self._step)
+        if self._due != before:
+            self._groups = traced_groups(self._due)
         settings = self._terms.settings
         self._tracked = settings.tracks(self._step)
         self._traceable = not settings.compares_gradients(self._step) and all(
@@ -323,12 +322,17 @@ class CompositeLoss(nn.Module):
             events.stop(results, last.output, began)
         return total
 
-    def _compose_traced(self, inputs: Mapping[str, Any]) -> Tensor:
+    def _compose_traced(
+        self, inputs: Mapping[str, Any], groups: Sequence[TracedGroup] = ()
+    ) -> Tensor:
         """As `_compose`, traceable by torch.compile: no events, no checks, no `on_error`."""
-        results = [_traced(term, self._weights[i], inputs) for i, term in enumerate(self._due)]
+        # A base loss in a group cannot be told apart from what `share` multiplies.
+        groups = [g for g in groups if _is_whole(self.share) or not g.has_base]
+        results = evaluate_traced(self._due, self._weights, groups, inputs)
         total = _added(results, self.share, {})
         for result in results:
             result.value = None if result.value is None else result.value.detach()
+            result.group = None
         self._last = LazyOutput(results, self._not_run)
         return total
 
@@ -390,8 +394,10 @@ def _added(results: Sequence[TermResult], share: Share, factors: Mapping[str, fl
         if result.group is None and result.value is not None:
             value = result.value if result.term.is_base else result.weight * result.value
             parts.append(_scaled(value, factors.get(result.term.name, 1.0)))
-    groups = dict.fromkeys(result.group for result in results if result.group is not None)
-    parts += [group.joint.total for group in groups]
+    for result in results:
+        group = result.group
+        if group is not None and result.term.name == group.names[0]:
+            parts.append(group.joint.total)
     if _is_whole(share):
         return reduce(add, parts)
     return parts[0] + share * sum(parts[1:])
@@ -404,15 +410,6 @@ def _scaled(value: Tensor, factor: float) -> Tensor:
 
 def _is_whole(share: Share) -> bool:
     return not isinstance(share, Tensor) and share == 1
-
-
-def _traced(term: Term, weight: Tensor, inputs: Mapping[str, Any]) -> TermResult:
-    """Evaluate a term under torch.compile: values are not read, no events are emitted."""
-    returned = call_term(term.spec, inputs)
-    loss, custom = returned if isinstance(returned, tuple) else (returned, {})
-    kept = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (custom or {}).items()}
-    value = widened(term.spec, loss.reshape(()))
-    return TermResult(term, weight, space=("inputs",), value=value, custom=kept)
 
 
 class _Both(RemovableHandle):

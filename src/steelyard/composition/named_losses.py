@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from steelyard.composition.per_datum import PerDatum
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
 from steelyard.spec import is_finite
@@ -105,6 +106,9 @@ class NamedBaseLoss:
         """
         return cls(*find_loss(name, config))
 
+    def __hash__(self) -> int:
+        return hash((self.loss.name, *sorted(self.settings.items())))
+
     def check(self, data: Sequence[Any]) -> None:
         """Check that each datum has the fields that the loss reads.
 
@@ -149,6 +153,25 @@ class NamedBaseLoss:
         """Compute the loss of a batch, summed in float64: a batch may have very many tokens."""
         losses = self.elementwise(data, logprobs)
         return torch.cat([each.reshape(-1) for each in losses]).sum(dtype=torch.float64)
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+        """Form per datum: see `Separable`.
+
+        Raises:
+            InputError: a field does not have the shape of the log-probs.
+        """
+        fields = {
+            f"field_{name}": [
+                _field(index, data[index], name, torch.empty(shape), default).reshape(shape)
+                for index, shape in enumerate(shapes)
+            ]
+            for name, default in self.loss.fields.items()
+        }
+        return PerDatum(self._elementwise, fields, "sum", all_tokens=True)
+
+    def _elementwise(self, logprobs: Tensor, **fields: Tensor) -> Tensor:
+        named = {name.removeprefix("field_"): value for name, value in fields.items()}
+        return self.loss.elementwise(logprobs, named, self.settings)
 
 
 def _field(index: int, datum: Any, name: str, logprobs: Tensor, default: float | None) -> Tensor:

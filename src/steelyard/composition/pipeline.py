@@ -136,6 +136,15 @@ class Pipeline(TermSet):
         """Refuse further calls. Shared workers and workers that were passed in stay open."""
         self._closed = True
 
+    def check_open(self) -> None:
+        """Check that it is open.
+
+        Raises:
+            ClosedError: it is closed.
+        """
+        if self._closed:
+            raise ClosedError("a pipeline must be open to compute, got a closed one.")
+
     def __enter__(self) -> Self:
         return self
 
@@ -177,8 +186,7 @@ class Pipeline(TermSet):
         stop: SimpleQueue[Ticket | None] | None,
         events: CallEvents | None,
     ) -> CustomLossOutput:
-        if self._closed:
-            raise ClosedError("a pipeline must be open to compute, got a closed one.")
+        self.check_open()
         if (type(step) is not int and not is_whole(step, at_least=0)) or step < 0:
             raise InputError(f"step must be a whole number >= 0, got {step!r}.")
         settings = self._settings

@@ -156,7 +156,7 @@ def forward(
     options: dict[str, Any] = {"output_hidden_states": "hidden_states" in needs}
     if model.supports_packing:
         options["position_ids"] = packing.positions().to(device)
-    compute_logits = "logits" in needs or "projection" not in needs
+    compute_logits = computes_logits(needs)
     watch_head: Any = nullcontext()
     if "projection" in needs or "head_input" in needs:
         watch_head = overheard(model.output_layer, None if compute_logits else stand_in)
@@ -177,6 +177,11 @@ def forward(
         dict(hidden_states),
         head.made if "head_input" in needs and compute_logits else None,
     )
+
+
+def computes_logits(needs: Sequence[str]) -> bool:
+    """Return whether `forward` with these needs makes a tensor `[rows, length, V]`."""
+    return "logits" in needs or "projection" not in needs
 
 
 def _chunked_logprobs(model: Model, head_input: Tensor, targets: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Memory: how many tokens one autograd graph may hold, and what happens when memory runs out.
 
 1. Before the first call, `TokenBudget` estimates how many tokens fit, from a short forward pass
-   and the free memory. Larger batches are split into packings of at most that many tokens.
+   and the free memory; apart for passes that compute no logits. Larger batches are split into
+   packings of at most that many tokens.
 2. If memory runs out nevertheless, `TokenBudget.run` halves the budget and repeats the call, down
    to 64 tokens. Gradients count only when the whole call has succeeded, so nothing is
    added twice. The smaller budget stays for later calls.
@@ -15,7 +16,7 @@ memory than it has, as Linux does by default, it may end the process instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import psutil
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.datum_tensors import DatumTensors
-from steelyard.engine.forward import forward
+from steelyard.engine.forward import computes_logits, forward
 from steelyard.engine.model import Model
 from steelyard.engine.packing import PackedSequence, Packing
 
@@ -47,30 +48,39 @@ class TokenBudget:
 
     def __init__(self, model: Model, max_tokens: int | None) -> None:
         self._model = model
-        self._tokens = max_tokens
+        # With logits and without them: a graph without holds far more tokens.
+        self._tokens = dict.fromkeys((True, False), max_tokens)
 
-    def tokens(self, adapter: Adapter) -> int:
+    def tokens(self, adapter: Adapter, needs: Sequence[str] = ()) -> int:
         """Most tokens of one graph, padding included.
 
         The estimate is `0.5 * free bytes / bytes per token`, at least 64.
-        """
-        if self._tokens is None:
-            free, each = _free_bytes(self._model.device), _bytes_per_token(self._model, adapter)
-            self._tokens = max(_MINIMUM, int(_FRACTION * free / each))
-        return self._tokens
 
-    def run(self, adapter: Adapter, work: Callable[[int], T]) -> T:
+        Args:
+            adapter: the adapter that the graph includes.
+            needs: outputs beside the log-probs, as for `forward`.
+        """
+        logits = computes_logits(needs)
+        tokens = self._tokens[logits]
+        if tokens is None:
+            each = _bytes_per_token(self._model, adapter, logits=logits)
+            tokens = max(_MINIMUM, int(_FRACTION * _free_bytes(self._model.device) / each))
+            self._tokens[logits] = tokens
+        return tokens
+
+    def run(self, adapter: Adapter, work: Callable[[int], T], needs: Sequence[str] = ()) -> T:
         """Result of `work(tokens)`, repeated with half the tokens while memory runs out.
 
         Args:
             adapter: the adapter that the graphs include.
             work: makes graphs of at most so many tokens; it must be safe to repeat.
+            needs: outputs of those graphs beside the log-probs, as for `forward`.
 
         Raises:
             torch.OutOfMemoryError: 64 tokens are too many.
         """
         while True:
-            tokens = self.tokens(adapter)
+            tokens = self.tokens(adapter, needs)
             try:
                 return work(tokens)
             except (RuntimeError, MemoryError) as error:
@@ -83,7 +93,7 @@ class TokenBudget:
                     ) from error
             # Outside the handler, whose traceback would keep the graph's tensors alive.
             torch.cuda.empty_cache()
-            self._tokens = max(_MINIMUM, tokens // 2)
+            self._tokens[computes_logits(needs)] = max(_MINIMUM, tokens // 2)
 
 
 def or_none(work: Callable[[], T]) -> T | None:
@@ -104,8 +114,9 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _bytes_per_token(model: Model, adapter: Adapter) -> int:
+def _bytes_per_token(model: Model, adapter: Adapter, *, logits: bool) -> int:
     """Bytes that a forward and backward pass hold for each token, measured on a short sequence."""
+    needs = () if logits else ("projection",)
     storages: dict[int, int] = {}
 
     # Autograd calls this hook for each tensor that it saves for the backward pass. Several of
@@ -120,13 +131,14 @@ def _bytes_per_token(model: Model, adapter: Adapter) -> int:
     packing = Packing(1, length, (PackedSequence(0, 0, 0, length),))
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
         # The result keeps the graph alive, so that no address is used twice while it is measured.
-        result = forward(model, adapter, [DatumTensors(tokens, tokens, {})], packing)
+        result = forward(model, adapter, [DatumTensors(tokens, tokens, {})], packing, needs)
     for address in model.weight_addresses():
         storages.pop(address, None)
     del result
-    # The backward pass makes d loss / d logits, one float32 for each word of the vocabulary.
-    logits_gradient = model.limits.vocabulary * torch.float32.itemsize
-    return sum(storages.values()) // length + logits_gradient
+    # The backward pass makes d loss / d logits, one float32 for each word of the vocabulary;
+    # without logits, for a chunk of the tokens at a time.
+    logits_gradient = model.limits.vocabulary * torch.float32.itemsize if logits else 0
+    return max(sum(storages.values()) // length + logits_gradient, 1)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -162,7 +162,7 @@ class Trainer:
                 self._add_projections(outputs)
             return OpenPass(examples, outputs, results, self.adapter.version)
 
-        return self._token_budget.run(self.adapter, work)
+        return self._token_budget.run(self.adapter, work, computed)
 
     def backward(
         self,
@@ -204,9 +204,11 @@ class Trainer:
             sums = self._backward_kept(results, terms)
         if sums is None:
             results = None  # frees graphs that were not used
+            computed = self._differentiated(terms)
             sums, opened.outputs = self._token_budget.run(
                 self.adapter,
-                lambda tokens: self._backward_recomputed(opened.examples, terms, tokens),
+                lambda tokens: self._backward_recomputed(opened.examples, terms, tokens, computed),
+                computed,
             )
         for total, gradients in zip(sums, terms, strict=True):
             total.add([gradients.parameters.get(key) for key in self.adapter.parameters])
@@ -253,17 +255,23 @@ class Trainer:
 
         return or_none(work)
 
-    def _backward_recomputed(
-        self, examples: Sequence[DatumTensors], terms: Sequence[OutputGradients], tokens: int
-    ) -> tuple[list[_GradientSum], Sequence[dict[str, Any]]]:
-        """Sums of the gradients through new graphs, and the outputs of that forward pass."""
+    def _differentiated(self, terms: Sequence[OutputGradients]) -> list[str]:
+        """Outputs beside the log-probs that a backward pass of the terms starts from."""
         computed = [
             need
             for need in COMPUTED_INPUTS
             if any(getattr(gradients, need) is not None for gradients in terms)
         ]
-        if len(terms) > 1:
-            computed += self._head_input
+        return [*computed, *self._head_input] if len(terms) > 1 else computed
+
+    def _backward_recomputed(
+        self,
+        examples: Sequence[DatumTensors],
+        terms: Sequence[OutputGradients],
+        tokens: int,
+        computed: Sequence[str],
+    ) -> tuple[list[_GradientSum], Sequence[dict[str, Any]]]:
+        """Sums of the gradients through new graphs, and the outputs of that forward pass."""
         sums, outputs = [_GradientSum(self.adapter) for _ in terms], _empty_outputs(examples)
         for packing in self._packings(examples, tokens):
             result = self._with_graph(examples, packing, computed)

@@ -13,6 +13,10 @@ from steelyard.errors import TermTimeoutError
 from steelyard.execution.executor import Executor
 from steelyard.spec import title
 
+# Seconds of one wait for an event. CPython does not wake a wait that begins just after a signal was
+# caught: a Ctrl-C at that moment has to wait for the next bytecode.
+_LONGEST_WAIT = 1.0
+
 
 class Cancelled(Exception):  # noqa: N818 - not an error: the result is no longer wanted
     """The work was cancelled before it ended."""
@@ -221,14 +225,12 @@ class Batch:
 
     def _next(self, waiting: set[Ticket]) -> list[Ticket]:
         """Wait for a change; the changed ticket, or those that have passed their deadline."""
-        deadlines: list[float] = []
+        seconds = _LONGEST_WAIT
         if self._events.empty():  # else there is no need to read the deadlines of all tickets
             deadlines = [d for t in waiting if (d := self._deadline(t)) is not None]
+            seconds = min([seconds, *(max(0.0, each - monotonic()) for each in deadlines)])
         try:
-            if not deadlines:
-                event = self._events.get()
-            else:
-                event = self._events.get(timeout=max(0.0, min(deadlines) - monotonic()))
+            event = self._events.get(timeout=seconds)
         except Empty:
             now = monotonic()
             overdue = [t for t in waiting if (d := self._deadline(t)) is not None and d <= now]

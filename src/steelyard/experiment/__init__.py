@@ -2,13 +2,16 @@
 
 The modules, in the order in which a run uses them:
 
-- Config: `config_io` reads a file into a `Config` (`config`); `config_weights` checks weights and
-  schedules, `config_secrets` finds secrets in the environment and in files, `config_errors`
-  formats validation errors; `config_check` checks without training.
-- Terms and model: `build_terms` builds the base loss and the regularizers, `backend` opens the
-  training client.
-- Data: `data_files` reads JSON Lines, `encoding` tokenizes them, `batching` orders and splits
-  them, `reference_logprobs` adds the base model's log-probs; `dataset` combines these.
+- Config: `config_io` reads a file into a `Config` (`config`, with the tables of `config_rollouts`
+  and the types of `config_types`); `config_weights` checks weights and schedules, `config_secrets`
+  finds secrets in the environment and in files, `config_errors` formats validation errors;
+  `config_check` checks without training.
+- Terms and model: `build_terms` builds the base loss and the regularizers, `rewards` the rewards
+  (`build_parts` has what both need), `backend` opens the training client.
+- Data: a `DataSource` (`data_source`) yields the data of each step. Lines of a file: `data_files`
+  reads JSON Lines, `encoding` tokenizes them, `reference_logprobs` adds the base model's log-probs;
+  `dataset` combines these, and `batching` orders, splits and batches them. Answers that the model
+  samples: `rollouts`.
 - Training: `training_loop` makes the steps, `held_out` evaluates on held-out data,
   `driver_records` finds the data that drive each term, and `run_dir`, `checkpointing` and `sinks`
   write files, checkpoints and metrics; `secrets` redacts secrets in all of them.
@@ -24,7 +27,7 @@ from steelyard._extras import cure as _cure
 try:
     from steelyard.experiment.ablation import Ablation, ablate
     from steelyard.experiment.config import Config
-    from steelyard.experiment.config_check import check_config
+    from steelyard.experiment.config_check import check_config, check_terms
     from steelyard.experiment.config_io import read_config
     from steelyard.experiment.example_config import example_config
     from steelyard.experiment.flags import flags_of
@@ -35,6 +38,7 @@ try:
     from steelyard.experiment.step_metrics import (
         Gradient,
         gradients,
+        reward_names,
         short_reason,
         skipped_terms,
         space_label,
@@ -59,6 +63,7 @@ __all__ = [
     "Watcher",
     "ablate",
     "check_config",
+    "check_terms",
     "conclusions",
     "example_config",
     "flags_of",
@@ -66,6 +71,7 @@ __all__ = [
     "read_config",
     "redact",
     "resume",
+    "reward_names",
     "short_reason",
     "skipped_terms",
     "space_label",

@@ -1,4 +1,4 @@
-"""Ablation of terms: the same run with all terms, without each one, and with none."""
+"""Ablation: the same run with all terms and rewards, without each one, and with no terms."""
 
 from __future__ import annotations
 
@@ -9,20 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import RunError
+from steelyard.errors import ConfigError, RunError
 from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.overall_progress import OverallProgress
-from steelyard.experiment.paired_differences import LOSS, Comparison, compare
+from steelyard.experiment.paired_differences import (
+    LOSS,
+    REWARD,
+    Comparison,
+    compare,
+    reward_quantity,
+)
 from steelyard.experiment.parallel_runs import run_in_parallel
 from steelyard.experiment.reference_logprobs import share_reference_logprobs
+from steelyard.experiment.rewards import build_rewards
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
+from steelyard.experiment.step_metrics import weighted_reward
 from steelyard.experiment.training_loop import SilentWatcher, Watcher, resume, train
 
 _HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"
+_HELD_OUT_REWARDS = "held_out/rewards/"
 _NOT_HELD_OUT = (
     "{}.held_out is 0: the runs are not compared on data that they were not trained on, a term "
     "has no value in the runs without it, and there is no verdict. Hold out some of the data."
@@ -39,8 +48,11 @@ class Ablation:
         seeds: sub-folders of the runs with each seed, by the run's label.
         table: a row for each finished run: `run`, `seed`, `held_out/loss`, `loss`, `seconds`, and
             `terms`, the value of every term on the held-out data, including terms not trained with.
-        effects: for each run and held-out value (`"held-out loss"`, or the name of a term) the
-            mean over the seeds, and the difference from the run `all`, paired by seed.
+            On-policy runs have `held_out/reward` instead, the sum with the weights of the run
+            `all`, and `rewards`, the held-out mean of every reward.
+        effects: for each run and held-out value (`"held-out loss"` or `"held-out reward"`, the
+            name of a term, or `"reward <name>"`) the mean over the seeds, and the difference from
+            the run `all`, paired by seed.
         done: whether all runs have finished.
     """
 
@@ -53,12 +65,16 @@ class Ablation:
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """Configs of an ablation, by label: `all`, `without <name>`, `none`.
+    """Configs of an ablation, by label: `all`, `without <name>`, `none`; `without reward <name>`.
 
-    Terms that `config` disables stay disabled and have no variant. With a single enabled term,
-    `without <name>` would equal `none` and is omitted.
+    Terms and rewards that `config` disables stay disabled and have no variant. With a single
+    enabled term, `without <name>` would equal `none` and is omitted; a single reward is needed.
+
+    Raises:
+        ConfigError: a term or a reward is invalid, or a term has the name of such a variant.
     """
-    names = [spec.name for spec in build_terms(config).specs]
+    terms = build_terms(config)
+    names = [spec.name for spec in terms.specs]
     enabled = {name for name, e in zip(names, config.regularizers, strict=True) if e.enabled}
 
     def with_enabled(chosen: set[str]) -> Config:
@@ -75,7 +91,30 @@ def variants(config: Config) -> dict[str, Config]:
         }
     if enabled:
         configs["none"] = with_enabled(set())
-    return configs
+    rewards = _without_rewards(config, [reward.name for reward in terms.rewards])
+    both = sorted(configs.keys() & rewards)
+    if both:
+        raise ConfigError(
+            f"[[regularizers]]: name must not be that of a reward after 'reward', which makes "
+            f"{both[0]!r} ambiguous: give it another"
+        )
+    return configs | rewards
+
+
+def _without_rewards(config: Config, names: Sequence[str]) -> dict[str, Config]:
+    """Configs without each of several rewards: it is measured, but not trained on."""
+    enabled = [index for index, entry in enumerate(config.rewards) if entry.enabled]
+
+    def without(left_out: int) -> Config:
+        entries = [
+            entry.model_copy(update={"enabled": False}) if index == left_out else entry
+            for index, entry in enumerate(config.rewards)
+        ]
+        return config.model_copy(update={"rewards": entries})
+
+    if len(enabled) < 2:  # noqa: PLR2004 - a run needs one
+        return {}
+    return {f"without {reward_quantity(names[index])}": without(index) for index in enabled}
 
 
 def ablate(
@@ -177,25 +216,35 @@ def _result(folder: Path, config: Config, runs: Sequence[_Run]) -> Ablation:
     seeds: dict[int, dict[str, str]] = {}
     for run in runs:
         seeds.setdefault(run.seed, {})[run.label] = run.path.relative_to(folder).as_posix()
-    rows = [row for run in runs if (row := _row(run)) is not None]
+    last = config.train.steps - 1
+    # Rewards that a run leaves out are missing in its own sum, so all have that of the full config.
+    weights = {reward.name: reward.weight_at(last) for reward in build_rewards(config)}
+    rows = [row for run in runs if (row := _row(run, weights)) is not None]
     done = len(rows) == len(runs)
     return Ablation(folder, seeds[config.train.seed], seeds, rows, _effects(rows), done)
 
 
-def _row(run: _Run) -> dict[str, Any] | None:
+def _row(run: _Run, weights: Mapping[str, float]) -> dict[str, Any] | None:
     result = RunFolder(run.path).result()
     if result is None:
         return None
     metrics = result["metrics"]
-    terms = {
-        key.removeprefix(_HELD_OUT_TERM): value
-        for key, value in metrics.items()
-        if key.startswith(_HELD_OUT_TERM)
-    }
+    terms, rewards = (
+        {
+            key.removeprefix(prefix): value
+            for key, value in metrics.items()
+            if key.startswith(prefix)
+        }
+        for prefix in (_HELD_OUT_TERM, _HELD_OUT_REWARDS)
+    )
+    if run.config.rollouts is None:
+        held_out = {_HELD_OUT_LOSS: metrics.get(_HELD_OUT_LOSS)}
+    else:
+        held_out = {"held_out/reward": weighted_reward(metrics, weights), "rewards": rewards}
     return {
         "run": run.label,
         "seed": run.seed,
-        _HELD_OUT_LOSS: metrics.get(_HELD_OUT_LOSS),
+        **held_out,
         "loss": metrics["base_loss/value"],
         "terms": terms,
         "seconds": result["seconds"],
@@ -203,13 +252,13 @@ def _row(run: _Run) -> dict[str, Any] | None:
 
 
 def _effects(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Comparison]]:
-    quantities = [LOSS, *dict.fromkeys(name for row in table for name in row["terms"])]
+    rows = [_quantities(row) for row in table]
+    quantities = list(dict.fromkeys(name for row in rows for name in row))
     values: dict[str, dict[str, dict[int, float | None]]] = {}
-    for row in table:
+    for row, found in zip(table, rows, strict=True):
         own = values.setdefault(row["run"], {name: {} for name in quantities})
         for quantity in quantities:
-            value = row[_HELD_OUT_LOSS] if quantity == LOSS else row["terms"].get(quantity)
-            own[quantity][row["seed"]] = value
+            own[quantity][row["seed"]] = found.get(quantity)
     full = values.get("all", {})
     return {
         run: {
@@ -218,6 +267,13 @@ def _effects(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Comparis
         }
         for run, own in values.items()
     }
+
+
+def _quantities(row: Mapping[str, Any]) -> dict[str, float | None]:
+    if "rewards" not in row:
+        return {LOSS: row[_HELD_OUT_LOSS], **row["terms"]}
+    rewards = {reward_quantity(name): value for name, value in row["rewards"].items()}
+    return {REWARD: row["held_out/reward"], **rewards, **row["terms"]}
 
 
 def _check_same_configs(folder: Path, runs: Sequence[_Run]) -> None:

@@ -150,7 +150,9 @@ def open_backend(
             service = _tinker_service(config)
         # The SDK connects here, not when the service client is built.
         client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
-    return Backend(regularize(client, aggregate=aggregator or "sum"), service, config)
+    # Base and terms become one uploaded loss where the server runs such losses.
+    regularized = regularize(client, aggregate=aggregator or "sum", service=service)
+    return Backend(regularized, service, config)
 
 
 def _local_service(config: ModelConfig, checkpoints: Path) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from steelyard.composition import NamedBaseLoss, find_loss
+from steelyard.composition import NamedBaseLoss, PerDatum, find_loss
 from steelyard.errors import InputError, SpecError
 from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
 
@@ -49,6 +49,24 @@ class CrossEntropy:
         mean = total / max(tokens, 1e-12)  # 0 rather than NaN where every weight is 0
         metrics = {"nll": mean.item(), "tokens": tokens}
         return (total if self.reduction == "sum" else mean), metrics
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+        """Form per datum: see `Separable`."""
+        pairs = zip(data, shapes, strict=True)
+        weights = [_weights(datum, torch.zeros(shape)) for datum, shape in pairs]
+        tokens = sum(each.sum().item() for each in weights)
+        mean = max(tokens, 1e-12)
+        return PerDatum(
+            _negative_logprobs,
+            {"weights": weights},
+            "sum" if self.reduction == "sum" else mean,
+            metrics={"nll": (_negative_logprobs, mean), "tokens": tokens},
+            all_tokens=True,
+        )
+
+
+def _negative_logprobs(logprobs: Tensor, weights: Tensor) -> Tensor:
+    return -logprobs * weights
 
 
 @dataclass(frozen=True)
@@ -108,6 +126,37 @@ class PolicyLoss(NamedBaseLoss):
                 outside = (ratio < low) | (ratio > high)
                 metrics["clip_fraction"] = outside.sum().item() / tokens
         return (total if self.reduction == "sum" else total / tokens), metrics
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+        """Form per datum: see `Separable`."""
+        form = super().per_datum(data, shapes)
+        pairs = zip(data, shapes, strict=True)
+        kept = [(_weights(datum, torch.zeros(shape)) != 0).float() for datum, shape in pairs]
+        tokens = max(int(sum(each.sum().item() for each in kept)), 1)
+        metrics: dict[str, Any] = {"ratio": (self._ratios, tokens)}
+        if "clip_low_threshold" in self.settings:
+            metrics["clip_fraction"] = (self._clipped, tokens)
+        return replace(
+            form,
+            values=self._losses,
+            fields={**form.fields, "kept": kept},
+            reduction="sum" if self.reduction == "sum" else tokens,
+            metrics=metrics,
+        )
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.reduction))
+
+    def _losses(self, logprobs: Tensor, kept: Tensor, **fields: Tensor) -> Tensor:  # noqa: ARG002 - of the metrics
+        return self._elementwise(logprobs, **fields)
+
+    def _ratios(self, logprobs: Tensor, kept: Tensor, **fields: Tensor) -> Tensor:
+        return (logprobs - fields["field_logprobs"]).exp() * kept
+
+    def _clipped(self, logprobs: Tensor, kept: Tensor, **fields: Tensor) -> Tensor:
+        low, high = (self.settings[f"clip_{end}_threshold"] for end in ("low", "high"))
+        ratio = (logprobs - fields["field_logprobs"]).exp()
+        return ((ratio < low) | (ratio > high)).float() * kept
 
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")

@@ -205,6 +205,10 @@ class TuneConfig(Table):
     prune: bool = True
 
 
+def _is_reward(metric: str) -> bool:
+    return metric.startswith(("held_out/reward", "rewards/", "rollouts/reward"))
+
+
 class Config(Table):
     """Config of an experiment: model, data, training, loss and regularizers.
 
@@ -260,8 +264,11 @@ class Config(Table):
                 "rollouts.per_step × rollouts.group_size answers"
             )
         tune = raw.get("tune", {})
-        if isinstance(tune, dict) and "objective" not in tune:
-            raw = {**raw, "tune": {"objective": "held_out/reward", "direction": "maximize", **tune}}
+        if isinstance(tune, dict):
+            objective = tune.get("objective", "held_out/reward")
+            keys = map(str, objective if isinstance(objective, dict) else [objective])
+            more = {"direction": "maximize"} if all(map(_is_reward, keys)) else {}
+            raw = {**raw, "tune": {"objective": objective, **more, **tune}}
         loss = raw.get("loss", {})
         if isinstance(loss, dict) and "use" not in loss:
             raw = {**raw, "loss": {"use": "importance_sampling", **loss}}

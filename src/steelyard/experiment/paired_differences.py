@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 BySeed: TypeAlias = Mapping[Any, float | None]  # `Any`: the keys of a mapping are invariant
 
 CONFIDENCE = 0.95
-LOSS = "held-out loss"
+LOSS, REWARD = "held-out loss", "held-out reward"
+_ONE_REWARD = "reward "  # begins the quantity of one of the rewards
 NO_EFFECT = "no visible effect"
 _ONE_SEED = (
     "These are differences between single runs. Other seeds may give others, so there is no "
@@ -115,7 +116,8 @@ def compare(by_seed: BySeed, full: BySeed | None) -> Comparison:
 def conclusions(effects: Mapping[str, Mapping[str, Comparison]]) -> list[str]:
     """Sentences about an ablation: the verdict on each run without a term, or why there is none.
 
-    They are about the held-out loss and the held-out value of the term that was left out.
+    They are about the held-out loss or reward, and the held-out value of the term, or of the
+    reward, that was left out.
 
     Args:
         effects: comparison of each held-out value, by run and quantity.
@@ -142,9 +144,21 @@ def conclusions(effects: Mapping[str, Mapping[str, Comparison]]) -> list[str]:
     return [*sentences, _INTERVALS.format(count=count)]
 
 
+def reward_quantity(name: str) -> str:
+    """Name of the held-out mean of one reward, apart from a term of the same name."""
+    return f"{_ONE_REWARD}{name}"
+
+
+def is_reward(quantity: str) -> bool:
+    """Whether a quantity is a reward, or their sum: higher is better."""
+    return quantity == REWARD or quantity.startswith(_ONE_REWARD)
+
+
 def _is_about(run: str, quantity: str, own: Mapping[str, Comparison]) -> bool:
-    only_term = run == "none" and len(own) == 2  # noqa: PLR2004 - the loss and one term
-    return quantity == LOSS or run == f"without {quantity}" or only_term
+    if quantity in (LOSS, REWARD) or run == f"without {quantity}":
+        return True
+    terms = [each for each in own if each not in (LOSS, REWARD) and not is_reward(each)]
+    return run == "none" and terms == [quantity]
 
 
 def _verdict(quantity: str, comparison: Comparison) -> str:

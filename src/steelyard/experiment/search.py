@@ -20,6 +20,7 @@ STUDY = "study.db"
 STUDY_NAME = "steelyard"
 OBJECTIVES = "objectives"  # attribute of a trial: the objective of each of its runs
 SEEDS = "seeds"  # attribute of the study: number of seeds of a trial
+REWARDS = "rewards."  # begins the name of the weight of a reward
 _TARGET = 0.25  # importances are for reaching this best part of the trials
 _STATES: Mapping[str, State] = {"COMPLETE": "completed", "PRUNED": "pruned", "FAIL": "failed"}
 
@@ -74,6 +75,16 @@ class Search:
     def completed(self) -> list[TrialResult]:
         """Trials that were completed, the best first."""
         return [trial for trial in self.trials if trial.state == "completed"]
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether its runs train on answers, and have held-out rewards instead of losses."""
+        return any("held_out/reward" in trial.held_out for trial in self.trials)
+
+    @property
+    def tunes_rewards(self) -> bool:
+        """Whether trials differ in the weights of rewards, so that their sums do not compare."""
+        return any(name.startswith(REWARDS) for trial in self.trials for name in trial.weights)
 
 
 def read_search(folder: Path) -> Search:

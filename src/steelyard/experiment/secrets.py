@@ -164,8 +164,13 @@ def is_secret_name(name: Any, *, header: bool = False) -> bool:
 
 
 def _words(name: Any) -> str:
+    return _snake_case(str(name))
+
+
+@lru_cache(maxsize=4096)  # the records of a run have the same few keys
+def _snake_case(name: str) -> str:
     """`snake_case` of a key in any spelling."""
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name))
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return re.sub(r"[^A-Za-z0-9]+", "_", spaced).lower()
 
 

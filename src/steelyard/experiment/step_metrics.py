@@ -1,4 +1,4 @@
-"""Parse lines of `metrics.jsonl`: terms that ran or were skipped, and their gradients."""
+"""Parse lines of `metrics.jsonl`: terms that ran or were skipped, their gradients; rewards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 _TERM, _RAN, _SKIPPED, _REASON = "regularizers/", "/contribution", "skipped/", "/reason"
 _SPACE = "/grad_space"
+_REWARD, _WEIGHT = "rewards/", "/weight"
 _MAX_WORDS = 12  # of a shortened reason
 
 
@@ -20,6 +21,45 @@ def terms_that_ran(metrics: Mapping[str, Any]) -> list[str]:
         for key in metrics
         if key.startswith(_TERM) and key.endswith(_RAN) and "/custom/" not in key
     ]
+
+
+def reward_names(metrics: Mapping[str, Any]) -> list[str]:
+    """Names of the rewards in this step, in the order of the metrics; none without rollouts.
+
+    Example:
+        >>> reward_names({"rewards/short/mean": 0.5, "rewards/short/weight": 1.0})
+        ['short']
+    """
+    return [
+        key.removeprefix(_REWARD).removesuffix(_WEIGHT)
+        for key in metrics
+        if key.startswith(_REWARD) and key.endswith(_WEIGHT)
+    ]
+
+
+def weighted_reward(
+    metrics: Mapping[str, Any], weights: Mapping[str, float], key: str = "held_out/rewards/{}"
+) -> float | None:
+    """Sum of the means of the rewards with given weights, to compare runs with other weights.
+
+    Args:
+        metrics: metrics of a step.
+        weights: weight of each reward, by name.
+        key: key of the mean of a reward; `{}` stands for its name.
+
+    Returns:
+        The sum; None without rewards, or if one that has a weight was not measured.
+
+    Example:
+        >>> weighted_reward({"held_out/rewards/a": 1.0, "held_out/rewards/b": 3.0}, {"a": 2.0})
+        2.0
+    """
+    values = [metrics.get(key.format(name)) for name, weight in weights.items() if weight]
+    found = [value for value in values if value is not None]
+    if not found or len(found) < len(values):
+        return None
+    counted = [weight for weight in weights.values() if weight]
+    return math.fsum(w * value for w, value in zip(counted, found, strict=True))
 
 
 def skip_reasons(skipped: Mapping[str, str]) -> dict[str, str]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from steelyard.errors import ConfigError, RunError, TermError
-from steelyard.experiment.config import Config, TuneConfig
+from steelyard.experiment.config import Config, TermConfig, TuneConfig
+from steelyard.experiment.config_rollouts import RewardConfig
 from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.config_weights import range_of, with_value
 from steelyard.experiment.overall_progress import OverallProgress
@@ -20,6 +21,7 @@ from steelyard.experiment.reference_logprobs import share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.search import (
     OBJECTIVES,
+    REWARDS,
     SEEDS,
     STUDY_NAME,
     Search,
@@ -32,6 +34,10 @@ from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
 from steelyard.experiment.training_loop import Outcome, SilentWatcher, Watcher, resume, train
 
+_Entry = TypeVar("_Entry", TermConfig, RewardConfig)
+
+# Sums of the rewards with the weights of the run itself.
+_WEIGHTED_SUMS = ("held_out/reward", "rollouts/reward")
 _EVALUATIONS = 5  # held-out evaluations of a trial, if the config has no `evaluate_every`
 
 
@@ -59,25 +65,44 @@ class Tuned:
 
 
 def weight_ranges(config: Config) -> dict[str, Mapping[str, Any]]:
-    """Ranges of weights and bounds to tune, by the term's name; `<use>#<number>` without one."""
-    entries = enumerate(config.regularizers, 1)
-    return {
-        entry.name or f"{entry.use}#{number}": found
-        for number, entry in entries
-        if (found := range_of(entry.weight)) is not None
-    }
+    """Ranges of weights and bounds to tune, by the term's name; `<use>#<number>` without one.
+
+    That of a reward has the name `rewards.<name>`, as in an override.
+
+    Raises:
+        ConfigError: two of them have the same name.
+    """
+
+    def find(entries: Sequence[_Entry], prefix: str) -> list[tuple[str, Mapping[str, Any]]]:
+        return [
+            (f"{prefix}{entry.name or f'{entry.use}#{number}'}", found)
+            for number, entry in enumerate(entries, 1)
+            if (found := range_of(entry.weight)) is not None
+        ]
+
+    named = [*find(config.regularizers, ""), *find(config.rewards, REWARDS)]
+    ranges = dict(named)
+    if len(ranges) < len(named):
+        raise ConfigError(
+            f"names of terms with a range to tune must be unique, got {[name for name, _ in named]}"
+        )
+    return ranges
 
 
 def with_weights(config: Config, weights: Mapping[str, float]) -> Config:
     """Copy of the config with these weights in place of the ranges, in their order."""
     remaining = iter(weights.values())
-    entries = [
-        entry
-        if range_of(entry.weight) is None
-        else entry.model_copy(update={"weight": with_value(entry.weight, next(remaining))})
-        for entry in config.regularizers
-    ]
-    return config.model_copy(update={"regularizers": entries})
+
+    def fill(entries: Sequence[_Entry]) -> list[_Entry]:
+        return [
+            entry
+            if range_of(entry.weight) is None
+            else entry.model_copy(update={"weight": with_value(entry.weight, next(remaining))})
+            for entry in entries
+        ]
+
+    regularizers, rewards = fill(config.regularizers), fill(config.rewards)
+    return config.model_copy(update={"regularizers": regularizers, "rewards": rewards})
 
 
 def tune(
@@ -102,18 +127,20 @@ def tune(
         stop: called before each step; when it returns True the trial saves and the search ends.
 
     Raises:
-        ConfigError: no weight is a range, the objective is not a metric, or the number of seeds
-            is not a whole number >= 1.
+        ConfigError: no weight is a range, the objective is not a metric, it is a sum of rewards
+            with the weights that are tuned, or the number of seeds is not a whole number >= 1.
         RunError: the folder is in use, or holds a search with another number of seeds.
         MissingExtraError: Optuna is not installed.
     """
     ranges = weight_ranges(config)
     if not ranges:
+        where = "[[regularizers]]" if config.rollouts is None else "[[regularizers]], [[rewards]]"
         raise ConfigError(
-            "[[regularizers]]: weight must be { tune = [low, high] } for at least one, got none"
+            f"{where}: weight must be {{ tune = [low, high] }} for at least one, got none"
         )
     seeded_configs(config, seeds)  # checks their number
     _check_held_out(config)
+    _check_comparable(config, ranges)
     parent = RunFolder(folder)
     with parent.locked():
         share_reference_logprobs(parent.path)
@@ -129,6 +156,17 @@ def _check_held_out(config: Config) -> None:
             f"[tune]: objective must be made of keys of the metrics, got {keys[0]!r}, and "
             f"{config.source_key}.held_out is 0: hold out some of the data, or choose another "
             f"objective"
+        )
+
+
+def _check_comparable(config: Config, ranges: Mapping[str, Any]) -> None:
+    tuned = [name for name in ranges if name.startswith(REWARDS)]
+    sums = [key for key in _WEIGHTED_SUMS if key in _objective_keys(config.tune)]
+    if tuned and sums:
+        raise ConfigError(
+            f"[tune]: objective must not be {sums[0]!r} where the weight of a reward is tuned "
+            f"({', '.join(tuned)}): it is the sum with that weight, so the largest would win. Give "
+            f'the sum to compare trials by, such as objective = {{ "held_out/rewards/NAME" = 1.0 }}'
         )
 
 

@@ -18,7 +18,12 @@ from steelyard.gradients.algebra import (
     split_gradient,
     weighted_sum,
 )
-from steelyard.gradients.datum_fields import as_tensor, counted_tokens, loss_fn_input
+from steelyard.gradients.datum_fields import (
+    as_tensor,
+    counted_tokens,
+    loss_fn_input,
+    token_mask,
+)
 from steelyard.gradients.fusable import Fusable, Joint
 from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
 from steelyard.gradients.layout import Layout, LogProbs, SplitOnRead, flatten, leaf_over
@@ -68,6 +73,7 @@ __all__ = [
     "split_gradient",
     "split_metrics",
     "tensors_in",
+    "token_mask",
     "weighted_sum",
 ]
 

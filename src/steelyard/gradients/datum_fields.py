@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steelyard.errors import InputError
+
 
 def loss_fn_input(datum: Any, name: str) -> Any:
     """`loss_fn_inputs[name]` of a datum, which may be an object or a mapping; None if absent."""
@@ -41,3 +43,28 @@ def counted_tokens(datum: Any) -> tuple[str, Tensor] | None:
         if values is not None:
             return name, as_tensor(values) != 0
     return None
+
+
+def token_mask(datum: Any, index: int, shape: torch.Size) -> Tensor | None:
+    """Mask `[T]` of the tokens of a datum that count; None if all do.
+
+    Args:
+        datum: the datum.
+        index: its place in the batch, for messages.
+        shape: of its log-probs, `[T]` or `[T, K]`.
+
+    Raises:
+        InputError: the field that says which tokens count has another shape.
+    """
+    counted = counted_tokens(datum)
+    if counted is None:
+        return None
+    field, mask = counted
+    if mask.dim() > 1 and mask.shape == shape:
+        mask = mask.any(-1)  # weights [T, K]: a token counts if one of its classes does
+    if mask.shape != shape[:1]:
+        raise InputError(
+            f"{field} of datum {index} must have one number per token, [{shape[0]}], "
+            f"got {list(mask.shape)}."
+        )
+    return mask

@@ -41,6 +41,7 @@ class CustomLossOutput:
         loss_fn_output_type: from a training client: the type of these outputs.
         server_metrics: from a training client: the metrics of the backward pass, with the loss
             that was composed here as `loss:sum` and the one sent as `surrogate_loss:sum`.
+        passes: from a training client: its forward passes for this call, 1 or 2; not serialised.
 
     Example:
         >>> base = BaseLossOutput(2.5, custom={"perplexity": 12.2})
@@ -69,6 +70,7 @@ class CustomLossOutput:
     loss_fn_output_type: str = ""
     server_metrics: Mapping[str, float] = field(default_factory=dict)
     grad_space: str = "logprobs"
+    passes: int | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # As large as the log-probs for each term: too much to send to another process.

@@ -52,10 +52,13 @@ def importance_ratios(rows: Sequence[DatumRow], sampling: Source, level: str) ->
         Precup, Sutton & Singh (2000), "Eligibility traces for off-policy policy evaluation" (the
         product: per-decision importance sampling).
     """
-    logs = [row.kept - row.read_per_token(sampling) for row in rows]
-    if level == "sequence":
-        logs = [row.cumsum(0) for row in logs]
-    return torch.cat(logs).exp()
+    return torch.cat([datum_ratios(row.kept, row.read_per_token(sampling), level) for row in rows])
+
+
+def datum_ratios(logprobs: Tensor, sampled: Tensor, level: str) -> Tensor:
+    """`importance_ratios` of the tokens of one datum, whose log q are `sampled`."""
+    logs = logprobs - sampled
+    return (logs.cumsum(0) if level == "sequence" else logs).exp()
 
 
 def sampled_entropy(logprobs: Tensor, ratios: Tensor | None = None) -> Tensor:
@@ -65,8 +68,14 @@ def sampled_entropy(logprobs: Tensor, ratios: Tensor | None = None) -> Tensor:
     first identity, so the gradient is that of `-½ mean w (log p)²` with w constant: per token
     `-w (log p) ∇ log p / N`, whose expectation `-E_p[log p ∇ log p]` is ∇H.
     """
-    surrogate = -0.5 * mean(_weighted(logprobs.square(), ratios, constant=True))
-    return with_gradient_of(surrogate, value=-mean(_weighted(logprobs, ratios)))
+    values, surrogates = entropy_tokens(logprobs, ratios)
+    return with_gradient_of(mean(surrogates), value=mean(values))
+
+
+def entropy_tokens(logprobs: Tensor, ratios: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Summands of `sampled_entropy`: of its value, and of what is differentiated."""
+    surrogates = -0.5 * _weighted(logprobs.square(), ratios, constant=True)
+    return -_weighted(logprobs, ratios), surrogates
 
 
 def sequence_entropy(rows: Sequence[Tensor], ratios: Tensor | None = None) -> Tensor:
@@ -83,13 +92,23 @@ def sequence_entropy(rows: Sequence[Tensor], ratios: Tensor | None = None) -> Te
     """
     logprobs = torch.cat(list(rows))
     rewards = _weighted(logprobs, ratios)
-    factors = reward_to_go(torch.split(rewards, [len(row) for row in rows]))
+    factors = torch.cat(
+        [reward_to_go(row) for row in torch.split(rewards, [len(row) for row in rows])]
+    )
     return with_gradient_of(-mean(factors * logprobs), value=-mean(rewards))
 
 
-def reward_to_go(rewards: Sequence[Tensor]) -> Tensor:
-    """Sum of each token's reward and those of the tokens after it, per datum: constants, `[N]`."""
-    return torch.cat([row.detach().flip(0).cumsum(0).flip(0) for row in rewards])
+def sequence_entropy_tokens(
+    logprobs: Tensor, ratios: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Summands of `sequence_entropy` for one datum: of its value, and of what is differentiated."""
+    rewards = _weighted(logprobs, ratios)
+    return -rewards, -reward_to_go(rewards) * logprobs
+
+
+def reward_to_go(rewards: Tensor) -> Tensor:
+    """Sum of each token's reward and those of the tokens after it in a datum: constants, `[T]`."""
+    return rewards.detach().flip(0).cumsum(0).flip(0)
 
 
 def sampled_confidence(logprobs: Tensor, threshold: float) -> Tensor:
@@ -131,12 +150,19 @@ def sampled_kl(
         Schulman (2020), "Approximating KL divergence"; DeepSeek-AI (2025), "DeepSeek-V3.2",
         section 3.1 (w·k3).
     """
+    return {key: mean(each) for key, each in kl_tokens(logprobs, reference, ratios).items()}
+
+
+def kl_tokens(
+    logprobs: Tensor, reference: Tensor, ratios: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Summands of `sampled_kl`, by estimator."""
     log_ratio = logprobs - reference
     return {
-        "k1": mean(_weighted(log_ratio, ratios)),
-        "k2": mean(_weighted(0.5 * log_ratio.square(), ratios, constant=True)),
+        "k1": _weighted(log_ratio, ratios),
+        "k2": _weighted(0.5 * log_ratio.square(), ratios, constant=True),
         # r/p - 1 = expm1(-δ); exp(-δ) - 1 would cancel to nothing for a ratio near 1.
-        "k3": mean(_weighted(torch.expm1(-log_ratio) + log_ratio, ratios)),
+        "k3": _weighted(torch.expm1(-log_ratio) + log_ratio, ratios),
     }
 
 
@@ -151,13 +177,18 @@ def sampled_js(logprobs: Tensor, reference: Tensor) -> Tensor:
     References:
         Lin (1991), "Divergence measures based on the Shannon entropy".
     """
-    with torch.no_grad():
-        log_u = reference - logprobs
-        # log((1 + u)/2) by softplus(log u) = log(1 + u), which does not overflow for a large u.
-        log_middle = F.softplus(log_u) - math.log(2)
-        # Rounding may leave u = 1 slightly below 0.
-        value = (0.5 * (log_u.exp() * (log_u - log_middle) - log_middle)).clamp_min(0)
-    return with_gradient_of(mean(-0.5 * log_middle * logprobs), value=mean(value))
+    values, surrogates = js_tokens(logprobs, reference)
+    return with_gradient_of(mean(surrogates), value=mean(values))
+
+
+def js_tokens(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """Summands of `sampled_js`: of its value, and of what is differentiated."""
+    log_u = reference - logprobs.detach()
+    # log((1 + u)/2) by softplus(log u) = log(1 + u), which does not overflow for a large u.
+    log_middle = F.softplus(log_u) - math.log(2)
+    # Rounding may leave u = 1 slightly below 0.
+    values = (0.5 * (log_u.exp() * (log_u - log_middle) - log_middle)).clamp_min(0)
+    return values, -0.5 * log_middle * logprobs
 
 
 def require_samples(level: str, importance: object) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs, as_tensor, counted_tokens, loss_fn_input
+from steelyard.gradients import LogProbs, as_tensor, loss_fn_input, token_mask
 
 Source: TypeAlias = str | Callable[[Any, int], Any]
 
@@ -148,24 +149,30 @@ def batch_pairs(rows: Sequence[DatumRow], label: Source | None) -> list[tuple[Da
     return [(first, second) for first, second in groups.values()]
 
 
+def rank_of(shapes: Sequence[torch.Size]) -> int:
+    """Rank of the log-probs of a batch.
+
+    Raises:
+        InputError: it is not the same for all data.
+    """
+    ranks = {len(shape) for shape in shapes}
+    if ranks not in ({1}, {2}):
+        raise InputError(
+            f"the log-probs must have the shape [T] or [T, K], the same for all data, got the "
+            f"ranks {sorted(ranks)}."
+        )
+    (rank,) = ranks
+    return rank
+
+
 def mean(values: Tensor) -> Tensor:
     """Mean of all elements; 0 for an empty tensor, where torch gives NaN."""
     return values.sum() / max(values.numel(), 1)
 
 
 def _mask(datum: Any, index: int, logprobs: Tensor) -> Tensor | None:
-    counted = counted_tokens(datum)
-    if counted is None:
-        return None
-    field, mask = counted
-    if mask.dim() > 1 and mask.shape == logprobs.shape:
-        mask = mask.any(-1)  # weights [T, K]: a token counts if one of its classes does
-    if mask.shape != logprobs.shape[:1]:
-        raise InputError(
-            f"{field} of datum {index} must have one number per token, [{logprobs.shape[0]}], "
-            f"got {list(mask.shape)}."
-        )
-    return mask.to(logprobs.device)
+    mask = token_mask(datum, index, logprobs.shape)
+    return None if mask is None else mask.to(logprobs.device)
 
 
 def _name(source: Source) -> str:

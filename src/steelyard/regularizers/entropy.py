@@ -5,24 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from steelyard import penalties
+from steelyard.composition import PerDatum
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
+from steelyard.regularizers._class_rows import entropy_rows
 from steelyard.regularizers._estimators import (
+    datum_ratios,
+    entropy_tokens,
     importance_ratios,
     require_samples,
     sampled_confidence,
     sampled_entropy,
     sequence_entropy,
+    sequence_entropy_tokens,
     with_tail,
 )
-from steelyard.regularizers._tokens import DatumRow, Source, batch_rows, mean
+from steelyard.regularizers._tokens import DatumRow, Source, batch_rows, mean, rank_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +121,50 @@ class Entropy:
         else:
             require_samples(self.level, self.importance)
             entropy = mean(self._token_entropies(rows))
-        sign = 1.0 if self.mode == "penalty" else -1.0
-        return sign * entropy, {"entropy": entropy.item(), **metrics}
+        return self._sign * entropy, {"entropy": entropy.item(), **metrics}
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
+        """Form per datum: see `Separable`."""
+        if rank_of(shapes) > 1:
+            require_samples(self.level, self.importance)
+            metrics: dict[str, Any] = {"entropy": (self._row_values, "mean")}
+            return PerDatum(
+                lambda logprobs: self._sign * self._row_values(logprobs), metrics=metrics
+            )
+        self._sampled_normaliser()  # checks the options
+        metrics = {"entropy": (lambda *a, **f: self._token_values(*a, **f)[0], "mean")}
+        if self.importance is not None:
+            metrics["ratio"] = (partial(datum_ratios, level=self.level), "mean")
+        return PerDatum(
+            lambda *a, **f: self._sign * self._token_values(*a, **f)[0],
+            {} if self.importance is None else {"sampled": self.importance},
+            gradient_of=lambda *a, **f: self._sign * self._token_values(*a, **f)[1],
+            metrics=metrics,
+        )
+
+    @property
+    def _sign(self) -> float:
+        return 1.0 if self.mode == "penalty" else -1.0
+
+    def _token_values(
+        self, logprobs: Tensor, sampled: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        ratios = None if sampled is None else datum_ratios(logprobs, sampled, self.level)
+        tokens = sequence_entropy_tokens if self.level == "sequence" else entropy_tokens
+        values, surrogates = tokens(logprobs, ratios)
+        scale = self._sampled_normaliser()
+        return values / scale, surrogates / scale
+
+    def _row_values(self, logprobs: Tensor) -> Tensor:
+        values = entropy_rows(with_tail(logprobs), self.temperature)
+        if not self.normalize:
+            return values
+        if self.vocabulary is None:
+            raise InputError(
+                "normalize must come with vocabulary=... in a form per datum, which does not know "
+                "the number of classes, got vocabulary=None."
+            )
+        return values / math.log(self.vocabulary)
 
     def _from_samples(self, kept: list[Tensor], ratios: Tensor | None) -> Tensor:
         if self.level == "sequence":
@@ -194,3 +242,15 @@ class ConfidencePenalty:
         entropy = torch.cat([penalties.entropy(each, reduction="none") for each in classes])
         penalty = mean((self.threshold - entropy).clamp_min(0))
         return penalty, {"entropy": mean(entropy).item()}
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
+        """Form per datum of `[T, K]` log-probs: see `Separable`."""
+        if rank_of(shapes) == 1:
+            raise InputError(
+                "the entropy of log-probs [T] is that of all tokens of the batch together, and "
+                "its threshold too: use [T, K] targets."
+            )
+        return PerDatum(
+            lambda logprobs: (self.threshold - entropy_rows(with_tail(logprobs))).clamp_min(0),
+            metrics={"entropy": (lambda logprobs: entropy_rows(with_tail(logprobs)), "mean")},
+        )

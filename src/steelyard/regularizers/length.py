@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from steelyard.gradients import LogProbs
+from steelyard.composition import PerDatum
+from steelyard.gradients import LogProbs, flatten, read_costs, score_gradient
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import DatumRow, Source, batch_rows
 
@@ -78,6 +79,10 @@ class OverlongPenalty:
             "overlong": (lengths > self.max_length).double().mean().item(),
         }
         return torch.where(counts, penalties, 0.0), metrics
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+        """Form per datum: see `Separable`."""
+        return _per_datum(self, data, shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +161,10 @@ class RelativeLength:
         metrics = {"length": lengths.mean().item(), "compared": sum(right) / len(right)}
         return penalties * ((len(rows) - 1) / len(rows)), metrics
 
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+        """Form per datum: see `Separable`."""
+        return _per_datum(self, data, shapes)
+
     def _excess(self, lengths: Tensor) -> Tensor:
         mean = lengths.mean()
         if self.scale == "mean":
@@ -165,6 +174,25 @@ class RelativeLength:
         else:
             scale = lengths.std(correction=0)
         return torch.where(scale > 0, (lengths - mean) / scale, 0.0)
+
+
+def _per_datum(
+    penalty: OverlongPenalty | RelativeLength, data: Sequence[Any], shapes: Sequence[torch.Size]
+) -> PerDatum:
+    """Form of a length penalty: lengths, and so the score function's factors, do not need a model.
+
+    The factor of each token couples the data by its baseline, and is known before the step.
+    """
+    layout, flat = flatten([torch.zeros(shape) for shape in shapes])
+    costs, metrics = penalty.compute(data, layout.split(flat))
+    factors = score_gradient(penalty.name, read_costs(penalty.name, costs, layout), data, layout)
+    factors = factors * len(shapes)  # the mean over data divides it again
+    return PerDatum(
+        lambda logprobs, cost, factor: cost,  # noqa: ARG005 - the arguments of all functions
+        {"cost": list(costs), "factor": list(layout.split(factors))},
+        gradient_of=lambda logprobs, cost, factor: factor * logprobs,  # noqa: ARG005
+        metrics=metrics,
+    )
 
 
 def _check_correct(penalty: OverlongPenalty | RelativeLength) -> None:

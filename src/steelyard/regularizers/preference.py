@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,9 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from steelyard.composition import PerDatum
+from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import DatumRow, Source, batch_pairs, batch_rows, mean
+from steelyard.regularizers._tokens import (
+    DatumRow,
+    Source,
+    batch_pairs,
+    batch_rows,
+    mean,
+    rank_of,
+)
 from steelyard.regularizers.reference import REFERENCE
 
 
@@ -123,6 +133,18 @@ class ChosenNLL:
         pairs = batch_pairs(batch_rows(data, logprobs), self.pair)
         return -mean(torch.cat([first.kept for first, _ in pairs]))
 
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+        """Form per datum, with the factor 0 for the rejected ones: see `Separable`."""
+        rows = batch_rows(data, [torch.zeros(shape) for shape in shapes])
+        chosen = {first.index for first, _ in batch_pairs(rows, self.pair)}
+        factors = [torch.tensor(float(row.index in chosen)) for row in rows]
+        tokens = sum(len(row.kept) for row in rows if row.index in chosen)
+        return PerDatum(
+            lambda logprobs, chosen: -logprobs * chosen,
+            {"chosen": factors},
+            max(tokens, 1),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredLogRatio:
@@ -158,3 +180,12 @@ class SquaredLogRatio:
         rows = batch_rows(data, logprobs)
         log_ratios = [row.kept - row.read_per_token(self.reference) for row in rows]
         return mean(torch.cat(log_ratios).square())
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
+        """Form per datum: see `Separable`."""
+        if rank_of(shapes) != 1:
+            raise InputError("it reads log-probs [T], got [T, K].")
+        return PerDatum(
+            lambda logprobs, reference: (logprobs - reference).square(),
+            {"reference": self.reference},
+        )

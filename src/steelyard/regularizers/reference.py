@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from steelyard import penalties
+from steelyard.composition import PerDatum
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
+from steelyard.regularizers._class_rows import js_rows, kl_rows
 from steelyard.regularizers._estimators import (
+    datum_ratios,
     importance_ratios,
+    js_tokens,
+    kl_tokens,
     require_samples,
     reward_to_go,
     sampled_js,
@@ -21,7 +28,14 @@ from steelyard.regularizers._estimators import (
     with_gradient_of,
     with_tail,
 )
-from steelyard.regularizers._tokens import DatumRow, Source, batch_pairs, batch_rows, mean
+from steelyard.regularizers._tokens import (
+    DatumRow,
+    Source,
+    batch_pairs,
+    batch_rows,
+    mean,
+    rank_of,
+)
 
 REFERENCE = "reference_logprobs"
 
@@ -117,11 +131,7 @@ class KLToReference:
         return mean(torch.cat(each)), {}
 
     def _from_samples(self, rows: list[DatumRow]) -> tuple[Tensor, dict[str, float]]:
-        if self.direction != "forward":
-            raise InputError(
-                f"direction must be 'forward' for log-probs [T], whose estimators are of KL(p‖r), "
-                f"got {self.direction!r}: use [T, K] targets."
-            )
+        self._require_forward()
         own, reference = _tokens_and_reference(rows, self.reference)
         ratios = None
         if self.importance is not None:
@@ -134,8 +144,53 @@ class KLToReference:
         if self.level == "sequence":
             costs = own - reference if ratios is None else ratios * (own - reference)
             per_datum = torch.split(costs, [row.kept.shape[0] for row in rows])
-            estimate = with_gradient_of(mean(reward_to_go(per_datum) * own), value=estimate)
+            rewards = torch.cat([reward_to_go(each) for each in per_datum])
+            estimate = with_gradient_of(mean(rewards * own), value=estimate)
         return estimate, metrics
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
+        """Form per datum: see `Separable`."""
+        if rank_of(shapes) > 1:
+            require_samples(self.level, self.importance)
+            return PerDatum(self._row_values, {"reference": self.reference})
+        self._require_forward()
+        fields: dict[str, Source] = {"reference": self.reference}
+        metrics: dict[str, Any] = {
+            key: (partial(self._token_values, key), "mean") for key in ("k1", "k2", "k3")
+        }
+        if self.importance is not None:
+            fields["sampled"] = self.importance
+            metrics["ratio"] = (self._token_ratios, "mean")
+        return PerDatum(
+            partial(self._token_values, self.estimator),
+            fields,
+            gradient_of=self._rewarded if self.level == "sequence" else None,
+            metrics=metrics,
+        )
+
+    def _row_values(self, logprobs: Tensor, reference: Tensor) -> Tensor:
+        return kl_rows(with_tail(logprobs), with_tail(reference), self.direction)
+
+    def _token_values(
+        self, estimator: str, logprobs: Tensor, reference: Tensor, sampled: Tensor | None = None
+    ) -> Tensor:
+        ratios = None if sampled is None else datum_ratios(logprobs, sampled, self.level)
+        return kl_tokens(logprobs, reference, ratios)[estimator]
+
+    def _token_ratios(self, logprobs: Tensor, reference: Tensor, sampled: Tensor) -> Tensor:  # noqa: ARG002
+        return datum_ratios(logprobs, sampled, self.level)
+
+    def _rewarded(
+        self, logprobs: Tensor, reference: Tensor, sampled: Tensor | None = None
+    ) -> Tensor:
+        return reward_to_go(self._token_values("k1", logprobs, reference, sampled)) * logprobs
+
+    def _require_forward(self) -> None:
+        if self.direction != "forward":
+            raise InputError(
+                f"direction must be 'forward' for log-probs [T], whose estimators are of KL(p‖r), "
+                f"got {self.direction!r}: use [T, K] targets."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +239,20 @@ class JSToReference:
         distributions = _distributions(rows, self.reference)
         each = [penalties.js_divergence(p, r, reduction="none") for p, r in distributions]
         return mean(torch.cat(each))
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
+        """Form per datum: see `Separable`."""
+        fields = {"reference": self.reference}
+        if rank_of(shapes) > 1:
+            return PerDatum(
+                lambda logprobs, reference: js_rows(with_tail(logprobs), with_tail(reference)),
+                fields,
+            )
+        return PerDatum(
+            lambda logprobs, reference: js_tokens(logprobs, reference)[0],
+            fields,
+            gradient_of=lambda logprobs, reference: js_tokens(logprobs, reference)[1],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from steelyard import penalties
+from steelyard.composition import PerDatum
+from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import batch_rows
@@ -58,6 +61,18 @@ class L1:
         count = max(x.numel(), 1)
         total = value.item() * (count if self.reduction == "mean" else 1)
         return value, {"l1_total": total, "l1_mean": total / count}
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - no fields
+        """Form per datum: see `Separable`."""
+        values = self._each
+        return PerDatum(
+            values,
+            reduction=self.reduction,
+            metrics={"l1_total": (values, "sum"), "l1_mean": (values, "mean")},
+        )
+
+    def _each(self, logprobs: Tensor) -> Tensor:
+        return _of(logprobs, self.of).abs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +125,18 @@ class L2:
         )
         return value
 
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - no fields
+        """Form per datum, unless the centre is the mean of the batch: see `Separable`."""
+        if self.center == "mean":
+            raise InputError("center='mean' is the mean over the tokens of all data.")
+        return PerDatum(self._each, reduction=self.reduction)
+
+    def _each(self, logprobs: Tensor) -> Tensor:
+        x = _of(logprobs, self.of)
+        if isinstance(self.center, float | int):
+            x = x - self.center
+        return (x if self.clip is None else x.clamp(-self.clip, self.clip)).square()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticNet:
@@ -151,6 +178,14 @@ class ElasticNet:
         )
         return value
 
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - no fields
+        """Form per datum: see `Separable`."""
+        return PerDatum(self._each, reduction=self.reduction)
+
+    def _each(self, logprobs: Tensor) -> Tensor:
+        x, ratio = _of(logprobs, self.of), self.l1_ratio
+        return ratio * x.abs() + (1 - ratio) * x.square()
+
 
 def _check(of: str, reduction: str, name: str) -> None:
     _options.one_of("of", of, ("logprobs", "probs"), name)
@@ -160,4 +195,8 @@ def _check(of: str, reduction: str, name: str) -> None:
 def _values(data: Any, logprobs: LogProbs, of: Of) -> Tensor:
     """All unmasked log-probs, or probabilities, of a batch, flattened."""
     flat = torch.cat([row.kept.reshape(-1) for row in batch_rows(data, logprobs, classes=True)])
-    return flat.exp() if of == "probs" else flat
+    return _of(flat, of)
+
+
+def _of(logprobs: Tensor, of: Of) -> Tensor:
+    return logprobs.exp() if of == "probs" else logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -147,3 +148,71 @@ def test_the_report_of_several_seeds_shows_means_intervals_and_verdicts(tmp_path
 
 def test_there_is_no_table_without_the_run_with_all_terms() -> None:
     assert ablation_table(Experiment([ablated_run("none", [1.0])])) is None
+
+
+def rewarded_run(name: str, means: Sequence[float], *, held_out: bool = True) -> LoadedRun:
+    """An on-policy run of four steps with the rewards `short` and `kind`, of weights 1 and 2."""
+    short, kind = means
+    row = {
+        "rewards/short/mean": 0.0, "rewards/short/weight": 1.0,
+        "rewards/kind/mean": 0.0, "rewards/kind/weight": 0.0 if name.endswith("kind") else 2.0,
+        "regularizers/kl/value": 0.5, "regularizers/kl/contribution": 0.5, "seconds": 0.25,
+    }  # fmt: skip
+    rows = [{"step": step, **row} for step in range(4)]
+    rows[-1] |= {"rewards/short/mean": short, "rewards/kind/mean": kind}
+    if held_out:
+        last = {"held_out/rewards/short": short, "held_out/rewards/kind": kind}
+        rows[-1] |= {**last, "held_out/reward": -1.0, "held_out/regularizers/kl": 0.5}
+    return LoadedRun(name, Path(), {}, rows)
+
+
+def test_on_policy_runs_are_compared_by_rewards_with_the_weights_of_the_full_run() -> None:
+    runs = [
+        rewarded_run("all", [0.5, 0.25]),
+        rewarded_run("none", [0.5, 0.5]),
+        rewarded_run("without reward kind", [0.75, 0.0]),
+    ]
+    table = ablation_table(Experiment(runs, full="all"))
+    assert table is not None
+    rewards = ["held-out reward", "reward short", "reward kind"]
+    assert table.columns == [*rewards, "kl", "seconds per step"]
+    assert (table.held_out, table.rewards) == ([*rewards, "kl"], rewards)
+    kl, seconds = (0.5, 0.0), (0.25, 0.0)
+    assert shown(table) == {
+        "all": [(1.0, None), (0.5, None), (0.25, None), (0.5, None), (0.25, None)],
+        "none": [(1.5, 0.5), (0.5, 0.0), (0.5, 0.25), kl, seconds],
+        "without reward kind": [(0.75, -0.25), (0.75, 0.25), (0.0, -0.25), kl, seconds],
+    }
+
+
+def test_on_policy_runs_without_held_out_prompts_are_compared_in_training() -> None:
+    runs = [
+        rewarded_run("all", [0.5, 0.25], held_out=False),
+        rewarded_run("none", [0.5, 0.5], held_out=False),
+    ]
+    table = ablation_table(Experiment(runs, full="all"))
+    assert table is not None
+    assert table.columns[:2] == ["training reward", "reward short"]
+    assert shown(table)["none"][0] == (1.5, 0.5)
+    assert table.held_out == []
+    assert table.sentences == [
+        "No data were held out: these are rewards and terms in training, and there is no verdict."
+    ]
+
+
+def test_a_higher_reward_is_shown_as_better(tmp_path: Path) -> None:
+    for seed, shift in (("0", 0.0), ("1", 0.0625)):
+        for name, kind in (("all", 0.5), ("none", 0.25)):
+            folder = tmp_path / "a" / f"{name}-{seed}"
+            folder.mkdir(parents=True)
+            run = rewarded_run(name, [0.5, kind + shift])
+            write_lines(folder / "metrics.jsonl", run.rows)
+            (folder / "config.json").write_text("{}")
+    folders = {seed: {n: f"{n}-{seed}" for n in ("all", "none")} for seed in ("0", "1")}
+    content = {"runs": folders["0"], "seeds": folders}
+    (tmp_path / "a" / "ablation.json").write_text(json.dumps(content))
+    page = write_report([tmp_path / "a"], tmp_path / "report.html")
+    html = page.read_text(encoding="utf-8")
+    assert html.count('<span class="delta bad">−0.500 ± 0</span>') == 1, "the sum of the rewards"
+    assert html.count('<span class="delta bad">−0.250 ± 0</span>') == 1, "the reward kind"
+    assert "higher rewards are better" in text_of(page)

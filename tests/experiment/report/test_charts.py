@@ -8,9 +8,9 @@ import plotly.graph_objects as go
 import pytest
 
 from steelyard.experiment.report import charts, write_report
-from steelyard.experiment.report.formatting import summarize
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import findings
+from steelyard.experiment.report.sentences import summarize
 from tests.experiment.folders import write_run
 
 from .conftest import Report

@@ -78,3 +78,20 @@ def test_differences_have_one_value_per_run() -> None:
         "regularizers.entropy": ["–", "enabled"],
     }
     assert config_differences(runs[:1]) == {}
+
+
+def test_rewards_are_compared_by_name() -> None:
+    def run(name: str, *rewards: dict[str, Any]) -> LoadedRun:
+        return LoadedRun(name, Path(), {"data": None, "rewards": list(rewards)}, [])
+
+    short = {"use": "length", "name": "short", "weight": 1.0}
+    kind = {"use": "judge", "weight": 0.5, "enabled": True}
+    runs = [
+        run("all", short, kind),
+        run("other", {**short, "weight": 2.0}, {**kind, "enabled": False}),
+    ]
+    assert config_differences(runs) == {
+        "rewards.short.weight": ["1.0", "2.0"],
+        "rewards.judge": ["enabled", "–"],
+    }
+    assert top_level_settings(runs[0].config) == {}

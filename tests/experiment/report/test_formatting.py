@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.experiment.report import write_report
+from steelyard.experiment.report.change import Change
 from steelyard.experiment.report.formatting import (
     cosine,
     format_change,
@@ -17,11 +18,10 @@ from steelyard.experiment.report.formatting import (
     seconds,
     skip_count,
     skip_reasons,
-    summarize,
-    summarize_runs,
 )
 from steelyard.experiment.report.load import LoadedRun
-from steelyard.experiment.report.metrics import Change, Findings, TermFinding
+from steelyard.experiment.report.metrics import Findings, TermFinding
+from steelyard.experiment.report.sentences import summarize, summarize_runs
 from steelyard.experiment.step_metrics import Gradient
 from tests.experiment.folders import flaky, specs, write_lines, write_run
 

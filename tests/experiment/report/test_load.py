@@ -159,3 +159,13 @@ def test_an_ablation_of_an_older_version_has_one_seed(tmp_path: Path) -> None:
     write_ablation(tmp_path / "a")
     experiment = load_runs([tmp_path / "a"])
     assert experiment.seeds == {"0": experiment.runs}
+
+
+def test_answers_are_loaded_for_a_single_run_alone(run: Path, tmp_path: Path) -> None:
+    write_lines(run / "rollouts.jsonl", [{"step": 0, "answer": "a"}])
+    assert [len(each.rollouts) for each in load_runs([run]).runs] == [1]
+    write_run(tmp_path / "other", steps=2)
+    assert [len(each.rollouts) for each in load_runs([run, tmp_path / "other"]).runs] == [0, 0]
+    write_lines(run / "rollouts.jsonl", [{"step": 0}])
+    with pytest.raises(RunError, match=r"rollouts\.jsonl, line 1, must be an object with 'answer'"):
+        load_runs([run])

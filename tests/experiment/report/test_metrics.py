@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from steelyard.experiment.report import write_report
+from steelyard.experiment.report.change import Change
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import (
-    Change,
     Findings,
     TermFinding,
     cosine_key,

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from steelyard.errors import RunError
 from steelyard.experiment import tune
 from steelyard.experiment.report import write_report
+from steelyard.experiment.report.formatting import number
 from steelyard.experiment.report.search_charts import non_dominated
 from steelyard.experiment.search import read_search, storage_url
-from tests.experiment.small_runs import L2, small_config
+from tests.experiment.small_runs import L2, brief, letters, reward, small_config, small_rollouts
 
 from .parsed_page import page_charts, text_of, trace_points
 
@@ -79,3 +80,44 @@ def test_the_front_dominates_every_other_point(points: list[tuple[float, float]]
         assert any(a <= point[0] and b <= point[1] for a, b in front)
     for point in front:
         assert not any((a, b) != point and a <= point[0] and b <= point[1] for a, b in points)
+
+
+def test_a_search_of_on_policy_runs_is_reported_by_rewards(tmp_path: Path) -> None:
+    overrides = ("tune.trials=3", "train.steps=1", "tune.prune=false")
+    config = small_rollouts(tmp_path, *overrides, regularizers=RANGES[:1])
+    tune(config, tmp_path / "search")
+    search = read_search(tmp_path / "search")
+    page = write_report([tmp_path / "search"], tmp_path / "report.html")
+    text, charts = text_of(page), page_charts(page)
+    rewards = [trial.held_out["held_out/reward"] for trial in search.trials]
+    assert rewards == sorted(rewards, reverse=True), "the best first"
+    assert f": held_out/reward {number(rewards[0])}, the highest." in text
+    assert "Reward against each term" in text
+    assert "a higher reward and a lower value are better" in text
+    assert "trial objective l2 held-out reward time state" in text
+    points = [(t.held_out["held_out/reward"], t.held_out["held_out/regularizers/l2"], t.number)
+              for t in search.completed]  # fmt: skip
+    best = [
+        number
+        for x, y, number in sorted(points)
+        if not any((a >= x and b <= y) and (a, b) != (x, y) for a, b, _ in points)
+    ]
+    trace = charts["pareto-0"]["data"][0]
+    assert trace["name"] == "not dominated"
+    assert trace["text"] == [str(number) for number in best]
+
+
+def test_sums_with_tuned_weights_are_not_drawn_against_terms(tmp_path: Path) -> None:
+    span = {"tune": [0.1, 10.0]}
+    rewards = [reward(letters), reward(brief, name="brief", weight=span)]
+    config = small_rollouts(
+        tmp_path,
+        "tune.trials=2", "train.steps=1", "tune.objective=held_out/rewards/letters",
+        rewards=rewards, regularizers=[L2],
+    )  # fmt: skip
+    tune(config, tmp_path / "search")
+    page = write_report([tmp_path / "search"], tmp_path / "report.html")
+    text = text_of(page)
+    assert "pareto-0" not in page_charts(page)
+    assert "with rewards.brief = " in text
+    assert "trial objective rewards.brief held-out reward, own weights time state" in text

@@ -6,7 +6,8 @@ one to say the sentence: a mean over other steps, a sum of unlike norms, a sign 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 
 from steelyard import RegularizerSpec
-from steelyard.experiment.report.formatting import summarize
+from steelyard.experiment.report.formatting import number, percent
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import findings
+from steelyard.experiment.report.sentences import summarize, summarize_runs
 from tests.experiment.folders import confidence, evenness, flaky, length, metrics
+
+from .on_policy_runs import FAILING_LINE, STEPS, WEIGHT, OnPolicyRun, train_on_policy
 
 
 def sentences(*terms: RegularizerSpec, steps: int = 12, **changed: Any) -> list[str]:
@@ -142,3 +146,121 @@ def test_norms_were_not_tracked(tracked: bool) -> None:
     rows = metrics([term(evenness, 0.1)], 4, tracked=tracked)
     found = summarize(findings(LoadedRun("run", Path(), {}, rows)))
     assert said("Gradient norms were not tracked", found) is not tracked
+
+
+@pytest.fixture(scope="module")
+def on_policy(tmp_path_factory: pytest.TempPathFactory) -> OnPolicyRun:
+    return train_on_policy(tmp_path_factory.mktemp("on_policy"))
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)  # exactly rounded, whatever the order
+
+
+def test_what_the_rewards_of_a_real_run_did(on_policy: OnPolicyRun) -> None:
+    found = summarize(findings(on_policy.loaded))
+    quarter = STEPS // 4
+
+    def kept(step: int, name: str, *, held_out: bool = False) -> list[float]:
+        scores = [each["rewards"] for each in on_policy.at(step, held_out=held_out)]
+        return [each[name] for each in scores if each[name] is not None]
+
+    def total(step: int, *, held_out: bool = False) -> float:
+        records = on_policy.at(step, held_out=held_out)
+        scores = [e["rewards"] for e in records if e["rewards"]["judge"] is not None]
+        return mean([e["letters"] + WEIGHT * e["judge"] for e in scores])
+
+    def check(start: str, values: list[float]) -> None:
+        first, last = (mean(some) for some in (values[:quarter], values[-quarter:]))
+        (sentence,) = [each for each in found if each.startswith(start)]
+        assert number(last) in sentence
+        if abs(last - first) > 1e-9:
+            verb = "fell" if last < first else "rose"
+            assert sentence.startswith(f"{start} {verb} from {number(first)} to {number(last)}")
+
+    check("The reward", [total(step) for step in range(STEPS)])
+    for name in ("letters", "judge"):
+        check(f"“{name}”", [mean(kept(step, name)) for step in range(STEPS)])
+    ends = [number(total(step, held_out=True)) for step in (0, STEPS - 1)]
+    assert f"On held-out prompts the reward went from {ends[0]} to {ends[1]}." in found
+    sampled = [each for each in on_policy.records if "held_out" not in each]
+    dropped = sum(each["line"] == FAILING_LINE for each in sampled)
+    assert said(f"{dropped} of {len(sampled)} answers were dropped: “judge” failed: Conn", found)
+    silent = []
+    for step in range(STEPS):
+        for group in (0, 1):
+            records = [each for each in on_policy.at(step) if each["group"] == group]
+            silent.append(len({e["reward"] for e in records if e["reward"] is not None}) < 2)
+    assert said(f"On average {percent(mean(silent))} of the groups of a step had", found)
+    lengths = [mean([e["tokens"] for e in on_policy.at(s)]) for s in range(STEPS)]
+    ends = [number(mean(some)) for some in (lengths[:quarter], lengths[-quarter:])]
+    cut = percent(mean([each["truncated"] for each in sampled]))
+    assert said(
+        f"The length of the answers went from {ends[0]} to {ends[1]} tokens; on average {cut}",
+        found,
+    )
+    assert not any("loss" in sentence and "base loss" not in sentence for sentence in found)
+
+
+def rewarded(*rewards: float, weights: tuple[float, ...] = (1.0,), **changed: Any) -> list[str]:
+    """Summary of an on-policy run of which the only reward has these means."""
+    rows = [
+        {
+            "step": step,
+            "rewards/short/mean": reward,
+            "rewards/short/weight": weights[step % len(weights)],
+            "rollouts/reward": weights[step % len(weights)] * reward,
+            "rollouts/no_signal": 0.0,
+            "held_out/reward": weights[step % len(weights)] * reward,
+            "held_out/rewards/short": reward,
+            **changed,
+        }
+        for step, reward in enumerate(rewards)
+    ]
+    return summarize(findings(LoadedRun("run", Path(), {}, rows)))
+
+
+def test_the_reward_rose() -> None:
+    assert rewarded(0.25, 0.5)[1:] == [
+        "The reward rose from 0.250 to 0.500 (+100 %).",
+        "On held-out prompts the reward went from 0.250 to 0.500.",
+        "No answer was dropped.",
+        "Every group had a signal.",
+        "There were no regularizers.",
+    ]
+    assert said("The reward fell from 0.500 to 0.250", rewarded(0.5, 0.25))
+    # The sum doubles since its weight does, while the reward falls.
+    found = rewarded(0.5, 0.375, weights=(1.0, 2.0))
+    assert not said("The reward", found)
+    assert said("The weights of the rewards changed, so their sum is not compared.", found)
+    assert said("“short” fell from 0.500 to 0.375", found)
+    assert said("On held-out prompts the rewards went: “short” from 0.500 to 0.375.", found)
+
+
+def test_dropped_answers_without_records_are_counted() -> None:
+    dropped: dict[str, Any] = {"rollouts/dropped": 1.0}
+    assert "2 answers were dropped." in rewarded(0.5, 0.5, **dropped)
+    assert "1 answer was dropped." in rewarded(0.5, **dropped)
+
+
+def compared(*configs: Any, values: tuple[float, ...] = (0.5, 0.75)) -> list[str]:
+    rows = [{"step": 0, "rewards/a/weight": 1.0, "held_out/reward": value} for value in values]
+    runs = [
+        LoadedRun(name, Path(), config, [row])
+        for name, config, row in zip("xy", configs, rows, strict=True)
+    ]
+    return summarize_runs(runs, [findings(run) for run in runs])
+
+
+def test_runs_are_compared_by_the_reward_only_if_it_is_the_same() -> None:
+    config: dict[str, Any] = {"rollouts": {"prompts": "p"}, "rewards": [{"use": "a"}]}
+    assert compared(config, config)[1:] == [
+        "The held-out reward ends highest in “y” (0.750) and lowest in “x” (0.500)."
+    ]
+    assert compared(config, config, values=(0.9, 0.75))[1].startswith(
+        "The held-out reward ends highest in “x” (0.900)"
+    )
+    other = {**config, "rewards": [{"use": "a", "weight": 2.0}]}
+    assert compared(config, other)[1:] == [
+        "Their rewards differ, so held-out rewards are not compared."
+    ]

@@ -140,7 +140,9 @@ def test_a_failed_reward_drops_the_answer_and_not_the_step(tmp_path: Path) -> No
     for record in dropped:
         assert (record["reward"], record["advantage"]) == (None, None)
         assert "the judge is down" in record["failed"]["fails_on_some"]
-    assert any("fails_on_some" in text and "is down" in text for text in recorder.messages)
+    count = f"{len(dropped)} answer{'s' * (len(dropped) > 1)}"
+    failure = f"failed for {count}: RuntimeError: the judge is down"
+    assert f"step 0: reward 'fails_on_some' {failure}" in recorder.messages
 
 
 def test_a_step_without_any_reward_is_an_error(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def arguments(folder: Path, **changed: Any) -> TrainingArguments:
         "max_grad_norm": 0.0,
         "report_to": "none",
         "save_strategy": "no",
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),  # on a GPU by `make test-gpu`
         "dataloader_pin_memory": False,
         "disable_tqdm": True,
         "average_tokens_across_devices": False,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.errors import GradientError
+from steelyard.errors import GradientError, InputError
 from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import (
     _operators,
@@ -19,6 +19,18 @@ from steelyard.penalties.from_logits._components import Component
 from tests.penalties.from_logits.cases import TERMS, expected, inputs, written
 
 EVERY = list(TERMS)
+
+
+def test_arrays_on_different_devices() -> None:
+    """A kernel gets addresses alone, and would read memory that is not there."""
+    logits, reference, targets = inputs(19, 4, 7, torch.float32)
+    rule = "must be on the device of logits, cpu, got meta"
+    with pytest.raises(InputError, match=f"targets {rule}"):
+        compose_logits(logits, ["cross_entropy"], targets=targets.to("meta"))
+    with pytest.raises(InputError, match=f"reference {rule}"):
+        compose_logits(logits, ["kl"], reference=reference.to("meta"))
+    with pytest.raises(InputError, match=f"targets {rule}"):
+        compose_linear(logits, torch.ones(3, 7), ["cross_entropy"], targets=targets.to("meta"))
 
 
 def test_compiled_backward_twice() -> None:

@@ -1,9 +1,10 @@
 """The report: one self-contained HTML page about a run, several runs, an ablation or a search.
 
-Data flows in this order: `load` reads run folders; `findings` computes means, shares and flags;
-`charts` and `detail_charts` (one run), `compare_charts` (several) and `search_charts` make the
-charts out of `figure`; `ablation_table`, `driving_examples`, `samples` and `config_diff` make the
-tables and texts; `formatting` turns numbers into text; `page` renders everything with `page.html`,
+Data flows in this order: `load` reads run folders; `metrics` computes means, shares and flags, with
+`reward_metrics` for on-policy runs; `charts`, `detail_charts` and `reward_charts` (one run),
+`compare_charts` (several) and `search_charts` make the charts out of `figure`; `ablation_table`,
+`driving_examples`, `answers`, `samples` and `config_diff` make the tables and texts; `formatting`
+turns numbers into text, `sentences` makes the summary; `page` renders everything with `page.html`,
 `page.css` and `page.js`; `write` saves it.
 """
 

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
-from steelyard.experiment.paired_differences import LOSS, BySeed, Comparison, compare, conclusions
-from steelyard.experiment.report.load import Experiment, LoadedRun
-
-NOT_HELD_OUT = (
-    "No data were held out: these are losses and terms in training, and there is no verdict."
+from steelyard.experiment.paired_differences import (
+    LOSS,
+    REWARD,
+    BySeed,
+    Comparison,
+    compare,
+    conclusions,
+    is_reward,
+    reward_quantity,
 )
+from steelyard.experiment.report.load import Experiment, LoadedRun
+from steelyard.experiment.step_metrics import weighted_reward
+
+Quantity: TypeAlias = Callable[[LoadedRun], float | None]
+
+_NOT_HELD_OUT = (
+    "No data were held out: these are {} and terms in training, and there is no verdict."
+)
+_TRAINING_LOSS, _TRAINING_REWARD = "training loss", "training reward"
 
 
 @dataclass(frozen=True)
@@ -23,6 +38,8 @@ class AblationTable:
         held_out: those of the columns that are measured on held-out data.
         seeds: number of seeds.
         sentences: verdicts, or why there is none.
+        rewards: those of the columns in which higher is better; the others are losses and
+            penalties, in which lower is better.
     """
 
     columns: Sequence[str]
@@ -30,15 +47,17 @@ class AblationTable:
     held_out: Sequence[str]
     seeds: int
     sentences: Sequence[str]
+    rewards: Sequence[str] = ()
 
 
 def ablation_table(experiment: Experiment) -> AblationTable | None:
-    """Compare the loss, the value of every term and the time per step at the end of each run.
+    """Compare loss or reward, the value of every term and the time per step, at the end of runs.
 
-    Losses and terms are the last ones on held-out data where these were measured: held-out data
-    are the same for all runs, and terms are evaluated on them even when they were left out of
-    training. Otherwise, and for the time, they are means over the last quarter of the steps, since
-    single batches differ. Differences from the run with all terms are paired by seed.
+    Losses, rewards and terms are the last ones on held-out data where these were measured:
+    held-out data are the same for all runs, and terms and rewards are evaluated on them even when
+    they were left out of training. Otherwise, and for the time, they are means over the last
+    quarter of the steps, since single batches differ. The sum of the rewards has the weights of
+    the run with all terms in every run. Differences from that run are paired by seed.
 
     Returns:
         The table, or None if there is no run with all terms to compare with.
@@ -47,39 +66,73 @@ def ablation_table(experiment: Experiment) -> AblationTable | None:
     full = by_name.get(experiment.full or "")
     if full is None:
         return None
-    has_held_out = bool(full.series("held_out/loss")[0])
-    loss = {LOSS: "held_out/loss"} if has_held_out else {"training loss": "base_loss/value"}
-    keys = {
-        **loss,
-        **{name: _value_key(full, name) for name in full.terms},
-        "seconds per step": "seconds",
+    held_out = _held_out_quantities(full)
+    columns: dict[str, Quantity] = {
+        **_main_quantities(full),
+        **{name: partial(_final_value, key=_value_key(full, name)) for name in full.terms},
+        "seconds per step": partial(_final_value, key="seconds"),
     }
     rows = {
         name: {
             column: compare(
-                _by_seed(experiment, name, key),
-                None if name == full.name else _by_seed(experiment, full.name, key),
+                _by_seed(experiment, name, quantity),
+                None if name == full.name else _by_seed(experiment, full.name, quantity),
             )
-            for column, key in keys.items()
+            for column, quantity in columns.items()
         }
         for name in [full.name, *(name for name in by_name if name != full.name)]
     }
-    held_out = [column for column, key in keys.items() if key.startswith("held_out/")]
     effects = {name: {column: own[column] for column in held_out} for name, own in rows.items()}
+    has_held_out = held_out[:1] in ([LOSS], [REWARD])
+    not_held_out = _NOT_HELD_OUT.format("rewards" if full.rewards else "losses")
     return AblationTable(
-        columns=list(keys),
+        columns=list(columns),
         rows=[(name, list(own.values())) for name, own in rows.items()],
         held_out=held_out,
         seeds=len(experiment.seeds) or 1,
-        sentences=conclusions(effects) if has_held_out else [NOT_HELD_OUT],
+        sentences=conclusions(effects) if has_held_out else [not_held_out],
+        rewards=[each for each in columns if is_reward(each) or each == _TRAINING_REWARD],
     )
 
 
-def _by_seed(experiment: Experiment, name: str, key: str) -> BySeed:
-    """Final value of a metric in the runs with a name, by seed."""
+def _main_quantities(full: LoadedRun) -> dict[str, Quantity]:
+    """Loss of runs with fixed data; of on-policy runs the sum of the rewards, and each of them."""
+    if not full.rewards:
+        if full.series("held_out/loss")[0]:
+            return {LOSS: partial(_final_value, key="held_out/loss")}
+        return {_TRAINING_LOSS: partial(_final_value, key="base_loss/value")}
+    key, main = "rewards/{}/mean", _TRAINING_REWARD
+    if full.series("held_out/reward")[0]:
+        key, main = "held_out/rewards/{}", REWARD
+    weights = {name: full.series(f"rewards/{name}/weight")[1][-1] for name in full.rewards}
+
+    def total(run: LoadedRun) -> float | None:
+        means = {key.format(name): _final_value(run, key.format(name)) for name in weights}
+        return weighted_reward(means, weights, key)
+
+    each = {
+        reward_quantity(name): partial(_final_value, key=key.format(name)) for name in full.rewards
+    }
+    return {main: total, **each}
+
+
+def _held_out_quantities(full: LoadedRun) -> list[str]:
+    """Columns that are measured on held-out data."""
+    rewards = [n for n in full.rewards if full.series(f"held_out/rewards/{n}")[0]]
+    terms = [n for n in full.terms if _value_key(full, n).startswith("held_out/")]
+    main = [
+        quantity
+        for quantity, key in ((LOSS, "held_out/loss"), (REWARD, "held_out/reward"))
+        if full.series(key)[0]
+    ]
+    return [*main, *map(reward_quantity, rewards), *terms]
+
+
+def _by_seed(experiment: Experiment, name: str, quantity: Quantity) -> BySeed:
+    """Final value of a quantity in the runs with a name, by seed."""
     seeds = experiment.seeds or {"0": experiment.runs}
     runs = {seed: run for seed, runs in seeds.items() for run in runs if run.name == name}
-    return {seed: _final_value(run, key) for seed, run in runs.items()}
+    return {seed: quantity(run) for seed, run in runs.items()}
 
 
 def _value_key(full: LoadedRun, name: str) -> str:

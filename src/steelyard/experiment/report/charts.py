@@ -30,6 +30,7 @@ from steelyard.experiment.report.formatting import (
 )
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import Findings, TermFinding, cosine_key, shares
+from steelyard.experiment.report.reward_charts import reward_sections
 from steelyard.experiment.step_metrics import cosine_to_base
 
 STACKED = {"barmode": "relative", "bargap": 0}
@@ -39,6 +40,7 @@ SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s"}
 def sections(run: LoadedRun, found: Findings) -> list[Section]:
     """Sections of the report of one run; those without a chart are left out."""
     sections = [
+        *reward_sections(run, found.rollouts),
         Section("loss", "Loss", "Total loss and base loss at each step.", _loss(run, found)),
         Section(
             "terms",

@@ -27,6 +27,7 @@ from steelyard.experiment.report.formatting import (
 )
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import Findings
+from steelyard.experiment.report.reward_charts import ANSWER_METRICS, ANSWERS_INTRO
 
 BY_RUN = {"barmode": "relative", "bargap": 0.4}
 SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s", "rangemode": "tozero"}
@@ -37,6 +38,7 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
     terms = list(dict.fromkeys(name for run in runs for name in run.terms))
     tracked = any(each.tracked for each in found)
     sections = [
+        *_rewards(runs),
         Section("loss", "Loss", "Loss of each run at each step.", _losses(runs)),
         Section(
             "terms",
@@ -111,9 +113,12 @@ def _effect(table: AblationTable, column: str) -> Figure:
 
 
 def _line_per_run(
-    runs: Sequence[LoadedRun], key: str, title: str, metric: str, size: str = "small"
+    runs: Sequence[LoadedRun], key: str, title: str, metric: str, size: str = "small", **axis: str
 ) -> Figure:
-    """Line chart of a metric over steps, one line per run that has it."""
+    """Line chart of a metric over steps, one line per run that has it.
+
+    Further arguments are options of its y axis.
+    """
     measured = [(i, run) for i, run in enumerate(runs) if run.series(metric)[0]]
     last_values = join_names(
         f"{run.name} {number(run.series(metric)[1][-1])}" for _, run in measured
@@ -124,10 +129,46 @@ def _line_per_run(
         title,
         f"Line chart, one line per run. At the end: {last_values}.",
         [line(run.name, run.series(metric), color(i), index=i) for i, run in measured],
-        layout=over_steps() | {"showlegend": not small},
+        layout=over_steps(**axis) | {"showlegend": not small},
         size=size,
         height=190 if small else 320,
     )
+
+
+def _rewards(runs: Sequence[LoadedRun]) -> list[Section]:
+    """Sections with the rewards and the answers of on-policy runs."""
+    totals = {
+        "reward": ("Weighted sum of the rewards", "rollouts/reward"),
+        "reward-held-out": ("Held-out reward", "held_out/reward"),
+    }
+    note = "Sums of runs with different rewards or weights are not comparable."
+    sums = [
+        replace(_line_per_run(runs, key, title, metric, "half"), note=note)
+        for key, (title, metric) in totals.items()
+    ]
+    names = dict.fromkeys(name for run in runs for name in run.rewards)
+    each = [
+        _line_per_run(runs, f"reward-{kind}-{index}", f"{name}{label}", key.format(name))
+        for index, name in enumerate(names)
+        for kind, label, key in (
+            ("mean", "", "rewards/{}/mean"),
+            ("held-out", ", held-out", "held_out/rewards/{}"),
+        )
+    ]
+    answers = [
+        _line_per_run(runs, f"answers-{index}", title, metric, tickformat=form, rangemode="tozero")
+        for index, (metric, (title, form)) in enumerate(ANSWER_METRICS.items())
+        if any(run.rewards for run in runs)
+    ]
+    return [
+        Section(
+            "rewards",
+            "Rewards",
+            "Mean over the answers of a step, and over the held-out prompts; before the weight.",
+            _non_empty([*sums, *each]),
+        ),
+        Section("answers", "Answers over time", ANSWERS_INTRO, _non_empty(answers)),
+    ]
 
 
 def _losses(runs: Sequence[LoadedRun]) -> list[Figure]:

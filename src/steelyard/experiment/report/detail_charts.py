@@ -12,7 +12,10 @@ LEARNING_RATE, GRAD_NORM = "optim/learning_rate", "optim/unclipped_grad_l2:mean"
 _MAX_CHARTS = 24  # of the terms' own metrics; a browser draws hundreds only slowly
 # Keys of a line of metrics that the base loss did not return: see `CustomLossOutput.metrics`.
 _TOTALS = ("step", "time", "seconds", "loss_total", "regularizer_total", "total_grad_norm")
-_FAMILIES = ("base_loss/", "regularizers/", "cosines/", "skipped/", "optim/", "held_out/")
+_FAMILIES = (
+    *("base_loss/", "regularizers/", "cosines/", "factors/", "skipped/", "optim/", "held_out/"),
+    *("rewards/", "rollouts/", "clip_fraction"),
+)
 
 
 def held_out_section(run: LoadedRun) -> Section:
@@ -22,7 +25,9 @@ def held_out_section(run: LoadedRun) -> Section:
         "Every term on held-out data",
         "The raw value of each regularizer on data that are not trained on.",
         [
-            _small(run, f"held-out-{index}", name, f"held_out/regularizers/{name}", color(index))
+            small_chart(
+                run, f"held-out-{index}", name, f"held_out/regularizers/{name}", color(index)
+            )
             for index, name in enumerate(run.terms)
             if run.series(f"held_out/regularizers/{name}")[0]
         ],
@@ -39,7 +44,7 @@ def progress_section(run: LoadedRun) -> Section:
         "The value on the batch of a step after the optimizer's update, minus that before: what "
         "the whole step did to the term, whatever the norm of its own gradient.",
         [
-            _small(run, f"progress-{index}", title, key, color_name)
+            small_chart(run, f"progress-{index}", title, key, color_name)
             for index, (title, key, color_name) in enumerate(keys)
             if run.series(key)[0]
         ],
@@ -56,7 +61,7 @@ def own_metrics_section(run: LoadedRun) -> Section:
         "Metrics of the terms",
         f"Numbers that the base loss and the regularizers returned beside their values.{more}",
         [
-            _small(run, f"own-{index}", title, key, color_name)
+            small_chart(run, f"own-{index}", title, key, color_name)
             for index, (title, key, color_name) in enumerate(metrics[:_MAX_CHARTS])
         ],
     )
@@ -89,14 +94,17 @@ def _own_metrics(run: LoadedRun) -> list[tuple[str, str, str]]:
     return found
 
 
-def _small(run: LoadedRun, key: str, title: str, metric: str, color_name: str) -> Figure:
+def small_chart(
+    run: LoadedRun, key: str, title: str, metric: str, color_name: str, **axis: str
+) -> Figure:
+    """Small line chart of one metric; `axis` holds options of its y axis."""
     steps, values = run.series(metric)
     return Figure(
         key,
         title,
         f"Line chart: {title}, {_first_and_last(values)}.",
         [line(title, (steps, values), color_name)],
-        layout=over_steps() | {"showlegend": False},
+        layout=over_steps(**axis) | {"showlegend": False},
         size="small",
         height=190,
     )

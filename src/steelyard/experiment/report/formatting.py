@@ -1,14 +1,13 @@
-"""Text of the report: numbers, names, and the sentences of the summary."""
+"""Text of the report: numbers, names, changes and reasons."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
-from steelyard.experiment.flags import DOMINATES, FIGHTS, NO_GRADIENT
 from steelyard.experiment.paired_differences import Estimate
-from steelyard.experiment.report.load import LoadedRun
-from steelyard.experiment.report.metrics import Change, Findings, TermFinding
+from steelyard.experiment.report.change import Change
+from steelyard.experiment.report.metrics import TermFinding
 from steelyard.experiment.step_metrics import space_label
 
 MINUTE = 60.0
@@ -127,27 +126,6 @@ def format_space(space: str | None) -> str:
     return NONE if space is None else space_label(space)
 
 
-def summarize(found: Findings) -> list[str]:
-    """Sentences about one run: its losses, skipped terms, and flagged terms."""
-    sentences = [_progress(found), *_losses(found)]
-    if not found.terms:
-        return [*sentences, "There were no regularizers."]
-    for term in found.skipping:
-        reasons = skip_reasons(term)
-        end = "" if reasons.endswith("…") else "."
-        steps = f"{skip_count(term)} of {found.steps} steps"
-        sentences.append(f"“{term.name}” was skipped at {steps}: {reasons}{end}")
-    sentences += [
-        f"“{term.name}” went {format_change(term.value)}, with a bound of {number(term.bound)}: it "
-        f"was beyond it by more than 5 % at {term.unmet} of {term.steps} steps."
-        for term in found.terms
-        if term.bound is not None
-    ]
-    if not found.tracked:
-        return [*sentences, "Gradient norms were not tracked: shares and cosines are unknown."]
-    return [*sentences, *_gradient_sentences(found)]
-
-
 def skip_count(term: TermFinding) -> int:
     """Number of steps at which a term was skipped."""
     return sum(term.skipped.values())
@@ -162,118 +140,15 @@ def skip_reasons(term: TermFinding) -> str:
         >>> skip_reasons(TermFinding("judge", skipped={"a": 9, "b": 5, "c": 4, "d": 2, "e": 1}))
         'a (9 ×), b (5 ×), c (4 ×) and 2 other reasons (3 ×)'
     """
-    counts = [(reason or "an unrecorded reason", count) for reason, count in term.skipped.items()]
+    return list_reasons(term.skipped)
+
+
+def list_reasons(counts_by_reason: Mapping[str, int]) -> str:
+    """Reasons, the most frequent ones first, with counts where there are several."""
+    counts = [(reason or "an unrecorded reason", n) for reason, n in counts_by_reason.items()]
     listed, others = counts[:_MAX_REASONS], counts[_MAX_REASONS:]
     if others:
         listed.append((f"{len(others)} other reasons", sum(count for _, count in others)))
     if len(listed) == 1:
         return listed[0][0]
     return join_names(f"{reason} ({count} ×)" for reason, count in listed)
-
-
-def summarize_runs(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[str]:
-    """Sentences about several runs: how many, and which has the lowest held-out loss.
-
-    Held-out losses are compared only between runs with the same data and base loss.
-    """
-    steps = sum(each.steps for each in found)
-    sentences = [f"{len(runs)} runs, {steps} steps in all."]
-    measured = [
-        (run, each.held_out.last, each.steps)
-        for run, each in zip(runs, found, strict=True)
-        if each.held_out is not None
-    ]
-    if len(measured) < 2:  # noqa: PLR2004 - one run has nothing to be compared with
-        return sentences
-    different = [
-        section
-        for section in ("data", "loss")
-        if any(
-            run.config.get(section) != measured[0][0].config.get(section) for run, *_ in measured
-        )
-    ]
-    if different:
-        what = join_names({"data": "data", "loss": "base losses"}[each] for each in different)
-        return [*sentences, f"Their {what} differ, so held-out losses are not compared."]
-    same_length = len({steps for *_, steps in measured}) == 1
-
-    def describe(run: LoadedRun, loss: float, steps: int) -> str:
-        return f"“{run.name}” ({number(loss)}{'' if same_length else f' after {steps} steps'})"
-
-    lowest, highest = (pick(measured, key=lambda each: each[1]) for pick in (min, max))
-    sentences.append(
-        f"The held-out loss ends lowest in {describe(*lowest)} and highest in {describe(*highest)}."
-    )
-    return sentences
-
-
-def _progress(found: Findings) -> str:
-    steps = f"{found.steps} step{'s' if found.steps != 1 else ''}"
-    if found.planned is not None and found.planned > found.steps:
-        steps = f"{found.steps} of {found.planned} steps"
-    time = "" if found.seconds is None else f" in {seconds(found.seconds)}"
-    return f"{steps}{time}."
-
-
-def _losses(found: Findings) -> list[str]:
-    """Sentences about the base loss, the held-out loss, and the total where it is comparable."""
-    sentences = []
-    if found.per_token is not None:
-        sentences.append(f"The base loss per token {_moved(found.per_token)}.")
-    elif found.base.value is not None:
-        sentences.append(f"The base loss {_moved(found.base.value)}.")
-    if found.held_out is not None:
-        sentences.append(f"On held-out data the loss went {format_change(found.held_out)}.")
-    if not found.terms:
-        return sentences
-    if found.loss is None:
-        sentences.append(
-            "The total loss is not compared: its terms or weights changed from step to step."
-        )
-        return sentences
-    steps = f", over the {found.loss.steps} steps with the same terms and weights,"
-    total = f"The total loss{steps if found.loss.steps < found.steps else ''}"
-    tokens = ""
-    if found.tokens is not None and found.tokens[0] < found.tokens[1]:
-        tokens = "; its base is a sum over {:g} to {:g} tokens a batch".format(*found.tokens)
-    return [*sentences, f"{total} {_moved(found.loss)}{tokens}."]
-
-
-def _moved(change: Change) -> str:
-    difference = change.last - change.first
-    if difference == 0:
-        return f"stayed at {number(change.last)}"
-    moved = f"{'fell' if difference < 0 else 'rose'} {format_change(change)}"
-    relative = change.relative
-    details = [] if relative is None else [percent(relative, signed=True)]
-    if change.over > 1:
-        details.append(f"means of the first and last {change.over} of these steps")
-    return f"{moved} ({', '.join(details)})" if details else moved
-
-
-def _gradient_sentences(found: Findings) -> list[str]:
-    sentences = [
-        f"“{term.name}” dominates: it has {percent(term.share)} of the sum of the gradient norms "
-        f"with respect to the {format_space(term.space)}."
-        for term in found.flagged(DOMINATES)
-    ]
-    sentences += [
-        f"With respect to the {format_space(term.space)}, the gradient of “{term.name}” opposes "
-        f"that of the base loss (cosine {cosine(term.cosine)}) and cancels "
-        f"{percent(term.cancelled)} of it."
-        for term in found.flagged(FIGHTS)
-    ]
-    without_gradient = found.flagged(NO_GRADIENT)
-    if without_gradient:
-        names = join_names(f"“{term.name}”" for term in without_gradient)
-        has = "has" if len(without_gradient) == 1 else "have"
-        sentences.append(f"{names} {has} no gradient: measured, but without effect on training.")
-    if not any(term.flags for term in found.terms):
-        sentences.append("No term dominates, and none fights the base loss.")
-    elsewhere = [term for term in found.terms if term.space not in (None, found.base.space)]
-    sentences += [
-        f"The gradient of “{term.name}” is with respect to the {format_space(term.space)} and "
-        f"not comparable with that of the base loss."
-        for term in elsewhere
-    ]
-    return sentences

@@ -12,14 +12,15 @@ from typing import Any, TypeAlias
 from steelyard.errors import RunError
 from steelyard.experiment.search import STUDY, Search, read_search
 from steelyard.experiment.secrets import redact, remember
-from steelyard.experiment.step_metrics import skipped_terms, terms_that_ran
+from steelyard.experiment.step_metrics import reward_names, skipped_terms, terms_that_ran
 
 Row: TypeAlias = Mapping[str, Any]
 
-CONFIG, METRICS, DRIVERS, SAMPLES, ABLATION = (
+CONFIG, METRICS, DRIVERS, ROLLOUTS, SAMPLES, ABLATION = (
     "config.json",
     "metrics.jsonl",
     "drivers.jsonl",
+    "rollouts.jsonl",
     "samples.jsonl",
     "ablation.json",
 )
@@ -36,6 +37,8 @@ class LoadedRun:
         rows: metrics of each step, in the order of the steps.
         samples: completions of fixed prompts, before and after training.
         drivers: records of the examples that drive each term, see `driver_records`.
+        rollouts: records of the answers of an on-policy run, see `RunFolder.rollouts`; empty where
+            several runs are loaded.
     """
 
     name: str
@@ -44,6 +47,7 @@ class LoadedRun:
     rows: Sequence[Row]
     samples: Sequence[Mapping[str, Any]] = field(default=())
     drivers: Sequence[Mapping[str, Any]] = field(default=())
+    rollouts: Sequence[Mapping[str, Any]] = field(default=())
 
     @property
     def terms(self) -> list[str]:
@@ -54,6 +58,11 @@ class LoadedRun:
         return [name for name in dict.fromkeys(configured) if name in measured] + [
             name for name in measured if name not in configured
         ]
+
+    @property
+    def rewards(self) -> list[str]:
+        """Names of the rewards in the metrics; none without rollouts."""
+        return list(dict.fromkeys(name for row in self.rows for name in reward_names(row)))
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps that have a metric, and its values there."""
@@ -108,7 +117,9 @@ def load_runs(folders: Sequence[Path]) -> Experiment:
             named += [(f"{_folder_name(folder)}: {name}", path) for name, path in runs.items()]
         else:
             named.append((_folder_name(folder), folder))
-    return Experiment([_load_run(name, folder) for name, folder in _unique_names(named)])
+    alone = len(named) == 1
+    loaded = [_load_run(name, folder, answers=alone) for name, folder in _unique_names(named)]
+    return Experiment(loaded)
 
 
 def _load_search(folder: Path) -> Experiment:
@@ -158,7 +169,7 @@ def _started(folder: Path, subfolders: Mapping[str, str]) -> dict[str, Path]:
     }
 
 
-def _load_run(name: str, folder: Path) -> LoadedRun:
+def _load_run(name: str, folder: Path, *, answers: bool = False) -> LoadedRun:
     missing = [each for each in (CONFIG, METRICS) if not (folder / each).is_file()]
     if missing:
         what = "is no run folder" if folder.is_dir() else "is no folder"
@@ -170,7 +181,6 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
     by_step = {row["step"]: row for row in _read_lines(folder / METRICS, required="step")}
     if not by_step:
         raise RunError(f"{folder / METRICS} must have at least one step, got none yet.")
-    samples, drivers = folder / SAMPLES, folder / DRIVERS
     config = _read_json(folder / CONFIG)
     remember(config)  # a run of an older version, or a config edited since, may hold secrets
     return LoadedRun(
@@ -178,9 +188,16 @@ def _load_run(name: str, folder: Path) -> LoadedRun:
         folder,
         redact(config),
         redact([by_step[step] for step in sorted(by_step)]),
-        redact(list(_read_lines(samples, required="prompt"))) if samples.is_file() else [],
-        redact(list(_read_lines(drivers, required="data"))) if drivers.is_file() else [],
+        _read_records(folder / SAMPLES, "prompt"),
+        _read_records(folder / DRIVERS, "data"),
+        # Only the report of a single run shows answers, and there may be many.
+        _read_records(folder / ROLLOUTS, "answer") if answers else [],
     )
+
+
+def _read_records(path: Path, required: str) -> list[dict[str, Any]]:
+    """Objects of a JSON-lines file without secrets; none if there is no such file."""
+    return redact(list(_read_lines(path, required))) if path.is_file() else []
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -236,9 +253,11 @@ def term_name(term: Mapping[str, Any]) -> str:
     return str(term.get("name") or term.get("use"))
 
 
-def configured_terms(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Regularizers of a config; entries that are not tables are left out."""
-    terms = config.get("regularizers")
+def configured_terms(
+    config: Mapping[str, Any], table: str = "regularizers"
+) -> list[Mapping[str, Any]]:
+    """Regularizers or rewards of a config; entries that are not tables are left out."""
+    terms = config.get(table)
     return [term for term in terms if isinstance(term, dict)] if isinstance(terms, list) else []
 
 

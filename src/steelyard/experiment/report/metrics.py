@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from steelyard.experiment.flags import DOMINATES, FIGHTS, flags_of
+from steelyard.experiment.report.change import Change, change_of, mean_of
 from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.reward_metrics import RolloutFindings, rollout_findings
 from steelyard.experiment.step_metrics import (
     Gradient,
     gradients,
@@ -19,28 +21,6 @@ from steelyard.experiment.step_metrics import (
 )
 
 _UNMET = 0.05  # of a bound: a violation below this is the noise of a batch
-
-
-@dataclass(frozen=True)
-class Change:
-    """Change of a metric from the beginning to the end of a run.
-
-    Attributes:
-        first: mean over the first `over` steps; single batches differ too much.
-        last: mean over the last `over` steps.
-        over: number of steps in each mean: a quarter of those compared, at least 1.
-        steps: number of steps that were compared.
-    """
-
-    first: float
-    last: float
-    over: int = 1
-    steps: int = 1
-
-    @property
-    def relative(self) -> float | None:
-        """Change as a fraction of the first value; None where that is 0."""
-        return (self.last - self.first) / abs(self.first) if self.first else None
 
 
 @dataclass(frozen=True)
@@ -116,6 +96,7 @@ class Findings:
         tracked: whether gradient norms were tracked.
         base: statistics of the base loss.
         terms: statistics of the regularizers.
+        rollouts: statistics of the rewards and answers; None unless it is an on-policy run.
     """
 
     steps: int
@@ -128,6 +109,7 @@ class Findings:
     terms: Sequence[TermFinding] = field(default=())
     per_token: Change | None = None
     tokens: tuple[float, float] | None = None
+    rollouts: RolloutFindings | None = None
 
     def extreme(
         self, attribute: str, pick: Callable[..., TermFinding | None]
@@ -180,21 +162,22 @@ def findings(run: LoadedRun) -> Findings:
         steps=len(run.rows),
         planned=planned if isinstance(planned, int) else None,
         loss=_comparable_change(run),
-        held_out=_change(run.series("held_out/loss")[1], fraction=0),
+        held_out=change_of(run.series("held_out/loss")[1], fraction=0),
         seconds=math.fsum(seconds) if seconds else None,
         tracked="base" in by_name,
         base=TermFinding(
             "base",
-            value=_change(run.series("base_loss/value")[1]),
-            contribution=_mean(run.series("base_loss/value")[1]),
-            grad_norm=_mean(run.series("base_loss/grad_norm")[1]),
+            value=change_of(run.series("base_loss/value")[1]),
+            contribution=mean_of(run.series("base_loss/value")[1]),
+            grad_norm=mean_of(run.series("base_loss/grad_norm")[1]),
             gradient=by_name.get("base"),
             steps=len(run.series("base_loss/value")[1]),
-            factor=_mean(run.series("factors/base")[1]),
+            factor=mean_of(run.series("factors/base")[1]),
         ),
         terms=[_term(run, name, by_name.get(name)) for name in run.terms],
-        per_token=_change(run.series("nll")[1]) if cross_entropy else None,
+        per_token=change_of(run.series("nll")[1]) if cross_entropy else None,
         tokens=(min(tokens), max(tokens)) if is_sum and tokens else None,
+        rollouts=rollout_findings(run),
     )
 
 
@@ -218,12 +201,12 @@ def _term(run: LoadedRun, name: str, gradient: Gradient | None) -> TermFinding:
         gradient = None
     return TermFinding(
         name,
-        value=_change(run.series(f"{prefix}/value")[1]),
+        value=change_of(run.series(f"{prefix}/value")[1]),
         weight=_last(run, f"{prefix}/weight"),
-        contribution=_mean(run.series(f"{prefix}/contribution")[1]),
-        grad_norm=_mean(run.series(f"{prefix}/grad_norm_weighted")[1]),
+        contribution=mean_of(run.series(f"{prefix}/contribution")[1]),
+        grad_norm=mean_of(run.series(f"{prefix}/grad_norm_weighted")[1]),
         gradient=gradient,
-        seconds=_mean(run.series(f"{prefix}/duration")[1]),
+        seconds=mean_of(run.series(f"{prefix}/duration")[1]),
         steps=len(run.series(f"{prefix}/value")[1]),
         flags=flags_of(
             tracked=any(
@@ -235,7 +218,7 @@ def _term(run: LoadedRun, name: str, gradient: Gradient | None) -> TermFinding:
         skipped=_skip_counts(run, name),
         bound=_last(run, f"{prefix}/bound"),
         unmet=_unmet_steps(run, prefix),
-        factor=_mean(run.series(f"factors/{name}")[1]),
+        factor=mean_of(run.series(f"factors/{name}")[1]),
     )
 
 
@@ -273,24 +256,9 @@ def _comparable_change(run: LoadedRun) -> Change | None:
             )
             by_terms.setdefault(ran, []).append(loss)
     largest = max(by_terms.values(), key=len, default=[])
-    return _change(largest) if len(largest) > 1 or len(run.rows) == 1 else None
-
-
-def _change(values: Sequence[float], fraction: float = 0.25) -> Change | None:
-    """Means over the first and the last `fraction` of the values, at least one value each."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return None
-    over = max(1, int(fraction * len(finite)))
-    first, last = (math.fsum(some) / over for some in (finite[:over], finite[-over:]))
-    return Change(first, last, over, len(finite))
+    return change_of(largest) if len(largest) > 1 or len(run.rows) == 1 else None
 
 
 def _last(run: LoadedRun, key: str) -> float | None:
     values = run.series(key)[1]
     return values[-1] if values else None
-
-
-def _mean(values: Sequence[Any]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(finite) / len(finite) if finite else None

@@ -25,7 +25,8 @@ function withColors(trace, colors) {
   }
   const color = colors.color(name);
   const line = trace.line ? { ...trace.line, color } : undefined;
-  return { ...trace, line, marker: { ...trace.marker, color } };
+  const fill = trace.fill ? { fillcolor: `${color}2b` } : {}; // mostly transparent
+  return { ...trace, ...fill, line, marker: { ...trace.marker, color } };
 }
 
 function axis(given, colors) {

@@ -16,8 +16,9 @@ from plotly.offline import get_plotlyjs
 
 from steelyard._version import __version__
 from steelyard.experiment.flags import FLAGS
-from steelyard.experiment.report import charts, compare_charts, formatting, search_charts
+from steelyard.experiment.report import charts, compare_charts, formatting, search_charts, sentences
 from steelyard.experiment.report.ablation_table import AblationTable, ablation_table
+from steelyard.experiment.report.answers import Answers, collect_answers
 from steelyard.experiment.report.config_diff import (
     config_differences,
     format_setting,
@@ -68,6 +69,7 @@ def page(experiment: Experiment) -> str:
         ablation=ablation,
         sections=sections,
         drivers=driving_examples(runs[0]) if len(runs) == 1 and not experiment.search else {},
+        answers=collect_answers(runs[0]) if len(runs) == 1 and not experiment.search else Answers(),
         samples=collect_samples([] if experiment.search else runs),
         differences=config_differences(runs),
         figures=charts_json(sections),
@@ -97,14 +99,14 @@ def _sentences(experiment: Experiment, found: Sequence[Findings]) -> list[str]:
     if experiment.search is not None:
         return search_charts.summarize_search(experiment.search, runs[0])
     if len(runs) == 1:
-        return formatting.summarize(found[0])
+        return sentences.summarize(found[0])
     if len(experiment.seeds) > 1:
         count = sum(map(len, experiment.seeds.values()))
         return [
             f"{count} runs: {len(runs)} variants, {len(experiment.seeds)} seeds.",
             "This table, and the charts of single runs, show the runs with the first seed.",
         ]
-    return formatting.summarize_runs(runs, found)
+    return sentences.summarize_runs(runs, found)
 
 
 def charts_json(sections: Sequence[Section]) -> str:
@@ -173,15 +175,20 @@ def _facts(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[str]:
         elif key != "base_model":
             text = f"{key} {text}"
         facts += [text] if distinct else []
-    counts = sorted({len(each.terms) for each in found})
-    if len(counts) == 1:
-        facts.append(f"{counts[0]} regularizer{'s' if counts != [1] else ''}")
-    else:
-        facts.append(f"{counts[0]} to {counts[-1]} regularizers")
+    facts.append(_count([len(each.terms) for each in found], "regularizer"))
+    if any(run.rewards for run in runs):
+        facts.append(_count([len(run.rewards) for run in runs], "reward"))
     times = [row["time"] for run in runs for row in run.rows if "time" in row]
     if times:
         facts.append(f"{datetime.fromtimestamp(max(times), UTC):%Y-%m-%d %H:%M} UTC")
     return facts
+
+
+def _count(counts: Sequence[int], noun: str) -> str:
+    low, high = min(counts), max(counts)
+    if low < high:
+        return f"{low} to {high} {noun}s"
+    return f"{low} {noun}{'s' if low != 1 else ''}"
 
 
 def _text(name: str) -> str:

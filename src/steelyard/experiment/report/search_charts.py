@@ -1,4 +1,4 @@
-"""Report of a search for weights: sentences, importances, and base loss against each term."""
+"""Report of a search for weights: sentences, importances, loss or reward against each term."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Mapping, Sequence
 from steelyard.experiment.report.figure import Figure, Section, Trace, bars, color
 from steelyard.experiment.report.formatting import join_names, percent, with_margin
 from steelyard.experiment.report.load import LoadedRun
-from steelyard.experiment.search import Search, TrialResult
+from steelyard.experiment.search import Search
 
 ENOUGH_TRIALS = 20
-_LOSS, _TERM = "held_out/loss", "held_out/regularizers/"
+_LOSS, _REWARD, _TERM = "held_out/loss", "held_out/reward", "held_out/regularizers/"
+_PARETO = (
+    "{} and raw held-out value of a term in each completed trial; {}. No trial is better in both "
+    "than one that is not dominated."
+)
 
 
 def summarize_search(search: Search, best: LoadedRun) -> list[str]:
@@ -23,7 +27,7 @@ def summarize_search(search: Search, best: LoadedRun) -> list[str]:
     objective = f"{_objective(best.config)} {with_margin(first.objective)}"
     sentences = [
         f"{len(search.trials)} trial{'s' if len(search.trials) != 1 else ''}: {states}.",
-        f"The best is trial {first.number}, with {weights}: {objective}.",
+        f"The best is trial {first.number}, with {weights}: {objective}, {_extreme(search)}.",
     ]
     if search.seeds == 1:
         sentences.append(
@@ -50,10 +54,14 @@ def sections(search: Search) -> list[Section]:
         ),
         Section(
             "pareto",
-            "Base loss against each term",
-            "Held-out loss and raw held-out value of a term in each completed trial; lower is "
-            "better for both. No trial is better in both than one that is not dominated.",
-            [_pareto(search.completed, term, i) for i, term in enumerate(_terms(search))],
+            f"{'Reward' if search.on_policy else 'Base loss'} against each term",
+            _PARETO.format(
+                "Held-out reward" if search.on_policy else "Held-out loss",
+                "a higher reward and a lower value are better"
+                if search.on_policy
+                else "lower is better for both",
+            ),
+            [_pareto(search, term, i) for i, term in enumerate(_terms(search))],
         ),
     ]
     return [section for section in found if section.figures]
@@ -75,12 +83,15 @@ def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 def _terms(search: Search) -> list[str]:
-    """Terms that every completed trial measured on held-out data."""
+    """Terms that every completed trial measured, beside a loss or a sum that can be compared."""
+    main = _REWARD if search.on_policy else _LOSS
+    if search.on_policy and search.tunes_rewards:
+        return []
     measured = [trial.held_out for trial in search.completed]
     return [
         key.removeprefix(_TERM)
         for key in measured[0]
-        if key.startswith(_TERM) and all(key in each and _LOSS in each for each in measured)
+        if key.startswith(_TERM) and all(key in each and main in each for each in measured)
     ]
 
 
@@ -102,9 +113,13 @@ def _importances(importances: Mapping[str, float]) -> list[Figure]:
     ]
 
 
-def _pareto(trials: Sequence[TrialResult], term: str, index: int) -> Figure:
-    points = [(trial.held_out[_LOSS], trial.held_out[_TERM + term]) for trial in trials]
-    front = non_dominated(points)
+def _pareto(search: Search, term: str, index: int) -> Figure:
+    trials, quantity = search.completed, "reward" if search.on_policy else "loss"
+    points = [
+        (trial.held_out[f"held_out/{quantity}"], trial.held_out[_TERM + term]) for trial in trials
+    ]
+    sign = -1.0 if search.on_policy else 1.0
+    front = non_dominated([(sign * x, y) for x, y in points])
     best = sorted(
         (point, trial.number)
         for point, trial, kept in zip(points, trials, front, strict=True)
@@ -122,13 +137,13 @@ def _pareto(trials: Sequence[TrialResult], term: str, index: int) -> Figure:
         term,
         f"Scatter chart of {len(trials)} trials. {kept} not dominated.",
         [
-            _points("not dominated", best, color(index), joined=True),
-            *([_points("dominated", others, "base", joined=False)] if others else []),
+            _points("not dominated", best, color(index), quantity, joined=True),
+            *([_points("dominated", others, "base", quantity, joined=False)] if others else []),
         ],
         note=f"{kept} not dominated.",
         layout={
             "hovermode": "closest",
-            "xaxis": {"title": {"text": "held-out loss"}},
+            "xaxis": {"title": {"text": f"held-out {quantity}"}},
             "yaxis": {"title": {"text": f"held-out {term}"}},
         },
         height=340,
@@ -136,7 +151,12 @@ def _pareto(trials: Sequence[TrialResult], term: str, index: int) -> Figure:
 
 
 def _points(
-    name: str, points: Sequence[tuple[tuple[float, float], int]], color_name: str, *, joined: bool
+    name: str,
+    points: Sequence[tuple[tuple[float, float], int]],
+    color_name: str,
+    quantity: str,
+    *,
+    joined: bool,
 ) -> Trace:
     return {
         "type": "scatter",
@@ -147,12 +167,16 @@ def _points(
         "text": [str(number) for _, number in points],
         "textposition": "top right",
         # Between two trials of the front only the corner is known to be reachable.
-        "line": {"width": 1, "shape": "hv"},
+        "line": {"width": 1, "shape": "vh" if quantity == "reward" else "hv"},
         "marker": {"size": 9},
         "cliponaxis": False,
         "meta": {"color": color_name},
-        "hovertemplate": "trial %{text}: loss %{x:.4g}, value %{y:.4g}<extra></extra>",
+        "hovertemplate": f"trial %{{text}}: {quantity} %{{x:.4g}}, value %{{y:.4g}}<extra></extra>",
     }
+
+
+def _extreme(search: Search) -> str:
+    return "the highest" if search.direction == "maximize" else "the lowest"
 
 
 def _objective(config: Mapping[str, object]) -> str:

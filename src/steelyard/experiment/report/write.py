@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from steelyard.errors import RunError
-from steelyard.experiment.report.formatting import summarize
 from steelyard.experiment.report.load import load_runs
 from steelyard.experiment.report.metrics import findings
 from steelyard.experiment.report.page import page
+from steelyard.experiment.report.sentences import summarize
 
 
 def summary(run: Path | str) -> list[str]:

@@ -78,6 +78,8 @@ def open_rollouts(
         prompts, held_out = split(prompts, settings.held_out, seed)
         run.hold_data([settings.prompts])
     say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
+    # The first step takes a while, and nothing else is said until it is done.
+    say(f"sampling answers: {settings.group_size} to each of {settings.per_step} prompts a step")
     return Rollouts(config, settings, terms, backend, run, say, encoder, prompts, held_out)
 
 
@@ -194,7 +196,8 @@ class Rollouts:
             reasons = Counter(each.error for each in scores if each.error is not None)
             for reason, count in reasons.items():
                 answers = f"{count} answer{'s' * (count > 1)}"
-                self.say(f"step {step}: reward {name!r} failed for {answers}: {reason}")
+                why = reason.removeprefix(f"reward {name!r} failed: ")
+                self.say(f"step {step}: reward {name!r} failed for {answers}: {why}")
 
     def _compare(self, group: Sequence[ScoredAnswer]) -> list[ScoredAnswer]:
         settings = self.settings

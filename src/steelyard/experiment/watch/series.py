@@ -149,7 +149,7 @@ def smooth(values: Floats, factor: float) -> tuple[Floats, float]:
     weights = (1 - factor ** np.arange(1, len(sums) + 1)) / (1 - factor)
     smoothed = values.copy()
     smoothed[finite] = np.array(sums) / weights
-    return smoothed, float(weights[-1]) if len(sums) else 0.0
+    return smoothed, float(weights[-1]) if sums else 0.0
 
 
 def thin(values: Floats, points: int = MAX_POINTS) -> NDArray[np.int64]:

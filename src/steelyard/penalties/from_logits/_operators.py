@@ -10,7 +10,7 @@ import torch
 from array_api_compat import torch as xp
 from torch import Tensor
 
-from steelyard.errors import GradientError
+from steelyard.errors import GradientError, InputError
 from steelyard.penalties.from_logits._blockwise import SweepResult, Wants, sweep
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._logit_inputs import check_targets
@@ -231,7 +231,12 @@ def run_sweep(
     *,
     in_place: bool = False,
 ) -> SweepResult:
-    """Sweep by the kernels if they can; `in_place` lets the gradient overwrite the logits."""
+    """Sweep by the kernels if they can; `in_place` lets the gradient overwrite the logits.
+
+    Raises:
+        InputError: The arrays are on different devices, or a target is out of range.
+    """
+    _check_devices(logits, reference=reference, targets=targets, mask=scale)
     if _has_kernels(logits):
         from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
 
@@ -241,6 +246,16 @@ def run_sweep(
     elif targets is not None:
         check_targets(targets, scale, logits.shape[-1])
     return sweep(xp, logits, reference, targets, scale, components, weights, wants)
+
+
+def _check_devices(logits: Tensor, **others: Tensor | None) -> None:
+    """Check that a kernel can read all arrays: it gets their addresses alone."""
+    for name, x in others.items():
+        if x is not None and x.device != logits.device:
+            raise InputError(
+                f"{name} must be on the device of logits, {logits.device}, got {x.device}; move it "
+                "first."
+            )
 
 
 def _run_kernel(problem: Any, into: Tensor | None) -> SweepResult:

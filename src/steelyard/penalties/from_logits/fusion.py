@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array
@@ -103,6 +103,20 @@ class Fused:
         """Names of the terms."""
         return tuple(call.name for call in self.calls)
 
+    @property
+    def terms(self) -> list[tuple[str, dict[str, Any]]]:
+        """The calls, as `compose_logits` takes them."""
+        return [
+            (call.fn.__name__, {**_term_options(call), "name": call.name, "weight": call.weight})
+            for call in self.calls
+        ]
+
+    @property
+    def reduction(self) -> Literal["mean", "sum"]:
+        """The reduction of the calls."""
+        own: Literal["mean", "sum"] = self.calls[0].options.get("reduction", "mean")
+        return own
+
     def compute(self, *, track_grad_norms: bool = False) -> ComposedLogits:
         """Compute the calls together; the result is by their names.
 
@@ -110,14 +124,8 @@ class Fused:
             InputError: As for `compose_logits`.
         """
         return compose_logits(
-            terms=[
-                (
-                    call.fn.__name__,
-                    {**_term_options(call), "name": call.name, "weight": call.weight},
-                )
-                for call in self.calls
-            ],
-            reduction=self.calls[0].options.get("reduction", "mean"),
+            terms=self.terms,
+            reduction=self.reduction,
             track_grad_norms=track_grad_norms,
             **self.arrays,
         )

@@ -11,8 +11,13 @@ import tinker
 import torch
 from torch import Tensor
 
-from steelyard.engine.server.uploaded_loss import BoundLoss, LossBudget, validate_loss
-from steelyard.engine.server.uploaded_loss.budget import BudgetMode, Stopwatch, predict_sizes
+from steelyard.engine.server.uploaded_loss import BoundLoss, LossBudget, budget, validate_loss
+from steelyard.engine.server.uploaded_loss.budget import (
+    BudgetMode,
+    Measured,
+    Stopwatch,
+    predict_sizes,
+)
 from steelyard.errors import InputError
 from tests.engine.data import SMALL, datum, ragged
 from tests.engine.server.wire_client import start
@@ -248,3 +253,40 @@ def test_a_client_beyond_its_budget_fails_and_others_go_on(tmp_path: Path) -> No
         with pytest.raises(tinker.RequestFailedError, match="at most 134217728 bytes of memory"):
             futures[2].result()
         assert last.result().metrics == {"unclipped_grad_l2:mean": 0.0}, "nothing was accumulated"
+
+
+def test_sizes_are_remembered_by_operation_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rerunning each operation on meta took most of the time of a loss."""
+    predicted = []
+    predict = budget.predict_sizes
+
+    def counted(*args: Any) -> Any:
+        predicted.append(args[0])
+        return predict(*args)
+
+    monkeypatch.setattr(budget, "predict_sizes", counted)
+    sizes: dict[Any, Any] = {}
+    for length in (5, 5, 6):
+        with BudgetMode(Stopwatch("loss", 600.0), 2**20, sizes=sizes):
+            row = torch.ones(length)
+            (row.exp() + row)[row > 0].sum()
+    # Three operations for each of two lengths, and the selection, which depends on values, thrice.
+    by_values = [each for each in predicted if "index" in str(each) or "nonzero" in str(each)]
+    assert len(by_values) >= 3
+    known = [each for each in predicted if str(each).startswith("aten.exp.")]
+    assert len(known) == 2
+
+
+def test_small_work_needs_no_check_of_each_operation() -> None:
+    with torch.device("meta"), BudgetMode(Stopwatch("loss", 600.0), 2**30) as mode:
+        row = torch.empty(1000)
+        row.exp().sum()
+        assert mode.measured.is_small
+        assert mode.measured.peak_bytes >= 8000
+        assert mode.measured.times_within(2**30) > 100
+        assert mode.measured.times_within(mode.measured.peak_bytes * 2) == 2
+        assert mode.measured.times_within(1) == 1
+        matrix = torch.empty(300, 300)
+        matrix @ matrix
+        assert not mode.measured.is_small
+    assert not Measured(complete=False).is_small

@@ -45,6 +45,17 @@ def test_rows_that_no_cluster_holds() -> None:
     assert shape_for(10**6, 4, 2, True, *HOPPER) is None
 
 
+@pytest.mark.parametrize(
+    ("classes", "warps"), [(32000, 16), (50257, 12), (128256, 16), (151936, 15), (262144, 16)]
+)
+def test_warps_divide_the_vectors_evenly(classes: int, warps: int) -> None:
+    shape = shape_of(classes)
+    assert shape.warps == warps
+    # The rounds of a scheduler with the most warps, each a vector for every thread.
+    rounds = -(-shape.capacity // (32 * warps)) * -(-warps // 4)
+    assert rounds * 128 < 1.11 * shape.capacity
+
+
 def test_short_rows_take_few_threads() -> None:
     assert shape_of(300).threads == 64
     assert shape_of(128256).threads == 544

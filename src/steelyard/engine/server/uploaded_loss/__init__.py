@@ -1,7 +1,7 @@
 """Losses that clients upload as graphs: validated against an allowlist, then interpreted.
 
-`validate` checks a graph on upload; `interpreter` runs it over the data of a batch; `budget` limits
-the memory and the time that it takes.
+`validate` checks a graph on upload; `program` decodes its operations, and `interpreter` runs them
+over the data of a batch; `budget` limits the memory and the time that they take.
 """
 
 from steelyard.engine.server.uploaded_loss.budget import LossBudget

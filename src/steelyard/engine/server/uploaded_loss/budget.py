@@ -37,6 +37,38 @@ _PRODUCTS = {_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.mv, _ATEN.ad
 
 Sizes = list[tuple[Sequence[int], int]]  # shape and bytes of each tensor
 
+# Elements and multiplications of a datum that need no check of the time before each operation:
+# sorting them all, the slowest operation there is, takes less than a second.
+_SMALL_WORK = 2**22
+_MAX_SIZES = 4096  # operations whose sizes are remembered
+# Sizes that depend on values.
+_BY_VALUES = {_ATEN.masked_select.default, _ATEN.nonzero.default, _ATEN.index.Tensor}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run of a loss on `meta` has shown.
+
+    Attributes:
+        complete: whether every operation could be checked.
+        work: the elements that its operations read and write, and multiplications of products.
+        peak_bytes: the largest memory of the tensors that are alive at once.
+    """
+
+    complete: bool
+    work: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all operations together take so little that none needs a check of its own."""
+        return self.complete and self.work <= _SMALL_WORK
+
+    def times_within(self, max_bytes: int) -> int:
+        """How many such runs together are still small, and within the memory."""
+        by_work = _SMALL_WORK // max(self.work, 1)
+        return max(1, min(by_work, max_bytes // max(self.peak_bytes, 1)))
+
 
 @dataclass(frozen=True)
 class LossBudget:
@@ -95,12 +127,20 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         max_bytes: of all tensors that are alive at once.
         measured: whether the same operations were checked on `meta` before, so that only the time
             is left to check.
+        sizes: sizes of results by operation and shapes; those that are found are added.
 
     Attributes:
         exceeded: whether an operation was refused.
     """
 
-    def __init__(self, stopwatch: Stopwatch, max_bytes: int, *, measured: bool = False) -> None:
+    def __init__(
+        self,
+        stopwatch: Stopwatch,
+        max_bytes: int,
+        *,
+        measured: bool = False,
+        sizes: dict[Any, Sizes] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._stopwatch = stopwatch
         self._max_bytes = max_bytes
@@ -109,7 +149,14 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._estimated_seconds = 0.0
         self._live_bytes = 0
         self._storages: dict[int, int] = {}
+        self._sizes = {} if sizes is None else sizes
+        self._work = self._peak_bytes = 0
         self.exceeded = False
+
+    @property
+    def measured(self) -> Measured:
+        """What the operations so far have shown."""
+        return Measured(complete=True, work=self._work, peak_bytes=self._peak_bytes)
 
     def __torch_dispatch__(
         self,
@@ -132,11 +179,12 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return func(*args, **kwargs)
         _check_pieces(func, *args, **kwargs)
         if not on_meta:
-            self._check_size(predict_sizes(func, args, kwargs))
+            self._check_size(self._predict(func, args, kwargs))
         result = func(*args, **kwargs)
         tensors = find_tensors(result)
         for tensor in tensors:
             self._count(tensor)
+        self._work += sum(each.numel() for each in [*tensors, *find_tensors([args, kwargs])])
         self._check_size([(tensor.shape, 0) for tensor in tensors])
         return result
 
@@ -148,9 +196,21 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 f"for a datum, backward too, got more."
             )
         seconds = _seconds_of_product(func, args)
+        self._work += int(seconds * _MULTIPLICATIONS_PER_SECOND)
         # On meta no time passes: the estimates add up.
         self._estimated_seconds = seconds + (self._estimated_seconds if on_meta else 0.0)
         self._stopwatch.check(self._estimated_seconds)
+
+    def _predict(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
+        """Sizes of the results of an operation; found once for each shape of its arguments."""
+        if func in _BY_VALUES:
+            return predict_sizes(func, args, kwargs)
+        key = _shapes_key([func, args, kwargs])
+        if key not in self._sizes:
+            if len(self._sizes) >= _MAX_SIZES:
+                self._sizes.clear()
+            self._sizes[key] = predict_sizes(func, args, kwargs)
+        return self._sizes[key]
 
     def _check_size(self, sizes: Sizes) -> None:
         for shape, _ in sizes:
@@ -173,6 +233,7 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if key not in self._storages:
             self._storages[key] = storage.nbytes()
             self._live_bytes += storage.nbytes()
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
             weakref.finalize(storage, self._free, key).atexit = False
 
     def _free(self, key: int) -> None:
@@ -216,6 +277,17 @@ def predict_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return [
         (each.shape, 0 if id(each.untyped_storage()) in given else each.nbytes) for each in results
     ]
+
+
+def _shapes_key(value: Any) -> Any:
+    """Key of arguments: of tensors by shape, of others by value."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, list | tuple):
+        return tuple(_shapes_key(each) for each in value)
+    return (type(value), value)
 
 
 def find_tensors(value: Any) -> list[Tensor]:

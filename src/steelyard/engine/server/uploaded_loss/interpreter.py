@@ -7,10 +7,8 @@ were uploaded. `budget` limits the memory and the time that they take.
 
 from __future__ import annotations
 
-import builtins
-import operator
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,25 +17,26 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from steelyard.engine.server.uploaded_loss.allowlist import (
-    ATTRIBUTES,
-    DTYPES,
-    FUNCTIONS,
-    RESULT_FIELDS,
+from steelyard.engine.server.uploaded_loss.batching import (
+    BatchResult,
+    group_by_shape,
+    run_alone,
+    run_together,
 )
 from steelyard.engine.server.uploaded_loss.budget import (
     BudgetMode,
     LossBudget,
+    Measured,
+    Sizes,
     Stopwatch,
-    find_tensors,
 )
+from steelyard.engine.server.uploaded_loss.program import Program
 from steelyard.errors import InputError
 
 _MAX_MEASURED = 1024  # shapes that are remembered for each loss
-MAX_INT = 2**53  # integers up to here are exact in float64
 
 
-@dataclass(frozen=True)
+@dataclass
 class TracedLoss:
     """An uploaded loss; its value is that of the SDK's `LossHandle`, in one backward pass.
 
@@ -53,8 +52,14 @@ class TracedLoss:
     name: str
     inputs: Sequence[types.CustomLossInput]
     nodes: Sequence[types.CustomLossNode]
-    # Shapes of the data -> whether all operations could be checked on `meta`.
-    _measured: dict[tuple[Any, ...], bool] = field(default_factory=dict, compare=False, repr=False)
+    # Whether data of equal shapes can run together, as far as is known.
+    batches: bool = field(default=True, compare=False, repr=False)
+    # By the shapes of the data: what a run on `meta` has shown.
+    _measured: dict[tuple[Any, ...], Measured] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    # By operation and shapes: sizes of the results, for graphs that cannot be measured as a whole.
+    sizes: dict[Any, Sizes] = field(default_factory=dict, compare=False, repr=False)
 
     def bind(self, data: Sequence[types.Datum], budget: LossBudget | None = None) -> BoundLoss:
         """Loss of a batch as a function of its log-probs, one tensor `[T]` or `[T, K]` per datum.
@@ -65,7 +70,7 @@ class TracedLoss:
         fields = [self._read_fields(index, datum) for index, datum in enumerate(data)]
         return BoundLoss(self, fields, budget or LossBudget())
 
-    def measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> bool:
+    def measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> Measured:
         """Check the loss of one datum against the budget on `meta`, where nothing is allocated.
 
         Args:
@@ -74,8 +79,9 @@ class TracedLoss:
             max_bytes: the memory that the loss may take.
 
         Returns:
-            Whether every operation was checked. Those behind a mask cannot be, as their sizes
-            depend on values; they are checked one by one when the loss runs.
+            Whether every operation was checked, and the work and the memory of all of them. Those
+            behind a mask cannot be, as their sizes depend on values; they are checked one by one
+            when the loss runs.
 
         Raises:
             InputError: the loss exceeds the budget.
@@ -87,7 +93,7 @@ class TracedLoss:
             self._measured[key] = self._measure(inputs, stopwatch, max_bytes)
         return self._measured[key]
 
-    def _measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> bool:
+    def _measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> Measured:
         logprobs, *others = [torch.empty_like(each, device="meta") for each in inputs]
         mode = BudgetMode(stopwatch, max_bytes)
         try:
@@ -98,46 +104,30 @@ class TracedLoss:
         except Exception:
             if mode.exceeded:
                 raise
-            return False
-        return True
+            return Measured(complete=False)
+        return mode.measured
 
-    def evaluate(self, inputs: Sequence[Tensor], device: str = "cpu") -> tuple[Tensor, Any]:
+    def evaluate(
+        self,
+        inputs: Sequence[Tensor],
+        device: str = "cpu",
+        check: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Any]:
         """Loss of one datum, and its metrics as the graph computes them.
+
+        Args:
+            inputs: the log-probs and the fields.
+            device: on which tensors are made.
+            check: called before each operation.
 
         Raises:
             InputError: an operation fails, or the output is not a number.
         """
-        remaining = iter(inputs)
-        values: dict[str, Any] = {}
-        uses = Counter(self._uses)
-        for node in self.nodes:
-            if node.op == "placeholder":
-                values[node.name] = next(remaining)
-                continue
-            args = [_decode(arg, values, device) for arg in node.args]
-            if node.op == "output":
-                return self._result(args[0])
-            kwargs = {key: _decode(arg, values, device) for key, arg in node.kwargs.items()}
-            try:
-                values[node.name] = _apply(node, args, kwargs)
-            except InputError:
-                raise
-            except Exception as error:
-                raise InputError(
-                    f"the loss {self.name!r} must work for every datum, and {node.name} "
-                    f"({node.target}) failed: {' '.join(str(error).split())}"
-                ) from error
-            # A value that no later node reads is freed, unless the backward pass needs it.
-            for name in _references([node.args, node.kwargs]):
-                uses[name] -= 1
-                if not uses[name]:
-                    del values[name]
-        raise InputError(f"the loss {self.name!r} must have an output.")
+        return self._result(self._program.run(inputs, device, check))
 
     @cached_property
-    def _uses(self) -> Counter[str]:
-        """How often each node is read."""
-        return Counter(_references([[node.args, node.kwargs] for node in self.nodes]))
+    def _program(self) -> Program:
+        return Program(self.name, self.nodes)
 
     def _read_fields(self, index: int, datum: types.Datum) -> list[Tensor]:
         """Target tokens of a datum, and the fields that the loss reads."""
@@ -178,8 +168,8 @@ class TracedLoss:
 class BoundLoss:
     """An uploaded loss over the data of one batch; called with their log-probs.
 
-    It computes the gradient of each datum by itself, so that the graph of one datum is alive at a
-    time, and the backward pass is within the budget too.
+    It computes the gradient of each datum by itself, or of small data of equal shapes together, so
+    that few graphs are alive at a time, and the backward pass is within the budget too.
 
     Args:
         loss: the loss.
@@ -203,7 +193,7 @@ class BoundLoss:
         """
         with self._stopwatch:
             for shape, tensors in zip(self._shapes, self._fields, strict=True):
-                self._measure(torch.empty(shape, device="meta"), tensors)
+                self._measure([torch.empty(shape, device="meta"), *tensors])
 
     def __call__(self, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         """Sum of the losses of all data, with its gradient, and the metrics.
@@ -211,15 +201,18 @@ class BoundLoss:
         Raises:
             InputError: an operation fails, the loss exceeds its budget, or it is not finite.
         """
-        total, metrics, count = torch.zeros(()), dict[str, float](), len(self._fields)
-        gradients: list[Tensor | None] = []
+        results: list[BatchResult] = []
+        gradients: list[Tensor | None] = [None] * len(logprobs)
+        inputs = [[row, *own] for row, own in zip(logprobs, self._fields, strict=True)]
         with self._stopwatch:
-            for row, tensors in zip(logprobs, self._fields, strict=True):
-                value, gradient, datum_metrics = self._evaluate(row, tensors)
-                total = total + value
-                gradients.append(gradient)
-                for key, metric in datum_metrics.items():
-                    metrics[key] = metrics.get(key, 0.0) + metric
+            for group in group_by_shape(inputs, lambda index: self._largest_group(inputs[index])):
+                for part in self._run(group, inputs):
+                    results.append(part.result)
+                    for index, gradient in zip(
+                        part.data, part.result.gradients or (), strict=False
+                    ):
+                        gradients[index] = gradient
+        total = torch.stack([each.value for each in results]).sum()
         if all(each is None for each in gradients) or not bool(torch.isfinite(total)):
             raise InputError(
                 f"the loss {self._loss.name!r} must be finite and come from the log-probs, "
@@ -230,23 +223,54 @@ class BoundLoss:
             for row, gradient in zip(logprobs, gradients, strict=True)
         ]
         value = _KnownGradients.apply(total, known, *logprobs)  # type: ignore[no-untyped-call]
+        metrics = _sums([each.metrics for each in results])
+        count = len(logprobs)
         return value, {k: v / count if k.endswith(":mean") else v for k, v in metrics.items()}
 
-    def _evaluate(
-        self, row: Tensor, tensors: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-        measured = self._measure(row, tensors)
-        leaf = row.detach().requires_grad_()
-        with BudgetMode(self._stopwatch, self._budget.max_bytes, measured=measured):
-            value, metrics = self._loss.evaluate([leaf, *tensors])
-            gradient = None
-            if value.requires_grad:
-                (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True)
-        numbers = {key: _to_float(key, metric) for key, metric in metrics.items()}
-        return value.detach(), gradient, numbers
+    def _run(self, group: list[int], inputs: Sequence[Sequence[Tensor]]) -> Iterator[_Part]:
+        """Run data of equal shapes, together or, if they cannot be, one by one."""
+        together = self._run_together([inputs[index] for index in group])
+        if together is not None:
+            yield _Part(group, together)
+            return
+        for index in group:
+            with self._watched(self._measure(inputs[index])):
+                result = run_alone(self._evaluate, inputs[index])
+            yield _Part([index], result)
 
-    def _measure(self, row: Tensor, tensors: Sequence[Tensor]) -> bool:
-        return self._loss.measure([row, *tensors], self._stopwatch, self._budget.max_bytes)
+    def _run_together(self, inputs: Sequence[Sequence[Tensor]]) -> BatchResult | None:
+        if len(inputs) == 1 or not self._loss.batches:
+            return None
+        try:
+            return run_together(self._evaluate, inputs)
+        except Exception:  # noqa: BLE001 - of vmap, or of a datum: run alone, it names the operation
+            self._stopwatch.check()
+            self._loss.batches = False
+            return None
+
+    def _evaluate(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        return self._loss.evaluate(inputs, check=self._stopwatch.check)
+
+    def _largest_group(self, inputs: Sequence[Tensor]) -> int:
+        """Number of data like this one that may run together, within the budget."""
+        measured = self._measure(inputs)
+        if not measured.is_small:
+            return 1
+        return measured.times_within(self._budget.max_bytes)
+
+    def _watched(self, measured: Measured) -> AbstractContextManager[object]:
+        """Check each operation inside against the budget, unless they are small altogether."""
+        if measured.is_small:
+            return nullcontext()
+        return BudgetMode(
+            self._stopwatch,
+            self._budget.max_bytes,
+            measured=measured.complete,
+            sizes=self._loss.sizes,
+        )
+
+    def _measure(self, inputs: Sequence[Tensor]) -> Measured:
+        return self._loss.measure(inputs, self._stopwatch, self._budget.max_bytes)
 
 
 class _KnownGradients(torch.autograd.Function):
@@ -262,83 +286,14 @@ class _KnownGradients(torch.autograd.Function):
         return None, None, *(slopes[0] * gradient for gradient in ctx.gradients)
 
 
-def _to_float(key: str, metric: Any) -> float:
-    if isinstance(metric, Tensor) and metric.numel() == 1:
-        return float(metric.detach())
-    if isinstance(metric, int | float):
-        return float(metric)
-    raise InputError(f"the metric {key!r} must be one number, got {type(metric).__name__}.")
+@dataclass(frozen=True)
+class _Part:
+    """Data that ran together, and their result."""
+
+    data: Sequence[int]
+    result: BatchResult
 
 
-def _references(value: Any) -> Iterator[str]:
-    """Names of the nodes that an encoded argument refers to."""
-    match value:
-        case {"ref": str(name)}:
-            yield name
-        case dict():
-            for each in value.values():
-                yield from _references(each)
-        case list() | tuple():
-            for each in value:
-                yield from _references(each)
-
-
-def _decode(arg: Any, values: Mapping[str, Any], device: str) -> Any:  # noqa: PLR0911 - one for each form
-    match arg:
-        case {"ref": name}:
-            return values[name]
-        case {"tuple": items}:
-            return tuple(_decode(each, values, device) for each in items)
-        case {"slice": items}:
-            return slice(*(_decode(each, values, device) for each in items))
-        case {"dict": items}:
-            return {key: _decode(each, values, device) for key, each in items.items()}
-        case {"ellipsis": _}:
-            return ...
-        case {"float": text}:
-            return float(text)
-        case {"dtype": name}:
-            return DTYPES[name]
-        case {"device": _}:
-            return torch.device(device)
-        case list():
-            return [_decode(each, values, device) for each in arg]
-        case _:
-            return arg
-
-
-def _apply(node: types.CustomLossNode, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    if node.target == "getattr":
-        return _read_attribute(node.name, *args)
-    if node.op == "call_method":
-        if not isinstance(args[0], Tensor):
-            raise InputError(f"{node.name} must call a method of a tensor.")
-        fn = builtins.getattr(torch.Tensor, node.target)
-    else:
-        fn = FUNCTIONS[node.target]
-    if not find_tensors([args, kwargs]):
-        return _apply_to_numbers(fn, args, kwargs)
-    return fn(*args, **kwargs)
-
-
-def _read_attribute(where: str, value: Any, name: str) -> Any:
-    of_tensor = isinstance(value, Tensor) and name in ATTRIBUTES
-    of_result = isinstance(value, tuple) and name in RESULT_FIELDS
-    if not (of_tensor or of_result):
-        raise InputError(f"{where} must read an attribute of a tensor, got {name!r}.")
-    return builtins.getattr(value, name)
-
-
-def _apply_to_numbers(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Apply a function to plain numbers, which are sizes as a rule.
-
-    Python's integers, strings and tuples have no size limit, so only bounded numbers are allowed:
-    `"ab" * 2**40` fills the memory. `2**50 ** 2**50` would too; as floats it overflows instead.
-    """
-    if fn is operator.getitem or fn is torch.arange:
-        return fn(*args, **kwargs)
-    if not all(isinstance(arg, int | float) and abs(arg) <= MAX_INT for arg in args):
-        raise InputError("an argument that is no tensor must be a number of at most 2**53.")
-    if fn is operator.pow:
-        args = [float(arg) for arg in args]
-    return fn(*args, **kwargs)
+def _sums(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    keys = dict.fromkeys(key for each in metrics for key in each)
+    return {key: sum(each.get(key, 0.0) for each in metrics) for key in keys}

@@ -14,7 +14,8 @@ from steelyard.engine.server.uploaded_loss.allowlist import (
     METHODS,
     RESULT_FIELDS,
 )
-from steelyard.engine.server.uploaded_loss.interpreter import MAX_INT, TracedLoss
+from steelyard.engine.server.uploaded_loss.interpreter import TracedLoss
+from steelyard.engine.server.uploaded_loss.program import MAX_INT
 from steelyard.errors import InputError
 
 # The prefix custom/ separates them from the engine's metrics. The SDK splits a key at its colon

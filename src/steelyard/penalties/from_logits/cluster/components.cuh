@@ -41,73 +41,99 @@ struct Problem {
   float limits[KIND_COUNT];   // of the log ratios, in nats
 };
 
+constexpr int NO_CLASS = -(1 << 30);
+
 // 1. Statistics: sums over a part of a row, relative to its own shifts. Merging two parts corrects
 // each for the difference of its shift to the common one (online softmax: Milakov & Gimelshein,
 // arXiv:1805.02867): sum e (x - m) = sum_i 2^(m_i - m) (moment_i + S_i (m_i - m)).
 
+// Places of the sums, those of the kinds that are there one after the other.
+constexpr int SUM = 0;                                // sum e = sum 2^(x - m)
+constexpr int SUM_R = SUM + 1;                        // the same of the reference, sum f
+constexpr int MOMENT = SUM_R + COMPARES;              // sum e (x - m)
+constexpr int CROSS_F = MOMENT + has(ENTROPY);        // sum e d, with d = (x - m) - (y - m')
+constexpr int CROSS_R = CROSS_F + has(FORWARD);       // -sum f d
+constexpr int SUMS = CROSS_R + has(REVERSE);
+constexpr float OVERFLOWING = 1e30f;  // float32 ends at 3e38
+
 struct alignas(16) Statistics {
-  float top = -INF, sum = 0;      // m, sum 2^(x - m)
-  float top_r = -INF, sum_r = 0;  // the same of the reference
-  float moment = 0;               // sum e (x - m)
-  float cross_f = 0, cross_r = 0; // sum e d, -sum f d, with d = (x - m) - (y - m')
-  float max_d = 0;                // max |d|
+  float top = -INF, top_r = -INF;  // m, and m' of the reference
+  float max_d = 0;                 // max |d|
+  float sums[5] = {};
 
   DEVICE void add(float x, float y) {
     const float e = exp2_(x);
-    sum += e;
-    if constexpr (has(ENTROPY)) moment = fmaf(e, x, moment);
+    sums[SUM] += e;
+    if constexpr (has(ENTROPY)) sums[MOMENT] = fmaf(e, x, sums[MOMENT]);
     if constexpr (COMPARES) {
       const float f = exp2_(y);
-      sum_r += f;
+      sums[SUM_R] += f;
       if constexpr (LIMITS) {
         const float d = x - y;
-        if constexpr (has(FORWARD)) cross_f = fmaf(e, d, cross_f);
-        if constexpr (has(REVERSE)) cross_r = fmaf(-f, d, cross_r);
+        if constexpr (has(FORWARD)) sums[CROSS_F] = fmaf(e, d, sums[CROSS_F]);
+        if constexpr (has(REVERSE)) sums[CROSS_R] = fmaf(-f, d, sums[CROSS_R]);
         max_d = fmaxf(max_d, fabsf(d));
       }
     }
   }
 
-  template <int WIDTH>
-  DEVICE void add_lanes() {  // of a warp, which have the same shifts
-    sum = warp_sum<WIDTH>(sum);
-    if constexpr (has(ENTROPY)) moment = warp_sum<WIDTH>(moment);
-    if constexpr (COMPARES) sum_r = warp_sum<WIDTH>(sum_r);
-    if constexpr (has(FORWARD)) cross_f = warp_sum<WIDTH>(cross_f);
-    if constexpr (has(REVERSE)) cross_r = warp_sum<WIDTH>(cross_r);
-    if constexpr (LIMITS) max_d = warp_max<WIDTH>(max_d);
+  // Whether a lane's sums are good: no shift too small, and no 0 * -inf.
+  DEVICE bool is_finite() const {
+    float all = 0;
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) all += fabsf(sums[i]);
+    return all < OVERFLOWING;
+  }
+
+  // Store the sums across a warp, whose lanes have the same shifts, where a `Statistics` is.
+  DEVICE void store_sums(float* to) const {
+    const int lane = threadIdx.x % 32;
+    const float largest = LIMITS ? warp_max_positive(max_d) : 0;
+    float first;
+    if constexpr (SUMS <= 4) {
+      first = scattered_sums<(SUMS < 4 ? SUMS : 4)>(sums);
+      if (lane > 0 && lane < SUMS) to[3 + lane] = first;
+    } else {
+      first = warp_sum<32>(sums[0]);
+      const float others = scattered_sums<4>(sums + 1);
+      if (lane < 4) to[4 + lane] = others;
+    }
+    if (lane == 0) *(float4*)to = make_float4(top, top_r, largest, first);
   }
 
   DEVICE void shift_to(float common, float common_r) {
     const float offset = top == -INF ? 0 : top - common;
     const float part = top == -INF ? 0 : exp2_(offset);
-    if constexpr (has(ENTROPY)) moment = part * fmaf(sum, offset, moment);
+    if constexpr (has(ENTROPY)) sums[MOMENT] = part * fmaf(sums[SUM], offset, sums[MOMENT]);
     if constexpr (COMPARES) {
       const float offset_r = top_r == -INF ? 0 : top_r - common_r;
       const float part_r = top_r == -INF ? 0 : exp2_(offset_r);
       const float shift = offset - offset_r;
-      if constexpr (has(FORWARD)) cross_f = part * fmaf(sum, shift, cross_f);
-      if constexpr (has(REVERSE)) cross_r = part_r * fmaf(-sum_r, shift, cross_r);
+      if constexpr (has(FORWARD)) sums[CROSS_F] = part * fmaf(sums[SUM], shift, sums[CROSS_F]);
+      if constexpr (has(REVERSE))
+        sums[CROSS_R] = part_r * fmaf(-sums[SUM_R], shift, sums[CROSS_R]);
       if constexpr (LIMITS) max_d += fabsf(shift);
-      sum_r *= part_r;
+      sums[SUM_R] *= part_r;
     }
-    sum *= part;
+    sums[SUM] *= part;
     top = common, top_r = common_r;
   }
 
   template <int WIDTH>
   DEVICE void merge() {  // the parts that the lanes of a warp hold, with shifts of their own
     shift_to(warp_max<WIDTH>(top), COMPARES ? warp_max<WIDTH>(top_r) : 0);
-    add_lanes<WIDTH>();
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sums[i] = warp_sum<WIDTH>(sums[i]);
+    if constexpr (LIMITS) max_d = warp_max<WIDTH>(max_d);
   }
 };
 
 // 2. A row: its softmax, and the values and coefficients of its components. Logarithms base 2.
 
-struct Row {
+struct alignas(16) Row {
   int row;
   float factor;                         // of the row
-  int target;                           // -1 if it is no class
+  int target;                           // NO_CLASS if it is none
   float top, level, inverse_sum;        // log2 p = x - top - level
   float top_r, level_r, inverse_sum_r;
   float two_lse;
@@ -122,21 +148,21 @@ struct Row {
     mass_f = mass_r = 1;
     top_r = level_r = inverse_sum_r = 0;
     limited = false;
-    softmax(s.top, s.sum, top, level, inverse_sum, no_mass);
+    softmax(s.top, s.sums[SUM], top, level, inverse_sum, no_mass);
     two_lse = 2 * (top + level) * LN2;
-    if constexpr (has(ENTROPY)) h = level - s.moment * inverse_sum;
+    if constexpr (has(ENTROPY)) h = level - s.sums[MOMENT] * inverse_sum;
     if constexpr (COMPARES) {
       bool no_mass_r;
-      softmax(s.top_r, s.sum_r, top_r, level_r, inverse_sum_r, no_mass_r);
+      softmax(s.top_r, s.sums[SUM_R], top_r, level_r, inverse_sum_r, no_mass_r);
       if constexpr (LIMITS) {
         const float gap = level_r - level;
         float bound = HUGE_RATIO;
         if constexpr (has(FORWARD)) {
-          k_f = fmaf(s.cross_f, inverse_sum, gap);
+          k_f = fmaf(s.sums[CROSS_F], inverse_sum, gap);
           bound = fminf(bound, in.limits[FORWARD] * LOG2E);
         }
         if constexpr (has(REVERSE)) {
-          k_r = fmaf(s.cross_r, inverse_sum_r, -gap);
+          k_r = fmaf(s.sums[CROSS_R], inverse_sum_r, -gap);
           bound = fminf(bound, in.limits[REVERSE] * LOG2E);
         }
         // |log2 p - log2 q| <= |d| + |gap|: an upper bound for all classes of the row.
@@ -182,51 +208,85 @@ DEVICE float limit_ratio(float p, float d, float limit, float& inside) {
 
 // 3. Sums that need p and q themselves: a pass of its own between statistics and gradients.
 
+// Offsets, in log2, that stand for log 0 where no limit is. 2^LEAST_P is 0 and a kept log2 p/M fits
+// float16; 2^LEAST_Q is not 0, so that log2 M is finite, and counts for nothing.
+constexpr float LEAST_P = -1000, LEAST_Q = -120;
+
+// Shifts of a row's inputs in this pass. p and q are both taken times 2^level, and the sums divided
+// by it in the end: the argument of the logarithm, most precise near 1, is near 1 where most of the
+// mass is.
+template <bool LIMITED>
+struct MiddleShifts {
+  static constexpr float LEAST = LIMITED ? LOG_ZERO : LEAST_P;
+  static constexpr float LEAST_R = LIMITED ? LOG_ZERO : LEAST_Q;
+  float log2_scale, top, top_r;
+  u32 pair, pair_r;  // of `unpack_clamped`
+
+  DEVICE MiddleShifts(const Row& row, float log2_scale)
+      : log2_scale(log2_scale), top(row.top), top_r(row.top_r + (row.level_r - row.level)) {
+    pair = LIMITED ? LOG_ZERO_PAIR : bfloat16_pair(LEAST_P, log2_scale, top);
+    pair_r = LIMITED ? LOG_ZERO_PAIR : bfloat16_pair(LEAST_Q, log2_scale, top_r);
+  }
+
+  DEVICE float of_p(float x) const { return clamped_log2(x, log2_scale, top, LEAST); }
+  DEVICE float of_q(float y) const { return clamped_log2(y, log2_scale, top_r, LEAST_R); }
+};
+
 struct alignas(16) MiddleSums {
-  float k_f = 0, outside_f = 0;  // only for rows that are limited: the mass outside of the limit,
-  float k_r = 0, outside_r = 0;  // since 1 minus it is exact where nothing is
-  float k_p = 0, k_q = 0;
+  // Only for rows that are limited: forward KL and the mass of p outside of the limit (1 minus it
+  // is exact where nothing is), and the same of reverse KL and q.
+  float limited[4] = {};
+  float js[2] = {};      // sum p log2 p/M, sum q log2 q/M
   float unused[2] = {};  // as large as `Statistics`
 
   template <bool LIMITED>
-  DEVICE float add(float x, float y, const Row& row, const Problem& in) {
-    // p and q are both taken times 2^level, and the sums divided by it in the end: the argument of
-    // the logarithm, which is most precise near 1, is near 1 where most of the mass is.
-    const float a = x, b = y - (row.level_r - row.level);
+  DEVICE float add(float a, float b, const Problem& in) {  // as `MiddleShifts` has them
     const float p = exp2_(a), q = exp2_(b);
     float log_share = 0;  // log2 p/M
     if constexpr (has(JS)) {
-      const float mean = log2_(fmaxf(0.5f * (p + q), TINY));
-      log_share = a - mean;
-      k_p = fmaf(p, log_share, k_p);
-      k_q = fmaf(q, b - mean, k_q);
+      const float mean = 0.5f * (p + q), log_mean = log2_(LIMITED ? fmaxf(mean, TINY) : mean);
+      log_share = a - log_mean;
+      js[0] = fmaf(p, log_share, js[0]);
+      js[1] = fmaf(q, b - log_mean, js[1]);
     }
     if constexpr (LIMITED) {
       float inside;
-      k_f = fmaf(p, limit_ratio(p, a - b, in.limits[FORWARD] * LOG2E, inside), k_f);
-      outside_f = fmaf(p, 1 - inside, outside_f);
-      k_r = fmaf(q, limit_ratio(q, b - a, in.limits[REVERSE] * LOG2E, inside), k_r);
-      outside_r = fmaf(q, 1 - inside, outside_r);
+      limited[0] = fmaf(p, limit_ratio(p, a - b, in.limits[FORWARD] * LOG2E, inside), limited[0]);
+      limited[1] = fmaf(p, 1 - inside, limited[1]);
+      limited[2] = fmaf(q, limit_ratio(q, b - a, in.limits[REVERSE] * LOG2E, inside), limited[2]);
+      limited[3] = fmaf(q, 1 - inside, limited[3]);
     }
     return log_share;
   }
 
+  // Store the sums across a warp where a `MiddleSums` is.
+  DEVICE void store_sums(float* to) const {
+    const int lane = threadIdx.x % 32;
+    if constexpr (LIMITS) {
+      const float sum = scattered_sums<4>(limited);
+      if (lane < 4) to[lane] = sum;
+    }
+    if constexpr (has(JS)) {
+      const float sum = scattered_sums<2>(js);
+      if (lane < 2) to[4 + lane] = sum;
+    }
+  }
+
   template <int WIDTH>
   DEVICE void merge() {
-    if constexpr (LIMITS) {
-      k_f = warp_sum<WIDTH>(k_f), outside_f = warp_sum<WIDTH>(outside_f);
-      k_r = warp_sum<WIDTH>(k_r), outside_r = warp_sum<WIDTH>(outside_r);
-    }
-    if constexpr (has(JS)) k_p = warp_sum<WIDTH>(k_p), k_q = warp_sum<WIDTH>(k_q);
+#pragma unroll
+    for (int i = 0; LIMITS && i < 4; i++) limited[i] = warp_sum<WIDTH>(limited[i]);
+#pragma unroll
+    for (int i = 0; has(JS) && i < 2; i++) js[i] = warp_sum<WIDTH>(js[i]);
   }
 
   DEVICE void put_into(Row& row) const {
     const float inverse = row.inverse_sum;
-    if constexpr (has(JS)) row.k_p = k_p * inverse, row.k_q = k_q * inverse;
+    if constexpr (has(JS)) row.k_p = js[0] * inverse, row.k_q = js[1] * inverse;
     if constexpr (LIMITS) {
       if (row.limited) {
-        row.k_f = k_f * inverse, row.mass_f = 1 - outside_f * inverse;
-        row.k_r = k_r * inverse, row.mass_r = 1 - outside_r * inverse;
+        row.k_f = limited[0] * inverse, row.mass_f = 1 - limited[1] * inverse;
+        row.k_r = limited[2] * inverse, row.mass_r = 1 - limited[3] * inverse;
       }
     }
   }
@@ -241,8 +301,8 @@ struct alignas(16) LinearFactors {
   float top, top_r;
   float constant, by_a, by_d, by_q, by_share, level_gap;
   float of_target;
-  int target;    // -1 if it is no class
-  bool limited;  // then these factors do not hold
+  int target;   // NO_CLASS if it is none
+  int limited;  // then these factors do not hold
 
   DEVICE void set(const Row& row, const Problem& in) {
     const float* w = in.weights;
@@ -317,33 +377,43 @@ constexpr int KIND_PAIRS = KIND_COUNT * (KIND_COUNT + 1) / 2;
 
 template <bool LIMITED>
 struct EachGradient {
+  // The row's |factor| and the normalization go into the shifts of the exponents, its sign into the
+  // weights. With JS they do not: its logarithm is most precise near 1 (`MiddleShifts`).
+  static constexpr bool SHIFTED = !has(JS);
   const Row& row;
   const Problem& in;
   float factors[KIND_COUNT];   // of the kinds' functions
   float weights[FUNCTIONS];    // of the functions in the total
-  float scale, scale_r;        // from 2^(x - m) and 2^(y - m') to p and q times the row's factor
-  float gap;
+  float sign;
+  float top, top_r;            // shifts of the inputs
+  float to_log_p, gap;         // from offset to log2 p + H; from the difference of offsets to d
+  float scale;                 // from 2^offset to p, times the row's factor
 
   DEVICE EachGradient(const Row& row, const Problem& in, float factor)
       : row(row), in(in), factors{-LN2, LN2, 1, 0.5f * LN2, row.two_lse, 1}, weights{} {
-    scale = factor * row.inverse_sum;
-    scale_r = COMPARES ? factor * row.inverse_sum_r : 0;
-    gap = COMPARES ? row.level_r - row.level : 0;
+    sign = factor < 0 ? -1 : 1;
+    const float level_gap = COMPARES ? row.level_r - row.level : 0, size = log2_(fabsf(factor));
+    const float shift = SHIFTED ? row.level - size : 0;
+    const float shift_r = SHIFTED ? row.level_r - size : level_gap;
+    top = row.top + shift, top_r = row.top_r + shift_r;
+    to_log_p = row.h - row.level + shift;
+    gap = level_gap + shift - shift_r;
+    scale = SHIFTED ? 1 : fabsf(factor) * row.inverse_sum;
 #pragma unroll
     for (int kind = 0; kind < KIND_COUNT; kind++)
-      if (has(kind)) weights[function_of(kind)] += in.weights[kind] * factors[kind];
+      if (has(kind)) weights[function_of(kind)] += sign * in.weights[kind] * factors[kind];
   }
 
-  // Each function of a class, times the row's factor, and the total by the reference.
+  // Each function of a class, times the row's |factor|, and the total by the reference.
   DEVICE void compute(float a, float b, float (&g)[FUNCTIONS], float& by_reference) const {
-    const float e = exp2_(a), p = e * scale;
-    float q = 0, mean = 0;
-    const float d = a - b + gap;
-    if constexpr (COMPARES) q = exp2_(b) * scale_r;
+    const float e = exp2_(a), p = SHIFTED ? e : e * scale;
+    const float f = COMPARES ? exp2_(b) : 0, q = SHIFTED ? f : f * scale;
+    const float d = SHIFTED ? a - b + gap : a - b;
+    float mean = 0;
     g[OF_P] = p;
-    if constexpr (has(ENTROPY)) g[OF_ENTROPY] = p * (a + (row.h - row.level));
+    if constexpr (has(ENTROPY)) g[OF_ENTROPY] = p * (a + to_log_p);
     if constexpr (has(JS)) {
-      mean = log2_(fmaxf(0.5f * (e + exp2_(b - gap)), TINY));
+      mean = log2_(fmaxf(0.5f * (e + f), TINY));
       g[OF_JS] = p * (a - mean - row.k_p);
     }
     float inside_f = 1, inside_r = 1, ratio_f = d, ratio_r = -d;
@@ -365,8 +435,8 @@ struct EachGradient {
       by_reference = fmaf(in.weights[REVERSE] * LN2, inner, by_reference);
     }
     if constexpr (has(JS))
-      by_reference =
-          fmaf(0.5f * LN2 * in.weights[JS], q * (b - gap - mean - row.k_q), by_reference);
+      by_reference = fmaf(0.5f * LN2 * in.weights[JS], q * (b - mean - row.k_q), by_reference);
+    by_reference *= sign;
   }
 
   DEVICE float total(const float (&g)[FUNCTIONS]) const {
@@ -406,6 +476,7 @@ struct EachGradient {
   // The target's share of the inner products: there cross-entropy has p - 1 in place of p.
   DEVICE void add_target(const float (&g)[FUNCTIONS], float factor,
                          float (&gram)[KIND_PAIRS]) const {
+    factor = fabsf(factor);
 #pragma unroll
     for (int i = 0; i < KIND_COUNT; i++)
 #pragma unroll

@@ -39,11 +39,11 @@ DEVICE float max_nan(float a, float b) {
   return y;
 }
 
-// `x * log2(e) / T - top`, at least LOG_ZERO: its product with probability 0 is 0. NaN stays NaN.
+// `x * log2(e) / T - top`, at least `least`: its product with probability 0 is 0. NaN stays NaN.
 // Logits in bfloat16 are clamped already, two at a time (`unpack_clamped`).
-DEVICE float clamped_log2(float x, float log2_scale, float top) {
+DEVICE float clamped_log2(float x, float log2_scale, float top, float least = LOG_ZERO) {
   const float offset = fmaf(x, log2_scale, -top);
-  return DTYPE == 0 ? offset : max_nan(offset, LOG_ZERO);
+  return DTYPE == 0 ? offset : max_nan(offset, least);
 }
 
 // 2. Vectors: 16 bytes are VECTOR neighbouring classes.
@@ -91,6 +91,38 @@ DEVICE element negative_infinity() {
 #endif
 }
 
+// Element `at` of an array of vectors, as part of a word, which vectors consist of: the compiler
+// may assume that pointers to other types point elsewhere.
+DEVICE element get_element(const uint4* vectors, int at) {
+#if DTYPE == 2
+  return __uint_as_float(((const u32*)vectors)[at]);
+#else
+  return u16(((const u32*)vectors)[at / 2] >> 16 * (at % 2));
+#endif
+}
+
+DEVICE void set_element(uint4* vectors, int at, element x) {
+#if DTYPE == 2
+  ((u32*)vectors)[at] = __float_as_uint(x);
+#else
+  u32* word = (u32*)vectors + at / 2;
+  const int shift = 16 * (at % 2);
+  *word = (*word & ~(0xffffu << shift)) | u32(x) << shift;
+#endif
+}
+
+// What stands beside a row in its first and last vector: probability 0. A finite number spares the
+// clamps that -inf needs (`add_vectors`); float16 has none that is small enough.
+DEVICE element beside_row() {
+#if DTYPE == 0
+  return 0xf99a;  // -1e35
+#elif DTYPE == 1
+  return negative_infinity();
+#else
+  return -1e35f;
+#endif
+}
+
 DEVICE void unpack_half_floats(u32 word, float& low, float& high) {
   asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
       : "=f"(low), "=f"(high) : "r"(word));
@@ -117,15 +149,39 @@ DEVICE void unpack(uint4 raw, float (&x)[VECTOR]) {
   }
 }
 
-// As `unpack`, but in bfloat16 at least -1e35, which stands for log 0 at any usual temperature.
-DEVICE void unpack_clamped(uint4 raw, float (&x)[VECTOR]) {
+// As `unpack`, but in bfloat16 at least `least`, a pair of the same number. That of LOG_ZERO_PAIR,
+// -1e35, stands for log 0 at any usual temperature.
+constexpr u32 LOG_ZERO_PAIR = 0xf99af99au;
+
+DEVICE void unpack_clamped(uint4 raw, float (&x)[VECTOR], u32 least = LOG_ZERO_PAIR) {
 #if DTYPE == 0
   u32* words = &raw.x;
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(words[i]) : "r"(0xf99af99au));
+    asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(words[i]) : "r"(least));
 #endif
   unpack(raw, x);
+}
+
+// Both with clamps or without: a clamp takes an instruction an element or a half, and is needed
+// only where a logit of -inf is multiplied with a probability.
+template <bool CLAMPS>
+DEVICE void unpack_as(uint4 raw, float (&x)[VECTOR]) {
+  if constexpr (CLAMPS) unpack_clamped(raw, x);
+  else unpack(raw, x);
+}
+
+template <bool CLAMPS>
+DEVICE float offset(float x, float log2_scale, float top) {
+  return CLAMPS ? clamped_log2(x, log2_scale, top) : fmaf(x, log2_scale, -top);
+}
+
+// Such a pair for `clamped_log2(x, log2_scale, top)` to be `least` at least, or nearly.
+DEVICE u32 bfloat16_pair(float least, float log2_scale, float top) {
+  const float x = __fdividef(top + least, log2_scale);
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(pair) : "f"(x));
+  return pair;
 }
 
 // Largest number of a vector; NaN is left out.
@@ -195,6 +251,34 @@ DEVICE float warp_max(float x) {
   return x;
 }
 
+// Sums of COUNT numbers across a warp: lane i receives that of number i % PADDED. Each exchange
+// halves the numbers of a lane, so that four numbers take 6 shuffles in place of 20.
+template <int COUNT>
+DEVICE float scattered_sums(const float* numbers) {
+  constexpr int PADDED = COUNT > 2 ? 4 : COUNT;
+  static_assert(COUNT >= 1 && COUNT <= 4, "");
+  float x[PADDED];
+#pragma unroll
+  for (int i = 0; i < PADDED; i++) x[i] = i < COUNT ? numbers[i] : 0;
+#pragma unroll
+  for (int half = PADDED / 2; half; half /= 2) {
+    const bool upper = threadIdx.x & half;
+#pragma unroll
+    for (int i = 0; i < half; i++) {
+      const float kept = upper ? x[i + half] : x[i], sent = upper ? x[i] : x[i + half];
+      x[i] = kept + __shfl_xor_sync(~0u, sent, half);
+    }
+  }
+#pragma unroll
+  for (int o = PADDED; o < 32; o *= 2) x[0] += __shfl_xor_sync(~0u, x[0], o);
+  return x[0];
+}
+
+// Maximum of numbers >= 0 across a warp: their bits are ordered as they are. NaN is the largest.
+DEVICE float warp_max_positive(float x) {
+  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
+}
+
 DEVICE u32 cluster_rank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -224,7 +308,14 @@ DEVICE void arrive_and_expect(u64* barrier, u32 bytes) {
 }
 
 // Wait until a phase of the barrier is over: the first has `parity` 0, the second 1, and so on.
-DEVICE void wait_for(u64* barrier, u32 parity) {
+DEVICE void wait_for(u64* barrier, u32 parity) {  // what this block stored
+  asm volatile("{ .reg .pred done;\n"
+               "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra again; }"
+               :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+DEVICE void wait_for_cluster(u64* barrier, u32 parity) {  // what other blocks stored
   asm volatile("{ .reg .pred done;\n"
                "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra again; }"

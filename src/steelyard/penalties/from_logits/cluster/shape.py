@@ -8,7 +8,10 @@ VECTOR_BYTES = 16  # of the widest load
 # More than 8 are not portable; H100 and H200 have 16. Sizes left out fill a GPU less well.
 _CLUSTERS = (1, 2, 3, 4, 8, 16)
 _SLOTS = (3, 2)  # rows that a block holds its part of, at a time
-_WARPS = 16  # on a multiprocessor: more merge more, fewer hide less of each other's waiting
+# Warps on a multiprocessor. More merge more, fewer hide less of each other's waiting; among these,
+# those that divide the vectors most evenly.
+_WARPS = range(12, 17)
+_SCHEDULERS = 4  # of a multiprocessor; each runs a quarter of the warps
 _RESERVED = 1024  # bytes of shared memory that CUDA takes for each block
 
 
@@ -60,14 +63,28 @@ def shape_for(
     for slots in _SLOTS:
         for cluster in _CLUSTERS:
             capacity = -(-vectors // cluster)
-            warps = max(1, min(_WARPS, capacity // 64))  # short rows: a few vectors for a thread
+            warps = _warps(capacity)
             dynamic = slots * inputs * capacity * VECTOR_BYTES
             needed = dynamic + _static(cluster, warps)
             if needed <= per_block:
                 blocks = per_multiprocessor // (needed + _RESERVED)
-                min_blocks = max(1, min(blocks, _WARPS // (warps + 1)))
+                min_blocks = max(1, min(blocks, _WARPS[-1] // (warps + 1)))
                 return ClusterShape(cluster, warps, slots, capacity, min_blocks, dynamic)
     return None
+
+
+def _warps(capacity: int) -> int:
+    """Warps for a block's vectors; for short rows so few that a thread has a few vectors.
+
+    All wait for the scheduler that has the most to do: its warps times the vectors of a thread.
+    """
+    most = min(_WARPS[-1], capacity // 64)
+    if most < _WARPS[0]:
+        return max(1, most)
+    return min(
+        range(_WARPS[0], most + 1),
+        key=lambda warps: -(-capacity // (32 * warps)) * -(-warps // _SCHEDULERS),
+    )
 
 
 def _static(cluster: int, warps: int) -> int:

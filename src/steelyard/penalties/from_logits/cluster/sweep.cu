@@ -30,8 +30,8 @@
 constexpr bool GRADIENTS = GZ || GR || GRAM;
 constexpr bool PLAIN = GZ && !GR && !GRAM;  // the total gradient alone, by `LinearFactors`
 constexpr bool MIDDLE_FIRST = has(JS);  // every row has a middle pass: before the next row's sums
-constexpr float OVERFLOWING = 1e30f;  // such a sum of 2^(x - m) is redone; float32 ends at 3e38
 constexpr int ROWS = 4;  // rows handed out at a time: two, each perhaps merged twice
+constexpr int STORING_LANES = 4;  // of a warp, in `store_sums`
 constexpr int CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
 
 // What is there twice alternates, since a merge may begin while the one before is still read.
@@ -44,38 +44,45 @@ struct Shared {
 };
 
 // Rare, so not inlined: vectors at other addresses than multiples of 16, or at the array's ends.
-__device__ __noinline__ void copy_elements(element* to, const element* from, int start,
-                                           int classes) {
-  element each[VECTOR];
+__device__ __noinline__ void copy_elements(uint4* to, const element* from, int start, int classes) {
+  uint4 vector = make_uint4(0, 0, 0, 0);
 #pragma unroll
   for (int lane = 0; lane < VECTOR; lane++) {
     const int at = start + lane;
-    each[lane] = at >= 0 && at < classes ? from[at] : negative_infinity();
+    set_element(&vector, lane, at >= 0 && at < classes ? from[lane] : beside_row());
   }
-#pragma unroll
-  for (int lane = 0; lane < VECTOR; lane++) to[lane] = each[lane];
+  *to = vector;
 }
 
 __device__ __noinline__ void store_elements(element* to, uint4 raw, int start, int classes) {
-  const element* each = (const element*)&raw;
 #pragma unroll
   for (int lane = 0; lane < VECTOR; lane++) {
     const int at = start + lane;
-    if (at >= 0 && at < classes) to[at] = each[lane];
+    if (at >= 0 && at < classes) to[lane] = get_element(&raw, lane);
+  }
+}
+
+// Hide the elements [from, to) of vector i, in each input.
+__device__ __noinline__ void hide_elements(uint4* slot, int i, int from, int to) {
+#pragma unroll
+  for (int input = 0; input < INPUTS; input++, slot += CAPACITY) {
+    uint4 vector = slot[i];
+#pragma unroll
+    for (int lane = 0; lane < VECTOR; lane++)
+      if (lane >= from && lane < to) set_element(&vector, lane, beside_row());
+    slot[i] = vector;
   }
 }
 
 // The part of a row that this block holds.
 struct Window {
   int row;
-  const element *logits, *reference;  // the row
-  int first;     // class of the block's first element; negative in the first vector of a row
+  int first;    // class of the block's first element; negative in the first vector of a row
   int vectors;
-  int whole_from, whole;  // the vectors that lie within the row; the others are partial
+  const element *logits, *reference;  // at the block's first element
   bool copies_vectors;    // whether all of them can be copied as they are, with what surrounds them
 
-  DEVICE Window(const Problem& in, int row, u32 rank) : row(row), vectors(0) {
-    if (row >= in.rows) return;
+  DEVICE Window(const Problem& in, int row, u32 rank) : row(row) {
     logits = in.logits + row * in.logits_stride;
     reference = COMPARES ? in.reference + row * in.reference_stride : logits;
     // Elements of the first vector that belong to the row before.
@@ -83,46 +90,48 @@ struct Window {
     const int all = (before + in.classes + VECTOR - 1) / VECTOR;
     vectors = max(0, min(CAPACITY, all - int(rank) * CAPACITY));
     first = int(rank) * CAPACITY * VECTOR - before;
-    whole_from = first < 0 ? 1 : 0;
-    whole = max(0, (in.classes - first) / VECTOR - whole_from);
     // What surrounds the first and the last row may be outside of the array.
     copies_vectors = ALIGNED || (((u64(reference) ^ u64(logits)) & 15) == 0 && row > 0 &&
                                  row + 1 < in.rows);
+    logits += first, reference += first;
   }
 
-  DEVICE bool is_whole(int i) const { return ALIGNED || u32(i - whole_from) < u32(whole); }
-
-  DEVICE void load(const Problem& in, int i, uint4* x, uint4* y) const {
-    const int start = first + i * VECTOR;
+  // Copy vector i, which is at `from` in the logits and at `from_r` in the reference.
+  DEVICE void copy(const Problem& in, int i, const element* from, const element* from_r, uint4* x,
+                   uint4* y) const {
     if (ALIGNED || copies_vectors) {
-      copy_async(x + i, logits + start);
-      if constexpr (COMPARES) copy_async(y + i, reference + start);
+      copy_async(x, from);
+      if constexpr (COMPARES) copy_async(y, from_r);
     } else {
-      copy_elements((element*)(x + i), logits, start, in.classes);
-      if constexpr (COMPARES) copy_elements((element*)(y + i), reference, start, in.classes);
+      const int start = first + i * VECTOR;
+      copy_elements(x, from, start, in.classes);
+      if constexpr (COMPARES) copy_elements(y, from_r, start, in.classes);
     }
   }
 
-  // Put -inf in place of the elements around the row, in the vectors of this thread.
+  // Hide the elements around the row, in the vectors of this thread.
   DEVICE void hide_neighbours(const Problem& in, uint4* slot) const {
     if (ALIGNED) return;
-    const int end = in.classes - first;  // of the row, in elements
-    const int tail = end / VECTOR;
-    const bool has_tail = end % VECTOR != 0 && tail >= 0 && tail < vectors;
-    for (int input = 0; input < INPUTS; input++, slot += CAPACITY) {
-      if (first < 0 && threadIdx.x == 0)
-        for (int lane = 0; lane < -first; lane++) ((element*)slot)[lane] = negative_infinity();
-      if (has_tail && tail % THREADS == threadIdx.x)
-        for (int lane = end; lane < (tail + 1) * VECTOR; lane++)
-          ((element*)slot)[lane] = negative_infinity();
-    }
+    const int end = in.classes - first;  // of the row, in elements of the window
+    const u32 tail = u32(end) / VECTOR;
+    if (first < 0 && threadIdx.x == 0) hide_elements(slot, 0, 0, -first);
+    if (end > 0 && tail < vectors && tail % THREADS == threadIdx.x && end % VECTOR != 0)
+      hide_elements(slot, tail, end % VECTOR, VECTOR);
   }
 
-  // Store vector i of a gradient whose row begins at `to`.
-  DEVICE void store(element* to, const float (&x)[VECTOR], int i, int classes) const {
-    const int start = first + i * VECTOR;
+  // Class from which on vectors of a gradient can be stored whole: none if the row `to`, at the
+  // window's first element, is not aligned as the logits are.
+  static DEVICE int whole_from(const element* to, int classes) {
+    return (u64(to) & 15) == 0 ? 0 : classes;
+  }
+
+  // Store vector i of a gradient at `to`. Classes are compared, not indices of vectors: ptxas 13.0
+  // was seen to compile `u32(i - (first < 0)) < whole` wrongly, and a neighbour was overwritten.
+  DEVICE void store(element* to, const float (&x)[VECTOR], int i, int classes,
+                    int whole_from) const {
     const uint4 raw = pack(x);
-    if (ALIGNED || (is_whole(i) && (u64(to + start) & 15) == 0)) __stcs((uint4*)(to + start), raw);
+    const int start = first + i * VECTOR;
+    if (ALIGNED || (start >= whole_from && start + VECTOR <= classes)) __stcs((uint4*)to, raw);
     else store_elements(to, raw, start, classes);
   }
 };
@@ -138,14 +147,12 @@ struct Merges {
   DEVICE u32 half() const { return count & 1; }
   DEVICE u32 parity() const { return count >> 1 & 1; }
 
-  // Computing warps: hand a warp's sums (the same in its lanes) to the merging warp.
+  // Computing warps: hand the sums of a warp's lanes to the merging warp.
   template <class Sums>
   DEVICE void hand_in(const Sums& sums) {
     static_assert(sizeof(Sums) == sizeof(float4[2]), "two vectors are sent");
-    if (threadIdx.x % 32 == 0) {
-      *(Sums*)shared.of_warps[half()][threadIdx.x / 32] = sums;
-      arrive(&shared.warps_done[half()]);
-    }
+    sums.store_sums((float*)shared.of_warps[half()][threadIdx.x / 32]);
+    if (threadIdx.x % 32 < STORING_LANES) arrive(&shared.warps_done[half()]);
     count++;
   }
 
@@ -164,7 +171,7 @@ struct Merges {
         send(&shared.of_blocks[half()][rank][0], barrier, lane, mine[0]);
         send(&shared.of_blocks[half()][rank][1], barrier, lane, mine[1]);
       }
-      wait_for(barrier, parity());
+      wait_for_cluster(barrier, parity());
       const int of = lane % CLUSTER_LANES;
       sums = of < CLUSTER ? *(Sums*)shared.of_blocks[half()][of] : Sums();
       sums.template merge<CLUSTER_LANES>();
@@ -172,11 +179,11 @@ struct Merges {
     return sums;
   }
 
-  // The merging warp: hand the row out.
-  DEVICE void hand_out(const Row& row, const Problem& in) {
+  // The merging warp: hand the row out; it is complete if no middle pass follows.
+  DEVICE void hand_out(const Row& row, const Problem& in, bool complete) {
     if (threadIdx.x % 32 == 0) {
       shared.rows[count % ROWS] = row;
-      if constexpr (PLAIN) shared.factors[count % ROWS].set(row, in);
+      if (PLAIN && complete) shared.factors[count % ROWS].set(row, in);
       arrive(&shared.row_done[count % ROWS]);
     }
     count++;
@@ -191,42 +198,52 @@ struct Merges {
   DEVICE const LinearFactors& factors(u32 number) const { return shared.factors[number % ROWS]; }
 };
 
-// Statistics of a warp's vectors. The shift is the largest number of its first vector: that takes
-// no pass of its own. It is good enough unless the sum overflows (which takes a logit that is larger
-// by 70) or the vector is all -inf; then the warp does it again with its true maximum.
+// Add a warp's vectors to its statistics, which have their shifts. In bfloat16 a clamp (`CLAMPS`)
+// takes an instruction an element, and is needed only if a logit is -inf.
+template <bool CLAMPS>
+DEVICE void add_vectors(Statistics& s, const uint4* x, const uint4* y, int vectors,
+                        float log2_scale) {
+  const float shift = CLAMPS && s.top == -INF ? 0 : s.top;
+  const float shift_r = CLAMPS && s.top_r == -INF ? 0 : s.top_r;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < vectors; i += THREADS) {
+    float a[VECTOR], b[VECTOR];
+    unpack_as<CLAMPS>(x[i], a);
+    if constexpr (COMPARES) unpack_as<CLAMPS>(y[i], b);
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++)
+      s.add(offset<CLAMPS>(a[k], log2_scale, shift),
+            COMPARES ? offset<CLAMPS>(b[k], log2_scale, shift_r) : 0);
+  }
+}
+
+// Rare, so not inlined: the shifts are the true maxima, and every logit may be -inf.
+__device__ __noinline__ Statistics exact_statistics(const uint4* x, const uint4* y, int vectors,
+                                                    float log2_scale) {
+  Statistics s;
+  for (int i = threadIdx.x; i < vectors; i += THREADS) {
+    s.top = fmaxf(s.top, largest(x[i]));
+    if constexpr (COMPARES) s.top_r = fmaxf(s.top_r, largest(y[i]));
+  }
+  s.top = warp_max<32>(s.top) * log2_scale, s.top_r = warp_max<32>(s.top_r) * log2_scale;
+  add_vectors<true>(s, x, y, vectors, log2_scale);
+  return s;
+}
+
+// Statistics of a lane's vectors. The shift, the same in a warp, is the largest number of its first
+// vector: that takes no pass of its own. It is good enough unless the sum overflows (which takes a
+// logit that is larger by 70) or a logit is -inf; then the warp does it again.
 DEVICE Statistics statistics(const uint4* x, const uint4* y, int vectors, float log2_scale) {
   Statistics s;
-  for (int attempt = 0; attempt < 2; attempt++) {
-    float top = -INF, top_r = -INF;
-    const int searched = attempt == 0 ? min(vectors, THREADS) : vectors;
-    for (int i = threadIdx.x; i < searched; i += THREADS) {
-      top = fmaxf(top, largest(x[i]));
-      if constexpr (COMPARES) top_r = fmaxf(top_r, largest(y[i]));
-    }
-    if (attempt == 0) {
-      top = __shfl_sync(~0u, top, 0), top_r = __shfl_sync(~0u, top_r, 0);
-    } else {
-      top = warp_max<32>(top), top_r = warp_max<32>(top_r);
-    }
-    s = Statistics();
-    s.top = top * log2_scale;
-    if constexpr (COMPARES) s.top_r = top_r * log2_scale;
-    const float shift = s.top == -INF ? 0 : s.top, shift_r = s.top_r == -INF ? 0 : s.top_r;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < vectors; i += THREADS) {
-      float a[VECTOR], b[VECTOR];
-      unpack_clamped(x[i], a);
-      if constexpr (COMPARES) unpack_clamped(y[i], b);
-#pragma unroll
-      for (int k = 0; k < VECTOR; k++)
-        s.add(clamped_log2(a[k], log2_scale, shift),
-              COMPARES ? clamped_log2(b[k], log2_scale, shift_r) : 0);
-    }
-    s.add_lanes<32>();
-    const bool exact = s.top != -INF && s.sum < OVERFLOWING &&
-                       (!COMPARES || (s.top_r != -INF && s.sum_r < OVERFLOWING));
-    if (exact) break;
+  float top = -INF, top_r = -INF;
+  if (threadIdx.x < vectors) {
+    top = largest(x[threadIdx.x]);
+    if constexpr (COMPARES) top_r = largest(y[threadIdx.x]);
   }
+  s.top = __shfl_sync(~0u, top, 0) * log2_scale;
+  if constexpr (COMPARES) s.top_r = __shfl_sync(~0u, top_r, 0) * log2_scale;
+  add_vectors<false>(s, x, y, vectors, log2_scale);
+  if (!__all_sync(~0u, s.is_finite())) s = exact_statistics(x, y, vectors, log2_scale);
   return s;
 }
 
@@ -234,27 +251,24 @@ template <bool LIMITED>
 DEVICE MiddleSums middle_sums(uint4* x, uint4* y, int vectors, const Row& row, const Problem& in,
                               float log2_scale) {
   MiddleSums sums;
+  const MiddleShifts<LIMITED> shifts(row, log2_scale);
 #pragma unroll 2
   for (int i = threadIdx.x; i < vectors; i += THREADS) {
     float a[VECTOR], b[VECTOR], share[VECTOR];
-    unpack_clamped(x[i], a);
-    unpack_clamped(y[i], b);
+    unpack_clamped(x[i], a, shifts.pair);
+    unpack_clamped(y[i], b, shifts.pair_r);
 #pragma unroll
     for (int k = 0; k < VECTOR; k++)
-      share[k] = sums.template add<LIMITED>(clamped_log2(a[k], log2_scale, row.top),
-                                            clamped_log2(b[k], log2_scale, row.top_r), row, in);
+      share[k] = sums.template add<LIMITED>(shifts.of_p(a[k]), shifts.of_q(b[k]), in);
     if constexpr (KEEPS_SHARE) {
 #if DTYPE == 2
       y[i] = pack(share);
 #else
-#pragma unroll
-      for (int k = 0; k < VECTOR; k++) share[k] = max_nan(share[k], -6e4f);  // finite where p = 0
       y[i] = make_uint4(pack_half_floats(share[0], share[1]), pack_half_floats(share[2], share[3]),
                         pack_half_floats(share[4], share[5]), pack_half_floats(share[6], share[7]));
 #endif
     }
   }
-  sums.merge<32>();
   return sums;
 }
 
@@ -277,20 +291,15 @@ struct TotalGradient {
   const float log2_scale;
 
   DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
-    if constexpr (CLAMPS) unpack_clamped(x, a);
-    else unpack(x, a);
+    unpack_as<CLAMPS>(x, a);
     if constexpr (KEEPS_SHARE) unpack_share(y, b);
-    else if constexpr (CLAMPS_R) unpack_clamped(y, b);
-    else if constexpr (COMPARES) unpack(y, b);
+    else if constexpr (COMPARES) unpack_as<CLAMPS_R>(y, b);
   }
 
   DEVICE void compute(float& x, float& y) {
-    const float log_p = CLAMPS ? clamped_log2(x, log2_scale, factors.top)
-                                : fmaf(x, log2_scale, -factors.top);
+    const float log_p = offset<CLAMPS>(x, log2_scale, factors.top);
     float log_q = 0;
-    if constexpr (COMPARES && !KEEPS_SHARE)
-      log_q = CLAMPS_R ? clamped_log2(y, log2_scale, factors.top_r)
-                       : fmaf(y, log2_scale, -factors.top_r);
+    if constexpr (COMPARES && !KEEPS_SHARE) log_q = offset<CLAMPS_R>(y, log2_scale, factors.top_r);
     x = factors.gradient(log_p, log_q, y);
   }
 
@@ -305,24 +314,26 @@ struct TotalGradient {
 // Each component's gradient by itself: totals by logits and reference, and inner products.
 template <bool LIMITED>
 struct SingleGradients {
-  const float top, top_r, log2_scale, factor;
+  static constexpr bool CLAMPS = TotalGradient::CLAMPS || GR || LIMITED;
+  static constexpr bool CLAMPS_R = TotalGradient::CLAMPS_R || GR || LIMITED;
+  const float log2_scale, factor;
   const EachGradient<LIMITED> each;
   float (&gram)[KIND_PAIRS];
   float products[FUNCTION_PAIRS] = {};
 
   DEVICE SingleGradients(const Problem& in, const Row& row, float log2_scale,
                          float (&gram)[KIND_PAIRS])
-      : top(row.top), top_r(row.top_r), log2_scale(log2_scale),
-        factor(row.factor * in.inverse_temperature), each(row, in, factor), gram(gram) {}
+      : log2_scale(log2_scale), factor(row.factor * in.inverse_temperature), each(row, in, factor),
+        gram(gram) {}
 
   DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
-    unpack_clamped(x, a);
-    if constexpr (COMPARES) unpack_clamped(y, b);
+    unpack_as<CLAMPS>(x, a);
+    if constexpr (COMPARES) unpack_as<CLAMPS_R>(y, b);
   }
 
   DEVICE void compute(float& x, float& y, float (&g)[FUNCTIONS]) {
-    each.compute(clamped_log2(x, log2_scale, top),
-                 COMPARES ? clamped_log2(y, log2_scale, top_r) : 0, g, y);
+    each.compute(offset<CLAMPS>(x, log2_scale, each.top),
+                 COMPARES ? offset<CLAMPS_R>(y, log2_scale, each.top_r) : 0, g, y);
     x = each.total(g);
   }
 
@@ -348,28 +359,27 @@ struct SingleGradients {
 // thread that holds it takes it out of the row, as a class of probability 0, before the last pass,
 // and adds its gradient and inner products afterwards.
 struct Target {
-  int at = -1;  // class, in the thread that holds it
+  int at = -1;  // place in the window, in the thread that holds it
   float x = 0, y = 0;
 
   DEVICE void take(int target, const Window& here, uint4* xs, uint4* ys) {
-    const int place = target - here.first, i = place / VECTOR;
-    if (target < 0 || place < 0 || i >= here.vectors || i % THREADS != threadIdx.x) return;
-    at = target;
-    element* in_x = (element*)xs + place;
-    x = to_float(*in_x);
-    *in_x = negative_infinity();
+    const u32 place = target - here.first, i = place / VECTOR;  // large if it is in another block
+    if (i >= here.vectors || i % THREADS != threadIdx.x) return;
+    at = place;
+    x = to_float(get_element(xs, at));
+    set_element(xs, at, negative_infinity());
     if constexpr (COMPARES) {
-      element* in_y = (element*)ys + place;
+      const element in_y = get_element(ys, at);
       if constexpr (KEEPS_SHARE) {
 #if DTYPE == 2
-        y = *in_y;
+        y = in_y;
 #else
         float other;
-        unpack_half_floats(*in_y, y, other);
+        unpack_half_floats(in_y, y, other);
 #endif
       } else {
-        y = to_float(*in_y);
-        *in_y = negative_infinity();
+        y = to_float(in_y);
+        set_element(ys, at, negative_infinity());
       }
     }
   }
@@ -383,7 +393,9 @@ struct Target {
 };
 
 DEVICE void load(const Problem& in, const Window& window, uint4* x, uint4* y) {
-  for (int i = threadIdx.x; i < window.vectors; i += THREADS) window.load(in, i, x, y);
+  if (window.row < in.rows)
+    for (int i = threadIdx.x; i < window.vectors; i += THREADS)
+      window.copy(in, i, window.logits + i * VECTOR, window.reference + i * VECTOR, x + i, y + i);
   end_group();
 }
 
@@ -391,30 +403,40 @@ DEVICE void load(const Problem& in, const Window& window, uint4* x, uint4* y) {
 template <class Gradient>
 DEVICE void last_pass(Gradient& gradient, const Problem& in, const Window& here,
                       const Window& later, uint4* x, uint4* y, Target& target) {
-  element* to = in.by_logits + here.row * in.by_logits_stride;
-  element* to_r = in.by_reference + here.row * in.by_reference_stride;
-  const int most = max(here.vectors, later.vectors);
-  auto compute = [&](int i, uint4 of_x, uint4 of_y) {
+  constexpr int STEP = THREADS * VECTOR;  // from a vector of a thread to its next, in elements
+  const int mine = threadIdx.x * VECTOR;
+  element* const row_to = in.by_logits + here.row * in.by_logits_stride + here.first;
+  element* const row_to_r = in.by_reference + here.row * in.by_reference_stride + here.first;
+  element *to = row_to + mine, *to_r = row_to_r + mine;
+  const int whole = Window::whole_from(row_to, in.classes);
+  const int whole_r = Window::whole_from(row_to_r, in.classes);
+  const element *from = later.logits + mine, *from_r = later.reference + mine;
+  const int loaded = later.row < in.rows ? later.vectors : 0;
+  const int most = ALIGNED ? here.vectors : max(here.vectors, loaded);
+  auto compute = [&](int i, uint4 of_x, uint4 of_y, int next) {
     float a[VECTOR], b[VECTOR];
     gradient.unpack_inputs(of_x, of_y, a, b);
 #pragma unroll
     for (int k = 0; k < VECTOR; k++) gradient.compute(a[k], b[k]);
-    if constexpr (GZ) here.store(to, a, i, in.classes);
-    if constexpr (GR) here.store(to_r, b, i, in.classes);
+    if constexpr (GZ) here.store(to + next, a, i, in.classes, whole);
+    if constexpr (GR) here.store(to_r + next, b, i, in.classes, whole_r);
   };
+  x += threadIdx.x, y += threadIdx.x;
 #pragma unroll 1
   for (int i = threadIdx.x; i < most; i += 2 * THREADS) {
     const int j = i + THREADS;  // two vectors at a time, for parallel instructions
     const bool both = j < most;
-    const uint4 x0 = x[i], y0 = COMPARES ? y[i] : x0;
-    const uint4 x1 = both ? x[j] : x0, y1 = both && COMPARES ? y[j] : x1;
-    if (ALIGNED || i < here.vectors) compute(i, x0, y0);
-    if (both && (ALIGNED || j < here.vectors)) compute(j, x1, y1);
-    if (i < later.vectors) later.load(in, i, x, y);
-    if (both && j < later.vectors) later.load(in, j, x, y);
+    const uint4 x0 = x[0], y0 = COMPARES ? y[0] : x0;
+    const uint4 x1 = both ? x[THREADS] : x0, y1 = both && COMPARES ? y[THREADS] : x1;
+    if (ALIGNED || i < here.vectors) compute(i, x0, y0, 0);
+    if (both && (ALIGNED || j < here.vectors)) compute(j, x1, y1, STEP);
+    if (i < loaded) later.copy(in, i, from, from_r, x, y);
+    if (j < loaded) later.copy(in, j, from + STEP, from_r + STEP, x + THREADS, y + THREADS);
+    x += 2 * THREADS, y += 2 * THREADS, to += 2 * STEP, to_r += 2 * STEP;
+    from += 2 * STEP, from_r += 2 * STEP;
   }
   end_group();
-  if (has(CROSS_ENTROPY) && target.at >= 0) target.store(gradient, to, to_r);
+  if (has(CROSS_ENTROPY) && target.at >= 0) target.store(gradient, row_to, row_to_r);
   gradient.finish();
 }
 
@@ -451,11 +473,14 @@ struct Rows {
 
 DEVICE void store_zeros(const Problem& in, int row, u32 rank) {
   const Window here(in, row, rank);
+  element* const to = in.by_logits + row * in.by_logits_stride + here.first;
+  element* const to_r = in.by_reference + row * in.by_reference_stride + here.first;
+  const int whole = Window::whole_from(to, in.classes);
+  const int whole_r = Window::whole_from(to_r, in.classes);
   float zeros[VECTOR] = {};
   for (int i = threadIdx.x; i < here.vectors; i += THREADS) {
-    if constexpr (GZ) here.store(in.by_logits + row * in.by_logits_stride, zeros, i, in.classes);
-    if constexpr (GR)
-      here.store(in.by_reference + row * in.by_reference_stride, zeros, i, in.classes);
+    if constexpr (GZ) here.store(to + i * VECTOR, zeros, i, in.classes, whole);
+    if constexpr (GR) here.store(to_r + i * VECTOR, zeros, i, in.classes, whole_r);
   }
   if (rank == 0 && threadIdx.x == 0)
     for (int kind = 0, at = row; kind <= KIND_COUNT; kind++)
@@ -471,7 +496,7 @@ struct MergedRow {
   DEVICE bool merge_statistics(const Problem& in, Rows& rows, Merges& merges) {
     row.row = rows.next(row.factor, [](int) {});
     if (row.row >= in.rows) return false;
-    row.target = -1;
+    row.target = NO_CLASS;
     if constexpr (has(CROSS_ENTROPY)) {
       const long long target = in.targets[row.row];
       target_logit = NOT_A_NUMBER;
@@ -485,7 +510,7 @@ struct MergedRow {
       target_logit = __shfl_sync(~0u, target_logit, 0);
     }
     row.set(merges.merge<Statistics>(), in);
-    merges.hand_out(row, in);
+    merges.hand_out(row, in, !has_middle());
     return true;
   }
 
@@ -493,7 +518,7 @@ struct MergedRow {
 
   DEVICE void merge_middle(const Problem& in, Merges& merges) {
     merges.merge<MiddleSums>().put_into(row);
-    merges.hand_out(row, in);
+    merges.hand_out(row, in, true);
   }
 
   DEVICE void store_values(const Problem& in, const Merges& merges) const {
@@ -556,12 +581,13 @@ DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges,
     const u32 merge_of_next = merges.count;
     wait_for_group<SLOTS - 2>();
     hand_in_statistics(queue[1], slot(k + 1 < SLOTS ? k + 1 : 0));
-    if (LIMITS && !MIDDLE_FIRST && merges.row(merge).limited) {
-      const Row& row = merges.row(merge);
+    const Row* handed = &merges.row(merge);
+    if (LIMITS && !MIDDLE_FIRST && handed->limited) {
       merge = merges.count;
-      hand_in_middle(row, here, x);
+      hand_in_middle(*handed, here, x);
+      handed = &merges.row(merge);
     }
-    const Row& row = merges.row(merge);
+    const Row& row = *handed;
 #pragma unroll
     for (int i = 0; i + 1 < SLOTS; i++) queue[i] = queue[i + 1];
     queue[SLOTS - 1] = next_row();
@@ -590,7 +616,7 @@ sweep(const __grid_constant__ Problem in) {
   extern __shared__ uint4 slots[];
   __shared__ Shared shared;
   if (threadIdx.x < 2) {
-    init_mbarrier(&shared.warps_done[threadIdx.x], WARPS);
+    init_mbarrier(&shared.warps_done[threadIdx.x], WARPS * STORING_LANES);
     init_mbarrier(&shared.blocks_done[threadIdx.x], 1);
     for (int i = threadIdx.x; i < ROWS; i += 2) init_mbarrier(&shared.row_done[i], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

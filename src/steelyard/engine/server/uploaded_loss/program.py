@@ -1,0 +1,226 @@
+"""Operations of an uploaded loss, decoded once, so that running them for a datum is cheap."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from tinker import types
+from torch import Tensor
+
+from steelyard.engine.server.uploaded_loss.allowlist import (
+    ATTRIBUTES,
+    DTYPES,
+    FUNCTIONS,
+    RESULT_FIELDS,
+)
+from steelyard.engine.server.uploaded_loss.budget import find_tensors
+from steelyard.errors import InputError
+
+MAX_INT = 2**53  # integers up to here are exact in float64
+
+Values: TypeAlias = dict[str, Any]
+# An argument, from the values of the nodes so far and the device.
+Argument: TypeAlias = Callable[[Values, str], Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation.
+
+    Attributes:
+        name: of its node.
+        what: its function, for messages.
+        apply: the function, of the arguments by position and by name.
+        args: give its arguments.
+        kwargs: give its arguments by name.
+        freed: nodes whose values no later operation reads.
+    """
+
+    name: str
+    what: str
+    apply: Callable[[list[Any], dict[str, Any]], Any]
+    args: Sequence[Argument]
+    kwargs: Mapping[str, Argument]
+    freed: Sequence[str]
+
+
+class Program:
+    """The operations of a graph.
+
+    Args:
+        loss: the name of the loss, for messages.
+        nodes: in order; the last one is the output.
+    """
+
+    def __init__(self, loss: str, nodes: Sequence[types.CustomLossNode]) -> None:
+        self._loss = loss
+        self._inputs = [node.name for node in nodes if node.op == "placeholder"]
+        last = _last_uses(nodes)
+        steps = [node for node in nodes if node.op not in ("placeholder", "output")]
+        self._steps = [
+            Step(
+                node.name,
+                node.target,
+                _function(node),
+                [_argument(arg) for arg in node.args],
+                {key: _argument(arg) for key, arg in node.kwargs.items()},
+                last[node.name],
+            )
+            for node in steps
+        ]
+        outputs = [node for node in nodes if node.op == "output"]
+        self._output = _argument(outputs[0].args[0]) if outputs else None
+
+    def run(self, inputs: Sequence[Tensor], device: str, check: Callable[[], None]) -> Any:
+        """Output of the graph.
+
+        Args:
+            inputs: of the graph, in order.
+            device: on which tensors are made.
+            check: called before each operation; it raises if there is no time left.
+
+        Raises:
+            InputError: an operation fails, or there is no output.
+        """
+        values: Values = dict(zip(self._inputs, inputs, strict=True))
+        for step in self._steps:
+            check()
+            try:
+                args = [arg(values, device) for arg in step.args]
+                kwargs = {key: arg(values, device) for key, arg in step.kwargs.items()}
+                values[step.name] = step.apply(args, kwargs)
+            except InputError:
+                raise
+            except Exception as error:
+                raise InputError(
+                    f"the loss {self._loss!r} must work for every datum, and {step.name} "
+                    f"({step.what}) failed: {' '.join(str(error).split())}"
+                ) from error
+            # A value that no later node reads is freed, unless the backward pass needs it.
+            for name in step.freed:
+                values.pop(name, None)
+        if self._output is None:
+            raise InputError(f"the loss {self._loss!r} must have an output.")
+        return self._output(values, device)
+
+
+def _last_uses(nodes: Sequence[types.CustomLossNode]) -> dict[str, list[str]]:
+    """For each node, those that it is the last one to read."""
+    left = Counter(_references([[node.args, node.kwargs] for node in nodes]))
+    found: dict[str, list[str]] = {}
+    for node in nodes:
+        read = Counter(_references([node.args, node.kwargs]))
+        left -= read
+        found[node.name] = [name for name in read if not left[name]]
+    return found
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Names of the nodes that an encoded argument refers to."""
+    match value:
+        case {"ref": str(name)}:
+            yield name
+        case dict():
+            for each in value.values():
+                yield from _references(each)
+        case list() | tuple():
+            for each in value:
+                yield from _references(each)
+
+
+def _argument(arg: Any) -> Argument:
+    """Decode an argument; one that refers to no node is decoded once."""
+    match arg:
+        case {"ref": str(name)}:
+            return lambda values, _: values[name]
+        case {"device": _}:
+            return lambda _, device: torch.device(device)
+    if any(True for _ in _references(arg)) or _has_device(arg):
+        return lambda values, device: _decode(arg, values, device)
+    constant = _decode(arg, {}, "cpu")
+    # Functions do not change their arguments, but a list could be one that torch keeps.
+    return (lambda *_: list(constant)) if isinstance(constant, list) else (lambda *_: constant)
+
+
+def _has_device(arg: Any) -> bool:
+    if isinstance(arg, dict):
+        return "device" in arg or any(_has_device(each) for each in arg.values())
+    return isinstance(arg, list) and any(_has_device(each) for each in arg)
+
+
+def _decode(arg: Any, values: Mapping[str, Any], device: str) -> Any:  # noqa: PLR0911 - one for each form
+    match arg:
+        case {"ref": name}:
+            return values[name]
+        case {"tuple": items}:
+            return tuple(_decode(each, values, device) for each in items)
+        case {"slice": items}:
+            return slice(*(_decode(each, values, device) for each in items))
+        case {"dict": items}:
+            return {key: _decode(each, values, device) for key, each in items.items()}
+        case {"ellipsis": _}:
+            return ...
+        case {"float": text}:
+            return float(text)
+        case {"dtype": name}:
+            return DTYPES[name]
+        case {"device": _}:
+            return torch.device(device)
+        case list():
+            return [_decode(each, values, device) for each in arg]
+        case _:
+            return arg
+
+
+def _function(node: types.CustomLossNode) -> Callable[[list[Any], dict[str, Any]], Any]:
+    if node.target == "getattr":
+        return lambda args, _: _read_attribute(node.name, *args)
+    if node.op == "call_method":
+        method = builtins.getattr(torch.Tensor, node.target)
+
+        def call_method(args: list[Any], kwargs: dict[str, Any]) -> Any:
+            if not isinstance(args[0], Tensor):
+                raise InputError(f"{node.name} must call a method of a tensor.")
+            return method(*args, **kwargs)
+
+        return call_method
+    fn = FUNCTIONS[node.target]
+
+    def call_function(args: list[Any], kwargs: dict[str, Any]) -> Any:
+        # In the usual case a tensor stands among the first arguments.
+        if isinstance(args[0], Tensor) if args else False:
+            return fn(*args, **kwargs)
+        if not find_tensors([args, kwargs]):
+            return _apply_to_numbers(fn, args, kwargs)
+        return fn(*args, **kwargs)
+
+    return call_function
+
+
+def _read_attribute(where: str, value: Any, name: str) -> Any:
+    of_tensor = isinstance(value, Tensor) and name in ATTRIBUTES
+    of_result = isinstance(value, tuple) and name in RESULT_FIELDS
+    if not (of_tensor or of_result):
+        raise InputError(f"{where} must read an attribute of a tensor, got {name!r}.")
+    return builtins.getattr(value, name)
+
+
+def _apply_to_numbers(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Apply a function to plain numbers, which are sizes as a rule.
+
+    Python's integers, strings and tuples have no size limit, so only bounded numbers are allowed:
+    `"ab" * 2**40` fills the memory. `2**50 ** 2**50` would too; as floats it overflows instead.
+    """
+    if fn is operator.getitem or fn is torch.arange:
+        return fn(*args, **kwargs)
+    if not all(isinstance(arg, int | float) and abs(arg) <= MAX_INT for arg in args):
+        raise InputError("an argument that is no tensor must be a number of at most 2**53.")
+    if fn is operator.pow:
+        args = [float(arg) for arg in args]
+    return fn(*args, **kwargs)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tinker import types
+
+from steelyard.engine.server.uploaded_loss import LossBudget, TracedLoss, validate_loss
+from steelyard.engine.server.uploaded_loss.batching import group_by_shape, run_alone, run_together
+from steelyard.errors import InputError
+from tests.engine.data import datum, ragged
+
+from .graphs import LOGPROBS, X, call, upload
+
+INPUTS = [{"name": "logprobs", "rank": 1}, {"name": "weights", "rank": 1}]
+WEIGHTS = {"op": "placeholder", "name": "weights", "target": "weights"}
+
+
+def rows(*lengths: int) -> list[list[torch.Tensor]]:
+    return [[torch.rand(n) * -5, torch.rand(n)] for n in lengths]
+
+
+def evaluate(inputs: Any) -> Any:
+    logprobs, weights = inputs
+    centred = logprobs - logprobs.mean()
+    loss = (centred.square() * weights).sum()
+    return loss, {"custom/a:sum": logprobs.exp().sum(), "custom/n:mean": logprobs.numel()}
+
+
+def test_data_are_grouped_by_shape() -> None:
+    inputs = rows(3, 5, 3, 3, 5)
+    assert group_by_shape(inputs, lambda _: 9) == [[0, 2, 3], [1, 4]]
+    assert group_by_shape(inputs, lambda _: 2) == [[0, 2], [3], [1, 4]]
+    assert group_by_shape(inputs, lambda _: 1) == [[0], [2], [3], [1], [4]]
+
+
+def test_data_that_run_together_have_the_results_of_those_that_run_alone() -> None:
+    inputs = rows(4, 4, 4)
+    together = run_together(evaluate, inputs)
+    alone = [run_alone(evaluate, each) for each in inputs]
+    torch.testing.assert_close(together.value, sum(each.value for each in alone))
+    gradients = [each.gradients[0] for each in alone if each.gradients]
+    torch.testing.assert_close(list(together.gradients or ()), gradients)
+    for key, value in together.metrics.items():
+        assert value == pytest.approx(sum(each.metrics[key] for each in alone))
+
+
+def test_a_loss_that_is_constant_has_no_gradient() -> None:
+    def constant(inputs: Any) -> Any:
+        return inputs[1].sum(), {}
+
+    assert run_together(constant, rows(2, 2)).gradients is None
+    assert run_alone(constant, rows(2)[0]).gradients is None
+
+
+def test_a_metric_must_be_a_number() -> None:
+    def odd(inputs: Any) -> Any:
+        return inputs[0].sum(), {"custom/a:sum": inputs[0]}
+
+    with pytest.raises(InputError, match="the metric 'custom/a:sum' must be one number"):
+        run_together(odd, rows(2, 2))
+    with pytest.raises(InputError, match="the metric 'custom/a:sum' must be one number"):
+        run_alone(odd, rows(2)[0])
+
+
+def uploaded(*nodes: dict[str, Any]) -> TracedLoss:
+    return validate_loss(upload(*nodes), max_nodes=64)
+
+
+def run_counted(
+    loss: TracedLoss, data: list[types.Datum], monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, int]:
+    """Value of a batch, and how often the graph ran for it."""
+    runs = []
+    evaluated = TracedLoss.evaluate
+
+    def evaluate(self: TracedLoss, *args: Any, **kwargs: Any) -> Any:
+        runs.append(1)
+        return evaluated(self, *args, **kwargs)
+
+    monkeypatch.setattr(TracedLoss, "evaluate", evaluate)
+    bound = loss.bind(data, LossBudget())
+    bound.check()
+    before = len(runs)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [d.model_input.length for d in data]
+    logprobs = [torch.rand(n, generator=generator).requires_grad_() for n in lengths]
+    value, _ = bound(logprobs)
+    return value.item(), len(runs) - before
+
+
+def test_equal_shapes_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = uploaded(call("torch.exp", LOGPROBS), call("torch.sum", X, name="y"))
+    value, runs = run_counted(loss, ragged(0, [5, 3, 5, 5]), monkeypatch)
+    assert runs == 2
+    generator = torch.Generator().manual_seed(0)
+    each = [torch.rand(n, generator=generator).exp().sum().item() for n in (5, 3, 5, 5)]
+    assert value == pytest.approx(sum(each))
+
+
+def test_what_cannot_be_batched_runs_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    positive = call("torch.gt", LOGPROBS, 0.5)
+    chosen = call("torch.where", X, LOGPROBS, 0.0, name="y")
+    # The size of a selection depends on values: vmap refuses it.
+    selected = call("masked_select", LOGPROBS, X, op="call_method", name="y")
+    total = call("torch.sum", {"ref": "y"}, name="z")
+    data = [datum([1, 2, 3]), datum([4, 5, 6])]
+    expected, together = run_counted(uploaded(positive, chosen, total), data, monkeypatch)
+    loss = uploaded(positive, selected, total)
+    value, _ = run_counted(loss, data, monkeypatch)
+    assert together == 1
+    assert value == pytest.approx(expected)
