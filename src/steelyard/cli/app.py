@@ -24,6 +24,7 @@ from steelyard.cli.sample import sample
 from steelyard.cli.serve import serve
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
+from steelyard.cli.watch import watch
 
 app = typer.Typer(
     name="steelyard",
@@ -39,6 +40,7 @@ app.command("report")(report)
 app.command("chat")(chat)
 app.command("sample")(sample)
 app.command("export")(export)
+app.command("watch")(watch)
 app.command("demo")(demo)
 app.command("serve")(serve)
 app.add_typer(config, name="config")

@@ -21,7 +21,7 @@ The modules, in the order in which a run uses them:
   repeats a config, `paired_differences` compares values over seeds, `overall_progress` counts the
   steps of all runs.
 - Display: `step_metrics` reads a line of metrics, `flags` marks conspicuous terms; the terminal
-  display and `report` use both.
+  display and `report` use both. `watch` is the live page.
 """
 
 from steelyard._extras import cure as _cure
