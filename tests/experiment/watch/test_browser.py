@@ -77,6 +77,12 @@ def test_a_run_grows_on_the_page(browser: Chrome, watched: WatchPage) -> None:
     # A metric that comes later: the run is loaded again by itself.
     run.append({**row, "step": STEPS + 3, "held_out/reward": 0.25})
     page.wait(lambda: "0.25" in legend(page, "reward"))
+    skips = (
+        f'{{"step": {STEPS + 4}, "skipped/failing": 1, "skipped/failing/reason": "KeyError: 1"}}\n'
+    )
+    with run.metrics_file.open("a") as file:
+        file.write(skips)
+    page.wait(lambda: "KeyError: 1" in text(page, "#skipped"))
     # A resumed run repeats steps.
     run.cut(len(run.metrics_file.read_bytes().splitlines(keepends=True)[0]))
     page.wait(lambda: f"1 of {STEPS} steps" in text(page, "#about-run"))
@@ -93,6 +99,14 @@ def test_runs_that_begin_appear(browser: Chrome, tmp_path: Path) -> None:
         (tmp_path / "new").mkdir()
         (tmp_path / "new" / "config.json").write_text('{"train": {"steps": 5}}')
         page.wait(lambda: "0 / 5 steps" in text(page, "#runs"))
+        # As `steelyard train --watch` does: opened before the run has a folder.
+        browser.get(watched.url("later"))
+        page.wait(lambda: "later has not begun" in text(page, "#title"))
+        (tmp_path / "later").mkdir()
+        (tmp_path / "later" / "config.json").write_text("{}")
+        (tmp_path / "later" / "metrics.jsonl").write_text('rubbish\n{"step": 0, "loss_total": 7}\n')
+        page.wait(lambda: "total7" in legend(page, "Loss"))
+        assert "left out: 1." in text(page, "#title")
         assert page.run("return document.getElementById('no-runs').hidden")
 
 

@@ -79,10 +79,13 @@ def test_new_rows_are_sent_once(runs: Path) -> None:
             "run": "first",
             "size": run.metrics_file.stat().st_size,
             "rows": [{"step": STEPS, "loss_total": None}],
+            "skipped": [],
         }
-        run.append({"step": STEPS + 1, "loss_total": 2.0})
+        run.append({"step": STEPS + 1, "skipped/judge": 1.0, "skipped/judge/reason": "OSError: x"})
         found = dict([await receive(), await receive()])
         assert [row["step"] for row in found["rows"]["rows"]] == [STEPS + 1]
+        skipped = {"term": "judge", "reason": "OSError: x", "step": STEPS + 1}
+        assert found["rows"]["skipped"] == [skipped]
 
     follow(runs, "first", use)
 

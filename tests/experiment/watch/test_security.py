@@ -7,7 +7,6 @@ import hmac
 import pytest
 from starlette.testclient import TestClient
 
-from steelyard.experiment.watch import security
 from steelyard.experiment.watch.security import Tokens
 
 from .conftest import Served
@@ -48,7 +47,7 @@ def test_a_wrong_token_sets_no_cookie(served: Served, token: str) -> None:
 @pytest.mark.parametrize("cookie", ["{name}=wrong", "other={token}", "{name}", "=;=,", "{name}=ü"])
 def test_a_wrong_cookie(served: Served, cookie: str) -> None:
     text = cookie.format(name=served.tokens.cookie, token=served.tokens.token)
-    response = served.stranger().get("/api/runs", headers={"cookie": text.encode()})
+    response = served.stranger().get("/api/runs", headers={b"cookie": text.encode()})
     assert response.status_code == 401
 
 
@@ -65,7 +64,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
         compared.append((a, b))
         return compare(a, b)
 
-    monkeypatch.setattr(security.hmac, "compare_digest", record)
+    monkeypatch.setattr("steelyard.experiment.watch.security.hmac.compare_digest", record)
     tokens = Tokens()
     assert tokens.accepts(tokens.token)
     assert not tokens.accepts_cookie(f"{tokens.cookie}=x")

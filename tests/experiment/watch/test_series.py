@@ -141,6 +141,13 @@ def test_a_file_that_is_gone_has_no_rows(file: Path) -> None:
     assert (series.steps, series.keys, series.size) == (0, [], 0)
 
 
+def test_a_file_that_is_a_link_has_no_rows(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text(lines(range(2)))
+    file.symlink_to(tmp_path / "outside")
+    assert refreshed(file).keys == []
+    assert rows_after(file, 0, 10_000) == ([], 0)
+
+
 def test_rows_after_an_offset(file: Path) -> None:
     first, rest = lines(range(2)), lines(range(2, 4))
     file.write_text(first + rest + '{"step": 4')

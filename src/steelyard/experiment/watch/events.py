@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
 from steelyard.errors import RunError
+from steelyard.experiment.secrets import redact
+from steelyard.experiment.step_metrics import short_reason, skipped_terms
 from steelyard.experiment.watch.run_view import RunViews
 from steelyard.experiment.watch.series import numbers, rows_after
 
@@ -33,8 +35,9 @@ async def events(
 ) -> AsyncIterator[bytes]:
     """Yield events until `stopping` is set.
 
-    `runs` is the list, at the beginning and whenever it changes; `rows` has new rows of a run;
-    `reset` says that a run must be loaded again, since rows that were sent were replaced.
+    `runs` is the list, at the beginning and whenever it changes; `rows` has new rows of a run
+    and the terms skipped there; `reset` says that a run must be loaded again, since rows that were
+    sent were replaced.
     """
     last_list = b""
     ticks = 0
@@ -83,9 +86,17 @@ def _news(views: RunViews, following: list[Followed]) -> list[bytes]:
         rows, end = rows_after(series.path, run.size, _MAX_BYTES)
         run.size = end
         if rows:
-            sent = [numbers(row) for row in rows]
-            found.append(_event("rows", {"run": run.name, "size": end, "rows": sent}))
+            data = {"run": run.name, "size": end, "rows": [numbers(row) for row in rows]}
+            found.append(_event("rows", {**data, "skipped": _skipped(rows)}))
     return found
+
+
+def _skipped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"term": term, "reason": short_reason(term, redact(reason)), "step": row["step"]}
+        for row in rows
+        for term, reason in skipped_terms(row).items()
+    ]
 
 
 def _event(kind: str, data: Any) -> bytes:

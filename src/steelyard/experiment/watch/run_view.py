@@ -62,6 +62,7 @@ class RunViews:
                 "steps": series.steps,
                 "last_step": series.last_step,
                 "damaged": series.damaged,
+                "keys": series.keys,
                 "charts": [asdict(chart) for chart in shown],
                 "curves": {key: _curve(*series.column(key), smoothing) for key in keys},
                 "cosines": None if groups else _heat_map(series),

@@ -85,7 +85,7 @@ class RunSeries:
                     if not line.endswith(b"\n"):
                         break
                     self._add(line)
-        except FileNotFoundError:
+        except OSError:  # removed, not readable, or a link
             self._reset()
 
     @property
@@ -206,7 +206,7 @@ def rows_after(path: Path, size: int, limit: int) -> tuple[list[dict[str, Any]],
         with open_plain(path) as file:
             file.seek(size)
             block = file.read(limit)
-    except FileNotFoundError:
+    except OSError:
         return [], size
     complete, newline, _ = block.rpartition(b"\n")
     found = (parse_row(line) for line in complete.split(b"\n"))

@@ -3,7 +3,9 @@
 import { colour, el, formatNumber } from "./dom.js";
 
 const HEIGHT = 190;
-const WHOLE_STEPS = [1, 2, 5].flatMap((n) => Array.from({ length: 12 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+const WHOLE_STEPS = [1, 2, 5]
+  .flatMap((n) => Array.from({ length: 12 }, (_, power) => n * 10 ** power))
+  .sort((a, b) => a - b);
 const SYNC = uPlot.sync("step");
 // Looked at on both sides of the pointer for a curve that has no point at its step.
 const REACH = 200;
@@ -76,32 +78,54 @@ export class Chart {
     this.plot?.destroy();
     this.isLog = this.options.log && parts.some((part) => part.values.some((value) => value > 0));
     this.plot = new uPlot(this.settings(parts), align(parts, this.isLog), this.box);
-    this.plot.over.addEventListener("dblclick", () => { this.isZoomed = false; });
+    this.plot.over.addEventListener("dblclick", () => {
+      this.isZoomed = false;
+    });
     this.showLast();
   }
 
   // While nobody points at a chart, its legend has the last values.
   showLast() {
     if (this.plot.cursor.left >= 0) return;
-    const idxs = this.plot.data.map((values) => values.findLastIndex((value) => value !== undefined && value !== null));
+    const idxs = this.plot.data.map((values) =>
+      values.findLastIndex((value) => value !== undefined && value !== null),
+    );
     this.plot.setLegend({ idxs }, false);
   }
 
   // What is drawn: a smoothed curve has its own values behind it, pale and without a legend.
   parts() {
-    const raw = this.lines.filter((line) => line.curve.smooth).map((line) => ({ ...line, ...line.curve, pale: true }));
-    return [...raw, ...this.lines.map((line) => ({ ...line, ...(line.curve.smooth ?? line.curve) }))];
+    const raw = this.lines
+      .filter((line) => line.curve.smooth)
+      .map((line) => ({ ...line, ...line.curve, pale: true }));
+    return [
+      ...raw,
+      ...this.lines.map((line) => ({ ...line, ...(line.curve.smooth ?? line.curve) })),
+    ];
   }
 
   settings(parts) {
-    const axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") }, font: "11px system-ui", size: 34 };
+    const axis = {
+      stroke: colour("soft"),
+      grid: { stroke: colour("line"), width: 1 },
+      ticks: { stroke: colour("line") },
+      font: "11px system-ui",
+      size: 34,
+    };
     const points = Math.max(...parts.map((part) => part.steps.length));
     return {
       width: this.box.clientWidth,
       height: HEIGHT,
       cursor: { sync: { key: SYNC.key, setSeries: false }, dataIdx: nearest, points: { size: 6 } },
       scales: { x: { time: false }, y: { distr: this.isLog ? 3 : 1 } },
-      axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatNumber(tick))) }],
+      axes: [
+        { ...axis, incrs: WHOLE_STEPS },
+        {
+          ...axis,
+          size: 58,
+          values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatNumber(tick))),
+        },
+      ],
       series: [
         { label: "step" },
         ...parts.map((part) => ({
@@ -115,7 +139,11 @@ export class Chart {
         })),
       ],
       hooks: {
-        setSelect: [(plot) => { this.isZoomed = this.isZoomed || plot.select.width > 0; }],
+        setSelect: [
+          (plot) => {
+            this.isZoomed = this.isZoomed || plot.select.width > 0;
+          },
+        ],
         ready: [hidePale],
         setCursor: [() => this.showLast()],
       },
@@ -124,7 +152,9 @@ export class Chart {
 }
 
 function hidePale(plot) {
-  plot.root.querySelectorAll(".u-legend .pale").forEach((row) => { row.hidden = true; });
+  plot.root.querySelectorAll(".u-legend .pale").forEach((row) => {
+    row.hidden = true;
+  });
 }
 
 function faded(name) {

@@ -7,7 +7,11 @@ export function el(tag, attributes = {}, ...children) {
     else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value !== false) made.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined).map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))));
+  made.append(
+    ...children
+      .filter((child) => child !== null && child !== undefined)
+      .map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))),
+  );
   return made;
 }
 
@@ -23,10 +27,15 @@ export function formatNumber(value) {
 
 export function formatAge(seconds) {
   if (seconds < 5) return "just now";
-  for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+  for (const [unit, length] of [
+    ["d", 86400],
+    ["h", 3600],
+    ["min", 60],
+  ]) {
     if (seconds >= length) return `${Math.floor(seconds / length)} ${unit} ago`;
   }
   return `${Math.floor(seconds)} s ago`;
 }
 
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+export const colour = (name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

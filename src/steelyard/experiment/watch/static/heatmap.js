@@ -1,4 +1,4 @@
-// Cosines of all pairs of terms over time, on a canvas: a row for each pair, a column for each step.
+// Cosines of all pairs of terms over time, on a canvas: a row for each pair.
 
 import { colour, el, formatNumber } from "./dom.js";
 
@@ -7,14 +7,24 @@ const ROW = 16;
 export class HeatMap {
   constructor(cosines) {
     this.cosines = cosines; // {pairs: {key: label}, steps, rows}; the caller appends to it
-    this.canvas = el("canvas", { role: "img", "aria-label": "Cosines between gradients over time" });
+    this.canvas = el("canvas", {
+      role: "img",
+      "aria-label": "Cosines between gradients over time",
+    });
     this.hover = el("span", {}, "Point at a field to read it.");
     const labels = Object.values(cosines.pairs).map((label) => el("div", { title: label }, label));
     this.element = el(
       "div",
       {},
       el("div", { class: "heat" }, el("div", { class: "labels" }, ...labels), this.canvas),
-      el("div", { class: "scale" }, "−1 opposed", el("div", { class: "bar" }), "+1 aligned", this.hover),
+      el(
+        "div",
+        { class: "scale" },
+        "−1 opposed",
+        el("div", { class: "bar" }),
+        "+1 aligned",
+        this.hover,
+      ),
     );
     this.canvas.addEventListener("pointermove", (event) => this.read(event));
     this.resizing = new ResizeObserver(() => this.changed());
@@ -31,7 +41,10 @@ export class HeatMap {
     if (width === 0 || steps.length === 0) return;
     const scale = window.devicePixelRatio || 1;
     const height = rows.length * ROW;
-    if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(height * scale)) {
+    if (
+      this.canvas.width !== Math.round(width * scale) ||
+      this.canvas.height !== Math.round(height * scale)
+    ) {
       this.canvas.style.height = `${height}px`;
       this.canvas.width = Math.round(width * scale);
       this.canvas.height = Math.round(height * scale);
@@ -39,13 +52,23 @@ export class HeatMap {
     const context = this.canvas.getContext("2d");
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, height);
-    const [against, neutral, along, gap] = ["against", "neutral", "with", "gap"].map((name) => rgb(colour(name)));
+    const [against, neutral, along, gap] = ["against", "neutral", "with", "gap"].map((name) =>
+      rgb(colour(name)),
+    );
     const bounds = steps.map((_, at) => Math.round((at * width) / steps.length));
     bounds.push(width);
     rows.forEach((row, place) => {
       row.forEach((value, at) => {
-        context.fillStyle = value === null ? css(gap) : css(mix(neutral, value < 0 ? against : along, Math.min(1, Math.abs(value))));
-        context.fillRect(bounds[at], place * ROW, Math.max(1, bounds[at + 1] - bounds[at]), ROW - 1);
+        context.fillStyle =
+          value === null
+            ? css(gap)
+            : css(mix(neutral, value < 0 ? against : along, Math.min(1, Math.abs(value))));
+        context.fillRect(
+          bounds[at],
+          place * ROW,
+          Math.max(1, bounds[at + 1] - bounds[at]),
+          ROW - 1,
+        );
       });
     });
   }

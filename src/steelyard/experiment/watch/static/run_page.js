@@ -7,10 +7,19 @@ import { RECORDS, showRecords, skippedTable } from "./records.js";
 
 const COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
 const GROUPS = {
-  loss: ["Loss", true], rewards: ["Rewards", true], values: ["Every term: its value before the weight, and its bound", true],
-  contributions: ["Contributions: weight × value", true], gradients: ["Gradient norms", true], cosines: ["Cosines between gradients", true],
-  weights: ["Weights, multipliers, bounds and factors", true], rollouts: ["Rollouts", true], held_out: ["Held-out data", true],
-  custom: ["Metrics of the terms", false], optimizer: ["Optimizer", false], time: ["Time", false], other: ["Other metrics", false],
+  loss: ["Loss", true],
+  rewards: ["Rewards", true],
+  values: ["Every term: its value before the weight, and its bound", true],
+  contributions: ["Contributions: weight × value", true],
+  gradients: ["Gradient norms", true],
+  cosines: ["Cosines between gradients", true],
+  weights: ["Weights, multipliers, bounds and factors", true],
+  rollouts: ["Rollouts", true],
+  held_out: ["Held-out data", true],
+  custom: ["Metrics of the terms", false],
+  optimizer: ["Optimizer", false],
+  time: ["Time", false],
+  other: ["Other metrics", false],
 };
 export const COMPARED = ["loss", "rewards", "values", "contributions", "gradients", "held_out"];
 const WIDE = ["loss", "contributions", "gradients", "weights", "rewards"];
@@ -72,7 +81,12 @@ export class RunPage {
         title,
         lines: Object.entries(curves).map(([key, label]) => ({
           label,
-          colour: label === "value" ? colours.of(title) : isAlone && !terms.names.includes(label) ? "c1" : colours.of(label),
+          colour:
+            label === "value"
+              ? colours.of(title)
+              : isAlone && !terms.names.includes(label)
+                ? "c1"
+                : colours.of(label),
           dash: label === "bound" ? [5, 4] : undefined,
           curve: view.curves[key],
         })),
@@ -87,9 +101,18 @@ export class RunPage {
       for (const { group, title, curves } of view.charts) {
         for (const [key, label] of Object.entries(curves)) {
           if (label === "bound") continue;
-          const isAlone = group === "values" || group === "held_out" || Object.keys(curves).length === 1;
-          const chart = found.get(key) ?? { group, title: isAlone ? title : `${title}: ${label}`, lines: [] };
-          chart.lines.push({ label: view.name, colour: COLOURS[at % COLOURS.length], curve: view.curves[key] });
+          const isAlone =
+            group === "values" || group === "held_out" || Object.keys(curves).length === 1;
+          const chart = found.get(key) ?? {
+            group,
+            title: isAlone ? title : `${title}: ${label}`,
+            lines: [],
+          };
+          chart.lines.push({
+            label: view.name,
+            colour: COLOURS[at % COLOURS.length],
+            curve: view.curves[key],
+          });
           found.set(key, chart);
         }
       }
@@ -98,8 +121,15 @@ export class RunPage {
   }
 
   section(id, title, isOpen, body) {
-    const details = el("details", { open: this.open[id] ?? isOpen }, el("summary", {}, el("h2", {}, title)), body);
-    details.addEventListener("toggle", () => { this.open[id] = details.open; });
+    const details = el(
+      "details",
+      { open: this.open[id] ?? isOpen },
+      el("summary", {}, el("h2", {}, title)),
+      body,
+    );
+    details.addEventListener("toggle", () => {
+      this.open[id] = details.open;
+    });
     this.element.append(el("section", { id }, details));
     return details;
   }
@@ -108,7 +138,12 @@ export class RunPage {
     const made = charts.map((chart) => new Chart(chart.title, chart.lines, this.options));
     this.parts.push(...made);
     const style = WIDE.includes(group) && this.views.length === 1 ? "cards wide" : "cards";
-    this.section(group, title, isOpen, el("div", { class: style }, ...made.map((chart) => chart.card)));
+    this.section(
+      group,
+      title,
+      isOpen,
+      el("div", { class: style }, ...made.map((chart) => chart.card)),
+    );
   }
 
   addHeatMap(title) {
@@ -120,7 +155,9 @@ export class RunPage {
   }
 
   addTexts(view) {
-    if (view.skipped.length) this.section("skipped", "Skipped terms", true, el("div", { class: "text" }, skippedTable(view.skipped)));
+    this.skipped = el("div", { class: "text" }, skippedTable(view.skipped));
+    this.section("skipped", "Skipped terms", true, this.skipped).parentElement.hidden =
+      view.skipped.length === 0;
     for (const [kind, title] of Object.entries(RECORDS)) {
       const box = el("div", { class: "text" });
       const details = this.section(kind, title, false, box);
@@ -134,12 +171,21 @@ export class RunPage {
   async refresh(record, run) {
     if (!record.details.open || Date.now() - record.loaded < RECORD_SECONDS * 1000) return;
     record.loaded = Date.now();
-    const found = await this.loadRecords(record.kind, run).catch((error) => ({ text: error.message, whole: true }));
+    const found = await this.loadRecords(record.kind, run).catch((error) => ({
+      text: error.message,
+      whole: true,
+    }));
     const content = JSON.stringify(found);
     if (content === record.content) return; // and what the reader has selected stays
     record.content = content;
-    const isAtEnd = record.box.scrollTop > 0 && record.box.scrollTop + record.box.clientHeight >= record.box.scrollHeight - 8;
-    record.box.replaceChildren(...(found.records || record.kind === "log" || record.kind === "config" ? showRecords(record.kind, found) : [found.text]));
+    const isAtEnd =
+      record.box.scrollTop > 0 &&
+      record.box.scrollTop + record.box.clientHeight >= record.box.scrollHeight - 8;
+    record.box.replaceChildren(
+      ...(found.records || record.kind === "log" || record.kind === "config"
+        ? showRecords(record.kind, found)
+        : [found.text]),
+    );
     if (isAtEnd) record.box.scrollTop = record.box.scrollHeight;
   }
 
@@ -147,8 +193,8 @@ export class RunPage {
     for (const record of this.records ?? []) this.refresh(record, this.views[0].name);
   }
 
-  // Returns false if the run must be loaded again: a new metric, a repeated step, or too many points.
-  append(run, rows) {
+  // Returns false if the run must be loaded again: a new metric, a repeated step, many points.
+  append(run, rows, skipped) {
     const view = this.views.find((each) => each.name === run);
     if (!view) return true;
     for (const row of rows) {
@@ -160,20 +206,22 @@ export class RunPage {
         if (key === "step") continue;
         const curve = view.curves[key];
         if (curve) this.extend(curve, row.step, value);
-        else if (this.isNew(view, key)) return false;
+        else if (!view.keys.includes(key) && !key.includes("skipped/")) return false;
       }
       if (view.cosines) {
         view.cosines.steps.push(row.step);
-        Object.keys(view.cosines.pairs).forEach((key, at) => view.cosines.rows[at].push(row[key] ?? null));
+        Object.keys(view.cosines.pairs).forEach((key, at) =>
+          view.cosines.rows[at].push(row[key] ?? null),
+        );
       }
     }
+    for (const { term, reason, step } of skipped) {
+      let found = view.skipped.find((each) => each.term === term && each.reason === reason);
+      if (!found) view.skipped.push((found = { term, reason, count: 0 }));
+      found.count += 1;
+      found.last_step = step;
+    }
     return this.newPoints <= MAX_NEW_POINTS;
-  }
-
-  isNew(view, key) {
-    if (key.includes("skipped/")) return !view.skipped.some((each) => key.endsWith(`skipped/${each.term}`));
-    if (key.startsWith("cosines/")) return this.views.length === 1 && !(view.cosines && key in view.cosines.pairs);
-    return this.views.length === 1;
   }
 
   extend(curve, step, value) {
@@ -189,6 +237,9 @@ export class RunPage {
 
   changed() {
     this.parts.forEach((part) => part.changed());
+    if (this.views.length !== 1) return;
+    this.skipped.replaceChildren(skippedTable(this.views[0].skipped));
+    this.skipped.closest("section").hidden = this.views[0].skipped.length === 0;
   }
 
   rebuild() {
@@ -207,16 +258,32 @@ export function runTitle(views, runs) {
     return [el("h2", {}, `${views.length} runs compared`), el("ul", {}, ...rows), ...damage(views)];
   }
   const run = runs.find((each) => each.name === views[0].name);
-  return [el("h2", {}, views[0].name === "." ? "This run" : views[0].name), el("p", { class: "note", id: "about-run" }, describe(views[0], run)), ...damage(views)];
+  return [
+    el("h2", {}, views[0].name === "." ? "This run" : views[0].name),
+    el("p", { class: "note", id: "about-run" }, describe(views[0], run)),
+    ...damage(views),
+  ];
 }
 
 function describe(view, run) {
   const steps = `${view.steps}${run?.planned ? ` of ${run.planned}` : ""} steps`;
-  const loss = run?.last.loss_total === undefined ? "" : `, loss ${formatNumber(run.last.loss_total)}`;
-  const reward = run?.last["rollouts/reward"] === undefined ? "" : `, reward ${formatNumber(run.last["rollouts/reward"])}`;
+  const loss =
+    run?.last.loss_total === undefined ? "" : `, loss ${formatNumber(run.last.loss_total)}`;
+  const reward =
+    run?.last["rollouts/reward"] === undefined
+      ? ""
+      : `, reward ${formatNumber(run.last["rollouts/reward"])}`;
   return `${steps}, ${run?.state ?? "removed"}${loss}${reward}`;
 }
 
 function damage(views) {
-  return views.filter((view) => view.damaged).map((view) => el("p", { class: "warning" }, `${view.damaged} damaged line${view.damaged > 1 ? "s" : ""} of the metrics of ${view.name} left out.`));
+  return views
+    .filter((view) => view.damaged)
+    .map((view) =>
+      el(
+        "p",
+        { class: "warning" },
+        `Damaged lines of the metrics of ${view.name} that are left out: ${view.damaged}.`,
+      ),
+    );
 }
