@@ -449,9 +449,16 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"device must be one that torch knows, got {device!r}.") from error
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise InputError(
+            f"device must be on this machine, got {device!r}, and torch {torch.__version__} finds "
+            f"{count} CUDA devices: use 'cpu', or install a torch with CUDA."
+        )
+    return found
 
 
 def choose_dtype(dtype: str | None, device: torch.device) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from steelyard.clients import RegularizedClient, regularize
 from steelyard.composition import Aggregator
-from steelyard.errors import ConfigError, ModelError, RunError
+from steelyard.errors import ConfigError, InputError, ModelError, RunError
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.secrets import redact
 
@@ -117,17 +117,18 @@ def sample_from(sampling: Any, requests: Sequence[Request]) -> list[list[types.S
 
 
 def check_model(config: ModelConfig) -> None:
-    """Check that a local backend knows the base model, without loading it.
+    """Check that a local backend knows the base model and has its device, without loading it.
 
     Raises:
-        ConfigError: the base model is unknown.
+        ConfigError: the base model or the device is unknown.
     """
     if config.backend == "local":
-        from steelyard.engine import find_model  # noqa: PLC0415 - takes seconds
+        from steelyard.engine import LocalServiceClient, find_model  # noqa: PLC0415 - takes seconds
 
         try:
             find_model(config.base_model)
-        except ModelError as error:
+            LocalServiceClient(device=config.device, dtype=config.dtype)
+        except (ModelError, InputError) as error:
             raise ConfigError(f"[model]: {error}") from error
 
 

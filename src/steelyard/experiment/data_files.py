@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     except OSError as error:
         raise DataError(f"{path} must be a file that can be read: {error.strerror}.") from error
     # Only b"\n" ends a line: str.splitlines would also split at U+2028 inside a JSON string.
-    for number, line in enumerate(content.split(b"\n"), 1):
+    lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    for number, line in enumerate(lines, 1):
         text = line.decode("utf-8", errors="surrogateescape").strip()
         if text:
             yield number, text

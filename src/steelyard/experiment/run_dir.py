@@ -65,18 +65,24 @@ class RunFolder:
         Raises:
             RunError: another process holds the lock, or the folder cannot be created.
         """
-        lock = self.path / ".lock"
+        lock = filelock.FileLock(self.path / ".lock", timeout=0)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(lock, timeout=0):
-                yield
+            lock.acquire()
         except filelock.Timeout:
             raise RunError(
                 f"{self.path} must be used by one process at a time, and another one trains "
                 f"there: wait for it, or choose another folder."
             ) from None
-        except PermissionError as error:
-            raise RunError(f"{self.path} must be a folder that can be written: {error}.") from error
+        except OSError as error:
+            raise RunError(
+                f"{self.path} must be a folder that can be written: {error.strerror}. Choose "
+                f"another folder."
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def begin(self, config: Config) -> None:
         """Write the config of a new run.
