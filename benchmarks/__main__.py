@@ -25,6 +25,7 @@ NAMES = (
     "trl",
     "scaling",
     "optim",
+    "watch",
 )
 
 

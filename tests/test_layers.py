@@ -54,8 +54,10 @@ EXCEPTIONS = {
     "steelyard.penalties.from_logits": "its `entropy` is not the `entropy` of penalties",
     "steelyard.penalties.from_logits.lm_head": "needs torch, which from_logits does not load",
     "steelyard.regularizers.judges": "no regularizers: what they share with rewards",
+    "steelyard.engine.server.http_server": "needs starlette and uvicorn",
     "steelyard.experiment.demo": "needs the extra `demo`",
     "steelyard.experiment.report": "needs the extra `report`",
+    "steelyard.experiment.watch": "needs the extra `watch`",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.exit_codes import INTERRUPTED
+from steelyard.cli.watch import Watch, page_of_run
 
 if TYPE_CHECKING:
     from steelyard.experiment import Outcome
@@ -34,6 +36,7 @@ def train(
         Path | None, typer.Option("--run", "-r", help="Run folder; default: runs/<config>-<time>.")
     ] = None,
     skip_bad: SkipBad = False,
+    watch: Watch = False,
 ) -> None:
     """Train a model as described in a config file."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
@@ -41,9 +44,11 @@ def train(
 
     parsed = experiment.read_config(config, overrides or (), skip_bad=skip_bad)
     folder = run or default_run_folder(config)
-    outcome = run_with_display(
-        lambda watch, stop: experiment.train(parsed, folder, watch=watch, stop=stop)
-    )
+    # The page lists all runs of the default folder, and only this one in a folder of its own.
+    with page_of_run(folder, run or folder.parent) if watch else contextlib.nullcontext():
+        outcome = run_with_display(
+            lambda watcher, stop: experiment.train(parsed, folder, watch=watcher, stop=stop)
+        )
     _print_outcome(outcome)
 
 
@@ -56,15 +61,17 @@ def resume(
             help="Secrets that stood in the config itself; - reads such lines from stdin.",
         ),
     ] = None,
+    watch: Watch = False,
 ) -> None:
     """Continue a run from its last checkpoint."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
     from steelyard.cli.display import run_with_display  # noqa: PLC0415 - as above
 
     lines = [line for line in sys.stdin.read().split("\n") if line] if secrets == ["-"] else secrets
-    outcome = run_with_display(
-        lambda watch, stop: experiment.resume(run, lines or (), watch=watch, stop=stop)
-    )
+    with page_of_run(run, run) if watch else contextlib.nullcontext():
+        outcome = run_with_display(
+            lambda watcher, stop: experiment.resume(run, lines or (), watch=watcher, stop=stop)
+        )
     _print_outcome(outcome)
 
 

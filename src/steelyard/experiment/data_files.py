@@ -26,6 +26,8 @@ _KINDS: dict[Kind, set[str]] = {
 }
 _FORMS = '{"prompt", "completion"}, {"messages": [...]} or {"chosen", "rejected"}'
 
+_PROMPT_FORMS = '{"prompt"} or {"messages": [...]}'
+
 
 @dataclass(frozen=True)
 class DataFile:
@@ -141,6 +143,18 @@ def parse_object(line: str, forms: str = _FORMS) -> dict[str, Any]:
         raise ValueError("must be JSON that is not nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError(f"must be an object, {forms}, got {type(record).__name__}")  # noqa: TRY004 - callers catch ValueError
+    return record
+
+
+def parse_prompt(line: str) -> dict[str, Any]:
+    """Parse a line that holds a prompt: an object with `"prompt"` or `"messages"`.
+
+    Raises:
+        ValueError: it is none; the message is the rule.
+    """
+    record = parse_object(line, _PROMPT_FORMS)
+    if not {"prompt", "messages"} & record.keys():
+        raise ValueError(f"must have the keys of {_PROMPT_FORMS}, got {sorted(record)}")
     return record
 
 

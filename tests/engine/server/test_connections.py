@@ -31,7 +31,7 @@ def connect(running: RunningServer) -> socket.socket:
 
 
 def count(running: RunningServer) -> int:
-    return len(running._server.server_state.connections)
+    return len(running._server._server.server_state.connections)
 
 
 def closed(connection: socket.socket) -> bool:

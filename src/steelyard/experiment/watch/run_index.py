@@ -1,0 +1,201 @@
+"""List of the runs in a folder, from the first and the last line of their metrics."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from steelyard.errors import RunError
+from steelyard.experiment.secrets import redact, remember
+from steelyard.experiment.watch.plain_files import (
+    open_plain,
+    parse_object,
+    read_first_line,
+    read_last_line,
+)
+
+State: TypeAlias = Literal["running", "stopped", "done"]
+
+_MAX_DEPTH = 4  # seeds of a trial of a search lie two folders below the search
+_NO_RUNS = ("checkpoints", "tensorboard", "wandb")
+_SHOWN = ("loss_total", "base_loss/value", "held_out/loss", "rollouts/reward", "seconds")
+# A run on another machine, whose lock cannot be seen, counts as running for so long after a step.
+_FRESH_SECONDS = 10.0
+_FRESH_STEPS = 3
+_PAUSE = 20  # times as long as a search for runs took
+_LOCKS = Path("/proc/locks")
+# A file is unchanged while its time, size and inode are.
+_Signature: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run of the list.
+
+    Attributes:
+        name: its path below the watched folder, `"."` for that folder itself.
+        steps: number of steps made so far.
+        planned: number of steps in the config, if it can be read.
+        state: whether a process trains it, it ended before the last step, or it is done.
+        began: time of the first step, in seconds since 1970.
+        updated: time of the last change of its metrics, or of its config before the first step.
+        first: losses, reward and seconds of the first step.
+        last: the same of the last step.
+    """
+
+    name: str
+    steps: int
+    planned: int | None
+    state: State
+    began: float | None
+    updated: float
+    first: dict[str, float]
+    last: dict[str, float]
+
+
+class RunIndex:
+    """The runs below a folder.
+
+    Args:
+        folder: the folder; it may be a run itself.
+
+    Raises:
+        RunError: it is no folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        if not self.folder.is_dir():
+            raise RunError(
+                f"{self.folder} must be a folder of runs, and it is none: give the folder that "
+                f"'steelyard train' writes runs to, such as runs."
+            )
+        self.folder = self.folder.resolve()
+        self._known: dict[str, Path] = {}
+        self._next_scan = 0.0
+        self._rows: dict[str, tuple[_Signature, RunSummary]] = {}
+
+    def list(self) -> list[RunSummary]:
+        """Summaries of all runs, the one that changed last first."""
+        if time.monotonic() >= self._next_scan:
+            self._scan()
+        locked = _locked_files()
+        found = [self._summary(name, path, locked) for name, path in self._known.items()]
+        return sorted(found, key=lambda run: (-run.updated, run.name))
+
+    def path(self, name: str) -> Path:
+        """Folder of a run in the list.
+
+        Raises:
+            RunError: there is no such run.
+        """
+        if name not in self._known:
+            self._scan()
+        path = self._known.get(name)
+        # A folder of the path may have become a link since it was found.
+        if path is None or path.resolve() != path:
+            raise RunError(f"run must be one of the list, got {name[:99]!r}.")
+        return path
+
+    def _scan(self) -> None:
+        began = time.monotonic()
+        self._known = dict(self._find(self.folder, _MAX_DEPTH))
+        ended = time.monotonic()
+        # A folder with many others, such as a whole project, is searched less often.
+        self._next_scan = ended + _PAUSE * (ended - began)
+
+    def _find(self, folder: Path, depth: int) -> Iterator[tuple[str, Path]]:
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:  # not readable, or removed since it was found
+            return
+        if any(e.name == "config.json" and e.is_file(follow_symlinks=False) for e in entries):
+            yield folder.relative_to(self.folder).as_posix(), folder
+        for entry in entries:
+            hidden = entry.name.startswith(".") or entry.name in _NO_RUNS
+            if depth and not hidden and entry.is_dir(follow_symlinks=False):
+                yield from self._find(Path(entry.path), depth - 1)
+
+    def _summary(self, name: str, path: Path, locked: frozenset[int]) -> RunSummary:
+        files = [path / each for each in ("metrics.jsonl", "config.json", "result.json", ".lock")]
+        signature = tuple(_signature(file) for file in files)
+        known = self._rows.get(name)
+        if known is None or known[0] != signature:
+            known = signature, _read_summary(name, path)
+            self._rows[name] = known
+        summary = known[1]
+        if summary.state == "done":
+            return summary
+        fresh = max(_FRESH_SECONDS, _FRESH_STEPS * summary.last.get("seconds", 0.0))
+        running = _inode(path / ".lock") in locked or time.time() < summary.updated + fresh
+        return replace(summary, state="running" if running else "stopped")
+
+
+def _read_summary(name: str, path: Path) -> RunSummary:
+    config = read_config_file(path)
+    first = parse_object(read_first_line(path / "metrics.jsonl")) or {}
+    last = parse_object(read_last_line(path / "metrics.jsonl")) or first
+    changed = _signature(path / "metrics.jsonl") or _signature(path / "config.json")
+    train = config.get("train")
+    planned = train.get("steps") if isinstance(train, dict) else None
+    return RunSummary(
+        name=name,
+        steps=int(last["step"]) + 1 if is_number(last.get("step")) else 0,
+        planned=planned if isinstance(planned, int) else None,
+        state="done" if _signature(path / "result.json") else "stopped",
+        began=first["time"] if is_number(first.get("time")) else None,
+        updated=changed[0] / 1e9 if changed else 0.0,
+        first={key: first[key] for key in _SHOWN if is_number(first.get(key))},
+        last={key: last[key] for key in _SHOWN if is_number(last.get(key))},
+    )
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Config of a run with secrets redacted; empty if it is damaged."""
+    try:
+        with open_plain(path / "config.json") as file:
+            config = parse_object(file.read()) or {}
+    except OSError:
+        config = {}
+    remember(config)  # a run of an older version, or a config edited since, may hold secrets
+    return redact(config)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a metric is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _signature(file: Path) -> tuple[int, int, int] | None:
+    try:
+        status = file.lstat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _inode(file: Path) -> int | None:
+    signature = _signature(file)
+    return None if signature is None else signature[2]
+
+
+def _locked_files() -> frozenset[int]:
+    """Inodes of the files that processes of this machine have locked; empty if not on Linux.
+
+    `RunFolder.locked` cannot be asked: to try a lock is to hold it for a moment, in which a run
+    that begins would be refused.
+    """
+    try:
+        lines = _LOCKS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return frozenset()
+    # "1: FLOCK  ADVISORY  WRITE 4711 fe:01:131079 0 EOF": device and inode are the only field with
+    # two colons. A process that waits for a lock has "->" after the number.
+    held = [line.split() for line in lines if "->" not in line]
+    files = [field for fields in held for field in fields if field.count(":") == 2]  # noqa: PLR2004
+    return frozenset(int(file.rpartition(":")[2]) for file in files)

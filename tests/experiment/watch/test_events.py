@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.experiment import RunFolder
+from steelyard.experiment.watch import events as watch_events
+from steelyard.experiment.watch.events import Followed, events
+from steelyard.experiment.watch.run_index import RunIndex
+from steelyard.experiment.watch.run_view import RunViews
+
+from .conftest import STEPS
+
+Next = Callable[[], Awaitable[tuple[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_events, "_POLL_SECONDS", 0.01)
+
+
+def follow(
+    folder: Path,
+    run: str | None,
+    use: Callable[[Next], Awaitable[None]],
+    *,
+    size: int | None = None,
+) -> None:
+    """Call `use` with a function that waits for the next event, from what a view has."""
+    views = RunViews(RunIndex(folder))
+    following = []
+    if run is not None:
+        view = views.view(run, smoothing=0.0)
+        following = [Followed(run, view["version"], view["size"] if size is None else size)]
+
+    async def main() -> None:
+        stopping = asyncio.Event()
+        stream = events(views, following, stopping)
+        assert await anext(stream) == b"retry: 2000\n\n"
+        await use(lambda: parsed(stream))
+        stopping.set()
+        assert [event async for event in stream if not event.startswith(b":")] == []
+
+    asyncio.run(main())
+
+
+async def parsed(stream: AsyncIterator[bytes]) -> tuple[str, Any]:
+    event = await anext(stream)
+    kind, data, _, _ = event.decode().split("\n")
+    return kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+def test_the_list_is_sent_at_first_and_when_it_changes(runs: Path) -> None:
+    async def use(receive: Next) -> None:
+        kind, data = await receive()
+        assert (kind, [run["name"] for run in data["runs"]]) == ("runs", ["first"])
+        assert data["folder"] == str(runs)
+        (runs / "second").mkdir()
+        (runs / "second" / "config.json").write_text("{}")
+        _, data = await receive()
+        assert {run["name"] for run in data["runs"]} == {"first", "second"}
+
+    follow(runs, None, use)
+
+
+def test_new_rows_are_sent_once(runs: Path) -> None:
+    run = RunFolder(runs / "first")
+
+    async def use(receive: Next) -> None:
+        await receive()
+        run.append({"step": STEPS, "loss_total": float("nan"), "text": "x"})
+        found = dict([await receive(), await receive()])
+        assert found["rows"] == {
+            "run": "first",
+            "size": run.metrics_file.stat().st_size,
+            "rows": [{"step": STEPS, "loss_total": None}],
+            "skipped": [],
+        }
+        run.append({"step": STEPS + 1, "skipped/judge": 1.0, "skipped/judge/reason": "OSError: x"})
+        found = dict([await receive(), await receive()])
+        assert [row["step"] for row in found["rows"]["rows"]] == [STEPS + 1]
+        skipped = {"term": "judge", "reason": "OSError: x", "step": STEPS + 1}
+        assert found["rows"]["skipped"] == [skipped]
+
+    follow(runs, "first", use)
+
+
+def test_a_page_that_lost_its_connection_gets_what_it_lacks(runs: Path) -> None:
+    async def use(receive: Next) -> None:
+        found = dict([await receive(), await receive()])
+        assert [row["step"] for row in found["rows"]["rows"]] == list(range(STEPS))
+
+    follow(runs, "first", use, size=0)
+
+
+def test_a_run_that_was_cut_must_be_loaded_again(runs: Path) -> None:
+    run = RunFolder(runs / "first")
+
+    async def use(receive: Next) -> None:
+        await receive()
+        run.cut(len(run.metrics_file.read_bytes().splitlines(keepends=True)[0]))
+        found = dict([await receive(), await receive()])
+        assert found["reset"] == {"run": "first"}
+
+    follow(runs, "first", use)
+
+
+def test_a_run_that_is_removed_ends_nothing(runs: Path) -> None:
+    async def use(receive: Next) -> None:
+        await receive()
+        (runs / "first").rename(runs.parent / "elsewhere")
+        _, data = await receive()
+        while data["runs"]:
+            _, data = await receive()
+
+    follow(runs, "first", use)

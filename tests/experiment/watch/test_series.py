@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from steelyard.experiment import RunFolder
+from steelyard.experiment.watch.series import (
+    RunSeries,
+    Skips,
+    bucket_means,
+    numbers,
+    rows_after,
+    smooth,
+    thin,
+)
+
+from .conftest import STEPS
+
+CURVES = arrays(
+    np.float64,
+    st.integers(0, 300),
+    elements=st.floats(-1e6, 1e6, allow_subnormal=False) | st.just(math.nan) | st.just(math.inf),
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def lines(steps: range, **values: Any) -> str:
+    return "".join(f"{json.dumps({'step': n, 'loss': float(n), **values})}\n" for n in steps)
+
+
+def points(series: RunSeries, key: str = "loss") -> list[tuple[int, float]]:
+    steps, values = series.column(key)
+    return list(zip(steps.tolist(), values.tolist(), strict=True))
+
+
+def refreshed(file: Path) -> RunSeries:
+    series = RunSeries(file)
+    series.refresh()
+    return series
+
+
+def test_columns_are_those_of_the_run(trained: Path) -> None:
+    run = RunFolder(trained / "first")
+    series = refreshed(run.metrics_file)
+    rows = run.metrics()
+    for key in ("loss_total", "regularizers/kl/value", "cosines/base/kl", "held_out/loss"):
+        assert points(series, key) == [(row["step"], row[key]) for row in rows if key in row]
+    assert series.steps == STEPS
+    assert series.size == run.metrics_file.stat().st_size
+    assert series.texts["base_loss/grad_space"] == "logprobs"
+    reason = "TermError: regularizer 'failing' failed: RuntimeError: the knowledge base is down"
+    assert series.skipped == {("failing", reason): Skips(STEPS, STEPS - 1)}
+
+
+def test_only_what_was_added_is_read(file: Path) -> None:
+    file.write_text(lines(range(2)))
+    series = refreshed(file)
+    version = series.version
+    whole = file.read_bytes()
+    file.write_bytes(b"x" * (len(whole) - len(b'{"step": 1, "loss": 1.0}\n')) + whole[-25:])
+    with file.open("a") as opened:
+        opened.write(lines(range(2, 3)) + '{"step": 3, "lo')
+    series.refresh()
+    assert points(series) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert (series.version, series.damaged) == (version, 0)
+    with file.open("a") as opened:
+        opened.write('ss": 3.0}\n')
+    series.refresh()
+    assert points(series)[-1] == (3, 3.0)
+
+
+def test_a_file_that_was_cut_is_read_again(file: Path) -> None:
+    file.write_text(lines(range(5)))
+    series = refreshed(file)
+    version = series.version
+    file.write_text(lines(range(2)))
+    series.refresh()
+    assert (len(points(series)), series.steps, series.last_step) == (2, 2, 1)
+    assert series.version != version
+
+
+def test_a_file_that_was_cut_and_has_grown_again_is_read_again(file: Path) -> None:
+    file.write_text(lines(range(5)))
+    series = refreshed(file)
+    version = series.version
+    file.write_text(lines(range(3)) + lines(range(3, 9), other=1.0))
+    series.refresh()
+    assert len(points(series)) == 9
+    assert len(points(series, "other")) == 6
+    assert series.version != version
+
+
+def test_a_repeated_step_replaces_the_earlier_ones(file: Path) -> None:
+    file.write_text(lines(range(4)) + '{"step": 2, "loss": 9.0}\n')
+    series = refreshed(file)
+    assert points(series) == [(0, 0.0), (1, 1.0), (2, 9.0)]
+    assert series.steps == 3
+
+
+def test_damaged_lines_are_counted_and_left_out(file: Path) -> None:
+    bad = [
+        "rubbish",
+        "[1]",
+        '{"loss": 1.0}',
+        '{"step": -1}',
+        '{"step": 1.5}',
+        f'{{"step": {10**30}}}',
+    ]
+    file.write_text("\n".join(bad) + "\n\n" + lines(range(1)))
+    series = refreshed(file)
+    assert (points(series), series.damaged) == ([(0, 0.0)], len(bad))
+
+
+def test_numbers_that_are_not_finite(file: Path) -> None:
+    file.write_text(f'{{"step": 0, "a": NaN, "b": -Infinity, "c": {10**400}, "d": true}}\n')
+    series = refreshed(file)
+    assert [math.isfinite(series.column(key)[1][0]) for key in "abc"] == [False] * 3
+    assert "d" not in series.keys
+    (row,), _ = rows_after(file, 0, 10_000)
+    assert numbers(row) == {"step": 0, "a": None, "b": None, "c": None}
+
+
+def test_a_file_that_is_gone_has_no_rows(file: Path) -> None:
+    file.write_text(lines(range(2)))
+    series = refreshed(file)
+    file.unlink()
+    series.refresh()
+    assert (series.steps, series.keys, series.size) == (0, [], 0)
+
+
+def test_a_file_that_is_a_link_has_no_rows(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text(lines(range(2)))
+    file.symlink_to(tmp_path / "outside")
+    assert refreshed(file).keys == []
+    assert rows_after(file, 0, 10_000) == ([], 0)
+
+
+def test_rows_after_an_offset(file: Path) -> None:
+    first, rest = lines(range(2)), lines(range(2, 4))
+    file.write_text(first + rest + '{"step": 4')
+    rows, end = rows_after(file, len(first), 10_000)
+    assert ([row["step"] for row in rows], end) == ([2, 3], len(first + rest))
+    rows, end = rows_after(file, 0, len(first) + 3)
+    assert ([row["step"] for row in rows], end) == ([0, 1], len(first))
+
+
+@given(CURVES, st.integers(6, 60))
+def test_thinning_keeps_the_extremes_of_every_part(values: np.ndarray, most: int) -> None:
+    at = thin(values, most)
+    assert len(at) <= most
+    assert list(at) == sorted(set(at))
+    if len(values) <= most:
+        assert list(at) == list(range(len(values)))
+        return
+    assert {0, len(values) - 1} <= set(at)
+    # By hand, bucket by bucket.
+    width = math.ceil(len(values) / ((most - 2) // 2))
+    for start in range(0, len(values), width):
+        part = values[start : start + width]
+        finite = part[np.isfinite(part)]
+        kept = values[[each for each in at if start <= each < start + width]]
+        if len(finite):
+            assert np.nanmin(kept[np.isfinite(kept)]) == finite.min()
+            assert np.nanmax(kept[np.isfinite(kept)]) == finite.max()
+
+
+@given(CURVES, st.floats(0.0, 0.99))
+def test_smoothing_is_that_of_pandas(values: np.ndarray, factor: float) -> None:
+    finite = np.isfinite(values)
+    expected = values.copy()
+    expected[finite] = pd.Series(values[finite]).ewm(alpha=1 - factor).mean()
+    smoothed, weight = smooth(values, factor)
+    np.testing.assert_allclose(smoothed, expected, rtol=1e-9, atol=1e-6)
+    # The page continues the average with the next value.
+    if finite.any():
+        kept = factor * weight
+        after = (kept * smoothed[finite][-1] + 1.5) / (kept + 1)
+        assert after == pytest.approx(smooth(np.append(values, 1.5), factor)[0][-1], abs=1e-6)
+
+
+def test_means_of_buckets_of_steps() -> None:
+    steps = np.array([0, 1, 3, 6])
+    values = np.array([1.0, 3.0, math.nan, 5.0])
+    starts, (row,) = bucket_means([(steps, values)], 7, 4)
+    assert (starts, row) == ([0, 2, 4, 6], [2.0, None, None, 5.0])
+    assert bucket_means([], 0, 4) == ([], [])
