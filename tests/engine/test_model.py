@@ -82,6 +82,12 @@ def test_the_rank_and_the_scale_of_an_adapter(alone: LocalServiceClient) -> None
     torch.testing.assert_close(found, rows[[0, 1, 2], [2, 3, 7]], rtol=0, atol=1e-4)
 
 
+def test_a_rank_without_room_in_memory_is_an_error(alone: LocalServiceClient) -> None:
+    message = r"rank must leave room in memory, got 1000000000: its weights, .* GB are free: use"
+    with pytest.raises(InputError, match=message):
+        create(alone, rank=10**9)
+
+
 def test_a_fresh_adapter_is_the_base_model(alone: LocalServiceClient) -> None:
     base = alone.create_sampling_client(base_model="tiny-random")
     prompt = types.ModelInput.from_ints([5, 6, 7, 8])

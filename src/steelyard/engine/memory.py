@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from steelyard.engine.adapter import Adapter
 from steelyard.engine.datum_tensors import DatumTensors
 from steelyard.engine.forward import computes_logits, forward
 from steelyard.engine.model import Model
+from steelyard.engine.model import free_bytes as _free_bytes
 from steelyard.engine.packing import PackedSequence, Packing
 
 # Tokens of the forward pass that measures a graph.
@@ -139,10 +139,3 @@ def _bytes_per_token(model: Model, adapter: Adapter, *, logits: bool) -> int:
     # without logits, for a chunk of the tokens at a time.
     logits_gradient = model.limits.vocabulary * torch.float32.itemsize if logits else 0
     return max(sum(storages.values()) // length + logits_gradient, 1)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free: int = psutil.virtual_memory().available
-    return free

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import peft
+import psutil
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ _NAMES_BY_GROUP = {
     "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "fc1", "fc2"),
 }
 
+_BYTES_PER_WEIGHT = 16  # in float32: a weight of an adapter, its gradient, and two moments of Adam
+
 
 class Model:
     """One copy of the base weights with any number of LoRA adapters; not thread-safe.
@@ -51,6 +54,12 @@ class Model:
         self.config = base.config
         self.end_tokens = _end_tokens(base)
         self._layers = _layers_by_group(base)
+        # A matrix of rank r beside a weight [out, in] has r (in + out) numbers.
+        self._sides = {
+            name: sum(base.get_submodule(name).weight.shape)
+            for names in self._layers.values()
+            for name in names
+        }
         self._input_names = frozenset(inspect.signature(base.forward).parameters)
         self._net: Any = base
         self._names = (f"a{number}" for number in itertools.count())
@@ -156,12 +165,14 @@ class Model:
         """Add a fresh adapter, which does not change the outputs until it is trained.
 
         Raises:
-            InputError: the model has no layers of a group in `settings`.
+            InputError: the model has no layers of a group in `settings`, or the memory has no room
+                for its rank.
         """
         if settings.seed is None:
             settings = replace(settings, seed=secrets.randbits(63))
         name = next(self._names)
         config = self.lora_config(settings)
+        self._check_memory(settings.rank, sum(self._sides[name] for name in config.target_modules))
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), warnings.catch_warnings():
             # LoRA is added to the output of a tied layer; the tied weight itself does not change.
@@ -209,6 +220,15 @@ class Model:
                 for config in (net.config, net.config.get_text_config()):
                     config.tie_word_embeddings = False
         return self._net.merge_and_unload(adapter_names=[adapter.name])
+
+    def _check_memory(self, rank: int, sides: int) -> None:
+        needed, free = _BYTES_PER_WEIGHT * rank * sides, free_bytes(self.device)
+        if needed > free:
+            raise InputError(
+                f"rank must leave room in memory, got {rank}: its weights, their gradients and "
+                f"their optimizer take {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free: use a "
+                f"lower rank."
+            )
 
     def lora_config(self, settings: LoraSettings) -> peft.LoraConfig:
         """Configuration for peft of an adapter with these settings.
@@ -282,6 +302,14 @@ def _layers_by_group(base: Any) -> Mapping[str, Sequence[str]]:
                     found[group].append(name)
                     break
     return found
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free: int = psutil.virtual_memory().available
+    return free
 
 
 def _end_tokens(base: Any) -> frozenset[int]:
