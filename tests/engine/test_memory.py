@@ -16,7 +16,7 @@ from steelyard.engine import LocalServiceClient, LocalTrainingClient, memory
 from steelyard.engine.datum_tensors import DatumTensors
 from steelyard.engine.forward import ForwardResult, forward
 from steelyard.engine.memory import TokenBudget
-from steelyard.engine.model import Model
+from steelyard.engine.model import Model, free_bytes
 from steelyard.engine.packing import PackedSequence, Packing
 
 from .data import close, ragged, same, train
@@ -138,7 +138,7 @@ def kept(client: LocalTrainingClient, length: int) -> int:
 def test_the_estimated_limit_takes_half_of_the_free_memory(
     sizes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**9)
     with limited(None) as service:
         client = create(service)
         budget, adapter = client._worker.token_budget, client._trainer.adapter
@@ -153,7 +153,7 @@ def test_the_estimated_limit_takes_half_of_the_free_memory(
 
 def test_passes_without_logits_have_a_larger_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their graphs hold no number for each word of the vocabulary."""
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**9)
     with limited(None) as service:
         client = create(service)
         budget, adapter = client._worker.token_budget, client._trainer.adapter
@@ -175,12 +175,12 @@ def test_a_limit_that_is_given_holds_without_logits_too() -> None:
 
 
 def test_free_memory_is_that_of_the_machine() -> None:
-    free = memory._free_bytes(torch.device("cpu"))
+    free = free_bytes(torch.device("cpu"))
     assert free == pytest.approx(psutil.virtual_memory().available, rel=0.3)
 
 
 def test_the_estimated_limit_is_at_least_64_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
     with limited(None) as service:
         client = create(service)
         budget, adapter = client._worker.token_budget, client._trainer.adapter

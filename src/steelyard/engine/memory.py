@@ -25,8 +25,7 @@ from torch import Tensor
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.datum_tensors import DatumTensors
 from steelyard.engine.forward import computes_logits, forward
-from steelyard.engine.model import Model
-from steelyard.engine.model import free_bytes as _free_bytes
+from steelyard.engine.model import Model, free_bytes
 from steelyard.engine.packing import PackedSequence, Packing
 
 # Tokens of the forward pass that measures a graph.
@@ -64,7 +63,7 @@ class TokenBudget:
         tokens = self._tokens[logits]
         if tokens is None:
             each = _bytes_per_token(self._model, adapter, logits=logits)
-            tokens = max(_MINIMUM, int(_FRACTION * _free_bytes(self._model.device) / each))
+            tokens = max(_MINIMUM, int(_FRACTION * free_bytes(self._model.device) / each))
             self._tokens[logits] = tokens
         return tokens
 

@@ -172,7 +172,7 @@ class Model:
             settings = replace(settings, seed=secrets.randbits(63))
         name = next(self._names)
         config = self.lora_config(settings)
-        self._check_memory(settings.rank, sum(self._sides[name] for name in config.target_modules))
+        self._check_memory(settings)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), warnings.catch_warnings():
             # LoRA is added to the output of a tied layer; the tied weight itself does not change.
@@ -221,13 +221,15 @@ class Model:
                     config.tie_word_embeddings = False
         return self._net.merge_and_unload(adapter_names=[adapter.name])
 
-    def _check_memory(self, rank: int, sides: int) -> None:
+    def _check_memory(self, settings: LoraSettings) -> None:
+        rank = settings.rank
+        sides = sum(self._sides[n] for group in settings.groups for n in self._layers[group])
         needed, free = _BYTES_PER_WEIGHT * rank * sides, free_bytes(self.device)
         if needed > free:
             raise InputError(
                 f"rank must leave room in memory, got {rank}: its weights, their gradients and "
-                f"their optimizer take {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free: use a "
-                f"lower rank."
+                f"their optimizer take {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free: "
+                f"use a lower rank."
             )
 
     def lora_config(self, settings: LoraSettings) -> peft.LoraConfig:
