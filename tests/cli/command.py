@@ -27,6 +27,8 @@ def child(request):
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
+    if request["stdin"]:  # a terminal becomes the controlling one, so that Ctrl-C reaches the child
+        os.dup2(os.open(request["stdin"], os.O_RDWR), 0)
     for path, number in ((request["stdout"], 1), (request["stderr"], 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if request["limit"]:
@@ -75,8 +77,11 @@ class Started:
     out: Path
     err: Path
 
+    def wait_for_code(self) -> int:
+        return int(self.runner.request({"wait": self.pid}))
+
     def wait(self) -> Done:
-        code = int(self.runner.request({"wait": self.pid}))
+        code = self.wait_for_code()
         return Done(code, self.out.read_text(), self.err.read_text())
 
     def kill(self, number: int) -> None:
@@ -107,18 +112,31 @@ class CommandRunner:
         return self._process.stdout.readline().strip()
 
     def start(
-        self, *args: str, cwd: Path, limit: int | None = None, env: dict[str, str] | None = None
+        self,
+        *args: str,
+        cwd: Path,
+        limit: int | None = None,
+        env: dict[str, str] | None = None,
+        stdin: Path | None = None,
+        terminal: Path | None = None,
     ) -> Started:
+        """Start a command; `terminal` is the one that it reads from and writes to."""
         self._count += 1
-        out, err = (self._folder / f"{self._count}.{kind}" for kind in ("out", "err"))
+        out, err = (terminal or self._folder / f"{self._count}.{kind}" for kind in ("out", "err"))
         message = {"args": args, "cwd": str(cwd), "env": env or {}, "limit": limit}
+        message["stdin"] = str(terminal or stdin or "")
         pid = int(self.request({**message, "stdout": str(out), "stderr": str(err)}))
         return Started(self, pid, out, err)
 
     def run(
-        self, *args: str, cwd: Path, limit: int | None = None, env: dict[str, str] | None = None
+        self,
+        *args: str,
+        cwd: Path,
+        limit: int | None = None,
+        env: dict[str, str] | None = None,
+        stdin: Path | None = None,
     ) -> Done:
-        return self.start(*args, cwd=cwd, limit=limit, env=env).wait()
+        return self.start(*args, cwd=cwd, limit=limit, env=env, stdin=stdin).wait()
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,8 @@ def test_demo_ends_with_a_summary_samples_and_the_report(
     assert "\n2 steps in " in done.out
     assert "On held-out data the loss went from " in done.out
     assert "What is the capital of Norway?\n  before: " in done.out
-    assert done.out.endswith("Report: demo/report.html\n")
+    assert "\nReport: demo/report.html\n" in done.out
+    assert done.out.endswith("\nTalk to the model: steelyard chat demo --base\n")
     assert (tmp_path / "demo" / "report.html").is_file()
 
 

@@ -185,6 +185,27 @@ def test_a_folder_without_a_run_cannot_be_resumed(command: CommandRunner, projec
 
 
 @pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("--run", "taken"), 1, "RunError: taken must be a folder that can be written: File exi"),
+        (("model.device=cuda:99",), 2, "ConfigError: [model]: device must be on this machine, go"),
+        (("imports=['failing']",), 2, "ConfigError: imports: 'failing' cannot be imported: Synt"),
+        (("regularizers.kl.use=failing:f",), 2, "ConfigError: [[regularizers]] #1: use: 'failin"),
+    ],
+)
+def test_a_start_that_fails_says_so_in_one_line_and_makes_no_folder(
+    command: CommandRunner, project: Path, args: tuple[str, ...], code: int, message: str
+) -> None:
+    (project / "taken").touch()
+    (project / "failing.py").write_text("def f(:\n")
+    done = command.run("train", "c.toml", *args, cwd=project)
+    assert done.code == code
+    assert done.err.startswith(message)
+    assert done.err.count("\n") == 1
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("steps must be >= 1."), 2), (RunError("r is taken."), 1)]
 )
 def test_an_error_of_steelyard_is_one_line(

@@ -56,7 +56,7 @@ def test_the_table_shows_the_flags(changed: dict[str, float | None], flags: list
 def test_the_table_shows_a_bound() -> None:
     line = {**metrics(), "regularizers/t/1/bound": 0.25}
     assert "5 (bound 0.25)" in shown_table(line)
-    narrow = shown_lines(line, 80)
+    narrow = shown_lines(line, 72)
     (below,) = [index for index, each in enumerate(narrow) if each == "(bound 0.25)"]
     assert narrow[below - 1].split()[:2] == ["t/1", "5"]
 
@@ -114,7 +114,7 @@ def shown_lines(line: dict[str, Any], width: int) -> list[str]:
     """Lines of all tables of a step in a terminal of this width, without borders."""
     console = Console(width=width, color_system=None)
     with console.capture() as captured:
-        for table in step_tables(line, narrow=width < live_display._WIDE):
+        for table in step_tables(line, console):
             console.print(table)
     return [each.replace("│", " ").strip() for each in captured.get().splitlines()]
 
@@ -140,7 +140,7 @@ def test_brackets_in_the_name_of_a_reward_are_shown() -> None:
 
 
 def test_a_run_without_rollouts_has_one_table() -> None:
-    assert len(step_tables(metrics())) == 1
+    assert len(step_tables(metrics(), Console(width=120))) == 1
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -164,6 +164,22 @@ def test_no_number_is_cut(width: int) -> None:
     text = " ".join(shown)
     for fact in ("reward 0.437 ± 0.13", "tokens per answer 12.3", "entropy 1.23", "KL 0.0123"):
         assert fact in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_no_number_is_cut_beside_factors_changes_and_bounds(width: int) -> None:
+    line = metrics(**{"cosines/base/t/1": -0.31, "term__value": -12345.678}) | {
+        "base_loss/value": -0.00012345, "factors/base": 0.00123, "factors/t/1": 0.00456,
+        "base_loss/progress": -0.00123, "regularizers/t/1/progress": -0.00456,
+        "regularizers/t/1/bound": -23456.7,
+    }  # fmt: skip
+    shown = shown_lines(line, width)
+    assert max(map(len, shown)) <= width
+    (base,) = [each.split() for each in shown if each.startswith("base ")]
+    (own,) = [each.split() for each in shown if each.startswith("t/1 ")]
+    assert {"-0.000123", "3", "0.00123", "-0.00123"} <= set(base)
+    assert {"-1.23e+04", "0.1", "1", "-0.31", "0.00456", "-0.00456"} <= set(own)
+    assert "(bound -2.35e+04)" in " ".join(shown)
 
 
 def test_the_bar_shows_the_reward() -> None:
@@ -244,7 +260,7 @@ def test_a_terminal_of_80_columns_shows_an_on_policy_run(project: Path) -> None:
     # The display may show the second step at once.
     for word in ("reward [\\d.e-]+ ", "held-out reward", "rewards", "name", "mean", "spread"):
         child.expect(word)
-    child.expect("short +[\\d.e-]+ +[\\d.e-]+ +1")
+    child.expect("short[ │]+[\\d.e-]+[ │]+[\\d.e-]+[ │]+1 ")
     child.expect("groups without signal \\d+%")
     child.expect("Held-out reward: [\\d.]+ -> [\\d.]+\\.")
     child.expect(pexpect.EOF)

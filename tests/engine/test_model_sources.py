@@ -89,3 +89,16 @@ def test_a_path_may_begin_with_a_tilde(
     tiny.build(torch.float32).save_pretrained(tmp_path / "model")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert service.create_lora_training_client("~/model", rank=1).get_info().model_name == "~/model"
+
+
+def test_the_location_of_a_model_is_what_other_libraries_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for name, location in (("./model", str(tmp_path / "model")), ("org/name", "org/name")):
+        source = find_model(name)
+        assert source.location is not None
+        assert source.location() == location
+    assert find_model("tiny-random").location is None

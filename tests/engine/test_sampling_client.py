@@ -157,3 +157,30 @@ def test_a_list_is_checked_before_anything_is_sampled(sampling: LocalSamplingCli
         sampling.sample_list([(prompt([1] * 513), 1, good)])
     with pytest.raises(InputError, match="request 0: prompt must leave room"):
         sampling.sample_list([(prompt([1] * 512), 1, good)])
+
+
+def test_a_stream_yields_the_tokens_of_a_sample(sampling: LocalSamplingClient) -> None:
+    params = types.SamplingParams(max_tokens=12, seed=5)
+    expected = [
+        sampling.sample(prompt(tokens), 1, params).result().sequences[0].tokens
+        for tokens in ([1, 2], [3, 4, 5])
+    ]
+    streams = [sampling.stream(prompt(tokens), params) for tokens in ([1, 2], [3, 4, 5])]
+    turns = [[next(stream, None) for stream in streams] for _ in range(13)]
+    found = [
+        [token for token in column if token is not None] for column in zip(*turns, strict=True)
+    ]
+    assert found == expected
+
+
+def test_a_stream_ends_at_a_stop_token(sampling: LocalSamplingClient) -> None:
+    greedy = types.SamplingParams(max_tokens=8, temperature=0.0)
+    first, second, *_ = sampling.stream(prompt([1, 2, 3]), greedy)
+    stop = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[second])
+    expected = [first] if first == second else [first, second]
+    assert list(sampling.stream(prompt([1, 2, 3]), stop)) == expected
+
+
+def test_a_stream_checks_its_arguments_at_once(sampling: LocalSamplingClient) -> None:
+    with pytest.raises(InputError, match="temperature must be"):
+        sampling.stream(prompt([1]), types.SamplingParams(temperature=-1.0))

@@ -31,6 +31,13 @@ def test_a_bad_rank_is_an_error_before_a_model_is_loaded(rank: Any) -> None:
         service.create_lora_training_client("no such model", rank=rank)
 
 
+def test_a_gpu_that_is_not_there_is_an_error() -> None:
+    device = f"cuda:{torch.cuda.device_count()}"
+    message = f"device must be on this machine, got '{device}', .* use 'cpu'"
+    with pytest.raises(InputError, match=message):
+        LocalServiceClient(device=device)
+
+
 @pytest.mark.parametrize("device", ["gpu", "", 3.5])
 def test_a_bad_device_is_an_error(device: Any) -> None:
     with pytest.raises(InputError, match="device must be one that torch knows, got"):

@@ -21,6 +21,23 @@ def test_modules_are_imported_from_the_folder_of_the_config(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("def f(:\n", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_module_that_fails_is_named_with_its_line(folder: Path, code: str, why: str) -> None:
+    (folder / "failing_import.py").write_text(code)
+    raw = {"data": {"path": "train.jsonl"}, "imports": ["failing_import"]}
+    with pytest.raises(ConfigError) as caught:
+        import_modules(read_config(raw, folder=folder))
+    place = f"{folder.resolve() / 'failing_import.py'}, line 1"
+    assert str(caught.value) == f"imports: 'failing_import' cannot be imported: {why} ({place})."
+    sys.path.remove(str(folder))
+
+
+@pytest.mark.parametrize(
     ("error", "message"),
     [
         (RegistryError("no such name."), "[[rewards]] #2: use: no such name."),

@@ -12,11 +12,17 @@ from tinker import types
 
 from steelyard import RegularizerSpec
 from steelyard.clients import RegularizedClient
-from steelyard.errors import CheckpointError
+from steelyard.errors import CheckpointError, RunError
 from steelyard.experiment import RunFolder
 from steelyard.experiment.backend import open_backend
 from steelyard.experiment.base_losses import CrossEntropy
-from steelyard.experiment.checkpointing import RunCheckpoint, latest_checkpoint, load, save
+from steelyard.experiment.checkpointing import (
+    RunCheckpoint,
+    find_checkpoint,
+    latest_checkpoint,
+    load,
+    save,
+)
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.encoding import Encoder
 from steelyard.regularizers import EMADrift
@@ -142,3 +148,47 @@ def test_a_checkpoint_that_is_gone_is_an_error(client: RegularizedClient, run: R
     missing = RunCheckpoint(1, "tinker://none/weights/step-00000001", 0, 0, None)
     with pytest.raises(CheckpointError):
         load(client, missing)
+
+
+def test_a_checkpoint_is_found_by_its_step(client: RegularizedClient, run: RunFolder) -> None:
+    with pytest.raises(RunError, match=r"must hold a checkpoint, and it has none yet: wait for"):
+        find_checkpoint(run)
+    for step in (1, 20, 30):
+        save(client, run, step, seed=0, keep=2)
+    assert find_checkpoint(run).step == 30
+    assert find_checkpoint(run, 20).step == 20
+    with pytest.raises(RunError, match=r"must be that of a checkpoint of .*, 20 or 30, got 1:"):
+        find_checkpoint(run, 1)
+
+
+def test_the_adapter_is_that_of_the_newest_checkpoint(
+    client: RegularizedClient, run: RunFolder
+) -> None:
+    for step in (1, 2, 3):
+        save(client, run, step, seed=0, keep=1)
+        assert not run.adapter.readlink().is_absolute(), "it can be moved with the run"
+        newest = run.checkpoints / find_checkpoint(run).path.removeprefix("tinker://")
+        assert run.adapter.resolve() == newest.resolve()
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+            path.name for path in run.adapter.iterdir()
+        }
+
+
+def test_an_adapter_that_was_copied_with_its_files_becomes_a_link_again(
+    client: RegularizedClient, run: RunFolder
+) -> None:
+    save(client, run, 1, seed=0, keep=1)
+    shutil.copytree(run.path, copied := run.path.with_name("copy"))
+    copy = RunFolder(copied)
+    assert copy.adapter.is_dir()
+    assert not copy.adapter.is_symlink()
+    newest = next(copy.checkpoints.glob("*/weights/step-*"))
+    copy.link_adapter(newest)
+    assert copy.adapter.resolve() == newest.resolve()
+
+
+def test_a_folder_of_the_user_is_not_replaced(client: RegularizedClient, run: RunFolder) -> None:
+    (run.adapter / "mine").mkdir(parents=True)
+    save(client, run, 1, seed=0, keep=1)
+    assert [path.name for path in run.adapter.iterdir()] == ["mine"]
+    assert not list(run.path.glob(".adapter*"))

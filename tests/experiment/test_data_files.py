@@ -42,6 +42,12 @@ def test_numbers_of_lines_are_those_in_the_file(plain: Encoder, tmp_path: Path) 
     assert read_records(path, plain.encode, skip_bad=True).lines == [2, 5]
 
 
+def test_a_byte_order_mark_is_ignored(plain: Encoder, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n')
+    assert read_records(path, plain.encode, skip_bad=False).lines == [1]
+
+
 def test_a_file_without_a_valid_line_is_an_error(plain: Encoder, tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("\n{\n")

@@ -31,6 +31,19 @@ def test_a_folder_in_use_is_refused(run: RunFolder) -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    message = r"must be a folder that can be written: .*\. Choose another folder\."
+    with pytest.raises(RunError, match=message), RunFolder(tmp_path / name).locked():
+        pass
+
+
+def test_an_error_inside_the_lock_is_not_one_of_the_folder(run: RunFolder) -> None:
+    with pytest.raises(PermissionError, match="own"), run.locked():
+        raise PermissionError("own")
+
+
 def test_metrics_are_truncated_to_a_size(run: RunFolder) -> None:
     run.append({"step": 0})
     size = run.measured()

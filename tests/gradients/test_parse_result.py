@@ -123,3 +123,16 @@ def test_not_finite(value: float, kind: str) -> None:
     with pytest.raises(NonFiniteError, match="the value of regularizer 't' must be finite") as e:
         check_finite("t", value)
     assert (e.value.kind, e.value.term) == (kind, "t")
+
+
+@pytest.mark.parametrize(
+    ("term", "cure"),
+    [
+        ("t", "mend the term, or leave it out of such steps with on_error='skip'."),
+        ("base", "mend the loss or the data, or lower the learning rate if it was finite before."),
+    ],
+)
+def test_the_cure_of_a_value_that_is_not_finite_can_be_followed(term: str, cure: str) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        check_finite(term, float("nan"))
+    assert str(caught.value).endswith(f"must be finite, got nan: {cure}")

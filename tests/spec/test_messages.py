@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from steelyard.spec import describe
+from steelyard.spec import describe, describe_with_place, raised_at
 
 
 class UnreadableError(Exception):
@@ -25,3 +26,22 @@ def test_an_exception_is_its_type_and_message() -> None:
 @pytest.mark.parametrize("text", [RuntimeError("no"), None, 3])
 def test_an_exception_whose_message_cannot_be_read(text: Any) -> None:
     assert describe(UnreadableError(text)) == "UnreadableError (its message cannot be read)"
+
+
+def test_the_place_of_an_exception_is_the_innermost_line_of_the_users_own() -> None:
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")  # raised by Python's own json
+    line = caught.traceback[0].lineno + 1
+    assert raised_at(caught.value) == f"{__file__}, line {line}"
+    assert describe_with_place(caught.value).endswith(f"({__file__}, line {line})")
+
+
+def test_a_syntax_error_is_placed_in_the_file_that_has_it() -> None:
+    with pytest.raises(SyntaxError) as caught:
+        compile("x = 1\ndef f(:\n", "own.py", "exec")
+    assert describe_with_place(caught.value) == "SyntaxError: invalid syntax (own.py, line 2)"
+
+
+def test_an_exception_that_was_not_raised_has_no_place() -> None:
+    assert not raised_at(KeyError("x"))
+    assert describe_with_place(KeyError("x")) == "KeyError: 'x'"

@@ -160,6 +160,28 @@ def test_an_unknown_name_lists_what_exists(names: list[str], known: str) -> None
     )
 
 
+def test_an_unknown_name_close_to_a_known_one_gets_a_hint() -> None:
+    register("length")(length)
+    with pytest.raises(RegistryError, match=r"as 'lenght'; did you mean 'length'\? \(registered"):
+        lookup("lenght")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [("x = 1\ndef f(:\n", "SyntaxError: invalid syntax"), ("\n1 / 0", "ZeroDivisionError: div")],
+)
+def test_a_module_that_fails_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, why: str
+) -> None:
+    (tmp_path / "failing_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RegistryError) as caught:
+        lookup("failing_module:f")
+    message = str(caught.value)
+    assert message.startswith(f"'failing_module:f' cannot be imported: {why}")
+    assert message.endswith(f"({tmp_path / 'failing_module.py'}, line 2).")
+
+
 @pytest.mark.usefixtures("terms")
 def test_a_namesake_from_another_module_is_something_else() -> None:
     register("brevity")(Brevity)

@@ -13,11 +13,14 @@ import typer
 
 from steelyard._version import __version__
 from steelyard.cli.ablate import ablate
+from steelyard.cli.chat import chat
 from steelyard.cli.config import app as config
 from steelyard.cli.demo import demo
 from steelyard.cli.exit_codes import INTERRUPTED, report_error
+from steelyard.cli.export import export
 from steelyard.cli.models import app as models
 from steelyard.cli.report import report
+from steelyard.cli.sample import sample
 from steelyard.cli.serve import serve
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
@@ -34,6 +37,9 @@ app.command("resume")(resume)
 app.command("ablate")(ablate)
 app.command("tune")(tune)
 app.command("report")(report)
+app.command("chat")(chat)
+app.command("sample")(sample)
+app.command("export")(export)
 app.command("watch")(watch)
 app.command("demo")(demo)
 app.command("serve")(serve)

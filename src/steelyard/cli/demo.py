@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,7 @@ def demo(
         typer.echo(f"\nReport: {result.report}")
     if result.outcome.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
+    typer.echo(f"Talk to the model: steelyard chat {shlex.quote(str(folder))} --base")
 
 
 def _print_samples(folder: Path) -> None:

@@ -10,6 +10,7 @@ from rich import box
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -20,16 +21,16 @@ from steelyard.experiment import redact, space_label
 
 # Long headings break over two lines to keep the table narrow. Weight × value is the contribution
 # of a term to the loss.
-_TIME = "time"
+_CONTRIBUTION, _SHARE, _TIME = "weight\n× value", "share", "time"
 _FACTOR = "factor"  # shown where an aggregator put one on a gradient
 _PROGRESS = "change\nby step"  # shown where it was measured
 _COLUMNS = (
     "term",
     "value",
     "weight",
-    "weight\n× value",
+    _CONTRIBUTION,
     "gradient\nnorm",
-    "share",
+    _SHARE,
     "cosine",
     _FACTOR,
     _PROGRESS,
@@ -38,7 +39,15 @@ _COLUMNS = (
 )
 _REWARD_COLUMNS = ("name", "mean", "spread", "weight", "failed")
 _TEXTS = ("term", "name", "")  # headings of the columns that are no numbers
-_WIDE = 100  # columns of a terminal in which a table with borders has room for every number
+# Ways to draw a table, of which the first one that fits the terminal is taken: without borders or
+# not, and the columns that are left out.
+_LAYOUTS: tuple[tuple[bool, tuple[str, ...]], ...] = (
+    (False, ()),
+    (True, ()),
+    (True, (_TIME,)),
+    (True, (_TIME, _SHARE)),
+    (True, (_TIME, _SHARE, _CONTRIBUTION)),
+)
 _STYLES = {"dominates": "yellow", "fights the base loss": "red", "no gradient": "magenta"}
 _SKIPPED = "cyan"
 
@@ -83,51 +92,63 @@ class LiveDisplay:
             self._started = True
             self._progress.reset(self._task, total=steps, completed=step)
         self._progress.update(self._task, completed=step + 1, description=description)
-        tables = step_tables(metrics, narrow=self._console.width < _WIDE)
-        self._live.update(Group(self._progress, *tables))
+        self._live.update(Group(self._progress, *step_tables(metrics, self._console)))
 
     def restore(self) -> None:
         """Show the cursor again, which the live display hides."""
         self._console.show_cursor(True)
 
 
-def step_tables(metrics: dict[str, Any], *, narrow: bool = False) -> list[RenderableType]:
+def step_tables(metrics: dict[str, Any], console: Console) -> list[RenderableType]:
     """Table of the terms at one step; with rollouts also the rewards, and a line on the answers."""
-    tables: list[RenderableType] = [step_table(metrics, narrow=narrow)]
+    for narrow, left_out in _LAYOUTS:
+        table = step_table(metrics, narrow=narrow, left_out=left_out)
+        # Numbers do not wrap: less than this minimum would cut one.
+        needed = Measurement.get(console, console.options.update(max_width=10_000), table).minimum
+        if needed <= console.width:
+            break
     rewards = reward_rows(metrics)
-    if rewards:
-        facts = [Text(fact) for fact in answer_facts(metrics)]
-        tables += [_reward_table(rewards, narrow=narrow), Columns(facts, padding=(0, 3))]
-    return tables
+    if not rewards:
+        return [table]
+    facts = [Text(fact) for fact in answer_facts(metrics)]
+    return [table, _reward_table(rewards, narrow=narrow), Columns(facts, padding=(0, 3))]
 
 
-def _reward_table(rows: list[RewardRow], *, narrow: bool) -> Table:
-    table = _table(_REWARD_COLUMNS, narrow=narrow, title="rewards")
-    for row in rows:
-        table.add_row(
+def _reward_table(rewards: list[RewardRow], *, narrow: bool) -> Table:
+    rows = [
+        [
             Text(row.name),
-            _format(row.mean, "{:.4g}"),
-            _format(row.std, "{:.3g}"),
-            f"{row.weight:.3g}",
+            Text(_format(row.mean, "{:.4g}")),
+            Text(_format(row.std, "{:.3g}")),
+            Text(f"{row.weight:.3g}"),
             Text(str(row.failed) if row.failed else "", style="red"),
-        )
-    return table
+        ]
+        for row in rewards
+    ]
+    return _table(_REWARD_COLUMNS, rows, narrow=narrow, title="rewards")
 
 
-def _table(columns: Sequence[str], *, narrow: bool, **options: Any) -> Table:
-    """Empty table whose numbers are never cut: narrow ones have no borders, and texts wrap."""
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[Text]], *, narrow: bool, **options: Any
+) -> Table:
+    """Table in which texts wrap and numbers do not; a narrow one has no borders."""
     if narrow:
         options |= {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "show_edge": False}
     table = Table(**options)
-    for column in columns:
-        text = column in _TEXTS
-        table.add_column(
-            column, justify="left" if text else "right", no_wrap=not text, overflow="fold"
-        )
+    for index, column in enumerate(columns):
+        if column in _TEXTS:
+            table.add_column(column, overflow="fold")
+            continue
+        lines = "\n".join([column, *(row[index].plain for row in rows)]).split("\n")
+        table.add_column(column, justify="right", no_wrap=True, min_width=max(map(len, lines)))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def step_table(metrics: dict[str, Any], *, narrow: bool = False) -> Table:
+def step_table(
+    metrics: dict[str, Any], *, narrow: bool = False, left_out: Sequence[str] = ()
+) -> Table:
     """Table of the terms at one step; the caption says why terms were skipped."""
     title = f"step {metrics['step'] + 1}, {metrics['seconds']:.1f} s"
     for quantity in ("loss", "reward"):
@@ -140,30 +161,28 @@ def step_table(metrics: dict[str, Any], *, narrow: bool = False) -> Table:
     one_space = len(spaces) == 1
     if one_space:
         title += f", gradients w.r.t. {space_label(*spaces)}"
-    shown = _shown_columns(rows, narrow=narrow)
-    table = _table(
+    shown = [column for column in _columns(rows) if column not in left_out]
+    by_column = (
+        dict(zip(_COLUMNS, _cells(row, name_space=not one_space, narrow=narrow), strict=True))
+        for row in rows
+    )
+    return _table(
         shown,
+        [[cells[column] for column in shown] for cells in by_column],
         narrow=narrow,
         title=title,
         caption=Text(redact("\n".join(skipped)), style=_SKIPPED) if skipped else None,
         caption_justify="left",
     )
-    for row in rows:
-        cells = dict(
-            zip(_COLUMNS, _cells(row, name_space=not one_space, narrow=narrow), strict=True)
-        )
-        table.add_row(*(cells[column] for column in shown))
-    return table
 
 
-def _shown_columns(rows: list[TermRow], *, narrow: bool) -> list[str]:
+def _columns(rows: list[TermRow]) -> list[str]:
+    """Columns that have a number; factors and changes are rare."""
     extra = {
         _FACTOR: [row.factor for row in rows],
         _PROGRESS: [row.progress for row in rows],
     }
     hidden = {column for column, values in extra.items() if all(each is None for each in values)}
-    if narrow and len(hidden) < len(extra):  # no room for both
-        hidden.add(_TIME)
     return [column for column in _COLUMNS if column not in hidden]
 
 

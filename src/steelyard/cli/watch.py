@@ -41,7 +41,7 @@ def watch(
         bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")
     ] = True,
 ) -> None:
-    """Show the runs in a folder live on a page in the browser, until Ctrl-C."""
+    """Show the runs in a folder live, on a page in the browser."""
     from steelyard.cli.interruption import Interruption  # noqa: PLC0415 - takes seconds
     from steelyard.experiment.watch import serve_page  # noqa: PLC0415 - as above
 

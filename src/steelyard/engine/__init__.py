@@ -8,13 +8,14 @@ a named loss, and accumulates gradients in an `adapter`; `forward_pass` lets a c
 the gradients. `sampler` batches the requests that wait on that thread: `decoding` runs the model
 on rows that join and leave (`grouped_attention`), `token_choice` draws tokens, `stop_condition`
 ends samples, and `prompt_logprobs` has what a request asks about its prompt. `checkpoint_contents`
-is what `checkpoints` stores on disk, as `checkpoint_files`. `server` puts all of it behind the wire
-protocol of the Tinker SDK.
+is what `checkpoints` stores on disk, as `checkpoint_files`; `model_export` writes a checkpoint for
+other libraries. `server` puts all of it behind the wire protocol of the Tinker SDK.
 """
 
 from steelyard._extras import cure as _cure
 
 try:
+    from steelyard.engine.model_export import export_checkpoint
     from steelyard.engine.model_sources import KNOWN_MODELS, find_model, model_folder
     from steelyard.engine.sampling_client import LocalSamplingClient
     from steelyard.engine.server.serving import serve
@@ -28,6 +29,7 @@ __all__ = [
     "LocalSamplingClient",
     "LocalServiceClient",
     "LocalTrainingClient",
+    "export_checkpoint",
     "find_model",
     "model_folder",
     "serve",

@@ -124,7 +124,8 @@ class TrainingState:
         lora: Any = self._model.lora_config(self._adapter.settings)
         # peft keeps module names in a set; JSON has none, and sorting makes files comparable.
         config = {k: sorted(v) if isinstance(v, set) else v for k, v in lora.to_dict().items()}
-        config["base_model_name_or_path"] = self._model.source.name
+        source = self._model.source
+        config["base_model_name_or_path"] = source.location() if source.location else source.name
         return CheckpointContents(
             info=info,
             weights=self._adapter.weights(),

@@ -14,6 +14,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -191,6 +192,23 @@ class Model:
             self._activate(min(others))
             self._net.delete_adapter(adapter.name)
             self._adapters = others
+
+    def merge(self, adapter: Adapter) -> Any:
+        """Add an adapter to the base weights, and return the plain model; this object is used up.
+
+        An output layer that is tied to the embeddings and has LoRA of its own is untied first:
+        `merge_and_unload` would add the LoRA of the output to the embeddings of the input too.
+        """
+        self.activate(adapter)
+        net = self._net.get_base_model()
+        output, embeddings = net.get_output_embeddings(), net.get_input_embeddings()
+        if isinstance(output, BaseTunerLayer):
+            layer = output.get_base_layer()
+            if layer.weight is embeddings.weight:
+                layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+                for config in (net.config, net.config.get_text_config()):
+                    config.tie_word_embeddings = False
+        return self._net.merge_and_unload(adapter_names=[adapter.name])
 
     def lora_config(self, settings: LoraSettings) -> peft.LoraConfig:
         """Configuration for peft of an adapter with these settings.

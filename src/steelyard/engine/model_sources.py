@@ -22,11 +22,14 @@ class ModelSource:
         name: as the user wrote it.
         model: loads the model on the CPU, in a given dtype.
         tokenizer: loads its tokenizer.
+        location: returns what other libraries load it from: the absolute path of a folder, or a
+            Hub id. None for a model that is built in code.
     """
 
     name: str
     model: Callable[[Any], Any]
     tokenizer: Callable[[], Any]
+    location: Callable[[], str] | None
 
 
 def find_model(base_model: str) -> ModelSource:
@@ -36,7 +39,7 @@ def find_model(base_model: str) -> ModelSource:
         ModelError: it is none of the three.
     """
     if base_model == tiny.NAME:
-        return ModelSource(base_model, tiny.build, tiny.tokenizer)
+        return ModelSource(base_model, tiny.build, tiny.tokenizer, None)
     if base_model == smollm2.NAME:
         return _pretrained(base_model, smollm2.fetch)
     if not isinstance(base_model, str) or not base_model:
@@ -48,7 +51,7 @@ def find_model(base_model: str) -> ModelSource:
                 f"base_model must be a folder as transformers writes it, with a config.json, "
                 f"got {base_model!r} without one: write it with model.save_pretrained(folder)."
             )
-        return _pretrained(base_model, lambda: folder)
+        return _pretrained(base_model, folder.absolute)
     if base_model.count("/") == 1 and not base_model.startswith(("/", ".", "~")):
         return _pretrained(base_model, lambda: base_model)
     raise _unknown(base_model)
@@ -76,6 +79,7 @@ def _pretrained(name: str, locate: Callable[[], str | Path]) -> ModelSource:
         name,
         lambda dtype: load("AutoModelForCausalLM", dtype=dtype),
         lambda: load("AutoTokenizer"),
+        lambda: str(locate()),
     )
 
 

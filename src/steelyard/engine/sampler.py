@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -87,6 +87,14 @@ class TokenSampler:
             batch.step()
         return [found[index] for index in range(len(requests))]
 
+    def stream(self, request: SamplingRequest) -> Iterator[int]:
+        """Tokens of one sample, each computed when it is asked for."""
+        batch = _SampleBatch(self.model, self._adapter)
+        (sample,) = batch.add(request, lambda _: None)
+        while batch:
+            batch.step()
+            yield sample.tokens[-1]
+
     @torch.inference_mode()
     def logprobs(self, prompt: Tensor, last_n: int | None) -> list[float | None]:
         """Log-prob of each token of a prompt; None for the first, and for all before the last n."""
@@ -154,8 +162,8 @@ class _SampleBatch:
 
     def add(
         self, request: SamplingRequest, finish: Callable[[types.SampleResponse], object]
-    ) -> None:
-        """Let the samples of a request wait for rows."""
+    ) -> list[_Sample]:
+        """Let the samples of a request wait for rows, and return them."""
         params = request.params
         seed = secrets.randbits(63) if params.seed is None else params.seed
         left = self._model.limits.context - len(request.prompt)
@@ -166,6 +174,7 @@ class _SampleBatch:
             for index in range(request.count)
         ]
         self._waiting.extend(job.samples)
+        return job.samples
 
     @torch.inference_mode()
     def step(self) -> None:

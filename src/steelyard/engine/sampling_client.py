@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -132,6 +132,31 @@ class LocalSamplingClient:
             except InputError as error:
                 raise InputError(f"request {index}: {error}") from error
         return self._worker.submit(self._sampler.sample, checked).future()
+
+    def stream(
+        self, prompt: types.ModelInput, sampling_params: types.SamplingParams
+    ) -> Iterator[int]:
+        """Sample one continuation, and yield its tokens as they are chosen.
+
+        Each token is a call of its own on the worker thread: several streams take turns, and one
+        that is abandoned costs nothing more.
+
+        Raises:
+            InputError: the prompt or a setting breaks a rule.
+
+        Example:
+            >>> from tinker import types
+            >>> from steelyard.engine import LocalServiceClient
+            >>> sampling = LocalServiceClient().create_sampling_client(base_model="tiny-random")
+            >>> prompt = types.ModelInput.from_ints([1, 2, 3])
+            >>> params = types.SamplingParams(max_tokens=4, seed=0)
+            >>> streamed = list(sampling.stream(prompt, params))
+            >>> streamed == sampling.sample(prompt, 1, params).result().sequences[0].tokens
+            True
+        """
+        tokens = self._sampler.stream(self._read_request(prompt, 1, sampling_params))
+        # The generator runs on the worker thread, which owns the model.
+        return iter(lambda: self._worker.submit(next, tokens, None).result(), None)
 
     def _read_request(
         self, prompt: types.ModelInput, num_samples: int, sampling_params: types.SamplingParams

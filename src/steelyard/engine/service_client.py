@@ -72,8 +72,8 @@ class LocalServiceClient:
         self.checkpoints = Checkpoints(_checkpoint_dir(checkpoint_dir))
         self._user_metadata = user_metadata
         self.project_id = project_id
-        self._device = _device(device)
-        self._dtype = _dtype(dtype, self._device)
+        self._device = choose_device(device)
+        self._dtype = choose_dtype(dtype, self._device)
         if max_tokens is not None and not is_whole(max_tokens, at_least=1):
             raise InputError(f"max_tokens must be a whole number >= 1 or None, got {max_tokens!r}.")
         self._max_tokens = max_tokens
@@ -440,16 +440,33 @@ def _checkpoint_dir(chosen: str | Path | None) -> Path:
     return platformdirs.user_data_path("steelyard") / "checkpoints"
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """Device of models, for an argument of `LocalServiceClient`.
+
+    Raises:
+        InputError: torch does not know it.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"device must be one that torch knows, got {device!r}.") from error
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise InputError(
+            f"device must be on this machine, got {device!r}, and torch {torch.__version__} finds "
+            f"{count} CUDA devices: use 'cpu', or install a torch with CUDA."
+        )
+    return found
 
 
-def _dtype(dtype: str | None, device: torch.device) -> torch.dtype:
+def choose_dtype(dtype: str | None, device: torch.device) -> torch.dtype:
+    """Dtype of base weights on a device, for an argument of `LocalServiceClient`.
+
+    Raises:
+        InputError: it is none of those.
+    """
     if dtype is None:
         half = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if half else torch.float32

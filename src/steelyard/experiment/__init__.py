@@ -15,6 +15,8 @@ The modules, in the order in which a run uses them:
 - Training: `training_loop` makes the steps, `held_out` evaluates on held-out data,
   `driver_records` finds the data that drive each term, and `run_dir`, `checkpointing` and `sinks`
   write files, checkpoints and metrics; `secrets` redacts secrets in all of them.
+- Use: `trained_model` opens the model of a run at a checkpoint and samples from it, `chat` keeps a
+  conversation with it, `export` writes it for other libraries.
 - Several runs: `ablation` (with `parallel_runs`) and `tuning`, which `search` reads back; `seeds`
   repeats a config, `paired_differences` compares values over seeds, `overall_progress` counts the
   steps of all runs.
@@ -26,10 +28,12 @@ from steelyard._extras import cure as _cure
 
 try:
     from steelyard.experiment.ablation import Ablation, ablate
+    from steelyard.experiment.chat import Chat
     from steelyard.experiment.config import Config
     from steelyard.experiment.config_check import check_config, check_terms
     from steelyard.experiment.config_io import read_config
     from steelyard.experiment.example_config import example_config
+    from steelyard.experiment.export import export_run
     from steelyard.experiment.flags import flags_of
     from steelyard.experiment.paired_differences import Comparison, Estimate, conclusions
     from steelyard.experiment.run_dir import RunFolder
@@ -44,6 +48,11 @@ try:
         space_label,
         terms_that_ran,
     )
+    from steelyard.experiment.trained_model import (
+        TrainedModel,
+        open_trained_model,
+        read_open_prompts,
+    )
     from steelyard.experiment.training_loop import Outcome, Watcher, resume, train
     from steelyard.experiment.tuning import Tuned, tune
 except ModuleNotFoundError as error:
@@ -51,6 +60,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "Ablation",
+    "Chat",
     "Comparison",
     "Config",
     "Estimate",
@@ -58,6 +68,7 @@ __all__ = [
     "Outcome",
     "RunFolder",
     "Search",
+    "TrainedModel",
     "TrialResult",
     "Tuned",
     "Watcher",
@@ -66,9 +77,12 @@ __all__ = [
     "check_terms",
     "conclusions",
     "example_config",
+    "export_run",
     "flags_of",
     "gradients",
+    "open_trained_model",
     "read_config",
+    "read_open_prompts",
     "redact",
     "resume",
     "reward_names",

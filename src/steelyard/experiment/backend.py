@@ -17,7 +17,7 @@ from torch import Tensor
 
 from steelyard.clients import RegularizedClient, regularize
 from steelyard.composition import Aggregator
-from steelyard.errors import ConfigError, ModelError, RunError
+from steelyard.errors import ConfigError, InputError, ModelError, RunError
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.secrets import redact
 
@@ -76,18 +76,8 @@ class Backend:
         ]
 
     def sample_groups(self, requests: Sequence[Request]) -> list[list[types.SampledSequence]]:
-        """Sample from the current weights: the sequences of each request.
-
-        On the embedded engine the requests are one ordered list, so that what is batched with what,
-        and with it every bit of the result, depends on the requests alone.
-        """
-        sampling = self.client.save_weights_and_get_sampling_client()
-        if hasattr(sampling, "sample_list"):
-            responses = sampling.sample_list(requests).result()
-        else:
-            futures = [sampling.sample(*request) for request in requests]
-            responses = [future.result() for future in futures]
-        return [list(response.sequences) for response in responses]
+        """Sample from the current weights: the sequences of each request."""
+        return sample_from(self.client.save_weights_and_get_sampling_client(), requests)
 
     @cached_property
     def base(self) -> Backend:
@@ -112,44 +102,72 @@ class Backend:
             self.service.close(status).result(timeout=_CLOSE_SECONDS)
 
 
+def sample_from(sampling: Any, requests: Sequence[Request]) -> list[list[types.SampledSequence]]:
+    """Sample with a sampling client: the sequences of each request.
+
+    On the embedded engine the requests are one ordered list, so that what is batched with what, and
+    with it every bit of the result, depends on the requests alone.
+    """
+    if hasattr(sampling, "sample_list"):
+        responses = sampling.sample_list(requests).result()
+    else:
+        futures = [sampling.sample(*request) for request in requests]
+        responses = [future.result() for future in futures]
+    return [list(response.sequences) for response in responses]
+
+
 def check_model(config: ModelConfig) -> None:
-    """Check that a local backend knows the base model, without loading it.
+    """Check that a local backend knows the base model and has its device, without loading it.
 
     Raises:
-        ConfigError: the base model is unknown.
+        ConfigError: the base model or the device is unknown.
     """
     if config.backend == "local":
-        from steelyard.engine import find_model  # noqa: PLC0415 - takes seconds
+        from steelyard.engine import LocalServiceClient, find_model  # noqa: PLC0415 - takes seconds
 
         try:
             find_model(config.base_model)
-        except ModelError as error:
+            LocalServiceClient(device=config.device, dtype=config.dtype)
+        except (ModelError, InputError) as error:
             raise ConfigError(f"[model]: {error}") from error
 
 
 def open_backend(
-    config: ModelConfig, seed: int, checkpoints: Path, aggregator: Aggregator | None = None
+    config: ModelConfig,
+    seed: int,
+    checkpoints: Path,
+    aggregator: Aggregator | None = None,
+    *,
+    path: str | None = None,
 ) -> Backend:
-    """Open an untrained training client.
+    """Open a training client, untrained or with the weights of a checkpoint.
 
     Args:
         config: of the model.
         seed: of the adapter.
         checkpoints: folder of the checkpoints of a local client.
         aggregator: of the gradients of the terms; None: the plain sum.
+        path: path of the checkpoint, whose optimizer is not loaded; None: an untrained client.
 
     Raises:
         ModelError: the base model is unknown or cannot be loaded.
         InputError: a setting is out of range.
+        CheckpointError: there is no such checkpoint on this machine, or it is damaged.
         RunError: the Tinker service rejects the connection, or there is no API key.
     """
-    with _convert_tinker_errors():
+    task = "accept the connection" if path is None else f"load the checkpoint {path}"
+    with convert_tinker_errors(task):
         if config.backend == "local":
             service = _local_service(config, checkpoints)
         else:
             service = _tinker_service(config)
         # The SDK connects here, not when the service client is built.
-        client = service.create_lora_training_client(config.base_model, rank=config.rank, seed=seed)
+        if path is None:
+            client = service.create_lora_training_client(
+                config.base_model, rank=config.rank, seed=seed
+            )
+        else:
+            client = service.create_training_client_from_state(path)
     # Base and terms become one uploaded loss where the server runs such losses.
     regularized = regularize(client, aggregate=aggregator or "sum", service=service)
     return Backend(regularized, service, config)
@@ -172,12 +190,13 @@ def _tinker_service(config: ModelConfig) -> Any:
 
 
 @contextlib.contextmanager
-def _convert_tinker_errors() -> Iterator[None]:
+def convert_tinker_errors(task: str) -> Iterator[None]:
+    """Raise an error of the SDK as a `RunError`: the service must do this, and does not."""
     try:
         yield
     except tinker.TinkerError as error:
         raise RunError(
-            f"the Tinker service must accept the connection, and it does not: {redact(str(error))}"
+            f"the Tinker service must {task}, and it does not: {redact(str(error))}"
         ) from error
 
 

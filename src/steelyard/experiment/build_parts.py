@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from steelyard.errors import ConfigError, RegistryError, SpecError
+from steelyard.errors import ConfigError, RegistryError, SpecError, SteelyardError
 from steelyard.experiment.config import Config
 from steelyard.experiment.secrets import redact
+from steelyard.spec import describe_with_place
 
 MAX_CHECKED_STEPS = 10_000  # of a weight schedule
 
@@ -26,9 +27,15 @@ def import_modules(config: Config) -> None:
     for module in config.imports:
         try:
             importlib.import_module(module)
+        except SteelyardError:
+            raise
         except ImportError as error:
             raise ConfigError(
                 f"imports must be modules, and {module!r} is none: {error}"
+            ) from error
+        except Exception as error:  # a module is anybody's code
+            raise ConfigError(
+                redact(f"imports: {module!r} cannot be imported: {describe_with_place(error)}.")
             ) from error
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.clients import RegularizedClient
-from steelyard.errors import CheckpointError
+from steelyard.errors import CheckpointError, RunError
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.spec import is_whole
 
@@ -50,7 +50,10 @@ def save(client: RegularizedClient, run: RunFolder, step: int, seed: int, keep: 
     # A local client saves the state of attached regularizers with its own; the SDK's cannot.
     terms = None if hasattr(client.client, "attach") else client.state_dict()
     record = asdict(RunCheckpoint(step, path, seed, size, terms))
-    write_atomic(run.checkpoints / f"step-{step:08d}.json", json.dumps(record, indent=2).encode())
+    write_atomic(_record_path(run, step), json.dumps(record, indent=2).encode())
+    folder = run.checkpoints / path.removeprefix("tinker://")
+    if folder.is_dir():  # that of a Tinker service is not on this machine
+        run.link_adapter(folder)
     _delete_old(run, keep)
 
 
@@ -64,6 +67,31 @@ def latest_checkpoint(run: RunFolder) -> RunCheckpoint | None:
     return _read(records[-1]) if records else None
 
 
+def find_checkpoint(run: RunFolder, step: int | None = None) -> RunCheckpoint:
+    """Record after `step` steps, or the newest one.
+
+    Raises:
+        RunError: there is none.
+        CheckpointError: the record is damaged.
+    """
+    records = _records(run)
+    if not records:
+        raise RunError(
+            f"{run.path} must hold a checkpoint, and it has none yet: wait for the first, after "
+            f"train.save_every steps, or go on with 'steelyard resume {run.path}'."
+        )
+    if step is None:
+        return _read(records[-1])
+    record = _record_path(run, step)
+    if record not in records:
+        steps = [each.stem.removeprefix("step-").lstrip("0") for each in records]
+        raise RunError(
+            f"step must be that of a checkpoint of {run.path}, {' or '.join(steps)}, got {step}: "
+            f"train.keep is the number of checkpoints that a run keeps."
+        )
+    return _read(record)
+
+
 def load(client: RegularizedClient, checkpoint: RunCheckpoint) -> None:
     """Restore the weights, the optimizer and the regularizers' state of a checkpoint.
 
@@ -73,6 +101,10 @@ def load(client: RegularizedClient, checkpoint: RunCheckpoint) -> None:
     client.load_state_with_optimizer(checkpoint.path).result()
     if checkpoint.terms is not None:
         client.load_state_dict(checkpoint.terms)
+
+
+def _record_path(run: RunFolder, step: int) -> Path:
+    return run.checkpoints / f"step-{step:08d}.json"
 
 
 def _records(run: RunFolder) -> list[Path]:

@@ -122,7 +122,7 @@ def _parse(path: Path) -> dict[str, Any]:
             f"a config must be a .toml, .yaml, .yml or .json file, got {str(path)!r}."
         )
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # a byte order mark is allowed
         if kind == ".toml":
             return tomllib.loads(text)
         raw = json.loads(text) if kind == ".json" else yaml.load(text, _YamlLoader)  # noqa: S506 - a SafeLoader

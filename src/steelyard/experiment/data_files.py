@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ _KINDS: dict[Kind, set[str]] = {
     "preference": {"chosen", "rejected"},
 }
 _FORMS = '{"prompt", "completion"}, {"messages": [...]} or {"chosen", "rejected"}'
+
+_PROMPT_FORMS = '{"prompt"} or {"messages": [...]}'
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     except OSError as error:
         raise DataError(f"{path} must be a file that can be read: {error.strerror}.") from error
     # Only b"\n" ends a line: str.splitlines would also split at U+2028 inside a JSON string.
-    for number, line in enumerate(content.split(b"\n"), 1):
+    lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    for number, line in enumerate(lines, 1):
         text = line.decode("utf-8", errors="surrogateescape").strip()
         if text:
             yield number, text
@@ -139,6 +143,18 @@ def parse_object(line: str, forms: str = _FORMS) -> dict[str, Any]:
         raise ValueError("must be JSON that is not nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError(f"must be an object, {forms}, got {type(record).__name__}")  # noqa: TRY004 - callers catch ValueError
+    return record
+
+
+def parse_prompt(line: str) -> dict[str, Any]:
+    """Parse a line that holds a prompt: an object with `"prompt"` or `"messages"`.
+
+    Raises:
+        ValueError: it is none; the message is the rule.
+    """
+    record = parse_object(line, _PROMPT_FORMS)
+    if not {"prompt", "messages"} & record.keys():
+        raise ValueError(f"must have the keys of {_PROMPT_FORMS}, got {sorted(record)}")
     return record
 
 

@@ -6,6 +6,8 @@ metrics.jsonl    a flat JSON object for each step
 drivers.jsonl    the examples that drive each term, at some of the steps
 rollouts.jsonl   the answers of each step, with their rewards; of a run with [rollouts]
 checkpoints/     safetensors and JSON
+adapter          link to the newest checkpoint of a local run, whose files are those of a LoRA
+                 adapter as peft writes them
 samples.jsonl    completions of the sample prompts, before and after training
 log.txt          log messages
 reference.safetensors  the base model's log-probs, if a term reads them; runs of an ablation or a
@@ -19,6 +21,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +43,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         self.checkpoints = self.path / "checkpoints"
+        self.adapter = self.path / "adapter"
         self.metrics_file = self.path / "metrics.jsonl"
         self._config = self.path / "config.json"
         self._data = self.path / "data.json"
@@ -61,18 +65,24 @@ class RunFolder:
         Raises:
             RunError: another process holds the lock, or the folder cannot be created.
         """
-        lock = self.path / ".lock"
+        lock = filelock.FileLock(self.path / ".lock", timeout=0)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(lock, timeout=0):
-                yield
+            lock.acquire()
         except filelock.Timeout:
             raise RunError(
                 f"{self.path} must be used by one process at a time, and another one trains "
                 f"there: wait for it, or choose another folder."
             ) from None
-        except PermissionError as error:
-            raise RunError(f"{self.path} must be a folder that can be written: {error}.") from error
+        except OSError as error:
+            raise RunError(
+                f"{self.path} must be a folder that can be written: {error.strerror}. Choose "
+                f"another folder."
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def begin(self, config: Config) -> None:
         """Write the config of a new run.
@@ -179,6 +189,21 @@ class RunFolder:
             kept = [line for line in lines if _parse(line, str(path)).get("step", step) < step]
             if rest or len(kept) < len(lines):
                 write_atomic(path, b"".join(line + b"\n" for line in kept))
+
+    def link_adapter(self, checkpoint: Path) -> None:
+        """Let `adapter` lead to a checkpoint in this folder, in the place of an earlier one.
+
+        A folder of that name that a user has made stays as it is.
+        """
+        fresh = self.path / f".adapter.{uuid.uuid4().hex}"
+        with self._convert_os_errors():
+            if self.adapter.exists() and not self.adapter.is_symlink():
+                if not (self.adapter / "checkpoint.json").is_file():
+                    return
+                # The run was copied together with the files that its links lead to.
+                shutil.rmtree(self.adapter)
+            fresh.symlink_to(checkpoint.relative_to(self.path))
+            fresh.replace(self.adapter)
 
     def samples(self) -> list[dict[str, Any]]:
         """Samples so far."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import NonFiniteError, TermResultError
-from steelyard.spec import title
+from steelyard.spec import BASE, title
 
 
 def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]]:
@@ -90,9 +90,14 @@ def check_finite(term: str, value: float, what: str = "value") -> None:
         NonFiniteError: it is not.
     """
     if not math.isfinite(value):
+        # A config has no key check_finite, and the base loss cannot be skipped.
+        cure = (
+            "mend the loss or the data, or lower the learning rate if it was finite before"
+            if term == BASE
+            else "mend the term, or leave it out of such steps with on_error='skip'"
+        )
         raise NonFiniteError(
-            f"the {what} of {title(term)} must be finite, got {value}: mend the term, drop it for "
-            f"such steps with on_error='skip', or pass check_finite=False.",
+            f"the {what} of {title(term)} must be finite, got {value}: {cure}.",
             term=term,
             kind="nan" if math.isnan(value) else "inf",
         )

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+# Where frames lie that are not the user's: "<" begins names such as "<frozen importlib>".
+_OTHERS = (
+    "<",
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+
 
 def describe(error: BaseException) -> str:
     """Type and message of an exception of anybody's code, whose `str()` may raise itself.
@@ -15,3 +27,24 @@ def describe(error: BaseException) -> str:
         return f"{name}: {error}"
     except Exception:  # noqa: BLE001 - see above
         return f"{name} (its message cannot be read)"
+
+
+def raised_at(error: BaseException) -> str:
+    """File and line of the user's own code that raised an exception; empty if none did.
+
+    The innermost frame that is neither of this library, nor of Python, nor of an installed package.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_OTHERS):
+            return f"{frame.filename}, line {frame.lineno}"
+    return ""
+
+
+def describe_with_place(error: BaseException) -> str:
+    """Type, message, file and line of an exception of the user's own code."""
+    if isinstance(error, SyntaxError):  # its own text has the file, without the folder
+        return f"SyntaxError: {error.msg} ({raised_at(error)})"
+    place = raised_at(error)
+    return f"{describe(error)} ({place})" if place else describe(error)

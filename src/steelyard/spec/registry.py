@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import threading
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from steelyard.errors import MissingExtraError, RegistryError
 from steelyard.spec.built_in import BUILT_IN, PENALTIES, SHORT
 from steelyard.spec.callables import listed, rejects
+from steelyard.spec.messages import describe_with_place, raised_at
 
 T = TypeVar("T")
 
@@ -137,9 +139,11 @@ def _entry(name: str) -> _Entry:
     if ":" in path:
         thing = _import(path)
         return _Entry(thing, inspect.isclass(thing))
+    near = difflib.get_close_matches(name, registered(), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
     known = ", ".join(registered())
     raise RegistryError(
-        f"no regularizer is registered as {name!r} (registered: {known}); "
+        f"no regularizer is registered as {name!r}{hint} (registered: {known}); "
         f"register it with @steelyard.register({name!r}) or write 'package.module:attr'."
     )
 
@@ -152,8 +156,9 @@ def _import(path: str) -> Any:
             thing = getattr(thing, attribute)
     except MissingExtraError:
         raise
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise RegistryError(f"{path!r} cannot be imported: {error}.") from error
+    except Exception as error:  # a module is anybody's code
+        why = describe_with_place(error) if raised_at(error) else error
+        raise RegistryError(f"{path!r} cannot be imported: {why}.") from error
     return thing
 
 

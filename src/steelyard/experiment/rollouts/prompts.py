@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.experiment.data_files import parse_lines, parse_object
+from steelyard.experiment.data_files import parse_lines, parse_prompt
 from steelyard.experiment.encoding import Encoder, numeric_fields
 
-_FORMS = '{"prompt"} or {"messages": [...]}'
 # Fields of the training data that are made from the answers.
 _RESERVED = ("logprobs", "advantages", "reward", "group", "reference_logprobs")
 
@@ -62,9 +61,7 @@ def read_prompts(
     """
 
     def parse(number: int, line: str) -> Prompt:
-        record = parse_object(line, _FORMS)
-        if not {"prompt", "messages"} & record.keys():
-            raise ValueError(f"must have the keys of {_FORMS}, got {sorted(record)}")
+        record = parse_prompt(line)
         taken = [key for key in _RESERVED if key in record]
         if taken:
             raise ValueError(
