@@ -17,7 +17,10 @@ def test_demo_ends_with_a_summary_samples_and_the_report(
     assert "On held-out data the loss went from " in done.out
     assert "What is the capital of Norway?\n  before: " in done.out
     assert "\nReport: demo/report.html\n" in done.out
-    assert done.out.endswith("\nTalk to the model: steelyard chat demo --base\n")
+    assert done.out.endswith(
+        "\nSee its curves in a browser: steelyard watch .\n"
+        "Talk to the model: steelyard chat demo --base\n"
+    )
     assert (tmp_path / "demo" / "report.html").is_file()
 
 

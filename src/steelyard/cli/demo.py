@@ -36,6 +36,7 @@ def demo(
         typer.echo(f"\nReport: {result.report}")
     if result.outcome.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
+    typer.echo(f"See its curves in a browser: steelyard watch {shlex.quote(str(folder.parent))}")
     typer.echo(f"Talk to the model: steelyard chat {shlex.quote(str(folder))} --base")
 
 

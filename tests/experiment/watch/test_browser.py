@@ -125,19 +125,17 @@ def test_all_sections_open_with_smoothing_and_a_log_scale(
     page.run(
         "document.querySelectorAll('section details').forEach((each) => { each.open = true; })"
     )
-    for kind, expected in {
-        "log": "loading tiny-random",
-        "samples": "One",
-        "drivers": "train.jsonl".partition(".")[0],
-        "config": '"base_model": "tiny-random"',
+    for section, expected in {
+        "text-log": "loading tiny-random",
+        "text-samples": "One",
+        "text-drivers": "kl, step",
+        "text-config": '"base_model": "tiny-random"',
+        "text-rollouts": "None yet.",
         "skipped": "the knowledge base is down",
-        "rollouts": "None yet.",
     }.items():
-        selector = f"#{kind} .text"
-        if kind == "drivers":
-            page.wait(lambda: "kl, step" in text(page, "#drivers .text"))
-        else:
-            page.wait(lambda s=selector, e=expected: e in text(page, s))  # type: ignore[misc]
+        page.wait(lambda s=section, e=expected: e in text(page, f"#{s} .text"))  # type: ignore[misc]
+    ids = page.run("return [...document.querySelectorAll('[id]')].map((each) => each.id)")
+    assert len(ids) == len(set(ids))
     assert "base · kl" in text(page, "#cosines")
     page.run("document.getElementById('log-scale').click()")
     page.run(
@@ -191,7 +189,7 @@ def test_text_of_a_run_is_not_interpreted(browser: Chrome, runs: Path) -> None:
         page = Page(browser, runs)
         page.wait(lambda: page.run("return document.querySelectorAll('.plot canvas').length"))
         page.run("document.querySelectorAll('section details').forEach((e) => { e.open = true; })")
-        for kind in ("log", "samples", "rollouts", "skipped", "cosines", "values"):
+        for kind in ("text-log", "text-samples", "text-rollouts", "skipped", "cosines", "values"):
             page.wait(lambda k=kind: HOSTILE in text(page, f"#{k}"))  # type: ignore[misc]
         assert page.run("return document.querySelectorAll('img').length") == 0
         assert page.run("return document.title") == "Steelyard"

@@ -117,7 +117,7 @@ export class Chart {
       width: this.box.clientWidth,
       height: HEIGHT,
       cursor: { sync: { key: SYNC.key, setSeries: false }, dataIdx: nearest, points: { size: 6 } },
-      scales: { x: { time: false }, y: { distr: this.isLog ? 3 : 1 } },
+      scales: { x: { time: false }, y: this.isLog ? { distr: 3 } : { range } },
       axes: [
         { ...axis, incrs: WHOLE_STEPS },
         {
@@ -149,6 +149,14 @@ export class Chart {
       },
     };
   }
+}
+
+// uPlot would draw a curve that is 0 throughout on a scale up to 100.
+function range(_, low, high) {
+  if (low === null) return [0, 1];
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  const margin = Math.abs(low) / 10 || 1;
+  return [low - margin, high + margin];
 }
 
 function hidePale(plot) {

@@ -92,7 +92,7 @@ const text = (found) => el("pre", {}, found.text);
 const SHOW = { samples, rollouts, drivers, log: text, config: text };
 export const RECORDS = {
   samples: "Samples",
-  rollouts: "Rollouts",
+  rollouts: "Rollouts: the latest answers",
   drivers: "Which examples drive each term",
   log: "Log",
   config: "Config",

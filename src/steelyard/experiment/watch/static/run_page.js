@@ -160,7 +160,7 @@ export class RunPage {
       view.skipped.length === 0;
     for (const [kind, title] of Object.entries(RECORDS)) {
       const box = el("div", { class: "text" });
-      const details = this.section(kind, title, false, box);
+      const details = this.section(`text-${kind}`, title, false, box);
       const record = { kind, box, details, loaded: 0 };
       details.addEventListener("toggle", () => this.refresh(record, view.name));
       this.records.push(record);
