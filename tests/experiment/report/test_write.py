@@ -37,6 +37,12 @@ def test_an_older_report_is_replaced_and_its_folder_is_made(run: Path) -> None:
     assert [each.name for each in target.parent.iterdir()] == ["report.html"]
 
 
+def test_a_target_below_a_file_is_an_error(run: Path) -> None:
+    (run.parent / "file").touch()
+    with pytest.raises(RunError, match=r"the report cannot be written to .*report\.html"):
+        write_report([run], run.parent / "file" / "report.html")
+
+
 def test_a_target_that_cannot_be_written_is_an_error(run: Path) -> None:
     (run.parent / "taken").mkdir()
     with pytest.raises(RunError, match=r"the report cannot be written to .*taken"):

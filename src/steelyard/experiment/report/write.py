@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ def write_report(runs: Sequence[Path | str], target: Path | str) -> Path:
         temporary.write_text(html, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that cannot be written holds none
+            temporary.unlink()
         raise RunError(f"the report cannot be written to {path}: {error}.") from error
     return path
