@@ -100,11 +100,11 @@ class RunFolder:
     def discard_start(self) -> None:
         """Delete the files of a run that failed before its first step, so that it can start again.
 
-        The log stays, and what is not of the run.
+        The log stays, the answers, which may show why it failed, and what is not of the run.
         """
         if self.metrics_file.is_file() and self.metrics_file.stat().st_size:
             return
-        records = (self._data, self._drivers, self._rollouts, self._samples, self.metrics_file)
+        records = (self._data, self._drivers, self._samples, self.metrics_file)
         for path in (*records, self._config):
             path.unlink(missing_ok=True)
 

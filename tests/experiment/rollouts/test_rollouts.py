@@ -149,6 +149,7 @@ def test_a_step_without_any_reward_is_an_error(tmp_path: Path) -> None:
     config = small_rollouts(tmp_path, "rollouts.held_out=0", rewards=[own(always_fails)])
     with pytest.raises(RunError, match=r"step 0 must have 2 answers with rewards, and none has"):
         train(config, tmp_path / "run")
+    assert len(rollouts_of(tmp_path / "run")) == 8, "the message points to them"
 
 
 def test_a_reward_may_fail_the_run(tmp_path: Path) -> None:
