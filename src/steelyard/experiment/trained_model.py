@@ -223,7 +223,7 @@ def check_base_model(run: RunFolder, config: ModelConfig) -> None:
         RunError: it is gone.
     """
     try:
-        check_model(config)
+        check_model(config.model_copy(update={"device": None}))  # it may be opened on another one
     except ConfigError as error:
         raise RunError(
             f"{run.path} was trained on the model {config.base_model!r}, and it is not there any "

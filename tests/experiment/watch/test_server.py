@@ -34,6 +34,7 @@ def test_a_url_for_one_use(runs: Path) -> None:
 
 def test_a_stream_gets_rows_and_ends_when_the_server_stops(runs: Path) -> None:
     client = httpx.Client(timeout=60, follow_redirects=True)
+    before = set(threading.enumerate())
     ended = threading.Event()
     kinds = []
 
@@ -60,7 +61,8 @@ def test_a_stream_gets_rows_and_ends_when_the_server_stops(runs: Path) -> None:
     assert ended.is_set()
     assert "event: runs" in kinds
     client.close()
-    assert "steelyard-watch" not in {thread.name for thread in threading.enumerate()}
+    begun = set(threading.enumerate()) - before
+    assert "steelyard-watch" not in {thread.name for thread in begun}
 
 
 def test_a_port_in_use(runs: Path) -> None:
