@@ -259,3 +259,20 @@ def test_all_terms_are_compared_with_respect_to_the_parameters() -> None:
     for mine, theirs in zip(output.gradients, plain.gradients, strict=True):
         assert torch.equal(mine, theirs)
     assert plain.grad_space == "logprobs"
+
+
+def test_a_gradient_that_is_not_finite_reaches_the_parameters_if_it_is_not_checked() -> None:
+    given = {"parameters": {"w": torch.tensor([5.0, 7.0])}}
+    spec = RegularizerSpec(lambda d, lps: lps[0].sum() * float("inf"), 1.0, "inf")
+    logprobs = [torch.tensor([-1.0, -2.0]), torch.tensor([-4.0])]
+    for checked in (True, False):
+        pipeline = Pipeline(
+            lambda d, lps: -torch.cat(lps).sum(), [spec], track_grad_norms=True, gives=given,
+            check_finite=checked,
+        )  # fmt: skip
+        if checked:
+            with pytest.raises(NonFiniteError, match="'inf'"):
+                pipeline.compute([], logprobs, given=given, to_parameters=linear_model)
+        else:
+            output = pipeline.compute([], logprobs, given=given, to_parameters=linear_model)
+            assert not math.isfinite(output.regularizers["inf"].grad_norm or 0.0)
