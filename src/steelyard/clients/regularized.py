@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,16 +15,15 @@ from steelyard.clients import state_io
 from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
 from steelyard.clients.one_pass import Explanation, OnePass, TwoPassCall
 from steelyard.clients.step_progress import StepProgress
+from steelyard.clients.term_settings import TermSettings
 from steelyard.clients.term_states import TermStates
 from steelyard.composition import (
-    Aggregator,
     NamedBaseLoss,
     Pipeline,
     ToParameters,
     loss_names,
 )
 from steelyard.errors import InputError, SpecError, StateError
-from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
 from steelyard.spec import ComposedLoss, Regularizer, RegularizerSpec, TermFn, is_whole, split_loss
 
@@ -33,27 +32,6 @@ _ATTACHED_AS = "steelyard"
 _LOSS = "elementwise_loss"  # of each token, among the outputs of a datum
 
 TermLike = RegularizerSpec | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class TermSettings:
-    """Settings of a pipeline, by the names of its arguments, and two of the client's.
-
-    Attributes:
-        grad_space: what gradients are compared with respect to.
-        measure_progress: measure what every so many steps did to the terms; 0: none.
-    """
-
-    track_grad_norms: bool
-    parallel: bool
-    timeout: float
-    max_concurrency: int | None
-    check_finite: bool
-    workers: Workers | None
-    aggregate: Aggregator
-    track_every: int = 1
-    grad_space: str = "logprobs"
-    measure_progress: int = 0
 
 
 class RegularizedClient:
@@ -207,15 +185,13 @@ class RegularizedClient:
             InputError: the data break a rule.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
-        regularizers = list(regularizers)
-        if isinstance(loss_fn, ComposedLoss):
-            loss_fn, regularizers = split_loss(loss_fn, regularizers)
-        if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
+        terms = list(regularizers)
+        if _is_traced(loss_fn, [*self.regularizers, *terms]):
             return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
         pipeline, settings = self._update_pipeline(
             loss_fn,
-            regularizers,
+            terms,
             track_grad_norms=track_grad_norms,
             parallel=parallel,
             timeout=timeout,
@@ -256,15 +232,13 @@ class RegularizedClient:
 
         If the caller is cancelled before the backward pass is submitted, none is.
         """
-        regularizers = list(regularizers)
-        if isinstance(loss_fn, ComposedLoss):
-            loss_fn, regularizers = split_loss(loss_fn, regularizers)
-        if _is_traced(loss_fn, [*self.regularizers, *regularizers]):
+        terms = list(regularizers)
+        if _is_traced(loss_fn, [*self.regularizers, *terms]):
             return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
         pipeline, settings = self._update_pipeline(
             loss_fn,
-            regularizers,
+            terms,
             track_grad_norms=track_grad_norms,
             parallel=parallel,
             timeout=timeout,
@@ -446,6 +420,8 @@ class RegularizedClient:
             regularizers: of this call.
             asked: fields of `TermSettings`; None is the client's own.
         """
+        if isinstance(loss_fn, ComposedLoss):
+            loss_fn, regularizers = split_loss(loss_fn, regularizers)
         given = [self._to_spec(regularizer) for regularizer in regularizers]
         specs = [*self.regularizers, *given]
         changes: Any = {key: value for key, value in asked.items() if value is not None}
@@ -465,7 +441,7 @@ class RegularizedClient:
         settings: TermSettings,
         after: Pipeline | None,
     ) -> Pipeline:
-        _check_settings(settings)
+        settings.check()
         gives = getattr(self.client, "gives", ())
         if settings.grad_space == "parameters" and "parameters" not in gives:
             raise SpecError(
@@ -498,18 +474,6 @@ class RegularizedClient:
             return replace(spec, fn=built[2])
         self._built_terms[spec.name] = (fn, options, spec.fn)
         return spec
-
-
-def _check_settings(settings: TermSettings) -> None:
-    """Check the settings that are the client's own; a pipeline checks the others."""
-    if not is_whole(settings.measure_progress, at_least=0):
-        raise SpecError(
-            f"measure_progress must be a whole number >= 0, got {settings.measure_progress!r}."
-        )
-    if settings.grad_space not in ("logprobs", "parameters"):
-        raise SpecError(
-            f"grad_space must be 'logprobs' or 'parameters', got {settings.grad_space!r}."
-        )
 
 
 def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:
@@ -575,6 +539,8 @@ def _is_traced(loss_fn: Any, regularizers: Iterable[Any]) -> bool:
     Raises:
         SpecError: it is, and there are regularizers.
     """
+    if isinstance(loss_fn, ComposedLoss):
+        loss_fn, regularizers = split_loss(loss_fn, regularizers)
     traced = hasattr(loss_fn, "graph") and hasattr(loss_fn, "loss_id")
     if traced and regularizers:
         raise SpecError(

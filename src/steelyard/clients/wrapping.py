@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from steelyard.clients.one_pass import OnePass, ServerSide
-from steelyard.clients.regularized import RegularizedClient, TermLike, TermSettings
+from steelyard.clients.regularized import RegularizedClient, TermLike
+from steelyard.clients.term_settings import TermSettings
 from steelyard.composition import AggregatorLike, aggregator_of
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers

@@ -30,7 +30,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
-class Completion:
+class SampledText:
     """One answer to a prompt.
 
     Attributes:
@@ -123,7 +123,7 @@ class TrainedModel:
         *,
         count: int = 1,
         base: bool = False,
-    ) -> list[list[Completion]]:
+    ) -> list[list[SampledText]]:
         """Sample `count` answers to each prompt, from the trained model or from the base model.
 
         Raises:
@@ -133,7 +133,7 @@ class TrainedModel:
         requests = [(self.encode(prompt), count, params) for prompt in prompts]
         with convert_tinker_errors("sample from the checkpoint"):
             groups = sample_from(self._sampling(base=base), requests)
-        return [[self._completion(sequence) for sequence in group] for group in groups]
+        return [[self._sampled_text(sequence) for sequence in group] for group in groups]
 
     def stream(
         self, prompt: types.ModelInput, params: types.SamplingParams, *, base: bool = False
@@ -149,7 +149,7 @@ class TrainedModel:
             return self._decode(sampling.stream(prompt, params))
         with convert_tinker_errors("sample from the checkpoint"):
             ((sequence,),) = sample_from(sampling, [(prompt, 1, params)])
-        return iter([self._completion(sequence).text])
+        return iter([self._sampled_text(sequence).text])
 
     def _sampling(self, *, base: bool) -> Any:
         return self._base_sampling if base else self._trained_sampling
@@ -162,9 +162,9 @@ class TrainedModel:
     def _base_sampling(self) -> Any:
         return self.backend.service.create_sampling_client(base_model=self.config.model.base_model)
 
-    def _completion(self, sequence: types.SampledSequence) -> Completion:
+    def _sampled_text(self, sequence: types.SampledSequence) -> SampledText:
         text = self._text(sequence.tokens)
-        return Completion(text, sequence.stop_reason, len(sequence.tokens))
+        return SampledText(text, sequence.stop_reason, len(sequence.tokens))
 
     def _text(self, tokens: Sequence[int]) -> str:
         text: str = self.backend.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -2,8 +2,8 @@
 
 `prompts` reads the prompts, `answers` samples a group of answers for each, `steelyard.experiment.
 rewards` scores them, `advantages` compares the rewards within a group, `answer_data` makes training
-data of it, and `rollout_metrics` and `rollout_records` describe it. `rollouts` combines these into
-the data source of a run.
+data of it, and `rollout_metrics` describes it. `rollouts` combines these into the data source of a
+run.
 """
 
 from steelyard.experiment.rollouts.rollouts import Rollouts, check_prompts, open_rollouts
