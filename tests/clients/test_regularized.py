@@ -372,8 +372,6 @@ def test_a_traced_loss_passes_through(remote: Answered) -> None:
     assert asyncio.run(main()).metrics == output.metrics
     with pytest.raises(SpecError, match=r"a traced loss runs as a whole.*'traced'"):
         client.forward_backward_custom(data, handle, regularizers=[spec()])
-    with pytest.raises(SpecError, match=r"a traced loss runs as a whole.*'traced'"):
-        client.forward_backward_custom(data, handle + 0.1 * spec())
 
 
 def test_telemetry_events_have_the_model_id(either: Any) -> None:

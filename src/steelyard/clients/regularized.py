@@ -539,8 +539,6 @@ def _is_traced(loss_fn: Any, regularizers: Iterable[Any]) -> bool:
     Raises:
         SpecError: it is, and there are regularizers.
     """
-    if isinstance(loss_fn, ComposedLoss):
-        loss_fn, regularizers = split_loss(loss_fn, regularizers)
     traced = hasattr(loss_fn, "graph") and hasattr(loss_fn, "loss_id")
     if traced and regularizers:
         raise SpecError(
