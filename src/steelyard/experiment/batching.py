@@ -15,7 +15,7 @@ from tinker import types
 
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.build_terms import Terms
-from steelyard.experiment.config import TrainConfig
+from steelyard.experiment.config_train import TrainConfig
 from steelyard.experiment.data_source import StepData, TrainingBatch
 from steelyard.experiment.held_out import evaluate_held_out
 
@@ -39,6 +39,11 @@ def batch(step: int, size: int, count: int, seed: int) -> list[int]:
     positions = range(step * size, (step + 1) * size)
     orders = {epoch: _order(epoch, count, seed) for epoch in {at // count for at in positions}}
     return [orders[at // count][at % count] for at in positions]
+
+
+def lines_per_step(settings: TrainConfig) -> int:
+    """Number of lines before each optimizer step."""
+    return settings.batch_size * settings.gradient_accumulation_steps
 
 
 def split(items: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list[T]]:
@@ -75,7 +80,7 @@ class FixedData:
     def step_data(self, step: int) -> StepData:
         """One batch of the lines of this step."""
         settings = self.settings
-        chosen = batch(step, settings.batch_size, len(self.dataset.train), settings.seed)
+        chosen = batch(step, lines_per_step(settings), len(self.dataset.train), settings.seed)
         return StepData([self.batch(chosen)])
 
     def batch(self, indices: Sequence[int]) -> TrainingBatch:

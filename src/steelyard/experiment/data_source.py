@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 from tinker import types
+
+_SECOND_OF_PAIR = "rejected"
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,24 @@ class TrainingBatch:
             return f"line {line} of {self.file}" + (f" ({part!r})" if part else "")
 
         return re.sub(r"\bdatum (\d+)\b", name, text)
+
+    def split(self, parts: int) -> list[TrainingBatch]:
+        """Divide the data into consecutive batches of nearly equal size; pairs stay together.
+
+        There are fewer than `parts` if there are fewer data or pairs.
+
+        Example:
+            >>> batch = TrainingBatch(list("abcde"), "train.jsonl", [(n, "") for n in range(5)])
+            >>> [part.data for part in batch.split(2)]
+            [['a', 'b', 'c'], ['d', 'e']]
+        """
+        starts = [at for at, (_, part) in enumerate(self.origins) if part != _SECOND_OF_PAIR]
+        cuts = np.array_split(starts, min(parts, len(starts)))
+        firsts = [int(cut[0]) for cut in cuts]
+        return [
+            TrainingBatch(self.data[begin:end], self.file, self.origins[begin:end])
+            for begin, end in pairwise([*firsts, len(self.data)])
+        ]
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import random
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -23,23 +23,24 @@ from tinker import types
 
 from steelyard.errors import SteelyardError, TermError
 from steelyard.experiment import checkpointing
+from steelyard.experiment.accumulation import call_shares
 from steelyard.experiment.backend import Backend, Status, check_model, open_backend
 from steelyard.experiment.batching import FixedData
 from steelyard.experiment.build_terms import Terms, build_terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
-from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.data_source import DataSource, TrainingBatch
 from steelyard.experiment.dataset import DataFiles, load_dataset
 from steelyard.experiment.driver_records import driver_records
 from steelyard.experiment.held_out import failures
+from steelyard.experiment.learning_rate import learning_rate_of
 from steelyard.experiment.rollouts import open_rollouts
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.start_checks import check_start
 from steelyard.experiment.step_metrics import mean_metrics, skip_reasons
-from steelyard.output import CustomLossOutput
+from steelyard.output import CustomLossOutput, accumulated
 from steelyard.spec import BASE, Schedule, raised_at
 
 # By default a tenth of the run lies between records of drivers, and at least so many steps: enough
@@ -246,13 +247,16 @@ class _TrainingRun:
         if step == 0 and settings.steps > 1:  # before any update: the base model's own loss
             held_out = self._evaluate(source, step)
         found = source.step_data(step)
+        training = time.perf_counter()
         trained = [self._train_on(backend, batch, step) for batch in found.batches]
+        training = time.perf_counter() - training
         if self._evaluation_due(step):
             held_out = self._evaluate(source, step)
         return {
             "step": step,
             "time": started,
             "seconds": time.perf_counter() - clock,
+            "tokens_per_second": _count_tokens(found.batches) / training,
             **(trained[0] if len(trained) == 1 else mean_metrics(trained)),
             **found.metrics,
             **held_out,
@@ -260,9 +264,41 @@ class _TrainingRun:
 
     def _train_on(self, backend: Backend, batch: TrainingBatch, step: int) -> dict[str, Any]:
         """Make one optimizer step, and return its metrics."""
-        settings, client = self.config.train, backend.client
+        parts, client = self.config.train.gradient_accumulation_steps, backend.client
+        calls = batch.split(parts) if parts > 1 else [batch]
+        if len(calls) == 1:
+            output = self._backward(backend, batch, step)
+        else:
+            shares = call_shares(self.terms, [call.data for call in calls])
+            outputs = [
+                self._backward(backend, call, step, share)
+                for call, share in zip(calls, shares, strict=True)
+            ]
+            output = accumulated(outputs, shares)
+        if self._drivers_due(step):
+            self.run.append_drivers(driver_records(output, step, batch, backend.tokenizer))
+        adam = self._adam(step)
+        optim = client.optim_step(adam).result()
+        return {
+            **output.metrics,
+            **space_metrics(output),
+            **progress_metrics(client.progress()),
+            **(skip_reasons(output.skipped) if output.skipped else {}),
+            **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
+            "optim/learning_rate": adam.learning_rate,
+        }
+
+    def _backward(
+        self,
+        backend: Backend,
+        batch: TrainingBatch,
+        step: int,
+        shares: Mapping[str, float] | None = None,
+    ) -> CustomLossOutput:
+        """Accumulate the gradient of one batch; report terms that are skipped."""
+        settings = self.config.train
         try:
-            output = client.forward_backward_custom(
+            output: CustomLossOutput = backend.client.forward_backward_custom(
                 batch.data,
                 self.terms.loss,
                 regularizers=self.terms.specs,
@@ -272,29 +308,21 @@ class _TrainingRun:
                 track_every=settings.track_every,
                 measure_progress=settings.measure_progress,
                 step=step,
+                shares=shares,
             ).result()
         except TermError as error:
             error.args = (batch.name_lines(str(error)),)
             raise
+        if not output.skipped:
+            return output
         skipped = {name: batch.name_lines(reason) for name, reason in output.skipped.items()}
         for name, reason in skipped.items():
             self._say(f"step {step}: {name} was skipped: {reason}")
-        if self._drivers_due(step):
-            self.run.append_drivers(driver_records(output, step, batch, backend.tokenizer))
-        adam = self._adam(step)
-        optim = client.optim_step(adam).result()
-        return {
-            **output.metrics,
-            **space_metrics(output),
-            **progress_metrics(client.progress()),
-            **(skip_reasons(skipped) if skipped else {}),
-            **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
-            "optim/learning_rate": adam.learning_rate,
-        }
+        return replace(output, skipped=skipped)
 
     @cached_property
     def _learning_rate(self) -> float | Schedule:
-        return schedule_of(self.config.train.learning_rate)
+        return learning_rate_of(self.config.train)
 
     def _adam(self, step: int) -> types.AdamParams:
         settings = self.config.train
@@ -383,6 +411,10 @@ def progress_metrics(progress: Mapping[str, float]) -> dict[str, float]:
 def _outcome(run: RunFolder, status: Literal["done", "interrupted"]) -> Outcome:
     lines = run.metrics()
     return Outcome(status, run.path, len(lines), lines[-1] if lines else {})
+
+
+def _count_tokens(batches: Sequence[TrainingBatch]) -> int:
+    return sum(datum.model_input.length for batch in batches for datum in batch.data)
 
 
 def _seed(seed: int, step: int) -> None:
