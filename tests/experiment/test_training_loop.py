@@ -13,7 +13,7 @@ import pytest
 from steelyard import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from steelyard.errors import ConfigError, InputError, RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
-from steelyard.experiment.training_loop import space_metrics
+from steelyard.experiment.training_steps import space_metrics
 
 from .small_runs import (
     DRIFT,

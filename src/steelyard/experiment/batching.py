@@ -6,7 +6,7 @@ with the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from steelyard.experiment.backend import Backend
 from steelyard.experiment.build_terms import Terms
 from steelyard.experiment.config_train import TrainConfig
 from steelyard.experiment.data_source import StepData, TrainingBatch
+from steelyard.experiment.encoding import EncodedRecord
 from steelyard.experiment.held_out import evaluate_held_out
 
 if TYPE_CHECKING:
@@ -103,6 +104,16 @@ class FixedData:
             self.settings.timeout,
             batch=self.settings.batch_size * len(self.dataset.train[0]),  # as in a training step
         )
+
+    def held_out_data(self) -> Sequence[types.Datum]:
+        """Data of the held-out lines."""
+        return self.dataset.held_out
+
+    def held_out_records(self) -> Sequence[Mapping[str, Any]]:
+        """Held-out lines; one for both data of a pair."""
+        data = self.dataset.held_out
+        records = [datum.record for datum in data if isinstance(datum, EncodedRecord)]
+        return records[:: len(self.dataset.train[0])]
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data."""

@@ -13,6 +13,7 @@ from steelyard.experiment.build_parts import MAX_CHECKED_STEPS, import_modules, 
 from steelyard.experiment.config import Config, TermConfig
 from steelyard.experiment.config_secrets import resolve_secrets
 from steelyard.experiment.config_weights import fields_of, range_of
+from steelyard.experiment.evaluations import EvaluationFunction, build_evaluations
 from steelyard.experiment.rewards import Reward, build_rewards
 from steelyard.spec import RegularizerSpec, build
 
@@ -24,12 +25,18 @@ _REFERENCE = "reference_logprobs"
 
 @dataclass(frozen=True)
 class Terms:
-    """The base loss, the regularizers and the rewards of a run, and the aggregator."""
+    """The base loss, the regularizers, rewards and evaluations of a run, and the aggregator."""
 
     loss: Any  # a TermFn or a Regularizer
     specs: tuple[RegularizerSpec, ...]
     rewards: tuple[Reward, ...] = ()
     aggregator: Aggregator = field(default_factory=WeightedSum)
+    evaluations: tuple[EvaluationFunction, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the regularizers."""
+        return [spec.name for spec in self.specs]
 
     @property
     def reads_reference(self) -> bool:
@@ -67,12 +74,13 @@ def build_terms(config: Config) -> Terms:
     for number, entry in enumerate(config.regularizers, 1):
         location = f"[[regularizers]] #{number}"
         spec = locate_errors(location, functools.partial(_spec, entry))
-        locate_errors(location, functools.partial(_check_schedule, spec, config.train.steps))
+        locate_errors(location, functools.partial(check_schedule, spec, config.train.steps))
         specs.append(spec)
     # The pipeline's constructor checks the terms together: unique names, available extra inputs.
     gives = EXTRA_INPUTS[config.model.backend]
     locate_errors("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
-    return Terms(loss, tuple(specs), build_rewards(config), aggregator)
+    evaluations = build_evaluations(config)
+    return Terms(loss, tuple(specs), build_rewards(config), aggregator, evaluations)
 
 
 def _loss(config: Config) -> Any:
@@ -100,9 +108,12 @@ def _spec(entry: TermConfig) -> RegularizerSpec:
     return RegularizerSpec.from_dict({**fields, "options": resolve_secrets(entry.options)})
 
 
-def _check_schedule(spec: RegularizerSpec, steps: int) -> None:
-    # Both raise for a schedule that yields no valid number; a run of hours should not end with
-    # that.
+def check_schedule(spec: RegularizerSpec, steps: int) -> None:
+    """Check the weight or the bound of a spec at every step: a run of hours should not end there.
+
+    Raises:
+        SpecError: a schedule yields no valid number.
+    """
     if any(callable(each) for each in (spec.weight, spec.at_most, spec.at_least)):
         for step in range(min(steps, MAX_CHECKED_STEPS)):
             spec.weight_at(step)

@@ -57,13 +57,10 @@ def _metric_table(value: Any) -> Any:
 class EvaluationConfig(Table):
     """One evaluation function."""
 
-    use: str = Field(min_length=1, description="'package.module:attr', or a registered name")
+    use: str = Field(min_length=1, description="'package.module:attr'")
     name: str = Field(default="", description="unique; that of the function if empty")
     options: Options = Field(
         default={}, description=f"arguments of the function; {REFERENCE_FORMS}"
-    )
-    timeout: float | None = Field(
-        default=None, gt=0, description="maximum seconds of one call; None: no limit"
     )
     on_error: Literal["raise", "skip"] = "raise"
 

@@ -90,5 +90,11 @@ class DataSource(Protocol):
     def evaluate(self, step: int) -> dict[str, Any]:
         """Metrics `held_out/...` of the current weights; empty if nothing is held out."""
 
+    def held_out_data(self) -> Sequence[types.Datum]:
+        """Held-out data; none if the answers are sampled."""
+
+    def held_out_records(self) -> Sequence[Mapping[str, Any]]:
+        """Held-out lines of the file."""
+
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""

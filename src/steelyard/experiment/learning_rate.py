@@ -26,11 +26,10 @@ def learning_rate_of(train: TrainConfig) -> float | Schedule:
     if callable(peak) or (not train.warmup_steps and train.decay == "none"):
         return peak
     steps, end = train.steps - train.warmup_steps, peak * train.decay_to
-    after = {
-        "none": lambda: schedules.constant(peak),
-        "linear": lambda: schedules.linear(peak, end, steps),
-        "cosine": lambda: schedules.cosine(peak, end, steps),
-    }[train.decay]()
+    after: Schedule = schedules.constant(peak)
+    if train.decay != "none":
+        decay = schedules.linear if train.decay == "linear" else schedules.cosine
+        after = decay(peak, end, steps)
     if not train.warmup_steps:
         return after
     return schedules.join(
