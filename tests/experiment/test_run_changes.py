@@ -257,7 +257,6 @@ def test_a_folder_that_is_not_writable_is_one_sentence(
 
     monkeypatch.setattr(run_state, "_LOCKS", stopped / "none")
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(Path, "touch", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(RunError) as caught:
         command(stopped)

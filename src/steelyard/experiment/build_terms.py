@@ -34,11 +34,6 @@ class Terms:
     evaluations: tuple[EvaluationFunction, ...] = ()
 
     @property
-    def names(self) -> list[str]:
-        """Names of the regularizers."""
-        return [spec.name for spec in self.specs]
-
-    @property
     def reads_reference(self) -> bool:
         """True if the loss or a regularizer reads `reference_logprobs`."""
         return self._any_has("reference")

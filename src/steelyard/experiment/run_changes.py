@@ -26,7 +26,6 @@ from steelyard.experiment.run_settings import (
     changed_terms,
     current_settings,
     parse_settings,
-    term_names,
 )
 from steelyard.experiment.run_state import is_locked
 from steelyard.experiment.secrets import redact
@@ -50,12 +49,11 @@ def request_settings(
     """
     run = _unfinished(folder)
     wanted = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings)
-    config = run.config()
-    names = term_names(config)
     # Together with what was asked for before: a bound may need the scale of an earlier one.
-    changed_config(current_config(run, config), names, wanted)
+    changed_config(current_config(run), wanted)
     if wanted:
-        _append(run.requests, {"time": time.time(), "set": wanted})
+        line = json.dumps(redact({"time": time.time(), "set": wanted}))
+        _write(run.requests, f"{line}\n".encode())
     return wanted, is_locked(run.path) is not False
 
 
@@ -66,15 +64,19 @@ def describe_settings(folder: str | Path) -> dict[str, Any]:
         RunError: the folder holds no run.
     """
     run = RunFolder(folder)
-    return current_settings(current_config(run, run.config()))
+    return current_settings(current_config(run))
 
 
-def current_config(run: RunFolder, config: Config) -> Config:
-    """Config of a run with all changes that were asked for; those that are invalid are left out."""
-    names = term_names(config)
+def current_config(run: RunFolder) -> Config:
+    """Config of a run with all changes that were asked for; those that are invalid are left out.
+
+    Raises:
+        RunError: the folder holds no run.
+    """
+    config = run.config()
     for settings in _complete_requests(run.requests, 0)[0]:
         try:
-            config = changed_config(config, names, settings)
+            config = changed_config(config, settings)
         except ValueError:  # the run refuses it too
             continue
     return config
@@ -92,10 +94,7 @@ def pause_run(folder: str | Path) -> None:
             f"{run.path} must be a run that is going on, and no process trains it: go on with "
             f"'steelyard resume {run.path}'."
         )
-    try:
-        run.paused.touch()
-    except OSError as error:
-        raise _not_writable(run.path, error) from error
+    _write(run.paused, b"")
 
 
 def continue_run(folder: str | Path) -> bool:
@@ -148,7 +147,7 @@ class ChangeLog:
         self._recorded = self._recorded[len(due) :]
         self.repeated = self._recorded[0]["step"] if self._recorded else None
         for settings in (each for record in due for each in record["set"]):
-            config = changed_config(config, terms.names, settings)
+            config = changed_config(config, settings)
             terms = changed_terms(terms, config)
         if self._recorded:
             return config, terms
@@ -157,7 +156,7 @@ class ChangeLog:
         for settings in requests:
             shown = ", ".join(f"{key} = {value}" for key, value in settings.items())
             try:
-                changed = changed_config(config, terms.names, settings)
+                changed = changed_config(config, settings)
                 config, terms = changed, changed_terms(terms, changed)
             except SteelyardError as error:
                 say(f"step {step}: {shown} was refused: {error}")
@@ -181,12 +180,12 @@ def _unfinished(folder: str | Path) -> RunFolder:
     return run
 
 
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    """Append a line in one write, so that those of several processes do not mix."""
+def _write(path: Path, content: bytes) -> None:
+    """Append to a file in one write, so that lines of several processes do not mix."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            os.write(file, f"{json.dumps(redact(line))}\n".encode())
+            os.write(file, content)
             os.fsync(file)
         finally:
             os.close(file)

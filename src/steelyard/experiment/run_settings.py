@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from steelyard.errors import ConfigError, SteelyardError
-from steelyard.experiment.build_parts import import_modules
 from steelyard.experiment.build_terms import Terms, check_schedule
 from steelyard.experiment.config import Config, TermConfig
 from steelyard.experiment.config_errors import format_errors
@@ -25,8 +24,11 @@ _NO_WEIGHT = {"weight": None, "at_most": None, "at_least": None, "scale": None}
 
 
 def term_names(config: Config) -> list[str]:
-    """Name of each regularizer of a config, without building it."""
-    return [entry.name or _own_name(config, entry) or entry.use for entry in config.regularizers]
+    """Name of each regularizer of a config; its `use` if it has none there and is not built in.
+
+    No module of the user is imported for that: whoever changes a run need not trust its config.
+    """
+    return [entry.name or _own_name(entry.use) or entry.use for entry in config.regularizers]
 
 
 def parse_settings(assignments: Iterable[str]) -> dict[str, Any]:
@@ -48,19 +50,18 @@ def parse_settings(assignments: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
-def changed_config(config: Config, names: Sequence[str], settings: Mapping[str, Any]) -> Config:
+def changed_config(config: Config, settings: Mapping[str, Any]) -> Config:
     """Copy of a config with other settings.
 
     Args:
         config: the config.
-        names: names of its regularizers.
         settings: new values by key: `learning_rate`, or `<term>.` with `weight`, `at_most`,
             `at_least` or `enabled`.
 
     Raises:
         ConfigError: a key is unknown, or a value breaks its rule.
     """
-    raw = config.model_dump(mode="json")
+    raw, names = config.model_dump(mode="json"), term_names(config)
     for key, value in settings.items():
         index, field = _find(key, names)
         if index is None:
@@ -137,10 +138,9 @@ def _find(key: str, names: Sequence[str]) -> tuple[int | None, str]:
     return names.index(name), field
 
 
-def _own_name(config: Config, entry: TermConfig) -> str:
+def _own_name(use: str) -> str:
     try:
-        import_modules(config)
-        name = getattr(lookup(entry.use), "name", "")
-    except SteelyardError:  # its module is not on this machine
+        name = "" if ":" in use else getattr(lookup(use), "name", "")
+    except SteelyardError:  # a name that the user's modules register
         return ""
     return name if isinstance(name, str) else ""
