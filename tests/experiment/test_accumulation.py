@@ -27,11 +27,11 @@ from .small_runs import (
     noise,
     small_config,
     small_rollouts,
+    stop_after,
     term,
     without_clock,
     write_data,
 )
-from .test_training_loop import stop_after
 
 UNEVEN = [{"prompt": "Count", "completion": f" {n} " * n} for n in range(1, 13)]
 HELD = {**KL, "weight": {"at_most": 1e-3}}

@@ -14,8 +14,7 @@ from steelyard.experiment.checkpointing import best_checkpoint, find_checkpoint
 from steelyard.experiment.config_train import StopConfig, TrainConfig
 from steelyard.experiment.run_goals import BestValue, RunGoals
 
-from .small_runs import Recorder, small_config, without_clock
-from .test_training_loop import stop_after
+from .small_runs import Recorder, small_config, stop_after, without_clock
 
 WAVE = [5.0, 3.0, 4.0, 2.0, 2.5, 2.25, 9.0, 9.0]
 

@@ -3,6 +3,9 @@
 import { el } from "./dom.js";
 
 const GOING = ["running", "paused"];
+const REFRESH_SECONDS = 3;
+
+const isSame = (one, other) => JSON.stringify(one) === JSON.stringify(other);
 
 async function post(action, body) {
   const response = await fetch(`/api/${action}`, {
@@ -31,12 +34,27 @@ export class RunControls {
     }
     if (this.name !== run.name) {
       this.name = run.name;
+      this.settings = {};
+      this.loaded = 0;
       this.build();
-      const settings = await this.loadSettings(run.name).catch(() => ({}));
-      if (this.name === run.name) this.fill(settings);
     }
     this.state = run.state;
     this.pause.textContent = run.state === "paused" ? "Continue" : "Pause";
+    await this.refresh();
+  }
+
+  // `steelyard set` may change the run too; what somebody has begun to write stays.
+  async refresh() {
+    if (Date.now() - this.loaded < REFRESH_SECONDS * 1000) return;
+    this.loaded = Date.now();
+    const name = this.name;
+    const settings = await this.loadSettings(name).catch(() => this.settings);
+    const isEdited = this.inputs.contains(document.activeElement) || this.hasChanges();
+    if (this.name === name && !isEdited && !isSame(settings, this.settings)) this.fill(settings);
+  }
+
+  hasChanges() {
+    return Object.keys(this.changed()).length > 0;
   }
 
   build() {
@@ -82,8 +100,7 @@ export class RunControls {
           value = input.value;
         }
       }
-      if (JSON.stringify(value) !== JSON.stringify(this.settings[input.name]))
-        found[input.name] = value;
+      if (!isSame(value, this.settings[input.name])) found[input.name] = value;
     }
     return found;
   }
@@ -91,7 +108,7 @@ export class RunControls {
   async send(event) {
     event.preventDefault();
     const settings = this.changed();
-    if (!Object.keys(settings).length) return this.say("Nothing was changed.");
+    if (!this.hasChanges()) return this.say("Nothing was changed.");
     await this.ask("set", { settings }, "Taken from the next step on.");
   }
 
