@@ -23,7 +23,17 @@ from steelyard.experiment import (
     train,
 )
 
-from .small_runs import DRIFT, KL, L2, Recorder, noise, small_config, term, without_clock
+from .small_runs import (
+    DRIFT,
+    KL,
+    L2,
+    Recorder,
+    noise,
+    small_config,
+    stop_after,
+    term,
+    without_clock,
+)
 
 TERMS = [L2, KL, DRIFT, term(noise)]
 
@@ -37,7 +47,8 @@ class Steering(Recorder):
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
         super().step(step, steps, metrics)
-        self.actions.get(step, lambda _: None)(self.folder)
+        if step in self.actions:
+            self.actions[step](self.folder)
 
 
 def ask(*settings: str) -> Callable[[Path], object]:
@@ -99,9 +110,8 @@ def test_a_resumed_run_repeats_the_changes_at_their_steps(folder: Path, checkpoi
 
 
 def test_a_change_of_a_stopped_run_holds_when_it_is_resumed(folder: Path) -> None:
-    calls: list[int] = []
     config = small_config(folder, "train.steps=4")
-    train(config, folder / "r", stop=lambda: calls.append(1) or len(calls) > 2)
+    train(config, folder / "r", stop=stop_after(2))
     taken, is_running = request_settings(folder / "r", ["l2.weight=0.7"])
     assert (taken, is_running) == ({"l2.weight": 0.7}, False)
     resume(folder / "r")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from steelyard.output.custom_loss import CustomLossOutput
@@ -11,7 +11,11 @@ from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput
 
 _BASE, _TOKENS = "base", "tokens"
 _ADDED = ("tokens", "_total", "_sum", "_count")  # ends of the names of metrics that are no means
-_REDUCTIONS = {"sum": math.fsum, "min": min, "max": max}
+_REDUCTIONS: Mapping[str, Callable[[list[float]], float]] = {
+    "sum": math.fsum,
+    "min": min,
+    "max": max,
+}
 
 
 def accumulated(

@@ -133,7 +133,7 @@ class RunIndex:
             return summary
         fresh = max(_FRESH_SECONDS, _FRESH_STEPS * summary.last.get("seconds", 0.0))
         running = inode_of(path / ".lock") in locked or time.time() < summary.updated + fresh
-        going = "paused" if (path / "paused").is_file() else "running"
+        going: State = "paused" if (path / "paused").is_file() else "running"
         return replace(summary, state=going if running else "stopped")
 
 
