@@ -30,7 +30,8 @@ pytest_collect_file = Sybil(
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say that the tests in a browser were left out, and how to get it."""
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not (browser and shutil.which("chromedriver")):
         terminalreporter.section("THE TESTS IN A BROWSER WERE LEFT OUT", red=True, bold=True)
         terminalreporter.line(
             "They need Chromium and its driver. On Debian, as root: "

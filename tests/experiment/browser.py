@@ -71,7 +71,8 @@ class Page:
 @contextmanager
 def chromium(profile: Path) -> Iterator[Chrome]:
     """Start the browser; without one, skip the test, or fail if `REQUIRE_BROWSER` is 1."""
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    binary = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
     if binary is None or driver is None:
         leave = pytest.fail if os.environ.get("REQUIRE_BROWSER") == "1" else pytest.skip
         leave("no Chromium with its driver on this machine")
