@@ -12,7 +12,7 @@ def test_a_plain_run_has_no_history(tmp_path: Path) -> None:
 
 def test_changes_the_best_checkpoint_and_an_early_stop_are_told(tmp_path: Path) -> None:
     change = {"step": 12, "set": [{"kl.weight": 0.2, "l2.enabled": False}], "requests": 9}
-    (tmp_path / "changes.jsonl").write_text(json.dumps(change) + "\n{\"step")
+    (tmp_path / "changes.jsonl").write_text(json.dumps(change) + '\n{"step')
     (tmp_path / "checkpoints").mkdir()
     best = {"step": 14, "metric": "held_out/loss", "value": 2.125}
     (tmp_path / "checkpoints" / "best.json").write_text(json.dumps(best))
