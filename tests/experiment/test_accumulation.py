@@ -127,7 +127,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(folder: Path) -> None:
 def datum(tokens: int, **fields: Any) -> types.Datum:
     return types.Datum(
         model_input=types.ModelInput.from_ints([1] * tokens),
-        loss_fn_inputs={"target_tokens": [2] * tokens, **fields},
+        loss_fn_inputs={"target_tokens": [2] * tokens, **fields},  # type: ignore[dict-item]  # lists
     )
 
 

@@ -31,7 +31,7 @@ def test_the_rates_are_those_of_the_hugging_face_trainer(decay: str, warmup: int
     """transformers 5: `get_scheduler`, stepped after each optimizer step."""
     ours = schedule(learning_rate=3e-4, steps=10, warmup_steps=warmup, decay=decay)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=3e-4)
-    theirs = get_scheduler(NAMES[decay], optimizer, warmup, 10)  # type: ignore[arg-type]
+    theirs = get_scheduler(NAMES[decay], optimizer, warmup, 10)
     for step in range(10):
         assert ours(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-18)
         optimizer.step()

@@ -74,6 +74,14 @@ def test_a_run_stops_when_its_metric_has_not_improved(folder: Path) -> None:
     assert find_checkpoint(RunFolder(folder / "r")).step == 6
 
 
+def test_a_run_that_reaches_its_last_step_has_not_stopped_early(folder: Path) -> None:
+    recorder = Recorder()
+    config = small_config(folder, *EVERY, STOP, "train.steps=6")
+    assert train(config, folder / "r", watch=recorder).steps == 6
+    assert "stopped_early" not in (RunFolder(folder / "r").result() or {})
+    assert not any("stopped early" in message for message in recorder.messages)
+
+
 def test_the_last_step_of_a_run_that_stops_early_has_held_out_values(folder: Path) -> None:
     stop = "train.stop_early={ metric = 'optim/learning_rate', mode = 'max', patience = 2 }"
     train(small_config(folder, "train.steps=8", stop), folder / "r")
@@ -124,14 +132,15 @@ def test_a_metric_that_no_step_has_is_an_error_of_the_first(
 ) -> None:
     stop = f"train.stop_early={{ metric = '{metric}', mode = 'min' }}"
     with pytest.raises(RunError) as caught:
-        train(small_config(folder, stop), folder / "r")
+        train(small_config(folder, stop, "train.evaluate_every=1"), folder / "r")
     assert str(caught.value).endswith(f"and the first step has no {metric!r}{hint}")
     assert not RunFolder(folder / "r").holds_run  # it can start again there
 
 
 def test_an_unknown_evaluation_is_an_error_before_the_model_is_loaded(folder: Path) -> None:
     recorder = Recorder()
-    config = small_config(folder, WAVE_ENTRY, "train.keep_best={ metric='eval/wav', mode='max' }")
+    best = "train.keep_best={ metric='eval/wav', mode='max' }"
+    config = small_config(folder, WAVE_ENTRY, "train.evaluate_every=1", best)
     with pytest.raises(ConfigError) as caught:
         train(config, folder / "r", watch=recorder)
     assert str(caught.value) == (
@@ -143,7 +152,8 @@ def test_an_unknown_evaluation_is_an_error_before_the_model_is_loaded(folder: Pa
 
 
 def test_without_held_out_data_the_error_says_so(folder: Path) -> None:
-    config = small_config(folder, "data.held_out=0", "train.stop_early=held_out/loss")
+    stop = ("train.evaluate_every=1", "train.stop_early=held_out/loss")
+    config = small_config(folder, "data.held_out=0", *stop)
     with pytest.raises(RunError, match=r"Nothing is held out in this run: see data\.held_out\."):
         train(config, folder / "r")
 
@@ -153,7 +163,8 @@ def test_whether_lower_is_better_must_be_known(folder: Path) -> None:
         ConfigError, match="must have mode = 'min' or 'max' for the metric 'eval/a'"
     ):
         small_config(folder, "train.stop_early=eval/a")
-    config = small_config(folder, "train.stop_early=held_out/reward", "train.keep_best=loss_total")
+    stop = ("train.evaluate_every=1", "train.stop_early=held_out/reward")
+    config = small_config(folder, *stop, "train.keep_best=loss_total")
     assert config.train.stop_early is not None
     assert config.train.stop_early.mode == "max"
     assert config.train.keep_best is not None
@@ -165,3 +176,10 @@ def test_a_run_without_keep_best_has_no_best_checkpoint(folder: Path) -> None:
     assert best_checkpoint(RunFolder(folder / "r")) is None
     with pytest.raises(RunError, match="must have a best checkpoint, and it has none"):
         open_trained_model(folder / "r", "best")
+
+
+@pytest.mark.parametrize("key", ["stop_early", "keep_best"])
+def test_a_metric_of_evaluations_needs_evaluations(folder: Path, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small_config(folder, f"train.{key}=held_out/loss")
+    assert str(caught.value).startswith(f"[train] must have evaluate_every with {key}: its metric")

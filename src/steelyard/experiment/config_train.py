@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from steelyard.experiment.config_types import REFERENCE_FORMS, Options, Rate, Table
 
 _LOWER, _HIGHER = ("loss", "nll", "perplexity"), ("held_out/reward", "rewards/", "rollouts/reward")
+# Metrics of evaluations: measured before the update at step 0, and after it at all other steps.
+EVALUATED = ("held_out/", "eval/")
 
 
 class _Metric(Table):
@@ -141,7 +143,7 @@ class TrainConfig(Table):
     timeout: float = Field(default=30.0, gt=0, le=300, description="maximum seconds of one term")
 
     @model_validator(mode="after")
-    def _check_rate_forms(self) -> Self:
+    def _check_learning_rate(self) -> Self:
         if isinstance(self.learning_rate, dict) and (self.warmup_steps or self.decay != "none"):
             raise ValueError(
                 "must have a number as learning_rate for warmup_steps and decay, got a schedule: "
@@ -152,4 +154,15 @@ class TrainConfig(Table):
                 f"must have at most train.steps = {self.steps} as warmup_steps, got "
                 f"{self.warmup_steps}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_goals(self) -> Self:
+        for key, goal in (("stop_early", self.stop_early), ("keep_best", self.keep_best)):
+            is_rare = goal is not None and goal.metric.startswith(EVALUATED)
+            if is_rare and not self.evaluate_every and self.steps > 1:
+                raise ValueError(
+                    f"must have evaluate_every with {key}: its metric is measured at evaluations "
+                    f"alone, and without that key only before and after training"
+                )
         return self

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from steelyard.errors import RunError
-from steelyard.experiment.config_train import BestConfig, StopConfig, TrainConfig
+from steelyard.experiment.config_train import EVALUATED, BestConfig, StopConfig, TrainConfig
 from steelyard.experiment.step_metrics import skipped_terms
-
-# Measured before the first update at step 0, and after the update at all others.
-_MEASURED_AFTER = ("held_out/", "eval/")
 
 
 @dataclass
@@ -62,24 +59,30 @@ class RunGoals:
 
     Attributes:
         best: the best checkpoint; None if it is not asked for.
-        stop: when to stop early; None if never.
+        stop: the best value of the metric of `train.stop_early`; None if it is not asked for.
+        patience: number of values that are not better, after which the run stops.
         steps: number of steps of the run.
         improved: whether the last line has the best value of `best`.
+        completed: number of steps made.
     """
 
     best: BestValue | None
     stop: BestValue | None
+    patience: int
     steps: int
     improved: bool = False
+    completed: int = 0
 
     @classmethod
     def of(cls, train: TrainConfig, lines: Iterable[Mapping[str, Any]]) -> Self | None:
         """Goals of a config after the steps with these metrics; None if it has none."""
         if train.keep_best is None and train.stop_early is None:
             return None
+        best, stop = train.keep_best, train.stop_early
         goals = cls(
-            None if train.keep_best is None else BestValue(train.keep_best),
-            None if train.stop_early is None else BestValue(train.stop_early),
+            None if best is None else BestValue(best),
+            None if stop is None else BestValue(stop),
+            0 if stop is None else stop.patience,
             train.steps,
         )
         for line in lines:
@@ -88,14 +91,9 @@ class RunGoals:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is to end now."""
-        settings = None if self.stop is None else self.stop.settings
-        return isinstance(settings, StopConfig) and self.waited >= settings.patience
-
-    @property
-    def waited(self) -> int:
-        """Number of values since the best one of `stop`."""
-        return 0 if self.stop is None else self.stop.waited
+        """Whether the run is to stop now, before its last step."""
+        is_over = self.stop is not None and self.stop.waited >= self.patience
+        return is_over and self.completed < self.steps
 
     def see(self, line: Mapping[str, Any]) -> None:
         """Take the metrics of a step into account.
@@ -103,14 +101,14 @@ class RunGoals:
         Raises:
             RunError: they lack a metric that every first step has.
         """
-        self.improved = False
+        self.improved, self.completed = False, line["step"] + 1
         for goal in (self.best, self.stop):
             if goal is None:
                 continue
             if line["step"] == 0:
                 check_metric(goal.settings.metric, line)
                 # The value of the base model, of which there is no checkpoint.
-                if self.steps > 1 and goal.settings.metric.startswith(_MEASURED_AFTER):
+                if self.steps > 1 and goal.settings.metric.startswith(EVALUATED):
                     continue
             is_best = goal.see(line)
             if goal is self.best:
@@ -134,10 +132,10 @@ class RunGoals:
         """Sentence on why the run ends."""
         if self.stop is None or self.stop.value is None:
             return "stopped early"
-        metric, values = self.stop.settings.metric, f"{self.waited} values"
+        values = f"{self.stop.waited} values" if self.stop.waited > 1 else "one value"
         return (
-            f"stopped early: {metric} was best at step {self.stop.step}, {self.stop.value:.6g}, "
-            f"and {values if self.waited > 1 else 'one value'} since then not better"
+            f"stopped early: {self.stop.settings.metric} was best at step {self.stop.step}, "
+            f"{self.stop.value:.6g}, and {values} since then not better"
         )
 
 

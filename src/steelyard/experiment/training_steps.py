@@ -6,7 +6,6 @@ were recorded, so that a resumed run repeats it to the same bits.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +115,7 @@ class TrainingSteps:
     def _wait_or_stop(self, step: int) -> bool:
         """Wait while the run is paused; return whether it is to stop."""
         paused = self.run.paused
-        if not os.path.exists(paused):  # noqa: PTH110 - at every step, without a call of ours
+        if not paused.exists():
             return self.stop()
         self.say(f"paused after {step} steps: go on with 'steelyard continue {self.run.path}'")
         while paused.exists():
@@ -130,8 +129,10 @@ class TrainingSteps:
         """Apply the settings that were changed while the run goes on; see `run_changes`."""
         changes, requests = self._changes, self.run.requests
         repeats = changes.repeated is not None and changes.repeated <= step
-        # At every step, without a call of ours.
-        size = os.stat(requests).st_size if os.path.exists(requests) else 0  # noqa: PTH110, PTH116
+        try:
+            size = requests.stat().st_size
+        except OSError:  # nobody has asked for anything
+            size = 0
         if not repeats and (size <= changes.size or changes.repeated is not None):
             return
         self.config, self.terms = changes.apply(self.config, self.terms, step, self.say)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from httpx import Response
 from starlette.testclient import TestClient
 
 from steelyard.experiment import RunFolder, describe_settings
@@ -26,7 +25,7 @@ def going(runs: Path) -> Iterator[Path]:
         yield run.path
 
 
-def post(client: TestClient, action: str, **body: Any) -> Response:
+def post(client: TestClient, action: str, **body: Any) -> Any:
     return client.post(f"/api/{action}", json={"run": "first", **body}, headers=ORIGIN)
 
 
