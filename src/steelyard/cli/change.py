@@ -20,7 +20,7 @@ def set_(
         ),
     ] = None,
 ) -> None:
-    """Change weights, bounds or the learning rate of a run, from its next step on."""
+    """Change weights or the learning rate of a running run."""
     from steelyard.experiment import describe_settings, request_settings  # noqa: PLC0415 - takes seconds
 
     if not settings:
@@ -34,7 +34,7 @@ def set_(
 
 
 def pause(run: Run) -> None:
-    """Let a run wait after its current step, until it is continued."""
+    """Let a run wait after its current step."""
     from steelyard.experiment import pause_run  # noqa: PLC0415 - takes seconds
 
     pause_run(run)

@@ -68,7 +68,7 @@ def test_a_bad_value_and_a_finished_run_are_refused(client: TestClient, runs: Pa
         ("set", b"{", 400),
         ("set", b"[1]", 400),
         ("set", b'{"run": "first", "settings": 3}', 400),
-        ("delete", b'{"run": "first"}', 400),
+        ("delete", b'{"run": "first"}', 404),
         ("set", b'{"run": "../first", "settings": {}}', 404),
         ("pause", b'{"run": "nothing"}', 404),
         ("set", b" " * 70_000, 413),

@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from steelyard.engine.server.http_server import AllowedHosts
 from steelyard.errors import RunError
-from steelyard.experiment.watch.controls import change, settings_of
+from steelyard.experiment.watch.controls import ACTIONS, change, settings_of
 from steelyard.experiment.watch.events import Followed, events, list_runs
 from steelyard.experiment.watch.records import RECORDS
 from steelyard.experiment.watch.run_view import RunViews
@@ -73,7 +73,7 @@ def make_app(
             Route("/api/run", run),
             Route("/api/records/{kind}", records),
             Route("/api/settings", settings),
-            Route("/api/{action}", change_run, methods=["POST"]),
+            *(Route(f"/api/{action}", change_run, methods=["POST"]) for action in ACTIONS),
             Route("/api/events", stream),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],

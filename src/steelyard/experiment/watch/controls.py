@@ -23,7 +23,7 @@ from steelyard.experiment.secrets import redact
 from steelyard.experiment.watch.run_index import RunIndex
 
 _MAX_BYTES = 64 * 1024
-_ACTIONS = ("set", "pause", "continue")
+ACTIONS = ("set", "pause", "continue")  # the last part of the path of a request
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -39,13 +39,11 @@ async def change(request: Request, index: RunIndex) -> Response:
 
     `AccessControl` lets only the page itself send one.
     """
-    action = request.path_params["action"]
+    action = request.url.path.rpartition("/")[2]
     body = await _read(request)
     settings = body.get("settings", {})
-    if action not in _ACTIONS or not isinstance(settings, dict):
-        raise HTTPException(
-            HTTPStatus.BAD_REQUEST, f"must be {', '.join(_ACTIONS)}, and settings a table."
-        )
+    if not isinstance(settings, dict):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "settings must be a table.")
     folder = await run_in_threadpool(index.path, str(body.get("run", "")))
     try:
         await run_in_threadpool(_act, action, folder, settings)
