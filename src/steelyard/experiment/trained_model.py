@@ -16,6 +16,7 @@ from steelyard.errors import CheckpointError, ConfigError, InputError, RunError
 from steelyard.experiment.backend import (
     Backend,
     check_model,
+    check_service,
     convert_tinker_errors,
     open_backend,
     sample_from,
@@ -199,6 +200,7 @@ def open_trained_model(folder: str | Path, step: int | None = None) -> TrainedMo
     run = RunFolder(folder)
     config = run.config()
     check_base_model(run, config.model)
+    check_service(config.model)
     while True:
         checkpoint = find_checkpoint(run, step)
         try:

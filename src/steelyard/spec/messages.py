@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 # Where frames lie that are not the user's: "<" begins names such as "<frozen importlib>".
@@ -48,3 +50,14 @@ def describe_with_place(error: BaseException) -> str:
         return f"SyntaxError: {error.msg} ({raised_at(error)})"
     place = raised_at(error)
     return f"{describe(error)} ({place})" if place else describe(error)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Hint at the known name that is nearest to a wrong one; empty if none is near.
+
+    Example:
+        >>> did_you_mean("entrpy", ["entropy", "l1"])
+        "; did you mean 'entropy'?"
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -31,6 +31,7 @@ from steelyard.experiment.rollouts.answers import (
     sample_answers,
     seeds_of,
 )
+from steelyard.experiment.rollouts.prompt_fields import check_prompt_fields
 from steelyard.experiment.rollouts.prompts import Prompt, read_prompts
 from steelyard.experiment.rollouts.rollout_metrics import (
     group_metrics,
@@ -44,16 +45,21 @@ from steelyard.experiment.run_dir import RunFolder
 _EVALUATION = 2**32 - 1
 
 
-def check_prompts(settings: RolloutsConfig, encoder: Encoder) -> None:
+def check_prompts(settings: RolloutsConfig, encoder: Encoder, terms: Terms) -> None:
     """Check the lines of the prompts files, but for their length, which needs the model.
 
     Raises:
-        DataError: a line is invalid and `rollouts.skip_bad` is False.
+        DataError: a line is invalid and `rollouts.skip_bad` is False, or lacks what a term or a
+            reward reads.
+        ConfigError: a term reads pairs.
     """
     files = [settings.prompts]
     files += [settings.held_out] if isinstance(settings.held_out, str) else []
     for path in files:
-        read_prompts(path, encoder, max_tokens=0, context=None, skip_bad=settings.skip_bad)
+        found, _ = read_prompts(
+            path, encoder, max_tokens=0, context=None, skip_bad=settings.skip_bad
+        )
+        check_prompt_fields(terms, found, path)
 
 
 def open_rollouts(
@@ -79,6 +85,7 @@ def open_rollouts(
         if skipped:
             count = len(skipped)
             say(f"{count} bad line{'s' * (count > 1)} left out, the first: {skipped[0]}")
+        check_prompt_fields(terms, prompts, path)
         return prompts
 
     prompts = read(settings.prompts)
