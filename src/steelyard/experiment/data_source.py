@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 from tinker import types
 
+_PREFERENCE = ("chosen", "rejected")
+
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Data of one optimizer step.
+    """Data of one optimizer step, or of an evaluation, with the lines that they come from.
 
     Attributes:
         data: the data.
@@ -25,25 +27,43 @@ class TrainingBatch:
     file: str
     origins: Sequence[tuple[int, str]]
 
-    def name_lines(self, text: str) -> str:
+    def name_lines(self, text: str, start: int = 0) -> str:
         """Replace "datum 0" in a message by the line of the file that it is.
+
+        Args:
+            text: the message.
+            start: index of the datum that the message calls 0.
 
         Example:
             >>> batch = TrainingBatch([], "train.jsonl", [(17, ""), (4, "chosen")])
             >>> batch.name_lines("datum 0 must have a label, got none")
             'line 17 of train.jsonl must have a label, got none'
-            >>> batch.name_lines("the points of datum 1")
+            >>> batch.name_lines("the points of datum 0", start=1)
             "the points of line 4 of train.jsonl ('chosen')"
+            >>> batch.name_lines("data[0].loss_fn_inputs must hold 'advantages'")
+            "line 17 of train.jsonl: loss_fn_inputs must hold 'advantages'"
         """
 
         def name(found: re.Match[str]) -> str:
-            index = int(found[1])
+            index = start + int(found[1] or found[2])
             if index >= len(self.origins):
                 return found[0]
             line, part = self.origins[index]
-            return f"line {line} of {self.file}" + (f" ({part!r})" if part else "")
+            named = f"line {line} of {self.file}" + (f" ({part!r})" if part else "")
+            return f"{named}: " if found[3] else named
 
-        return re.sub(r"\bdatum (\d+)\b", name, text)
+        return re.sub(r"\bdatum (\d+)\b|\bdata\[(\d+)\](\.)?", name, text)
+
+
+def origins_of(
+    groups: Sequence[Sequence[types.Datum]], lines: Sequence[int]
+) -> list[tuple[int, str]]:
+    """Line and part of each datum of these groups, as in `TrainingBatch`."""
+    return [
+        (line, part)
+        for group, line in zip(groups, lines, strict=True)
+        for part in (_PREFERENCE if len(group) > 1 else ("",))
+    ]
 
 
 @dataclass(frozen=True)

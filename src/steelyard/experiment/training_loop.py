@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from tinker import types
 
-from steelyard.errors import SteelyardError, TermError
+from steelyard.errors import InputError, SteelyardError, TermError
 from steelyard.experiment import checkpointing
 from steelyard.experiment.backend import Backend, Status, check_model, open_backend
 from steelyard.experiment.batching import FixedData
@@ -32,6 +32,7 @@ from steelyard.experiment.config_weights import schedule_of
 from steelyard.experiment.data_source import DataSource, TrainingBatch
 from steelyard.experiment.dataset import DataFiles, load_dataset
 from steelyard.experiment.driver_records import driver_records
+from steelyard.experiment.failure_log import FailureLog
 from steelyard.experiment.held_out import failures
 from steelyard.experiment.rollouts import open_rollouts
 from steelyard.experiment.run_dir import RunFolder
@@ -173,7 +174,8 @@ class _TrainingRun:
         except Exception as error:
             self.run.log(f"failed: {type(error).__name__}: {error}")
             place = raised_at(error.__cause__) if error.__cause__ is not None else ""
-            if place or not isinstance(error, SteelyardError):
+            logged = error is self._failures.last
+            if not logged and (place or not isinstance(error, SteelyardError)):
                 self.run.log("".join(traceback.format_exception(error)))
             if place:
                 log = self.run.path / "log.txt"
@@ -181,7 +183,7 @@ class _TrainingRun:
             raise
 
     def _execute(self) -> Outcome:
-        with _warnings_to(self._say):
+        with _warnings_to(self._say), self._failures:
             backend = self._open_backend()
             status: Status = "errored"
             try:
@@ -234,7 +236,9 @@ class _TrainingRun:
 
     def _open_source(self, backend: Backend) -> DataSource:
         if self.config.rollouts is not None:
-            return open_rollouts(self.config, self.terms, backend, self.run, self._say)
+            return open_rollouts(
+                self.config, self.terms, backend, self.run, self._say, self._failures
+            )
         dataset = load_dataset(self.config, self.terms, backend, self.run, self._say, self.files)
         return FixedData(dataset, self.config.train, self.terms, backend)
 
@@ -273,7 +277,7 @@ class _TrainingRun:
                 measure_progress=settings.measure_progress,
                 step=step,
             ).result()
-        except TermError as error:
+        except (TermError, InputError) as error:
             error.args = (batch.name_lines(str(error)),)
             raise
         skipped = {name: batch.name_lines(reason) for name, reason in output.skipped.items()}
@@ -291,6 +295,10 @@ class _TrainingRun:
             **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
             "optim/learning_rate": adam.learning_rate,
         }
+
+    @cached_property
+    def _failures(self) -> FailureLog:
+        return FailureLog(self.run, self._say)
 
     @cached_property
     def _learning_rate(self) -> float | Schedule:

@@ -15,6 +15,7 @@ _OTHERS = (
     f"{Path(__file__).parents[1]}{os.sep}",
     *(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+_PLACE = "_steelyard_raised_at"
 
 
 def describe(error: BaseException) -> str:
@@ -35,13 +36,23 @@ def raised_at(error: BaseException) -> str:
     """File and line of the user's own code that raised an exception; empty if none did.
 
     The innermost frame that is neither of this library, nor of Python, nor of an installed package.
+    Of an exception from another process, the place that `keep_place` noted there.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(_OTHERS):
             return f"{frame.filename}, line {frame.lineno}"
-    return ""
+    kept: str = getattr(error, _PLACE, "")
+    return kept
+
+
+def keep_place(error: BaseException, raised: BaseException | None = None) -> None:
+    """Note the place of an exception that will be pickled, which loses its traceback.
+
+    `raised` is the exception whose place it is, if that is another one.
+    """
+    setattr(error, _PLACE, raised_at(raised or error))
 
 
 def describe_with_place(error: BaseException) -> str:
