@@ -30,6 +30,7 @@ from steelyard.spec import title as term_title
 
 # Seconds between two looks at a pool, which breaks without a sign to those who wait for it.
 _WATCH_INTERVAL = 0.5
+_CLOSED = "the workers were closed while a term ran on them."
 _STARTS = 3  # attempts to start a pool
 
 
@@ -99,8 +100,7 @@ class ProcessExecutor(Executor):
             end()
         # A stopped pool does not settle the futures of its tasks.
         for ticket, sent in list(self._waiting.items()):
-            error = ClosedError("the workers were closed while a term ran on them.")
-            self._finish(ticket, sent, error=error)
+            self._finish(ticket, sent, error=ClosedError(_CLOSED))
 
     def _register_close(self) -> None:
         """Close this executor when the process ends, before its semaphores are removed.
@@ -118,7 +118,7 @@ class ProcessExecutor(Executor):
     def _running_pool(self, broken: ProcessPool | None = None) -> ProcessPool:
         with self._lock:
             if self._closed:
-                raise ClosedError("these workers must be open to run terms, got closed ones.")
+                raise ClosedError(_CLOSED)
             self._register_close()
             if self._pool is not None and (self._pool is broken or not self._pool.active):
                 # In a thread, since this may be one of the pool, which cannot join itself.
