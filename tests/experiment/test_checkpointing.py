@@ -177,8 +177,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
 
     path, found = with_checkpoint(run, None, use)
     assert (read, found.step, path) == ([1, 2], 2, found.path)
+
+    def replace(checkpoint: RunCheckpoint) -> None:
+        save(client, run, 3, seed=0, keep=1)
+        load(client, checkpoint)
+
     with pytest.raises(RunError, match=r"must be that of a checkpoint of .*, 3, got 2:"):
-        with_checkpoint(run, 2, lambda each: save(client, run, 3, 0, 1) or load(client, each))
+        with_checkpoint(run, 2, replace)
     missing = RunCheckpoint(3, "tinker://none/weights/step-00000001", 0, 0, None)
     with pytest.raises(CheckpointError):
         with_checkpoint(run, None, lambda _: load(client, missing))

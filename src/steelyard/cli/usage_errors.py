@@ -35,7 +35,9 @@ def _list_options() -> Iterator[None]:
 
 
 def _add_options(error: Any) -> None:
-    near = f"; did you mean {error.possibilities[0]}?" if error.possibilities else "."
+    # Almost any short word is near to --help.
+    possible = [option for option in error.possibilities or () if option != "--help"]
+    near = f"; did you mean {possible[0]}?" if possible else "."
     known = ", ".join(
         "/".join(parameter.opts)
         for parameter in error.ctx.command.get_params(error.ctx)
