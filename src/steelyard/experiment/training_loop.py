@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -183,7 +183,7 @@ class _TrainingRun:
             raise
 
     def _execute(self) -> Outcome:
-        with _warnings_to(self._say), self._failures:
+        with _warnings_to(self._say), self._failures if self._may_skip else nullcontext():
             backend = self._open_backend()
             status: Status = "errored"
             try:
@@ -296,6 +296,11 @@ class _TrainingRun:
             "optim/learning_rate": adam.learning_rate,
         }
 
+    @property
+    def _may_skip(self) -> bool:
+        # Only then is a handler attached during the steps: events cost a little time.
+        return any(spec.on_error == "skip" for spec in self.terms.specs)
+
     @cached_property
     def _failures(self) -> FailureLog:
         return FailureLog(self.run, self._say)
@@ -326,7 +331,8 @@ class _TrainingRun:
         return bool(every) and (step % every == 0 or step + 1 == settings.steps)
 
     def _evaluate(self, source: DataSource, step: int) -> dict[str, Any]:
-        metrics = source.evaluate(step)
+        with nullcontext() if self._may_skip else self._failures:
+            metrics = source.evaluate(step)
         for name, reason in failures(metrics).items():
             if name not in self._unmeasured:
                 self._say(f"{name} has no held-out value: {reason}")
