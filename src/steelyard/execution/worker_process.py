@@ -10,12 +10,15 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import cloudpickle
 import torch
 
 from steelyard.execution.spawn_context import kill_group, lead_group
-from steelyard.execution.transport import Message, receive, reply
+from steelyard.execution.transport import Message, pack, receive, reply, unpack
 from steelyard.spec import describe
 
 
@@ -32,18 +35,34 @@ def work(message: Message, path: list[str]) -> tuple[bool, Message]:
     """Run the call in `message`. Returns whether it succeeded, and its result or error."""
     if path != sys.path:
         sys.path[:] = path
+    return answer(partial(receive, message), partial(reply, message))
+
+
+def work_in_task(message: Message, *shared: Message) -> Iterator[tuple[bool, Message] | None]:
+    """As `work`, in a task of Ray: None when it starts, then the answer.
+
+    Args:
+        message: the call.
+        shared: the objects that were left out of it.
+    """
+    yield None
+    yield answer(lambda: unpack(message, [unpack(each) for each in shared]), pack)
+
+
+def answer(read: Callable[[], Any], write: Callable[[object], Message]) -> tuple[bool, Message]:
+    """Run the call that `read` unpickles. Returns as `work`, pickled by `write`."""
     try:
-        fn, args = receive(message)
+        fn, args = read()
     except Exception as error:  # noqa: BLE001 - unpickling runs user code
-        return False, reply(message, TransportError("the term or its data", error))
+        return False, write(TransportError("the term or its data", error))
     try:
         result = fn(*args)
     except BaseException as error:  # noqa: BLE001 - sys.exit() must not end the worker either
-        return False, reply(message, _picklable(error))
+        return False, write(_picklable(error))
     try:
-        return True, reply(message, result)
+        return True, write(result)
     except Exception as error:  # noqa: BLE001 - pickling runs user code
-        return False, reply(message, TransportError("its result", error))
+        return False, write(TransportError("its result", error))
 
 
 class TransportError(Exception):  # the parent turns it into an UnpicklableError

@@ -6,6 +6,7 @@ from steelyard.spec.composed_loss import ComposedLoss, split_loss
 from steelyard.spec.messages import describe, describe_with_place, raised_at
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.option_checks import OptionChecks
+from steelyard.spec.placement import check_placement, split_placement
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
@@ -35,6 +36,7 @@ __all__ = [
     "Stateful",
     "TermFn",
     "build",
+    "check_placement",
     "check_run_in",
     "check_timeout",
     "check_weight",
@@ -55,6 +57,7 @@ __all__ = [
     "rejects",
     "schedules",
     "split_loss",
+    "split_placement",
     "title",
     "weight_at",
 ]
