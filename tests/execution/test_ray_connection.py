@@ -21,7 +21,7 @@ SCRIPT = """
 import logging, os, sys, time
 import torch
 from steelyard import Pipeline, RegularizerSpec, Workers
-from steelyard.errors import ClosedError
+from steelyard.errors import TermError
 
 def double(x):
     return 2 * x.sum()
@@ -29,8 +29,11 @@ def double(x):
 def term(data, logprobs):
     return double(logprobs[0])
 
+pid = os.path.abspath("pid")  # the folder of a worker is another one
+
 def sleep(data, logprobs):
-    open("pid", "w").write(str(os.getpid()))
+    with open(pid, "w") as file:
+        file.write(str(os.getpid()))
     time.sleep(600)
 
 def base(data, logprobs):
@@ -52,13 +55,14 @@ def start(body: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        stdin=subprocess.DEVNULL,
     )
 
 
 def run(body: str, folder: Path, **environment: str) -> tuple[str, str]:
     """Output and errors of a script."""
     started = start(body, folder, **environment)
-    output, errors = started.communicate(timeout=600)
+    output, errors = started.communicate(timeout=120)
     assert started.returncode == 0, errors
     return output, errors
 
@@ -129,18 +133,20 @@ def test_a_shutdown_of_ray_fails_the_terms_that_run(
 import threading, ray
 
 def shut_down():
-    while not os.path.exists("pid"):
+    while not os.path.exists(pid):
         time.sleep(0.01)
     ray.shutdown()
 
 threading.Thread(target=shut_down).start()
 try:
     compute(fn=sleep)
-except ClosedError as error:
+except TermError as error:
     print(error)
 """
     output, _ = run(body, tmp_path, RAY_ADDRESS=ray_cluster.address)
-    assert output == "Ray must stay connected while terms run on it, and was shut down.\n"
+    # Ray asks the process of the task to exit; its answer may be faster than our look.
+    assert output.startswith("regularizer 't' failed: ")
+    assert "and was shut down" in output or "SystemExit" in output
 
 
 def test_ctrl_c_kills_the_tasks(ray_cluster: RayCluster, tmp_path: Path) -> None:
@@ -148,7 +154,7 @@ def test_ctrl_c_kills_the_tasks(ray_cluster: RayCluster, tmp_path: Path) -> None
     pid = tmp_path / "pid"
     wait_until(lambda: pid.exists() and bool(pid.read_text()))
     os.killpg(started.pid, signal.SIGINT)
-    _, errors = started.communicate(timeout=600)
+    _, errors = started.communicate(timeout=120)
     assert "KeyboardInterrupt" in errors
     assert started.returncode not in (0, None)
     wait_until(lambda: not psutil.pid_exists(int(pid.read_text())))
@@ -162,7 +168,7 @@ print(compute().loss_total, flush=True)
 if not os.fork():
     try:
         compute()
-    except ClosedError as error:
+    except TermError as error:
         print(error, flush=True)
     os._exit(0)
 os.wait()
@@ -171,7 +177,7 @@ print(compute().loss_total)
     output, _ = run(body, tmp_path, RAY_ADDRESS=ray_cluster.address)
     first, error, last = output.splitlines()
     assert (first, last) == ("9.0", "9.0")
-    assert error.startswith("a process must have a connection of its own to Ray, and this one was")
+    assert "a process must have a connection of its own to Ray, and this one was forked" in error
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,8 @@ class RayExecutor(Executor):
         self._tasks: dict[Ticket, Any] = {}
         self._ended: SimpleQueue[tuple[Ticket, Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Remote functions by the ids of the placements that are kept beside them: setting the
-        # options anew for each call would cost 0.1 ms.
-        self._functions: dict[int, tuple[Any, Any]] = {}
+        # Remote functions by placement: setting the options anew would cost each call 0.1 ms.
+        self._functions: dict[str, Any] = {}
 
     def prepare(self, term: str, call: object) -> None:
         """Check that Ray is installed and that a call pickles; the cluster is not needed yet.
@@ -104,11 +103,13 @@ class RayExecutor(Executor):
 
     def _function(self, placement: Mapping[str, Any]) -> Any:
         """The remote function that asks for a placement."""
-        if id(placement) not in self._functions:
-            settings = {"num_returns": "streaming", "max_retries": 0, **placement}
-            function = ray_module().remote(**settings)(worker_process.work_in_task)
-            self._functions[id(placement)] = placement, function
-        return self._functions[id(placement)][1]
+        key = repr(placement)
+        if key not in self._functions:
+            if not self._functions:
+                as_task = ray_module().remote(num_returns="streaming", max_retries=0)
+                self._functions[""] = as_task(worker_process.work_in_task)
+            self._functions[key] = self._functions[""].options(**placement)
+        return self._functions[key]
 
     def _attend(self) -> None:
         """Settle the tickets whose tasks have ended.
@@ -121,7 +122,8 @@ class RayExecutor(Executor):
             try:
                 found = self._ended.get(timeout=max(0.0, look_at - monotonic()))
             except Empty:
-                self._look_at_waiting()
+                with contextlib.suppress(Exception):  # the cluster may be out of reach for a moment
+                    self._look_at_waiting()
                 look_at = monotonic() + _LOOK_INTERVAL
                 continue
             if found is None:
@@ -142,7 +144,7 @@ class RayExecutor(Executor):
 
     def _stop(self, ticket: Ticket, task: Any) -> None:
         self._tasks.pop(ticket, None)
-        with contextlib.suppress(Exception):  # it has ended, or the connection has
+        if ray_connection.is_connected():  # else Ray would connect anew
             ray_module().cancel(task, force=True)
         ticket.ended = monotonic()
 
@@ -153,12 +155,16 @@ class RayExecutor(Executor):
             waiting, fail = list(self._tasks), _shut_down
         else:
             soon = monotonic() - _LOOK_INTERVAL
-            waiting = [t for t in self._tasks if t.started is None and (t.submitted or soon) < soon]
+            waiting = [
+                ticket
+                for ticket in list(self._tasks)
+                if ticket.started is None and (ticket.submitted or soon) < soon
+            ]
             fail = partial(_infeasible, ray_connection.nodes() if waiting else [])
         for ticket in waiting:
-            error = fail(ticket)
-            if error is not None and not ticket.settled:
-                self._stop(ticket, self._tasks.get(ticket))
+            task, error = self._tasks.get(ticket), fail(ticket)
+            if task is not None and error is not None:
+                self._stop(ticket, task)
                 ticket.end(error=error)
 
 
