@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.measure import Row, Timing, against, each, in_turn, show, takes
 from steelyard import Pipeline, RegularizerSpec, telemetry
 from steelyard.execution import Batch, Ticket, default_workers
-from steelyard.experiment.rewards import Reward, score
+from steelyard.experiment.rewards import Answer, Reward, score
 
 TRIPS, ROUNDS = 60, 5
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 200 * 2**20}
@@ -143,7 +143,8 @@ def judges() -> list[Row]:
     """Rate of calls that take no time, and the time of 80 longer ones against the prediction."""
     reward = Reward("judge", judge, run_in="ray", options={"num_cpus": 0.5})
     score([reward], [({}, "0.0")] * 40, timeout=60.0)  # starts the processes
-    quick, slow = [({}, "0.0")] * 200, [({}, "0.2")] * 80
+    quick: list[Answer] = [({}, "0.0")] * 200
+    slow: list[Answer] = [({}, "0.2")] * 80
     rate = each(lambda: score([reward], quick, timeout=60.0), repeats=ROUNDS, warmup=1)
     long = each(lambda: score([reward], slow, timeout=60.0), repeats=ROUNDS, warmup=1)
     per_call = rate.median / len(quick)
