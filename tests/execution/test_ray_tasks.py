@@ -71,7 +71,8 @@ def gone(pid: int) -> bool:
 
 
 def test_a_timeout_kills_the_process_of_one_task(workers: Workers, tmp_path: Path) -> None:
-    for timeout in (0.5, 5.0, 25.0, 125.0):  # until it reaches its loop, on a slow machine too
+    run(workers, *(job(me) for _ in range(4)))  # starts processes
+    for timeout in (2.0, 20.0, 200.0):  # until it reaches its loop, on a slow machine too
         slow, neighbour = job(tell_and_wait, tmp_path, timeout=timeout), job(me)
         run(workers, slow, neighbour)
         assert neighbour.result() > 0
