@@ -32,6 +32,11 @@ from steelyard.spec import title as term_title
 _WATCH_INTERVAL = 0.5
 _CLOSED = "the workers were closed while a term ran on them."
 _STARTS = 3  # attempts to start a pool
+_CURES = {
+    "process": "leave out what cannot be pickled, or use run_in='thread'",
+    "ray": "leave out what cannot be pickled; a module that the nodes do not have goes with "
+    "runtime_env={'py_modules': [...]} or {'working_dir': '.'} in its options",
+}
 
 
 @dataclass(eq=False)
@@ -256,8 +261,8 @@ def _end(pool: ProcessPool) -> None:
     pool.join()
 
 
-def check_picklable(term: str, thing: object) -> None:
-    """Check that an object can be sent to a process.
+def check_picklable(term: str, thing: object, place: str = "process") -> None:
+    """Check that an object can be sent to a process, here or on a Ray cluster.
 
     Raises:
         UnpicklableError: it cannot.
@@ -265,18 +270,21 @@ def check_picklable(term: str, thing: object) -> None:
     try:
         pickle.loads(cloudpickle.dumps(thing))  # noqa: S301 - just made
     except Exception as error:
-        raise unpicklable(term, error) from error
+        raise unpicklable(term, error, place=place) from error
 
 
 def unpicklable(
-    term: str, why: Exception | str, what: str = "the term or its data", title: str = ""
+    term: str,
+    why: Exception | str,
+    what: str = "the term or its data",
+    title: str = "",
+    place: str = "process",
 ) -> UnpicklableError:
     """Build the error for an object that cannot be pickled, or not unpickled in the worker."""
     why = why if isinstance(why, str) else describe(why)
     return UnpicklableError(
-        f"with run_in='process' everything must pickle, and {what} does not: "
-        f"{why} ({title or term_title(term)}); "
-        f"leave out what cannot be pickled, or use run_in='thread'.",
+        f"with run_in={place!r} everything must pickle, and {what} does not: "
+        f"{why} ({title or term_title(term)}); {_CURES[place]}.",
         term=term,
     )
 

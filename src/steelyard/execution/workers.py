@@ -1,4 +1,4 @@
-"""`Workers`: the threads, processes and event loop that run offloaded terms."""
+"""`Workers`: the threads, processes, event loop and Ray tasks that run offloaded terms."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from steelyard.errors import ClosedError, SpecError
 from steelyard.execution.coroutines import CoroutineExecutor
 from steelyard.execution.executor import Executor
 from steelyard.execution.processes import ProcessExecutor
+from steelyard.execution.ray_tasks import RayExecutor
 from steelyard.execution.spawn_context import forget_parents_processes
 from steelyard.execution.threads import ThreadExecutor
 from steelyard.spec import is_whole
@@ -53,6 +54,7 @@ class Workers:
             "thread": self.threads,
             "process": self.processes,
             "async": self.coroutines,
+            "ray": RayExecutor(),
         }
 
     @property

@@ -12,6 +12,7 @@ from steelyard.spec.messages import (
 )
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.option_checks import OptionChecks
+from steelyard.spec.placement import check_placement, split_placement
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
@@ -41,6 +42,7 @@ __all__ = [
     "Stateful",
     "TermFn",
     "build",
+    "check_placement",
     "check_run_in",
     "check_timeout",
     "check_weight",
@@ -63,6 +65,7 @@ __all__ = [
     "rejects",
     "schedules",
     "split_loss",
+    "split_placement",
     "title",
     "weight_at",
 ]
