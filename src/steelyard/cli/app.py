@@ -13,6 +13,7 @@ import typer
 
 from steelyard._version import __version__
 from steelyard.cli.ablate import ablate
+from steelyard.cli.change import continue_, pause, set_
 from steelyard.cli.chat import chat
 from steelyard.cli.config import app as config
 from steelyard.cli.demo import demo
@@ -36,6 +37,9 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("resume")(resume)
+app.command("set")(set_)
+app.command("pause")(pause)
+app.command("continue")(continue_)
 app.command("ablate")(ablate)
 app.command("tune")(tune)
 app.command("report")(report)

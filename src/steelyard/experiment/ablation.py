@@ -28,7 +28,8 @@ from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
 from steelyard.experiment.step_metrics import weighted_reward
-from steelyard.experiment.training_loop import SilentWatcher, Watcher, resume, train
+from steelyard.experiment.training_loop import resume, train
+from steelyard.experiment.watcher import SilentWatcher, Watcher
 
 _HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"
 _HELD_OUT_REWARDS = "held_out/rewards/"

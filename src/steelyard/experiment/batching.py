@@ -6,7 +6,7 @@ with the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,8 +15,9 @@ from tinker import types
 
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.build_terms import Terms
-from steelyard.experiment.config import TrainConfig
+from steelyard.experiment.config_train import TrainConfig
 from steelyard.experiment.data_source import StepData, TrainingBatch, origins_of
+from steelyard.experiment.encoding import EncodedRecord
 from steelyard.experiment.held_out import evaluate_held_out
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ def batch(step: int, size: int, count: int, seed: int) -> list[int]:
     positions = range(step * size, (step + 1) * size)
     orders = {epoch: _order(epoch, count, seed) for epoch in {at // count for at in positions}}
     return [orders[at // count][at % count] for at in positions]
+
+
+def lines_per_step(settings: TrainConfig) -> int:
+    """Number of lines before each optimizer step."""
+    return settings.batch_size * settings.gradient_accumulation_steps
 
 
 def split(items: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list[T]]:
@@ -74,7 +80,7 @@ class FixedData:
     def step_data(self, step: int) -> StepData:
         """One batch of the lines of this step."""
         settings = self.settings
-        chosen = batch(step, settings.batch_size, len(self.dataset.train), settings.seed)
+        chosen = batch(step, lines_per_step(settings), len(self.dataset.train), settings.seed)
         return StepData([self.batch(chosen)])
 
     def batch(self, indices: Sequence[int]) -> TrainingBatch:
@@ -98,6 +104,16 @@ class FixedData:
             name_lines=held_out.name_lines,
             batch=self.settings.batch_size * len(self.dataset.train[0]),  # as in a training step
         )
+
+    def held_out_data(self) -> Sequence[types.Datum]:
+        """Data of the held-out lines."""
+        return self.dataset.held_out
+
+    def held_out_records(self) -> Sequence[Mapping[str, Any]]:
+        """Held-out lines; one for both data of a pair."""
+        data = self.dataset.held_out
+        records = [datum.record for datum in data if isinstance(datum, EncodedRecord)]
+        return records[:: len(self.dataset.train[0])]
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data."""

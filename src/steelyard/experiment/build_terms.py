@@ -14,6 +14,7 @@ from steelyard.experiment.build_parts import MAX_CHECKED_STEPS, import_modules, 
 from steelyard.experiment.config import Config, TermConfig
 from steelyard.experiment.config_secrets import resolve_secrets
 from steelyard.experiment.config_weights import fields_of, range_of
+from steelyard.experiment.evaluations import EvaluationFunction, build_evaluations
 from steelyard.experiment.rewards import REWARDS, Reward, build_rewards
 from steelyard.spec import BASE, RegularizerSpec, build, did_you_mean, registered
 
@@ -25,12 +26,13 @@ _REFERENCE = "reference_logprobs"
 
 @dataclass(frozen=True)
 class Terms:
-    """The base loss, the regularizers and the rewards of a run, and the aggregator."""
+    """The base loss, the regularizers, rewards and evaluations of a run, and the aggregator."""
 
     loss: Any  # a TermFn or a Regularizer
     specs: tuple[RegularizerSpec, ...]
     rewards: tuple[Reward, ...] = ()
     aggregator: Aggregator = field(default_factory=WeightedSum)
+    evaluations: tuple[EvaluationFunction, ...] = ()
 
     @property
     def reads_reference(self) -> bool:
@@ -41,6 +43,11 @@ class Terms:
     def measures_reference(self) -> bool:
         """True if a term reads `reference_logprobs` of held-out data, where it is measured."""
         return self._any_has("measured_against")
+
+    @property
+    def may_skip(self) -> bool:
+        """True if a regularizer is skipped where it fails, instead of ending the run."""
+        return any(spec.on_error == "skip" for spec in self.specs)
 
     def required(self) -> Iterator[tuple[str, Any]]:
         """Name and function of each term that must not fail, and of those that it wraps."""
@@ -75,12 +82,13 @@ def build_terms(config: Config) -> Terms:
     for number, entry in enumerate(config.regularizers, 1):
         location = f"[[regularizers]] #{number}"
         spec = locate_errors(location, functools.partial(_spec, entry))
-        locate_errors(location, functools.partial(_check_schedule, spec, config.train.steps))
+        locate_errors(location, functools.partial(check_schedule, spec, config.train.steps))
         specs.append(spec)
     # The pipeline's constructor checks the terms together: unique names, available extra inputs.
     gives = EXTRA_INPUTS[config.model.backend]
     locate_errors("[[regularizers]]", lambda: Pipeline(loss, specs, gives=gives).close())
-    return Terms(loss, tuple(specs), build_rewards(config), aggregator)
+    evaluations = build_evaluations(config)
+    return Terms(loss, tuple(specs), build_rewards(config), aggregator, evaluations)
 
 
 def _loss(config: Config) -> Any:
@@ -126,9 +134,12 @@ def _spec(entry: TermConfig) -> RegularizerSpec:
     return RegularizerSpec.from_dict({**fields, "options": resolve_secrets(entry.options)})
 
 
-def _check_schedule(spec: RegularizerSpec, steps: int) -> None:
-    # Both raise for a schedule that yields no valid number; a run of hours should not end with
-    # that.
+def check_schedule(spec: RegularizerSpec, steps: int) -> None:
+    """Check the weight or the bound of a spec at every step: a run of hours should not end there.
+
+    Raises:
+        SpecError: a schedule yields no valid number.
+    """
     if any(callable(each) for each in (spec.weight, spec.at_most, spec.at_least)):
         for step in range(min(steps, MAX_CHECKED_STEPS)):
             spec.weight_at(step)

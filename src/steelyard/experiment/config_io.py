@@ -152,7 +152,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> str:
     if not equals or not keys or not all(keys):  # the value is not shown: it may be a secret
         shown = f"{key}=…" if equals else key
         raise ConfigError(f"an override must look like train.steps=5, got {shown!r}.")
-    _set(raw, key, _parse_value(text))
+    _set(raw, key, parse_value(text))
     return dotted(keys)
 
 
@@ -183,7 +183,8 @@ def _child(node: Any, key: str, name: str) -> Any:
     raise ConfigError(f"the override {name} must name a key of a table, and {key!r} is in none.")
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """Parse the value of an override: TOML, or JSON, or else a string."""
     text = text.strip()
     try:
         return tomllib.loads(f"value = {text}")["value"]

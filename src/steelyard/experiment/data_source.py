@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 from tinker import types
 
 _PREFERENCE = ("chosen", "rejected")
@@ -54,6 +56,24 @@ class TrainingBatch:
 
         return re.sub(r"\bdatum (\d+)\b|\bdata\[(\d+)\](\.)?", name, text)
 
+    def split(self, parts: int) -> list[TrainingBatch]:
+        """Divide the data into consecutive batches of nearly equal size; pairs stay together.
+
+        There are fewer than `parts` if there are fewer data or pairs.
+
+        Example:
+            >>> batch = TrainingBatch(list("abcde"), "train.jsonl", [(n, "") for n in range(5)])
+            >>> [part.data for part in batch.split(2)]
+            [['a', 'b', 'c'], ['d', 'e']]
+        """
+        starts = [at for at, (_, part) in enumerate(self.origins) if part != _PREFERENCE[1]]
+        cuts = np.array_split(starts, min(parts, len(starts)))
+        firsts = [int(cut[0]) for cut in cuts]
+        return [
+            TrainingBatch(self.data[begin:end], self.file, self.origins[begin:end])
+            for begin, end in pairwise([*firsts, len(self.data)])
+        ]
+
 
 def origins_of(
     groups: Sequence[Sequence[types.Datum]], lines: Sequence[int]
@@ -87,6 +107,12 @@ class DataSource(Protocol):
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Metrics `held_out/...` of the current weights; empty if nothing is held out."""
+
+    def held_out_data(self) -> Sequence[types.Datum]:
+        """Held-out data; none if the answers are sampled."""
+
+    def held_out_records(self) -> Sequence[Mapping[str, Any]]:
+        """Held-out lines of the file."""
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""

@@ -11,9 +11,10 @@ from tinker import types
 
 from steelyard.errors import DataError
 from steelyard.experiment.backend import Backend
-from steelyard.experiment.batching import batch, split
+from steelyard.experiment.batching import batch, lines_per_step, split
 from steelyard.experiment.build_terms import Terms
-from steelyard.experiment.config import Config, DataConfig, TrainConfig
+from steelyard.experiment.config import Config, DataConfig
+from steelyard.experiment.config_train import TrainConfig
 from steelyard.experiment.data_fields import check_fields
 from steelyard.experiment.data_files import DataFile, Group, Kind, read_records
 from steelyard.experiment.data_source import origins_of
@@ -157,6 +158,6 @@ def load_dataset(
 
 def used_lines(config: TrainConfig, count: int) -> list[int]:
     """Indices, out of `count`, of the lines that a run trains on in any of its steps."""
-    size, seed = config.batch_size, config.seed
+    size, seed = lines_per_step(config), config.seed
     steps = min(config.steps, -(-count // size) + 1)  # ceil(count / size) steps see every line
     return sorted({index for step in range(steps) for index in batch(step, size, count, seed)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from steelyard.errors import RunError
 from steelyard.experiment.checkpointing import RunCheckpoint, find_checkpoint, with_checkpoint
@@ -15,7 +16,7 @@ def export_run(
     target: str | Path,
     *,
     merge: bool = False,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     dtype: str | None = None,
 ) -> tuple[Path, RunCheckpoint]:
     """Write the model of a run into a new folder, as an adapter or as a whole model.
@@ -24,7 +25,8 @@ def export_run(
         folder: run folder; the run need not be finished.
         target: folder to write; new or empty.
         merge: add the adapter to the base model's weights, and write a whole model.
-        step: number of steps after which the checkpoint was saved; None: the newest one.
+        step: number of steps after which the checkpoint was saved; `"best"`: see
+            `train.keep_best`; None: the newest one.
         dtype: of the weights of a whole model; None: the one that the run has here.
 
     Returns:

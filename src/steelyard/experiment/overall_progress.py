@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from steelyard.experiment.training_loop import Watcher
+from steelyard.experiment.watcher import Watcher
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from tinker import types
@@ -185,12 +185,15 @@ class TrainedModel:
         yield text[len(shown) :]
 
 
-def open_trained_model(folder: str | Path, step: int | None = None) -> TrainedModel:
+def open_trained_model(
+    folder: str | Path, step: int | Literal["best"] | None = None
+) -> TrainedModel:
     """Open the model of a run, also of one that still runs.
 
     Args:
         folder: run folder.
-        step: number of steps after which the checkpoint was saved; None: the newest one.
+        step: number of steps after which the checkpoint was saved; `"best"`: see
+            `train.keep_best`; None: the newest one.
 
     Raises:
         RunError: there is no such run or checkpoint, its base model is gone, or the Tinker service

@@ -10,7 +10,8 @@ from pathlib import Path
 from steelyard.experiment.config_io import read_config
 from steelyard.experiment.demo.validator import Validator
 from steelyard.experiment.report import summary, write_report
-from steelyard.experiment.training_loop import Outcome, Watcher, train
+from steelyard.experiment.training_loop import Outcome, train
+from steelyard.experiment.watcher import Watcher
 
 _FOLDER = Path(__file__).parent
 

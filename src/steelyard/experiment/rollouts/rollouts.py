@@ -200,6 +200,14 @@ class Rollouts:
             )
         return metrics
 
+    def held_out_data(self) -> Sequence[types.Datum]:
+        """No data: there are no answers before they are sampled."""
+        return ()
+
+    def held_out_records(self) -> Sequence[Mapping[str, Any]]:
+        """Held-out lines of the prompts file."""
+        return [prompt.record for prompt in self.held_out]
+
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the prompts: as a chat, or as plain text."""
         chat = "messages" in self.prompts[0].record
