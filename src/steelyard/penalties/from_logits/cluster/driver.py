@@ -16,6 +16,7 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PORTABLE_CLUSTER = 8  # blocks: larger clusters need the attribute above
+_NO_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT
 
 
 class DriverError(RuntimeError):
@@ -126,8 +127,18 @@ class Kernel:  # pragma: no cover  # by `make test-gpu`
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self.launch(clusters, argument)
-        _enter_context(self._device)
-        code = _driver().cuLaunchKernel(
+        code = self._launch(clusters, argument)
+        if code in _NO_CONTEXT:  # a new thread
+            _enter_context(self._device)
+            code = self._launch(clusters, argument)
+        return _check(code)
+
+    def _launch(self, clusters: int, argument: ctypes.Structure) -> int:
+        # `current_stream` makes an object, which takes longer than the launch; Triton reads the
+        # stream in this way too.
+        stream = torch._C._cuda_getCurrentRawStream(self._device)  # noqa: SLF001
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        code: int = _driver().cuLaunchKernel(
             self._function,
             clusters * self._cluster,
             1,
@@ -136,8 +147,8 @@ class Kernel:  # pragma: no cover  # by `make test-gpu`
             1,
             1,
             self._shared,
-            torch.cuda.current_stream(self._device).cuda_stream,
-            (ctypes.c_void_p * 1)(ctypes.addressof(argument)),
+            stream,
+            arguments,
             None,
         )
-        return _check(code)
+        return code

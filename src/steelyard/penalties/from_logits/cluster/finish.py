@@ -17,7 +17,7 @@ from steelyard.penalties.from_logits.cluster.shape import VECTOR_BYTES
 HOPPER = (9, 0)  # the first with clusters
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MAX_TERMS, MAX_COMPONENTS = 16, 6  # as `finish.cu` has them
-_THREADS = {"reduce_rows": 256, "compare_gradients": 128, "multiply": 256}
+_THREADS = {"reduce_rows": 256, "compare_gradients": 128, "multiply": 512}
 
 
 class _Totals(ctypes.Structure):
@@ -142,4 +142,4 @@ def _kernel(  # pragma: no cover  # by `make test-gpu`
 @lru_cache(maxsize=64)
 def _blocks(device: int) -> int:  # pragma: no cover  # by `make test-gpu`
     properties: Any = torch.cuda.get_device_properties(device)
-    return 8 * int(properties.multi_processor_count)
+    return 2 * int(properties.multi_processor_count)
