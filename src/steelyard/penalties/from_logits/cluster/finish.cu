@@ -55,33 +55,38 @@ struct Norms {
   double shares[MAX_TERMS * MAX_COMPONENTS];  // [terms, components]: S
 };
 
-// Inner product of the gradients of terms i and j, sum S_ik S_jl G_kl. A factor of 0 gives 0 even
-// if another term's component is infinite.
-DEVICE double inner_product(const Norms& in, int i, int j) {
-  const int n = in.components;
-  double sum = 0;
-  for (int k = 0; k < n; k++)
-    for (int l = 0; l < n; l++) {
-      const double factor = in.shares[i * n + k] * in.shares[j * n + l];
-      if (factor != 0) sum += factor * in.products[k * n + l];
-    }
-  return sum;
-}
-
-DEVICE double norm_of(const Norms& in, int term) {
-  const double square = inner_product(in, term, term);
-  return sqrt(square < 0 ? 0 : square);  // NaN stays NaN
-}
-
-extern "C" __global__ void compare_gradients(const __grid_constant__ Norms in) {
-  const int at = threadIdx.x, named = in.terms - 1;
-  if (at < in.terms) in.found[at] = norm_of(in, at);
-  int pair = at - in.terms, i = 0;
+// Inner products of the terms' gradients, sum S_ik S_jl G_kl, one of each thread. A factor of 0 gives
+// 0 even if another term's component is infinite.
+extern "C" __global__ void __launch_bounds__(MAX_TERMS* MAX_TERMS)
+compare_gradients(const __grid_constant__ Norms in) {
+  __shared__ double shares[MAX_TERMS * MAX_COMPONENTS], products[MAX_COMPONENTS * MAX_COMPONENTS];
+  __shared__ double inner[MAX_TERMS][MAX_TERMS];
+  const int at = threadIdx.x, n = in.components, named = in.terms - 1;
+  if (at < in.terms * n) shares[at] = in.shares[at];
+  if (at < n * n) products[at] = in.products[at];
+  __syncthreads();
+  int i = at / MAX_TERMS, j = at % MAX_TERMS;
+  if (i < in.terms && j < in.terms) {
+    double sum = 0;
+    for (int k = 0; k < n; k++)
+      for (int l = 0; l < n; l++) {
+        const double factor = shares[i * n + k] * shares[j * n + l];
+        if (factor != 0) sum += factor * products[k * n + l];
+      }
+    inner[i][j] = sum;
+  }
+  __syncthreads();
+  auto norm = [&](int term) {
+    const double square = inner[term][term];
+    return sqrt(square < 0 ? 0 : square);  // NaN stays NaN
+  };
+  if (at < in.terms) in.found[at] = norm(at);
+  int pair = at - in.terms;
   if (pair < 0 || pair >= named * (named - 1) / 2) return;
-  for (; pair >= named - 1 - i; i++) pair -= named - 1 - i;  // pairs (0, 1), (0, 2), ..., (1, 2)
-  const int j = i + 1 + pair;
-  const double both = norm_of(in, i) * norm_of(in, j);
-  in.found[at] = both == 0 ? 0 : inner_product(in, i, j) / both;
+  for (i = 0; pair >= named - 1 - i; i++) pair -= named - 1 - i;  // pairs (0, 1), (0, 2), ..., (1, 2)
+  j = i + 1 + pair;
+  const double both = norm(i) * norm(j);
+  in.found[at] = both == 0 ? 0 : inner[i][j] / both;
 }
 
 struct Factor {

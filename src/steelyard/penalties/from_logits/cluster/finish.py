@@ -17,7 +17,7 @@ from steelyard.penalties.from_logits.cluster.shape import VECTOR_BYTES
 HOPPER = (9, 0)  # the first with clusters
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MAX_TERMS, MAX_COMPONENTS = 16, 6  # as `finish.cu` has them
-_THREADS = {"reduce_rows": 256, "compare_gradients": 128, "multiply": 512}
+_THREADS = {"reduce_rows": 256, "compare_gradients": MAX_TERMS * MAX_TERMS, "multiply": 512}
 
 
 class _Totals(ctypes.Structure):
