@@ -55,8 +55,8 @@ struct Norms {
   double shares[MAX_TERMS * MAX_COMPONENTS];  // [terms, components]: S
 };
 
-// Inner products of the terms' gradients, sum S_ik S_jl G_kl, one of each thread. A factor of 0 gives
-// 0 even if another term's component is infinite.
+// Thread (i, j) computes the inner product of the gradients of terms i and j, sum S_ik S_jl G_kl. A
+// factor of 0 gives 0 even if another term's component is infinite.
 extern "C" __global__ void __launch_bounds__(MAX_TERMS* MAX_TERMS)
 compare_gradients(const __grid_constant__ Norms in) {
   __shared__ double shares[MAX_TERMS * MAX_COMPONENTS], products[MAX_COMPONENTS * MAX_COMPONENTS];
@@ -83,7 +83,7 @@ compare_gradients(const __grid_constant__ Norms in) {
   if (at < in.terms) in.found[at] = norm(at);
   int pair = at - in.terms;
   if (pair < 0 || pair >= named * (named - 1) / 2) return;
-  for (i = 0; pair >= named - 1 - i; i++) pair -= named - 1 - i;  // pairs (0, 1), (0, 2), ..., (1, 2)
+  for (i = 0; pair >= named - 1 - i; i++) pair -= named - 1 - i;  // (0, 1), (0, 2), ..., (1, 2)
   j = i + 1 + pair;
   const double both = norm(i) * norm(j);
   in.found[at] = both == 0 ? 0 : inner[i][j] / both;

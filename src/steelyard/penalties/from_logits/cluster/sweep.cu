@@ -17,7 +17,7 @@
 //       sums of row k + 1        (`statistics`; each warp hands its own to the merging warp)
 //       gradient of row k        (`last_pass`, when the merging warp has handed row k out)
 //
-// With JS, and three slots, the sums are those of row k + 2, and a middle pass over row k + 1 follows.
+// With JS and three slots the sums are those of row k + 2, and a middle pass over row k + 1 follows.
 //
 // One more warp merges: first the parts of its block's warps, then, sent between the blocks, those
 // of the cluster. All this takes a few microseconds, in which the others compute. Some rows are
@@ -85,8 +85,8 @@ struct Window {
   int first;    // class of the block's first element; negative in the first vector of a row
   int vectors;
   const element *logits, *reference;  // at the block's first element
-  bool alike;     // whether the reference's vectors begin at the same classes
-  bool at_edge;   // the first or last row: what surrounds it may be outside of the array
+  bool alike;    // whether the reference's vectors begin at the same classes
+  bool at_edge;  // of the array, in the first or last row: what surrounds it may be outside
 
   DEVICE Window(const Problem& in, int row, u32 rank) : row(row) {
     logits = in.logits + row * in.logits_stride;
