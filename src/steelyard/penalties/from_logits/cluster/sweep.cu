@@ -211,7 +211,7 @@ DEVICE void add_vectors(Statistics& s, const uint4* x, const uint4* y, int vecto
                         float log2_scale) {
   const float shift = CLAMPS && s.top == -INF ? 0 : s.top;
   const float shift_r = CLAMPS && s.top_r == -INF ? 0 : s.top_r;
-#pragma unroll 2
+#pragma unroll 1
   for (int i = threadIdx.x; i < vectors; i += THREADS) {
     float a[VECTOR], b[VECTOR];
     unpack_as<CLAMPS>(x[i], a);
@@ -290,7 +290,7 @@ DEVICE MiddleSums middle_sums(uint4* x, uint4* y, int vectors, const Row& row, c
   MiddleSums sums;
   const MiddleShifts<LIMITED> shifts(row, log2_scale);
   const float kept_scale = row.inverse_sum * KEPT_SCALE;
-#pragma unroll 2
+#pragma unroll 1
   for (int i = threadIdx.x; i < vectors; i += THREADS) {
     float a[VECTOR], b[VECTOR], p[VECTOR], share[VECTOR];
     unpack_clamped(x[i], a, shifts.pair);
