@@ -17,9 +17,9 @@ The modules, in the order in which a run uses them:
   write files, checkpoints and metrics; `secrets` redacts secrets in all of them.
 - Use: `trained_model` opens the model of a run at a checkpoint and samples from it, `chat` keeps a
   conversation with it, `export` writes it for other libraries.
-- Several runs: `ablation` (with `parallel_runs`) and `tuning`, which `search` reads back; `seeds`
-  repeats a config, `paired_differences` compares values over seeds, `overall_progress` counts the
-  steps of all runs.
+- Several runs: `ablation` (with `parallel_runs`) and `tuning`, which `search` reads back; `on_ray`
+  trains their runs on a Ray cluster; `continue_run` trains or resumes one, `seeds` repeats a config,
+  `paired_differences` compares values over seeds, `overall_progress` counts the steps of all runs.
 - Display: `step_metrics` reads a line of metrics, `flags` marks conspicuous terms; the terminal
   display and `report` use both. `watch` is the live page.
 """
@@ -35,6 +35,7 @@ try:
     from steelyard.experiment.example_config import example_config
     from steelyard.experiment.export import export_run
     from steelyard.experiment.flags import flags_of
+    from steelyard.experiment.on_ray import RayCluster
     from steelyard.experiment.paired_differences import Comparison, Estimate, conclusions
     from steelyard.experiment.run_dir import RunFolder
     from steelyard.experiment.search import Search, TrialResult
@@ -66,6 +67,7 @@ __all__ = [
     "Estimate",
     "Gradient",
     "Outcome",
+    "RayCluster",
     "RunFolder",
     "Search",
     "TrainedModel",
