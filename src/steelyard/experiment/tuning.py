@@ -393,7 +393,7 @@ class _PruningWatcher:
         self.reported = set(frozen.intermediate_values)
 
     def say(self, text: str) -> None:
-        self.progress.say(text)
+        self.watch.say(text)
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
         self.watch.step(step, steps, metrics)

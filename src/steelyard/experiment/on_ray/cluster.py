@@ -103,7 +103,7 @@ class RayCluster:
 
     def _check_reachable(self) -> None:
         # Ray itself tries for minutes.
-        import grpc  # noqa: PLC0415 - comes with the extra
+        import grpc  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with the extra
 
         with grpc.insecure_channel(self.address.removeprefix("ray://")) as channel:
             try:
@@ -146,14 +146,17 @@ def _asked(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _infeasible(options: Mapping[str, Any], nodes: Sequence[Mapping[str, float]]) -> str:
+    asked = _asked(options)
+
     def listed(amounts: Mapping[str, float]) -> str:
-        shown = {name: amounts[name] for name in ("CPU", "GPU") if name in amounts}
-        memory = f"{amounts['memory'] / 2**30:.3g} GiB" if "memory" in amounts else ""
-        return ", ".join([*(f"{name} {value:g}" for name, value in shown.items()), memory])
+        texts = [f"{name} {amounts[name]:g}" for name in ("CPU", "GPU") if name in amounts]
+        if "memory" in asked and "memory" in amounts:
+            texts.append(f"{amounts['memory'] / 2**30:.3g} GiB")
+        return ", ".join(texts)
 
     found = " | ".join(dict.fromkeys(map(listed, nodes)))
     return (
-        f"a node of the Ray cluster must have all that a run asks for, {listed(_asked(options))}, "
+        f"a node of the Ray cluster must have all that a run asks for, {listed(asked)}, "
         f"and the nodes have {found}: ask for less with --ray-cpus, --ray-gpus or --ray-memory, or "
         f"add a node. A cluster that scales by itself must have one such node up."
     )

@@ -201,7 +201,7 @@ def _actor_class() -> type:
 
             import ray  # noqa: PLC0415
 
-            node = ray.util.get_node_ip_address()
+            node: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # has no types
             try:
                 import steelyard  # noqa: PLC0415
             except ModuleNotFoundError:
