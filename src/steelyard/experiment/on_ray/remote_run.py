@@ -79,8 +79,14 @@ class RayRuns:
                 attended = _Attended(self, config, run, begin, stop)
                 try:
                     return _outcome(run, attended.train())
+                except ConnectionError as lost:
+                    raise RunError(
+                        f"the Ray cluster must stay connected while runs train on it, and the "
+                        f"connection was lost: {_first_line(lost)} {path} holds what arrived: run "
+                        f"the same command again to go on."
+                    ) from lost
                 except self.ray.exceptions.RayActorError as died:
-                    reason = str(died).strip().splitlines()[0]
+                    reason = _first_line(died)
                     if stop():
                         return _outcome(run, "interrupted")
                     if attempt == RETRIES:
@@ -94,6 +100,11 @@ class RayRuns:
                         f"{path.name}: its node or process died ({reason}); it goes on from its "
                         f"last checkpoint, retry {attempt + 1} of {RETRIES}"
                     )
+                except self.ray.exceptions.RayError as failed:
+                    raise RunError(
+                        f"a node must be able to start {path.name}, and could not: "
+                        f"{_first_line(failed)}"
+                    ) from failed
             return _outcome(run, "done")
 
 
@@ -148,11 +159,13 @@ class _Attended:
         told = False
         while True:
             found = actor.messages.remote()
-            while not self._ready(found):
+            ready = False
+            while not ready:
                 if not told and self.stop():
                     actor.stop.remote()
                     told = True
-            messages: list[Message] = self.runs.ray.get(found)
+                ready = self._ready(found)
+            messages: list[Message] = pickle.loads(self.runs.ray.get(found))  # noqa: S301 - of our own run
             for message in messages:
                 match message:
                     case Reference(content):
@@ -192,6 +205,10 @@ def _outcome(run: RunFolder, status: Literal["done", "interrupted"]) -> Outcome:
     return Outcome(status, run.path, len(lines), lines[-1] if lines else {})
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _actor_class() -> type:
     """Class of the actor of a run, which travels by value: a node may have no steelyard."""
 
@@ -216,13 +233,20 @@ def _actor_class() -> type:
                 )
             try:
                 from steelyard.experiment.on_ray.node_run import NodeRun  # noqa: PLC0415
-            except ImportError as error:
-                return f"every node must be able to train, and {node} is not: {error}"
-            self.run = NodeRun(pickle.loads(order), node)  # noqa: S301 - of our own driver
+
+                self.run = NodeRun(pickle.loads(order), node)  # noqa: S301 - of our own driver
+            except Exception as error:  # noqa: BLE001 - raised by the driver, with the node
+                return (
+                    f"every node must be able to train, and {node} is not: "
+                    f"{type(error).__name__}: {error}"
+                )
             return None
 
-        def messages(self) -> Any:
-            return self.run.messages()
+        def messages(self) -> bytes:
+            import pickle  # noqa: PLC0415
+
+            # As bytes: Ray's client server would import steelyard and torch to pass them on.
+            return pickle.dumps(self.run.messages())
 
         def stop(self) -> None:
             self.run.stop()
