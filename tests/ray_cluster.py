@@ -8,17 +8,19 @@ asks for it. Nothing is connected to the cluster: a test does so with `ray_drive
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-NODE = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
+NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else it warns about its next release
@@ -39,13 +41,12 @@ class RayCluster:
         self.address: str = self._cluster.address
         self.client_address = f"ray://127.0.0.1:{port}"
 
-    def add_node(self, **arguments: object) -> object:
+    def add_node(self, **arguments: Any) -> Any:
         """Start a further node, such as one that a test kills."""
         with _without_warnings():
-            node: object = self._cluster.add_node(**{**NODE, **arguments})
-        return node
+            return self._cluster.add_node(**{**NODE, **arguments})
 
-    def kill_node(self, node: object) -> None:
+    def kill_node(self, node: Any) -> None:
         """Kill a node and all of its processes."""
         with _without_warnings():
             self._cluster.remove_node(node, allow_graceful=False)
@@ -53,7 +54,7 @@ class RayCluster:
     def shutdown(self) -> None:
         """End all nodes."""
         with _without_warnings():
-            self._cluster.shutdown()
+            self._cluster.shutdown()  # type: ignore[no-untyped-call]  # untyped in Ray
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +68,7 @@ def ray_cluster() -> Iterator[RayCluster]:
 def ray_driver(ray_cluster: RayCluster) -> Iterator[RayCluster]:
     """The cluster, with this process connected to it."""
     with _without_warnings():
-        ray.init(address=ray_cluster.address, log_to_driver=False, logging_level="WARNING")
+        ray.init(address=ray_cluster.address, log_to_driver=False, logging_level=logging.WARNING)
     yield ray_cluster
     ray.shutdown()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -13,12 +13,12 @@ from typing import Any
 
 from steelyard._extras import require
 from steelyard.errors import ClosedError, PlacementError, TermError, WorkerDiedError
-from steelyard.execution import ray_cluster, worker_process
+from steelyard.execution import ray_connection, worker_process
 from steelyard.execution.batch import Cancelled, Ticket
 from steelyard.execution.executor import Executor
 from steelyard.execution.processes import check_picklable, unpicklable
-from steelyard.execution.ray_cluster import ray_module
-from steelyard.execution.transport import Message, pack, unpack
+from steelyard.execution.ray_connection import connection, ray_module
+from steelyard.execution.transport import Parts, pack, unpack
 from steelyard.spec import describe
 
 # Seconds between two looks at the tasks that have not started.
@@ -40,7 +40,8 @@ class RayExecutor(Executor):
         self._tasks: dict[Ticket, Any] = {}
         self._ended: SimpleQueue[tuple[Ticket, Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._run: Any = None
+        # Remote functions by placement: setting the options anew would cost each call 0.1 ms.
+        self._functions: dict[str, Any] = {}
 
     def prepare(self, term: str, call: object) -> None:
         """Check that Ray is installed and that a call pickles; the cluster is not needed yet.
@@ -57,12 +58,13 @@ class RayExecutor(Executor):
         self._connect()
         try:
             shared = [_sent(thing, ticket.sent) for thing in ticket.shared]
+            small = [each if isinstance(each, list) else None for each in shared]
             call = pack((ticket.fn, ticket.args), ticket.shared)
         except Exception as error:  # noqa: BLE001 - pickling runs user code
             ticket.end(error=unpicklable(ticket.term, error, title=ticket.title, place="ray"))
             return
-        run = self._run.options(**ticket.placement) if ticket.placement else self._run
-        task = run.remote(call, *shared)
+        large = (each for each in shared if not isinstance(each, list))
+        task = self._function(ticket.placement).remote(call, small, *large)
         self._tasks[ticket] = task
         ticket.stop = partial(self._stop, ticket, task)
         # Ray's public ways to wait for a generator block a thread each, or take an event loop,
@@ -86,18 +88,28 @@ class RayExecutor(Executor):
         for ticket, task in list(self._tasks.items()):
             self._stop(ticket, task)
             ticket.end(error=ClosedError("the workers were closed while a term ran on them."))
-        ray_cluster.connection.close(self)
+        connection.close(self)
 
     def _connect(self) -> None:
+        if self._thread is not None and ray_connection.is_connected():
+            return
         with self._lock:
-            ray_cluster.connection.open(self)
+            connection.open(self)
             if self._thread is None:
-                task = ray_module().remote(num_returns="streaming", max_retries=0)
-                self._run = task(worker_process.work_in_task)
                 self._thread = threading.Thread(
                     target=self._attend, name="steelyard-ray", daemon=True
                 )
                 self._thread.start()
+
+    def _function(self, placement: Mapping[str, Any]) -> Any:
+        """The remote function that asks for a placement."""
+        key = repr(placement)
+        if key not in self._functions:
+            if not self._functions:
+                as_task = ray_module().remote(num_returns="streaming", max_retries=0)
+                self._functions[""] = as_task(worker_process.work_in_task)
+            self._functions[key] = self._functions[""].options(**placement)
+        return self._functions[key]
 
     def _attend(self) -> None:
         """Settle the tickets whose tasks have ended.
@@ -110,7 +122,8 @@ class RayExecutor(Executor):
             try:
                 found = self._ended.get(timeout=max(0.0, look_at - monotonic()))
             except Empty:
-                self._look_at_waiting()
+                with contextlib.suppress(Exception):  # the cluster may be out of reach for a moment
+                    self._look_at_waiting()
                 look_at = monotonic() + _LOOK_INTERVAL
                 continue
             if found is None:
@@ -122,8 +135,7 @@ class RayExecutor(Executor):
         if self._tasks.pop(ticket, None) is None or ticket.settled:
             return
         try:
-            succeeded, message = future.result()
-            value, error = _opened(ticket, succeeded, message)
+            value, error = _opened(ticket, *future.result())
         except Exception as failure:  # noqa: BLE001 - raised where the ticket is waited for
             value, error = None, _failure(ticket, failure)
         if ticket.started is None and error is None:
@@ -132,31 +144,35 @@ class RayExecutor(Executor):
 
     def _stop(self, ticket: Ticket, task: Any) -> None:
         self._tasks.pop(ticket, None)
-        with contextlib.suppress(Exception):  # it has ended, or the connection has
+        if ray_connection.is_connected():  # else Ray would connect anew
             ray_module().cancel(task, force=True)
         ticket.ended = monotonic()
 
     def _look_at_waiting(self) -> None:
         """Fail the tasks that can never start."""
         fail: Callable[[Ticket], TermError | ClosedError | None]
-        if not ray_cluster.is_connected():
+        if not ray_connection.is_connected():
             waiting, fail = list(self._tasks), _shut_down
         else:
             soon = monotonic() - _LOOK_INTERVAL
-            waiting = [t for t in self._tasks if t.started is None and (t.submitted or soon) < soon]
-            fail = partial(_infeasible, ray_cluster.nodes() if waiting else [])
+            waiting = [
+                ticket
+                for ticket in list(self._tasks)
+                if ticket.started is None and (ticket.submitted or soon) < soon
+            ]
+            fail = partial(_infeasible, ray_connection.nodes() if waiting else [])
         for ticket in waiting:
-            error = fail(ticket)
-            if error is not None and not ticket.settled:
-                self._stop(ticket, self._tasks.get(ticket))
+            task, error = self._tasks.get(ticket), fail(ticket)
+            if task is not None and error is not None:
+                self._stop(ticket, task)
                 ticket.end(error=error)
 
 
 def _sent(thing: object, sent: dict[int, Any]) -> Any:
     """The packed object, for all tickets of a batch; a large one is in Ray's object store."""
     if id(thing) not in sent:
-        message = pack(thing)
-        kept = ray_module().put(message) if message.nbytes >= _LARGE else message
+        parts = pack(thing)
+        kept = ray_module().put(parts) if sum(map(len, parts)) >= _LARGE else parts
         sent[id(thing)] = thing, kept  # with the object: no other one may take its id
     return sent[id(thing)][1]
 
@@ -166,9 +182,9 @@ def _begin(ticket: Ticket, told: Future[None]) -> None:
         ticket.start()
 
 
-def _opened(ticket: Ticket, succeeded: bool, message: Message) -> tuple[Any, BaseException | None]:
+def _opened(ticket: Ticket, succeeded: bool, parts: Parts) -> tuple[Any, BaseException | None]:
     try:
-        answer = unpack(message)
+        answer = unpack(parts)
     except Exception as error:  # noqa: BLE001 - unpickling runs user code
         return None, unpicklable(ticket.term, error, "its result", ticket.title, "ray")
     if succeeded:
@@ -220,7 +236,7 @@ def _shut_down(_: Ticket) -> ClosedError:
 
 
 def _infeasible(cluster: list[dict[str, float]], ticket: Ticket) -> PlacementError | None:
-    lacking = ray_cluster.lacking(ticket.placement, cluster)
+    lacking = ray_connection.lacking(ticket.placement, cluster)
     if lacking is None:
         return None
     return PlacementError(

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -40,14 +40,9 @@ class Message:
 
     pickled: bytes
     spans: tuple[tuple[int, int], ...] = ()
-    buffers: tuple[Any, ...] = ()
+    buffers: tuple[bytes, ...] = ()
     block: str | None = None
     reply_at: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the pickle and of the buffers beside it."""
-        return len(self.pickled) + sum(map(len, self.buffers))
 
 
 class Parcel:
@@ -108,18 +103,20 @@ def reply(message: Message, thing: object) -> Message:
     return Message(pickled, buffers=tuple(bytes(b) for b in buffers))
 
 
-def pack(thing: object, left_out: Sequence[object] = ()) -> Message:
-    """Pickle an object, except for the objects inside of it that are sent apart.
+# A pickle, and its large buffers as arrays of bytes: a list, which Ray sends faster than an object.
+Parts: TypeAlias = list[Any]
 
-    The large buffers are arrays beside the pickle, which are not copied.
-    """
+
+def pack(thing: object, left_out: Sequence[object] = ()) -> Parts:
+    """Pickle an object, except for the objects inside of it that are sent apart."""
     pickled, buffers = _dump(thing, left_out)
-    return Message(pickled, buffers=tuple(np.frombuffer(b, np.uint8) for b in buffers))
+    return [pickled, *(np.frombuffer(buffer, np.uint8) for buffer in buffers)]
 
 
-def unpack(message: Message, left_out: Sequence[object] = ()) -> Any:
+def unpack(parts: Parts, left_out: Sequence[object] = ()) -> Any:
     """Unpickle an object that was packed; its arrays are copies, which may be written to."""
-    return _load(message, None, left_out)
+    pickled, *buffers = parts
+    return _loads(pickled, [bytearray(buffer) for buffer in buffers], left_out)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
@@ -188,16 +185,22 @@ def _dump(thing: object, left_out: Sequence[object] = ()) -> tuple[bytes, list[m
     return file.getvalue(), buffers
 
 
-def _load(message: Message, block: str | None, left_out: Sequence[object] = ()) -> Any:
+def _load(message: Message, block: str | None) -> Any:
     buffers: list[bytearray | memoryview] = [bytearray(b) for b in message.buffers]
     if block is not None and message.spans:
         with open(block, "rb") as file:  # noqa: PTH123 - a Path made per call costs more
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         # Not copied: the arrays keep the mapping alive.
         buffers += [memoryview(mapped)[at : at + size] for at, size in message.spans]
+    return _loads(message.pickled, buffers)
+
+
+def _loads(
+    pickled: bytes, buffers: Sequence[bytearray | memoryview], left_out: Sequence[object] = ()
+) -> Any:
     if left_out:
-        return _PartUnpickler(io.BytesIO(message.pickled), left_out, buffers=buffers).load()
-    return pickle.loads(message.pickled, buffers=buffers)  # noqa: S301 - our own worker's
+        return _PartUnpickler(io.BytesIO(pickled), left_out, buffers=buffers).load()
+    return pickle.loads(pickled, buffers=buffers)  # noqa: S301 - our own worker's
 
 
 def _write(path: str, at: int, buffers: list[memoryview]) -> tuple[tuple[int, int], ...]:

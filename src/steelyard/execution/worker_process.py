@@ -12,14 +12,16 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch
 
 from steelyard.execution.spawn_context import kill_group, lead_group
-from steelyard.execution.transport import Message, pack, receive, reply, unpack
+from steelyard.execution.transport import Message, Parts, pack, receive, reply, unpack
 from steelyard.spec import describe
+
+Written = TypeVar("Written")
 
 
 def prepare(threads: int) -> None:
@@ -38,18 +40,25 @@ def work(message: Message, path: list[str]) -> tuple[bool, Message]:
     return answer(partial(receive, message), partial(reply, message))
 
 
-def work_in_task(message: Message, *shared: Message) -> Iterator[tuple[bool, Message] | None]:
-    """As `work`, in a task of Ray: None when it starts, then the answer.
+def work_in_task(call: Parts, small: list[Parts | None], *large: Parts) -> Iterator[Any]:
+    """As `work`, in a task of Ray: yield None when it starts, then the answer.
 
     Args:
-        message: the call.
-        shared: the objects that were left out of it.
+        call: the call, without the objects that it shares with others.
+        small: the shared objects; None for those that are in `large`.
+        large: the shared objects that came through the object store.
     """
     yield None
-    yield answer(lambda: unpack(message, [unpack(each) for each in shared]), pack)
+
+    def read() -> Any:
+        stored = iter(large)
+        return unpack(call, [unpack(next(stored) if each is None else each) for each in small])
+
+    succeeded, parts = answer(read, pack)
+    yield [succeeded, parts]
 
 
-def answer(read: Callable[[], Any], write: Callable[[object], Message]) -> tuple[bool, Message]:
+def answer(read: Callable[[], Any], write: Callable[[object], Written]) -> tuple[bool, Written]:
     """Run the call that `read` unpickles. Returns as `work`, pickled by `write`."""
     try:
         fn, args = read()

@@ -234,9 +234,10 @@ class RegularizerSpec:
         values = dict(fields_)
         if isinstance(values["fn"], str):
             name = values["fn"]
-            own, of_ray = split_placement(values.get("run_in", ""), values.get("options") or {})
-            values["fn"], left = registry.build(name, own)
-            values["options"] = {**left, **of_ray}
+            given = values.get("options") or {}
+            options, placement = split_placement(values.get("run_in", ""), given)
+            values["fn"], left = registry.build(name, options)
+            values["options"] = {**left, **placement}
             own = name if name in SHORT else _name_of(values["fn"], "")
             values["name"] = values.get("name") or own or name
         return cls(**values)

@@ -45,8 +45,9 @@ def score(
     """Score each answer with each reward.
 
     A failure or a timeout concerns one reward on one answer. Each call gets a copy of the record.
-    There are as many threads and processes at once as cores, and any number of coroutines; a
-    reward whose function has an attribute `concurrency` has that many calls at once instead.
+    There are as many threads and processes at once as cores, any number of coroutines, and as many
+    tasks of Ray as its cluster has resources for; a reward whose function has an attribute
+    `concurrency` has that many calls at once instead.
 
     Args:
         rewards: the rewards.
@@ -70,10 +71,13 @@ def score(
     for reward in rewards:
         reward.load()
     executors = (workers or default_workers()).executors
+    calls = {reward.name: _Call.of(reward) for reward in rewards}
     pairs = [(reward, index) for index in range(len(answers)) for reward in rewards]
     inline = [pair for pair in pairs if pair[0].place == "inline"]
     tickets = {
-        _ticket(reward, answers[index], executors[reward.place].awaits, timeout): (reward, index)
+        _ticket(
+            reward, calls[reward.name], answers[index], executors[reward.place].awaits, timeout
+        ): (reward, index)
         for reward, index in pairs
         if reward.place != "inline"
     }
@@ -82,7 +86,7 @@ def score(
     scores: dict[tuple[str, int], Score] = {}
     with Batch(list(tickets), lanes, os.cpu_count() or 1, widths=widths) as batch:
         for reward, index in inline:
-            run = functools.partial(_Call.of(reward).run, *answers[index])
+            run = functools.partial(calls[reward.name].run, *answers[index])
             scores[reward.name, index] = _score_of(reward, answers[index], run)
         for ticket in batch.settled():
             reward, index = tickets[ticket]
@@ -103,7 +107,7 @@ class _Call:
 
     @classmethod
     def of(cls, reward: Reward) -> Self:
-        return cls(reward.name, reward.fn, reward.options)
+        return cls(reward.name, reward.fn, reward.call_options)
 
     def run(self, record: Mapping[str, Any], answer: str) -> float:
         returned = self._begin(record, answer)
@@ -117,11 +121,17 @@ class _Call:
         return self.fn(copy.deepcopy(record), answer, **self.options)
 
 
-def _ticket(reward: Reward, answer: Answer, awaits: bool, timeout: float) -> Ticket:
-    call = _Call.of(reward)
-    fn: Callable[..., Any] = call.arun if awaits else call.run
-    seconds = reward.timeout or timeout
-    return Ticket(reward.name, _lane(reward), fn, answer, seconds, kind="reward")
+def _ticket(reward: Reward, call: _Call, answer: Answer, awaits: bool, timeout: float) -> Ticket:
+    return Ticket(
+        reward.name,
+        _lane(reward),
+        call.arun if awaits else call.run,
+        answer,
+        reward.timeout or timeout,
+        kind="reward",
+        shared=(call,),
+        placement=reward.placement,
+    )
 
 
 def _lane(reward: Reward) -> str:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from steelyard.errors import ClosedError
+from steelyard.errors import ClosedError, InputError
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class RayConnection:
 
         Raises:
             ClosedError: the connection is that of the parent, from which this process was forked.
+            InputError: it is a connection through the Ray Client.
         """
         if self._is_parents:
             raise ClosedError(
@@ -56,6 +57,12 @@ class RayConnection:
                     totals.get("GPU", 0),
                 )
             self._users.add(user)
+        if ray.util.client.ray.is_connected():
+            raise InputError(
+                "run_in='ray' needs a process on a machine of the cluster, got a connection by the "
+                "Ray Client ('ray://…'), which does not tell when a task starts: run the program "
+                "on such a machine, or as a job (ray job submit)."
+            )
 
     def close(self, user: object) -> None:
         """End the connection if it was made here and nobody else uses it.
