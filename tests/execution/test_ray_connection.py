@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from steelyard.execution.ray_connection import lacking
+from steelyard.errors import InputError
+from steelyard.execution.ray_connection import RayConnection, lacking
 from tests.ray_cluster import QUIET, RayCluster
 
 from .tickets import wait_until
@@ -157,6 +158,12 @@ def test_ctrl_c_kills_the_tasks(ray_cluster: RayCluster, tmp_path: Path) -> None
     assert "KeyboardInterrupt" in errors
     assert started.returncode not in (0, None)
     wait_until(lambda: not psutil.pid_exists(int(pid.read_text())))
+
+
+def test_the_ray_client_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
+    with pytest.raises(InputError, match=r"got a connection by the Ray Client .* ray job submit"):
+        RayConnection().open(object())
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ def test_a_place_that_suits_the_function_is_accepted(fields: dict[str, Any]) -> 
 
 
 def test_the_types_list_the_choices_of_the_design() -> None:
-    assert get_args(RunIn) == ("auto", "inline", "thread", "process", "async")
+    assert get_args(RunIn) == ("auto", "inline", "thread", "process", "async", "ray")
     assert get_args(Gradient) == ("auto", "autograd", "numerical", "score", "none")
     assert get_args(OnError) == ("raise", "skip")
     assert BASE == "base"

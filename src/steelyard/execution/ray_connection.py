@@ -34,7 +34,7 @@ class RayConnection:
 
         Raises:
             ClosedError: the connection is that of the parent, from which this process was forked.
-            InputError: it is a connection through the Ray Client.
+            InputError: it is, or would be, a connection by the Ray Client.
         """
         if self._is_parents:
             raise ClosedError(
@@ -44,6 +44,7 @@ class RayConnection:
             )
         ray = ray_module()
         with self._lock:
+            _check_not_client()
             if not ray.is_initialized():
                 ray.init()
                 self._own_job = _job()
@@ -57,12 +58,6 @@ class RayConnection:
                     totals.get("GPU", 0),
                 )
             self._users.add(user)
-        if ray.util.client.ray.is_connected():
-            raise InputError(
-                "run_in='ray' needs a process on a machine of the cluster, got a connection by the "
-                "Ray Client ('ray://…'), which does not tell when a task starts: run the program "
-                "on such a machine, or as a job (ray job submit)."
-            )
 
     def close(self, user: object) -> None:
         """End the connection if it was made here and nobody else uses it.
@@ -91,6 +86,16 @@ def ray_module() -> Any:
     import ray  # noqa: PLC0415 - see above
 
     return ray
+
+
+def _check_not_client() -> None:
+    client = ray_module().util.client.ray.is_connected()
+    if client or (not is_connected() and os.environ.get("RAY_ADDRESS", "").startswith("ray://")):
+        raise InputError(
+            "run_in='ray' needs a process on a machine of the cluster, got a connection by the Ray "
+            "Client ('ray://…'), which does not tell when a task starts: run the program on such "
+            "a machine, or as a job (ray job submit)."
+        )
 
 
 def is_connected() -> bool:
