@@ -220,16 +220,16 @@ def _actor_class() -> type:
 
             node: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # has no types
             try:
-                import steelyard  # noqa: PLC0415
+                from steelyard._version import __version__ as found  # noqa: PLC0415
             except ModuleNotFoundError:
                 return (
                     f"every node must have steelyard {version} installed, and {node} has none: "
                     f"install it there."
                 )
-            if steelyard.__version__ != version:
+            if found != version:
                 return (
                     f"every node must have steelyard {version} installed, as here, and {node} has "
-                    f"{steelyard.__version__}: install it there."
+                    f"{found}: install it there."
                 )
             try:
                 from steelyard.experiment.on_ray.node_run import NodeRun  # noqa: PLC0415
