@@ -26,7 +26,7 @@ from steelyard.experiment.data_files import Group
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 
 FIELD = "reference_logprobs"
-_CACHE = "reference.safetensors"
+REFERENCE_FILE = "reference.safetensors"
 _LEVELS = 2  # a shared cache is in the parent of a run folder, or in the parent of that
 
 
@@ -72,8 +72,17 @@ def with_reference(datum: types.Datum, logprobs: Tensor) -> types.Datum:
 
 def share_reference_logprobs(folder: Path) -> None:
     """Let the runs in this folder share one cache, which begins empty."""
-    if not (folder / _CACHE).exists():
-        write_atomic(folder / _CACHE, safetensors.torch.save({}))
+    if not (folder / REFERENCE_FILE).exists():
+        write_atomic(folder / REFERENCE_FILE, safetensors.torch.save({}))
+
+
+def merge_reference_logprobs(folder: Path, content: bytes) -> None:
+    """Add the log-probs of another machine's cache to the one that runs in this folder share."""
+    file = folder / REFERENCE_FILE
+    with filelock.FileLock(file.with_name(f".{file.name}.lock")):
+        known, computed = _read(file), safetensors.torch.load(content)
+        if not computed.keys() <= known.keys():
+            write_atomic(file, safetensors.torch.save(known | computed))
 
 
 def _look_up(
@@ -115,8 +124,8 @@ def _report_tenths(count: int, say: Callable[[str], None]) -> Callable[[int], No
 
 def _cache_file(run: Path) -> Path:
     """Cache of a run: one that its parent folders share, or else its own."""
-    shared = (folder / _CACHE for folder in list(run.absolute().parents)[:_LEVELS])
-    return next((file for file in shared if file.is_file()), run / _CACHE)
+    shared = (folder / REFERENCE_FILE for folder in list(run.absolute().parents)[:_LEVELS])
+    return next((file for file in shared if file.is_file()), run / REFERENCE_FILE)
 
 
 def _read(file: Path) -> dict[str, Tensor]:
