@@ -6,6 +6,7 @@ its part of the batch, has to equal.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,11 +15,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from steelyard.composition import CompositeLoss, term
+from steelyard.errors import GradientError
 from steelyard.output import CustomLossOutput
 
 from .models import activity, confidence, cross_entropy
@@ -169,3 +183,139 @@ def check_training(rank: int, kind: str) -> None:
         torch.testing.assert_close(
             whole_gradients(model), whole_gradients(alone), rtol=CLOSE, atol=CLOSE
         )
+
+
+def check_optimizer_steps(rank: int) -> None:
+    """Several optimizer steps under FSDP with an aggregator end at the same parameters."""
+    ranks = dist.get_world_size()
+    alone, model = Stack(), shard(Stack())
+    losses = [composite(m, aggregate="upgrad", track_every=2) for m in (alone, model)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (alone, model)]
+    parameters = [list(m.parameters()) for m in (alone, model)]
+    for loss, optimizer in zip(losses, optimizers, strict=True):
+        loss.follow(optimizer)
+    for x, labels in batches(3):
+        mine = slice(rank, None, ranks)
+        totals = [
+            losses[0](alone(x), labels=labels, parameters=parameters[0]),
+            losses[1](model(x[mine]), labels=labels[mine], parameters=parameters[1]),
+        ]
+        for total, optimizer in zip(totals, optimizers, strict=True):
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+        assert losses[1].output.factors == pytest.approx(losses[0].output.factors, rel=1e-4)
+    for one, other in zip(*parameters, strict=True):
+        torch.testing.assert_close(_(other.detach()), one.detach(), rtol=1e-4, atol=1e-5)
+
+
+def check_different_terms(rank: int, kind: str) -> None:
+    """A term that ran on one process only has the norm of its mean gradient, on all of them."""
+    ranks = dist.get_world_size()
+
+    def sometimes(logits: Tensor) -> Tensor:
+        if rank > 0:
+            raise ValueError("not on this one")
+        return logits.square().mean()
+
+    def nearly_never(hidden: Tensor) -> Tensor:
+        return hidden.square().mean() if rank == 0 else hidden.new_zeros(())
+
+    alone, model = Stack(), Stack()
+    wrapped = DistributedDataParallel(model) if kind == "ddp" else shard(model)
+    terms = [
+        term(sometimes, 1.0, "sometimes", on_error="skip"),
+        term(nearly_never, 1.0, "nearly_never", gradient="auto"),
+        term(lambda logits: logits.detach().mean(), 1.0, "never", gradient="none"),
+    ]
+    loss = CompositeLoss(cross_entropy, terms, track_grad_norms=True, wrt=wrapped)
+    [(x, labels)] = batches(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss(wrapped(x[rank::ranks]), labels=labels[rank::ranks]).backward()
+    out = alone(x[::ranks])
+    for name, value in (
+        ("sometimes", out["logits"].square().mean()),
+        ("nearly_never", out["hidden"].square().mean()),
+    ):
+        pulls = torch.autograd.grad(
+            value / ranks, list(alone.parameters()), retain_graph=True, allow_unused=True
+        )
+        norm = torch.cat([each.flatten() for each in pulls if each is not None]).norm().item()
+        across = loss.output_across_ranks().regularizers[name]
+        assert across.grad_norm == pytest.approx(norm, rel=CLOSE)
+    own = loss.output
+    assert ("sometimes" in own.skipped) == (rank > 0)
+    assert own.regularizers["nearly_never"].grad_norm == pytest.approx(norm, rel=CLOSE)
+    assert own.regularizers["never"].grad_norm is None
+    assert all("never" not in pair for pair in own.cosines)
+
+
+def check_mixed_precision(rank: int) -> None:
+    """Norms in bfloat16 are those of float32 up to its eight bits."""
+    ranks = dist.get_world_size()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    alone, model = Stack(), shard(Stack(), mp_policy=policy)
+    losses = [composite(m) for m in (alone, model)]
+    parameters = [list(m.parameters()) for m in (alone, model)]
+    for number, (x, labels) in enumerate(batches(2)):
+        losses[0](alone(x), labels=labels, parameters=parameters[0]).backward()
+        mine = slice(rank, None, ranks)
+        # Gradients that wait for their reduction are in float32, apart from the parameter.
+        model.set_requires_gradient_sync(number == 1)
+        out = {key: value.float() for key, value in model(x[mine]).items()}
+        losses[1](out, labels=labels[mine], parameters=parameters[1]).backward()
+        assert_same(losses[1].output_across_ranks(), losses[0].output, close=0.05)
+    torch.testing.assert_close(
+        whole_gradients(model), whole_gradients(alone), rtol=0.05, atol=0.02
+    )
+
+
+def check_two_dimensions(rank: int) -> None:
+    """Parameters that are sharded over two processes and replicated over two pairs of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    alone, model = Stack(), shard(Stack(), mesh=mesh)
+    losses = [composite(m) for m in (alone, model)]
+    parameters = [list(m.parameters()) for m in (alone, model)]
+    [(x, labels)] = batches(1)
+    losses[0](alone(x), labels=labels, parameters=parameters[0])
+    losses[1](model(x[rank::4]), labels=labels[rank::4], parameters=parameters[1])
+    assert_same(losses[1].output_across_ranks(), losses[0].output)
+
+
+def check_tensor_parallel(rank: int) -> None:  # noqa: ARG001 - all have the same batch
+    """Parameters that are sharded by column and by row, in tensor parallelism."""
+    alone, model = Stack(width=8), Stack(width=8)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model.first, mesh, ColwiseParallel(output_layouts=Replicate()))
+    for block in model.blocks:
+        parallelize_module(block.inner, mesh, ColwiseParallel(output_layouts=Replicate()))
+    parallelize_module(model.last, mesh, RowwiseParallel(input_layouts=Replicate()))
+    losses = [composite(m) for m in (alone, model)]
+    [(x, labels)] = batches(1)
+    for loss, m in zip(losses, (alone, model), strict=True):
+        loss(m(x), labels=labels, parameters=list(m.parameters())).backward()
+    assert_same(losses[1].output, losses[0].output)
+    torch.testing.assert_close(
+        whole_gradients(model), whole_gradients(alone), rtol=CLOSE, atol=CLOSE
+    )
+
+
+def check_refusals(rank: int) -> None:  # noqa: ARG001 - the same on all
+    """Norms that would be no norms are refused by name."""
+    model = Stack()
+    fully_shard(model)
+    [(x, labels)] = batches(1)
+    parameters = list(model.parameters())
+    for wrt, message in (
+        (parameters, "the parameters themselves: pass wrt=model"),
+        (model.blocks[0], "'inner.weight', which it does not manage: pass the module that"),
+        (None, "the parameters themselves: pass wrt=model"),
+    ):
+        loss = composite(model, wrt=wrt)
+        with pytest.raises(GradientError, match=message):
+            loss(model(x), labels=labels, parameters=parameters)
+    old = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
+    loss = CompositeLoss(cross_entropy, track_grad_norms=True, wrt=old)
+    with pytest.raises(GradientError, match="which it does not manage"):
+        loss(logits=old(x), labels=labels)

@@ -20,7 +20,11 @@ from steelyard import telemetry
 from steelyard.composition.aggregate import combine
 from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
-from steelyard.composition.distributed_inputs import DistributedInputs, distributed_inputs
+from steelyard.composition.distributed_inputs import (
+    DistributedInputs,
+    distributed_inputs,
+    with_parts,
+)
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.input_lookup import gather
 from steelyard.composition.input_names import Named, Reads, base_of, itself, spec_of, specs_of, term
@@ -369,12 +373,13 @@ class CompositeLoss(nn.Module):
 
     def _inputs(self, named: Mapping[str, Any], space: str, targets: Sequence[Tensor]) -> Inputs:
         fuse_base = _is_whole(self.share)
-        if targets and dist.is_available() and dist.is_initialized():
+        if not (dist.is_available() and dist.is_initialized()):
+            return Inputs(named, space, targets, fuse_base=fuse_base)
+        named, found = with_parts(named), None
+        if targets:
             module = self._wrt_module[0] if self._wrt_module else None
             found = distributed_inputs(named, space, module, targets, fuse_base=fuse_base)
-            if found is not None:
-                return found
-        return Inputs(named, space, targets, fuse_base=fuse_base)
+        return found or Inputs(named, space, targets, fuse_base=fuse_base)
 
     def _last_call(self) -> LazyOutput:
         if self._last is None:

@@ -28,7 +28,9 @@ from steelyard.gradients import (
     gram,
     is_fully_sharded,
     is_sharded,
+    mapped,
     sharded_gram,
+    tensors_in,
 )
 
 
@@ -135,6 +137,24 @@ def distributed_inputs(
         )
     compare = partial(sharded_gram, like=targets)
     return DistributedInputs(named, space, targets, by_tensors, compare, fuse_base=fuse_base)
+
+
+def with_parts(named: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Inputs whose sharded parameters get gradients that are sharded as they are.
+
+    torch computes on whole tensors where a tensor has fewer elements than there are processes, and
+    leaves a whole gradient to the parameter; FSDP would add its part of the gradient to that.
+    """
+
+    def as_it_is(tensor: Any) -> Any:
+        if not (is_sharded(tensor) and tensor.is_leaf and tensor.requires_grad):
+            return tensor
+        return tensor.redistribute(tensor.device_mesh, tensor.placements)
+
+    if not any(is_sharded(tensor) for tensor in tensors_in(named)):
+        return named
+    inputs: Mapping[str, Any] = mapped(named, as_it_is)
+    return inputs
 
 
 def _gram_of_means(
