@@ -26,7 +26,15 @@ from torch import distributed as dist
 TIMEOUT = 300.0
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim"]
+    [
+        "pytest",
+        "steelyard.composition",
+        "steelyard.integrations.optim",
+        "steelyard.penalties.from_logits",
+        "torch._dynamo",  # FSDP loads it in the first forward pass
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+    ]
 )
 
 
