@@ -121,9 +121,7 @@ def whole_gradients(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def assert_same(
-    found: CustomLossOutput, expected: CustomLossOutput, close: float = CLOSE
-) -> None:
+def assert_same(found: CustomLossOutput, expected: CustomLossOutput, close: float = CLOSE) -> None:
     near = pytest.approx
     assert found.loss_total == near(expected.loss_total, rel=close)
     assert found.total_grad_norm == near(expected.total_grad_norm, rel=close)
@@ -266,9 +264,7 @@ def check_mixed_precision(rank: int) -> None:
         out = {key: value.float() for key, value in model(x[mine]).items()}
         losses[1](out, labels=labels[mine], parameters=parameters[1]).backward()
         assert_same(losses[1].output_across_ranks(), losses[0].output, close=0.05)
-    torch.testing.assert_close(
-        whole_gradients(model), whole_gradients(alone), rtol=0.05, atol=0.02
-    )
+    torch.testing.assert_close(whole_gradients(model), whole_gradients(alone), rtol=0.05, atol=0.02)
 
 
 def check_two_dimensions(rank: int) -> None:
@@ -283,7 +279,7 @@ def check_two_dimensions(rank: int) -> None:
     assert_same(losses[1].output_across_ranks(), losses[0].output)
 
 
-def check_tensor_parallel(rank: int) -> None:  # noqa: ARG001 - all have the same batch
+def check_tensor_parallel(rank: int) -> None:
     """Parameters that are sharded by column and by row, in tensor parallelism."""
     alone, model = Stack(width=8), Stack(width=8)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -301,7 +297,7 @@ def check_tensor_parallel(rank: int) -> None:  # noqa: ARG001 - all have the sam
     )
 
 
-def check_refusals(rank: int) -> None:  # noqa: ARG001 - the same on all
+def check_refusals(rank: int) -> None:
     """Norms that would be no norms are refused by name."""
     model = Stack()
     fully_shard(model)

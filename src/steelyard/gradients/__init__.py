@@ -41,10 +41,12 @@ from steelyard.gradients.numerical import check_count
 from steelyard.gradients.parse_result import as_scalar, awaited, check_finite, split_metrics
 from steelyard.gradients.score import read_costs, score_gradient
 from steelyard.gradients.sharded import (
-    copies_of,
     is_sharded,
     local_part,
+    part_like,
+    sharded_dimensions,
     sharded_gram,
+    sharded_like,
     sum_over,
     whole,
 )
@@ -67,7 +69,6 @@ __all__ = [
     "check_count",
     "check_finite",
     "check_gradient",
-    "copies_of",
     "counted_tokens",
     "differentiate",
     "fields_of",
@@ -83,9 +84,12 @@ __all__ = [
     "mapped",
     "norm_of",
     "norms_and_cosines",
+    "part_like",
     "read_costs",
     "score_gradient",
+    "sharded_dimensions",
     "sharded_gram",
+    "sharded_like",
     "split_gradient",
     "split_metrics",
     "sum_over",

@@ -1,8 +1,8 @@
 """Tensors that are spread over processes, torch's `DTensor`: whole values, inner products.
 
 A process holds a part of such a tensor. A sum over all of its elements is the sum over the parts,
-added up over the processes of its mesh; along a dimension of the mesh on which the tensor is
-replicated, each process holds the same part, which must count once.
+added up along the dimensions of its mesh on which it is sharded. Along the others it is replicated:
+each process has the same part, which counts once.
 """
 
 from __future__ import annotations
@@ -40,32 +40,37 @@ def local_part(x: Tensor) -> Tensor:
     return part
 
 
-def copies_of(x: Any) -> int:
-    """Number of processes that hold the same part of a `DTensor`."""
-    count = 1
-    for size, placement in zip(x.device_mesh.shape, x.placements, strict=True):
-        count *= size if placement.is_replicate() else 1
-    return count
-
-
-def without_partial(x: Any) -> Any:
-    """A `DTensor` whose parts are to be added, as one that holds the sums; others as they are."""
-    from torch.distributed.tensor import Replicate  # noqa: PLC0415 - loaded: `x` is one
-
-    if not any(placement.is_partial() for placement in x.placements):
+def part_like(x: Tensor, like: Any) -> Tensor:
+    """This process's part of a whole tensor that is sharded as `like` is, without communication."""
+    if not is_sharded(like):
         return x
-    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - loaded, as above
+
+    # src_data_rank=None: every process has the whole tensor, and none sends it.
+    sharded = distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
+    return local_part(sharded)
 
 
-def sum_over(mesh: Any, numbers: Tensor) -> Tensor:
-    """Add up `numbers` over the processes of a mesh, in place; with one reduction as a rule."""
-    if mesh.ndim == 1:
-        dist.all_reduce(numbers, group=mesh.get_group())
-    elif mesh.size() == dist.get_world_size():
-        dist.all_reduce(numbers)
-    else:
-        for dimension in range(mesh.ndim):
-            dist.all_reduce(numbers, group=mesh.get_group(dimension))
+def sharded_like(x: Any, like: Any) -> Any:
+    """A gradient of `like`, a `DTensor`, sharded as `like` is; itself, if it is so already.
+
+    Parts that are to be added are added up; of a `like` with such parts, whole.
+    """
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 - loaded: `like` is a DTensor
+
+    wanted = tuple(Replicate() if p.is_partial() else p for p in like.placements)
+    return x if x.placements == wanted else x.redistribute(placements=wanted)
+
+
+def sharded_dimensions(x: Any) -> tuple[int, ...]:
+    """Dimensions of the mesh along which a `DTensor` is sharded; it is the same along others."""
+    return tuple(i for i, p in enumerate(x.placements) if not (p.is_replicate() or p.is_partial()))
+
+
+def sum_over(mesh: Any, dimensions: Sequence[int], numbers: Tensor) -> Tensor:
+    """Add up `numbers` along dimensions of a mesh, in place, with one reduction for each."""
+    for dimension in dimensions:
+        dist.all_reduce(numbers, group=mesh.get_group(dimension))
     return numbers
 
 
@@ -74,8 +79,7 @@ def sharded_gram(
 ) -> list[list[float]]:
     """Gram matrix of rows whose entries may be `DTensor`s, in float64, equal on all processes.
 
-    One reduction for all entries of one mesh: local inner products are added up here, and over
-    the processes at the end.
+    One reduction for all entries of one mesh: inner products are added up here first.
 
     Args:
         rows: gradients of one space.
@@ -84,20 +88,18 @@ def sharded_gram(
     """
     count = len(rows)
     here = torch.zeros(count, count, dtype=torch.float64)
-    by_mesh: dict[Any, Tensor] = {}
+    by_mesh: dict[tuple[Any, tuple[int, ...]], Tensor] = {}
     for tensor, *column in zip(like, *rows, strict=True):
         if not is_sharded(tensor):
             here += _products(column).cpu()
             continue
-        mesh = tensor.device_mesh  # type: ignore[attr-defined]
-        found = [None if x is None else without_partial(x) for x in column]
-        products = _products([None if x is None else local_part(x) for x in found])
-        held = [copies_of(x) for x in found if x is not None]
-        products /= max(held, default=1)
-        total = by_mesh.setdefault(mesh, torch.zeros_like(products))
+        found = [None if x is None else local_part(sharded_like(x, tensor)) for x in column]
+        products = _products(found)
+        where = tensor.device_mesh, sharded_dimensions(tensor)  # type: ignore[attr-defined]
+        total = by_mesh.setdefault(where, products.new_zeros(count, count))
         total += products.to(total.device)
-    for mesh, products in by_mesh.items():
-        here += sum_over(mesh, products).cpu()
+    for where, products in by_mesh.items():
+        here += sum_over(*where, products).cpu()
     return here.tolist()
 
 
