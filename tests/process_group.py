@@ -12,7 +12,8 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -77,6 +78,28 @@ def run_group(
         )
         raise AssertionError(f"{fn.__name__} with {ranks} ranks: {failed}\n{said}")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+@contextmanager
+def count_reductions() -> Iterator[dict[str, int]]:
+    """Count the collective operations that this process calls within the `with` block, by name."""
+    names = ("all_gather", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+    before, counts = {name: getattr(dist, name) for name in names}, dict[str, int]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counted(name))
+    try:
+        yield counts
+    finally:
+        for name, own in before.items():
+            setattr(dist, name, own)
 
 
 def _wait_for(processes: Sequence[ForkServerProcess], timeout: float) -> str | None:

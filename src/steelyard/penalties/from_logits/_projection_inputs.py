@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from steelyard.errors import InputError
-from steelyard.penalties._arrays import Array, dtype_name, is_floating, is_torch
-from steelyard.penalties.from_logits._logit_inputs import Rows, accept_rows
+from steelyard.penalties._arrays import Array, dtype_name, is_floating, is_sharded, is_torch
+from steelyard.penalties.from_logits._logit_inputs import Rows, ShardedRows, accept_rows
 from steelyard.penalties.from_logits.projection import Projection, materialize
 
 # Logits of a chunk: 1 GB in bfloat16 on a GPU, where larger products are faster, 16 MB on a CPU.
@@ -66,14 +66,18 @@ def accept(
     reference: Array | Projection | None = None,
     targets: Array | None = None,
     mask: Array | None = None,
-) -> Rows | Projected:
+) -> Rows | Projected | ShardedRows:
     """Check the inputs of a function over logits or over a projection.
 
     Raises:
-        InputError: As `accept_rows` and `accept_projection`.
+        InputError: As `accept_rows`, `accept_projection` and `accept_shards`.
     """
     if isinstance(logits, Projection):
         return accept_projection(logits, reference, targets, mask)
+    if is_sharded(logits):
+        from steelyard.penalties.from_logits import _vocabulary_shards  # noqa: PLC0415  # needs torch
+
+        return _vocabulary_shards.accept_shards(logits, materialize(reference), targets, mask)
     return accept_rows(logits, materialize(reference), targets, mask)
 
 
