@@ -10,13 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from steelyard.composition import CompositeLoss, term
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties import from_logits
-from steelyard.penalties.from_logits import compose_logits, cross_entropy, entropy, js, kl, z_loss
+from steelyard.penalties.from_logits import (
+    Projection,
+    compose_logits,
+    cross_entropy,
+    entropy,
+    js,
+    kl,
+    z_loss,
+)
 from tests.process_group import count_reductions
 
 CALLS: dict[str, Any] = {
@@ -159,3 +168,55 @@ def check_composite(rank: int) -> None:
             assert mine.regularizers[name].grad_norm == pytest.approx(each.grad_norm, rel=1e-6)
     for one, other in zip(*(m.parameters() for m in models), strict=True):
         torch.testing.assert_close(other.grad.full_tensor(), one.grad, **CLOSE)
+
+
+def check_projection(rank: int) -> None:
+    """A projection whose output layer is sharded, by FSDP or in tensor parallelism."""
+    ranks = dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    hidden, teacher = (torch.randn(8, 5, generator=generator) for _ in range(2))
+    targets = torch.arange(8)
+    terms = {"cross_entropy": 1.0, "kl": 0.1}
+    layers = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        layers.append(nn.Linear(5, 9))
+    alone, sharded, parallel = layers
+    own = hidden.clone().requires_grad_()
+    reference = Projection(teacher, torch.ones(9, 5), torch.zeros(9))
+    expected = compose_logits(
+        Projection(own, alone.weight, alone.bias), terms, targets=targets, reference=reference
+    )
+    expected.total.backward()
+
+    fully_shard(sharded)
+    at = slice(rank, None, ranks)
+    mine = hidden[at].clone().requires_grad_()
+    weight = DTensor.from_local(torch.ones(9, 5), sharded.weight.device_mesh, [Replicate()])
+    found = compose_logits(
+        Projection(mine, sharded.weight, sharded.bias),
+        terms,
+        targets=targets[at],
+        reference=Projection(teacher[at], weight.redistribute(placements=[Shard(0)])),
+    )
+    found.total.backward()
+    total = found.total.detach()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / ranks, expected.total.detach(), **CLOSE)
+    torch.testing.assert_close(mine.grad, ranks * own.grad[at], **CLOSE)
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    parallelize_module(parallel, mesh, ColwiseParallel())
+    rows = DTensor.from_local(hidden, mesh, [Replicate()]).requires_grad_()
+    found = compose_logits(
+        Projection(rows, parallel.weight, parallel.bias),
+        terms,
+        targets=targets,
+        reference=reference,
+    )
+    found.total.backward()
+    torch.testing.assert_close(found.total.detach(), expected.total.detach(), **CLOSE)
+    torch.testing.assert_close(rows.grad.full_tensor(), own.grad, **CLOSE)
+    for layer in (sharded, parallel):
+        for one, other in zip(alone.parameters(), layer.parameters(), strict=True):
+            torch.testing.assert_close(other.grad.full_tensor(), one.grad, **CLOSE)

@@ -22,3 +22,7 @@ def test_composed_terms(tmp_path: Path) -> None:
 
 def test_a_composite(tmp_path: Path) -> None:
     run_group(sharded_ranks.check_composite, tmp_path)
+
+
+def test_a_projection(tmp_path: Path) -> None:
+    run_group(sharded_ranks.check_projection, tmp_path)

@@ -72,6 +72,8 @@ def accept(
     Raises:
         InputError: As `accept_rows`, `accept_projection` and `accept_shards`.
     """
+    if isinstance(logits, Projection) and is_sharded(logits.hidden):
+        logits = logits.logits()  # in tensor parallelism, each process's classes
     if isinstance(logits, Projection):
         return accept_projection(logits, reference, targets, mask)
     if is_sharded(logits):
@@ -93,6 +95,7 @@ def accept_projection(
         InputError: The arrays are not torch tensors of one floating dtype, or their shapes do not
             match; for targets and mask as `accept_rows`.
     """
+    logits = logits.gathered()
     _check(logits)
     chunk = logits.chunk
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
@@ -102,6 +105,7 @@ def accept_projection(
     states: Array | None = reference
     weight = bias = None
     if isinstance(reference, Projection):
+        reference = reference.gathered()
         _check(reference, "reference's ")
         features = reference.weight.shape[1]
         _check_shape("reference's hidden", reference.hidden, (*rows.shape, features))
