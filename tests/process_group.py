@@ -81,6 +81,17 @@ def run_group(
 
 
 @contextmanager
+def group_of_one(folder: Path) -> Iterator[None]:
+    """Make this process a group of one within the `with` block."""
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def count_reductions() -> Iterator[dict[str, int]]:
     """Count the collective operations that this process calls within the `with` block, by name."""
     names = ("all_gather", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")

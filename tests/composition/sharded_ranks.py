@@ -311,6 +311,11 @@ def check_refusals(rank: int) -> None:
         loss = composite(model, wrt=wrt)
         with pytest.raises(GradientError, match=message):
             loss(model(x), labels=labels, parameters=parameters)
+
+
+def check_first_fsdp(rank: int) -> None:
+    """FSDP1 is refused by name too."""
+    [(x, labels)] = batches(1)
     old = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
     loss = CompositeLoss(cross_entropy, track_grad_norms=True, wrt=old)
     with pytest.raises(GradientError, match="which it does not manage"):

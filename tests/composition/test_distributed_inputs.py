@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.process_group import run_group
+from steelyard.composition import CompositeLoss
+from tests.process_group import group_of_one, run_group
 
 from . import sharded_ranks
 
@@ -40,3 +44,28 @@ def test_tensor_parallelism(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     run_group(sharded_ranks.check_refusals, tmp_path)
+
+
+def test_the_first_fsdp_is_refused(tmp_path: Path) -> None:
+    run_group(sharded_ranks.check_first_fsdp, tmp_path)
+
+
+def test_a_group_of_one(tmp_path: Path) -> None:
+    with group_of_one(tmp_path):
+        sharded_ranks.check_training(0, "fsdp")
+        sharded_ranks.check_training(0, "ddp")
+        sharded_ranks.check_different_terms(0, "ddp")
+        sharded_ranks.check_optimizer_steps(0)
+        sharded_ranks.check_tensor_parallel(0)
+        sharded_ranks.check_refusals(0)
+
+
+def test_parameters_that_no_term_reaches(tmp_path: Path) -> None:
+    with group_of_one(tmp_path):
+        model = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(2, 2)})
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        loss = CompositeLoss(lambda x: x.square().mean(), track_grad_norms=True, wrt=wrapped)
+        loss(x=model["used"](torch.ones(1, 4)))
+        own = CompositeLoss(lambda x: x.square().mean(), track_grad_norms=True, wrt=model)
+        own(x=model["used"](torch.ones(1, 4)))
+    assert loss.output.base_loss.grad_norm == pytest.approx(own.output.base_loss.grad_norm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.process_group import run_group
+from tests.process_group import group_of_one, run_group
 
 from . import sharded_ranks
 
@@ -21,3 +21,8 @@ def test_four_processes_and_uneven_shards(tmp_path: Path) -> None:
 
 def test_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
     run_group(sharded_ranks.check_not_finite, tmp_path)
+
+
+def test_a_group_of_one(tmp_path: Path) -> None:
+    with group_of_one(tmp_path):
+        sharded_ranks.check_transforms(0, ["fsdp", "tensor"], ["even"])

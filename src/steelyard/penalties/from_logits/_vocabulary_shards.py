@@ -76,7 +76,7 @@ def accept_shards(
         _whole(targets),
         _whole(mask),
     )
-    if not rows.logits.is_cuda:
+    if not rows.logits.is_cuda:  # pragma: no branch  # see `check_targets`
         check_targets(rows.targets, rows.mask, count)
     return ShardedRows(rows, mesh.get_group(dimension), offset, count)
 
