@@ -111,9 +111,9 @@ def _groups_of(module: nn.Module) -> Sequence[Any]:
     groups: dict[int, Any] = {}
     try:
         for each in module.modules():
-            if hasattr(each, "_get_fsdp_state"):
-                for group in each._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
-                    groups[id(group)] = group
+            state: Any = getattr(each, "_get_fsdp_state", None)
+            if state is not None:
+                groups |= {id(group): group for group in state()._fsdp_param_groups}  # noqa: SLF001
         for group in groups.values():
             for owner, names in ((group, _OF_GROUP), (group.fsdp_params[0], _OF_PARAMETER)):
                 for name in names:

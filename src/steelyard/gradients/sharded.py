@@ -95,7 +95,7 @@ def sharded_gram(
             continue
         found = [None if x is None else local_part(sharded_like(x, tensor)) for x in column]
         products = _products(found)
-        where = tensor.device_mesh, sharded_dimensions(tensor)  # type: ignore[attr-defined]
+        where = tensor.device_mesh, sharded_dimensions(tensor)
         total = by_mesh.setdefault(where, products.new_zeros(count, count))
         total += products.to(total.device)
     for where, products in by_mesh.items():

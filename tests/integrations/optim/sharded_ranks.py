@@ -39,23 +39,23 @@ def transforms() -> dict[str, Transform]:
     }
 
 
-def network(width: int, seed: int = 0) -> nn.Sequential:
+def network(width: int, seed: int = 0) -> Any:  # fully_shard changes its class, not typed
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
 
 
-def parallel(kind: str, model: nn.Sequential) -> nn.Module:
+def parallel(kind: str, model: Any) -> Any:
     if kind == "ddp":
         return DistributedDataParallel(model)
     if kind == "tensor":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         return parallelize_module(model, mesh, plan)
-    mesh = None
+    shape = None
     if kind == "hybrid":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    fully_shard(model[0], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        shape = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    fully_shard(model[0], mesh=shape)
+    return fully_shard(model, mesh=shape)
 
 
 def whole(x: Tensor) -> Tensor:
@@ -84,21 +84,20 @@ def check_transforms(rank: int, kinds: list[str], widths: list[str]) -> None:
                     assert other.grad is not None
                     close: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
                     where = f"{name}, {kind}, {width}"
-                    torch.testing.assert_close(
-                        whole(other.grad), one.grad, **close, msg=lambda m, w=where: f"{w}: {m}"
-                    )
-                    torch.testing.assert_close(whole(other), one.detach(), **close)
+                    torch.testing.assert_close(whole(other.grad), one.grad, **close, msg=where)
+                    torch.testing.assert_close(whole(other), one.detach(), **close, msg=where)
 
 
 def check_not_finite(rank: int) -> None:
     """A gradient that is not finite on one process is an error on all of them."""
-    model = fully_shard(network(8))
+    model = network(8)
+    fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).mean().backward()
     first = next(model.parameters())
     assert first.grad is not None
     if rank == 0:
-        first.grad.to_local()[0, 0] = torch.inf  # type: ignore[attr-defined]
+        first.grad.to_local()[0, 0] = torch.inf
     named = "parameter 0 of group 0" if rank == 0 else "parts of other processes"
     message = rf"got inf at step 0 .*not finite: {named}"
     clip = optim.clip_by_global_norm(1.0)

@@ -48,9 +48,8 @@ def test_a_process_without_classes() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (4,))
-        logits = DTensor.from_local(
-            torch.zeros(2, 1), mesh, [Shard(1)], shape=(2, 3), stride=(3, 1)
-        )
+        own, shape = torch.zeros(2, 1), torch.zeros(2, 3).shape
+        logits = DTensor.from_local(own, mesh, [Shard(1)], shape=shape, stride=(3, 1))
         with pytest.raises(
             InputError, match="at least one, got 3 classes on 4 processes: pass log"
         ):

@@ -41,7 +41,8 @@ def add_up(
         groups.setdefault((parameter.device_mesh, along), []).append(i)
     for where, mine in groups.items():
         flat = [found[i].reshape(-1).double() for i in mine]
-        totals = sum_over(*where, torch.cat(flat)).split([each.numel() for each in flat])
+        summed = sum_over(*where, torch.cat(flat))
+        totals = torch.split(summed, [each.numel() for each in flat])
         for i, total in zip(mine, totals, strict=True):
             found[i] = total.reshape(found[i].shape).to(found[i].dtype)
     return found

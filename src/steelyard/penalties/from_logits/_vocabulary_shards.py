@@ -219,7 +219,8 @@ def _columns(x: Any, like: Any) -> Tensor:
     if not isinstance(x, DTensor):
         whole = [Replicate()] * like.device_mesh.ndim
         x = DTensor.from_local(x, like.device_mesh, whole, run_check=False)
-    return x.redistribute(placements=like.placements).to_local()
+    columns: Tensor = x.redistribute(placements=like.placements).to_local()
+    return columns
 
 
 def _whole(x: Any) -> Any:

@@ -142,16 +142,13 @@ def _drop_unused_inputs(
     if needs_targets(components) and targets is None:
         names = names_that(needs_targets)
         raise InputError(f"targets must be given, since {names} reads them, got None.")
-    if isinstance(given, ShardedRows):
-        rows = _drop_unused_inputs(given.rows, components, reference, targets)
-        return given._replace(rows=rows)
+    rows = given.rows
+    if not needs_targets(components):
+        rows = rows._replace(targets=None)
     if not needs_reference(components):
-        given = given._replace(reference=None)
-    if needs_targets(components):
-        return given
-    if isinstance(given, Rows):
-        return given._replace(targets=None)
-    return given._replace(rows=given.rows._replace(targets=None))
+        rows = rows._replace(reference=None)
+        given = given._replace(reference=None) if isinstance(given, Projected) else given
+    return rows if isinstance(given, Rows) else given._replace(rows=rows)
 
 
 def _weighted(xp: Namespace, shares: list[float], values: list[Array]) -> Array:
