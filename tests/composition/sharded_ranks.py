@@ -78,7 +78,8 @@ class Stack(nn.Module):
 
 def size_of(parameters: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
     """A term on parameters, whole or sharded."""
-    total = sum((p.square().sum() for p in parameters), torch.zeros(()))
+    first, *others = (p.square().sum() for p in parameters)
+    total = sum(others, first)
     return total, {"first": parameters[0].detach().square().sum()}
 
 
@@ -97,13 +98,13 @@ def composite(model: nn.Module, **settings: Any) -> CompositeLoss:
     return CompositeLoss(cross_entropy, terms, **every)
 
 
-def batches(accumulation: int) -> list[tuple[Tensor, Tensor]]:
+def batches(accumulation: int, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     rows = 8
     return [
         (
-            torch.randn(rows, 4, generator=generator),
-            torch.randint(0, 3, (rows,), generator=generator),
+            torch.randn(rows, 4, generator=generator).to(device),
+            torch.randint(0, 3, (rows,), generator=generator).to(device),
         )
         for _ in range(accumulation)
     ]
@@ -152,7 +153,7 @@ def without_sync(model: nn.Module, kind: str, sync: bool) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def check_training(rank: int, kind: str) -> None:
+def check_training(rank: int, kind: str, device: str = "cpu") -> None:
     """Losses, gradients, norms and values equal those of one process with the whole batch."""
     ranks = dist.get_world_size()
     for saves_memory, accumulation, every_sync in (
@@ -161,12 +162,12 @@ def check_training(rank: int, kind: str) -> None:
         (False, 4, True),
         (True, 4, False),
     ):
-        alone, model = Stack(saves_memory), Stack(saves_memory)
+        alone, model = (Stack(saves_memory).to(device) for _ in range(2))
         wrapped = DistributedDataParallel(model) if kind == "ddp" else shard(model)
         expected, found = composite(alone), composite(wrapped)
         # Before the forward pass: after it the outermost module has its whole parameters.
         parameters = list(model.parameters())
-        for number, (x, labels) in enumerate(batches(accumulation)):
+        for number, (x, labels) in enumerate(batches(accumulation, device)):
             own = expected(alone(x), labels=labels, parameters=list(alone.parameters()))
             (own / accumulation).backward()
             mine = slice(rank, None, ranks)
