@@ -41,6 +41,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the tokens."""
         hidden = self.embedding(tokens)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -93,8 +94,8 @@ def measure(model: Any, title: str | None) -> None:
         if title is not None:
             timing = found["tracked"]
             CONSOLE.print(
-                f"{title}, {count} terms: untracked {1e3 * found['untracked'].median:.0f} ms, tracked "
-                f"{timing.ratio:.2f} × ({timing.spread[0]:.2f}-{timing.spread[1]:.2f})"
+                f"{title}, {count} terms: untracked {1e3 * found['untracked'].median:.0f} ms, "
+                f"tracked {timing.ratio:.2f} × ({timing.spread[0]:.2f}-{timing.spread[1]:.2f})"
             )
 
 

@@ -35,6 +35,7 @@ from steelyard.composition import CompositeLoss, term
 from steelyard.errors import GradientError, InputError
 from steelyard.output import CustomLossOutput
 from steelyard.spec import RegularizerSpec
+from tests.process_group import count_reductions
 
 from .models import activity, confidence, cross_entropy
 
@@ -173,7 +174,11 @@ def check_training(rank: int, kind: str, device: str = "cpu") -> None:
             mine = slice(rank, None, ranks)
             last = number == accumulation - 1
             with without_sync(wrapped, kind, every_sync or last):
-                total = found(wrapped(x[mine]), labels=labels[mine], parameters=parameters)
+                out = wrapped(x[mine])
+                with count_reductions() as reductions:
+                    total = found(out, labels=labels[mine], parameters=parameters)
+                # One for all terms, beside those of FSDP itself in a backward pass.
+                assert reductions["all_reduce"] == 1
                 (total / accumulation).backward()
             across = found.output_across_ranks()
             assert_same(across, expected.output)
