@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from tinker import types
 
-_PREFERENCE = ("chosen", "rejected")
-
 
 @dataclass(frozen=True)
 class TrainingBatch:
@@ -53,17 +51,6 @@ class TrainingBatch:
             return f"{named}: " if found[3] else named
 
         return re.sub(r"\bdatum (\d+)\b|\bdata\[(\d+)\](\.)?", name, text)
-
-
-def origins_of(
-    groups: Sequence[Sequence[types.Datum]], lines: Sequence[int]
-) -> list[tuple[int, str]]:
-    """Line and part of each datum of these groups, as in `TrainingBatch`."""
-    return [
-        (line, part)
-        for group, line in zip(groups, lines, strict=True)
-        for part in (_PREFERENCE if len(group) > 1 else ("",))
-    ]
 
 
 @dataclass(frozen=True)
