@@ -16,7 +16,7 @@ from tinker import types
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.build_terms import Terms
 from steelyard.experiment.config_train import TrainConfig
-from steelyard.experiment.data_source import StepData, TrainingBatch, origins_of
+from steelyard.experiment.data_source import PREFERENCE, StepData, TrainingBatch
 from steelyard.experiment.encoding import EncodedRecord
 from steelyard.experiment.held_out import evaluate_held_out
 
@@ -59,6 +59,17 @@ def split(items: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list
     held_out = set(shuffled[:count].tolist())
     train = [item for index, item in enumerate(items) if index not in held_out]
     return train, [items[index] for index in sorted(held_out)]
+
+
+def origins_of(
+    groups: Sequence[Sequence[types.Datum]], lines: Sequence[int]
+) -> list[tuple[int, str]]:
+    """Line and part of each datum of these groups, as in `TrainingBatch`."""
+    return [
+        (line, part)
+        for group, line in zip(groups, lines, strict=True)
+        for part in (PREFERENCE if len(group) > 1 else ("",))
+    ]
 
 
 @dataclass(frozen=True)

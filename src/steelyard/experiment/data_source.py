@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from tinker import types
 
-_PREFERENCE = ("chosen", "rejected")
+PREFERENCE = ("chosen", "rejected")  # the parts of a line that is a pair
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,13 @@ class TrainingBatch:
             >>> [part.data for part in batch.split(2)]
             [['a', 'b', 'c'], ['d', 'e']]
         """
-        starts = [at for at, (_, part) in enumerate(self.origins) if part != _PREFERENCE[1]]
+        starts = [at for at, (_, part) in enumerate(self.origins) if part != PREFERENCE[1]]
         cuts = np.array_split(starts, min(parts, len(starts)))
         firsts = [int(cut[0]) for cut in cuts]
         return [
             TrainingBatch(self.data[begin:end], self.file, self.origins[begin:end])
             for begin, end in pairwise([*firsts, len(self.data)])
         ]
-
-
-def origins_of(
-    groups: Sequence[Sequence[types.Datum]], lines: Sequence[int]
-) -> list[tuple[int, str]]:
-    """Line and part of each datum of these groups, as in `TrainingBatch`."""
-    return [
-        (line, part)
-        for group, line in zip(groups, lines, strict=True)
-        for part in (_PREFERENCE if len(group) > 1 else ("",))
-    ]
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from tinker import types
 
 from steelyard.errors import DataError
 from steelyard.experiment.backend import Backend
-from steelyard.experiment.batching import batch, lines_per_step, split
+from steelyard.experiment.batching import batch, lines_per_step, origins_of, split
 from steelyard.experiment.build_terms import Terms
 from steelyard.experiment.config import Config, DataConfig
 from steelyard.experiment.config_train import TrainConfig
 from steelyard.experiment.data_fields import check_fields
 from steelyard.experiment.data_files import DataFile, Group, Kind, read_records
-from steelyard.experiment.data_source import origins_of
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.reference_logprobs import FIELD, add_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder
