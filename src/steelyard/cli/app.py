@@ -25,10 +25,12 @@ from steelyard.cli.sample import sample
 from steelyard.cli.serve import serve
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
+from steelyard.cli.usage_errors import CommandGroup
 from steelyard.cli.watch import watch
 
 app = typer.Typer(
     name="steelyard",
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -22,9 +22,10 @@ The modules, in the order in which a run uses them:
   each step.
 - Use: `trained_model` opens the model of a run at a checkpoint and samples from it, `chat` keeps a
   conversation with it, `export` writes it for other libraries.
-- Several runs: `ablation` (with `parallel_runs`) and `tuning`, which `search` reads back; `seeds`
-  repeats a config, `paired_differences` compares values over seeds, `overall_progress` counts the
-  steps of all runs.
+- Several runs: `ablation` (with `parallel_runs`) and `tuning`, which `search` reads back; `on_ray`
+  trains their runs on a Ray cluster; `continue_run` trains or resumes one, `seeds` repeats a
+  config, `paired_differences` compares values over seeds, `overall_progress` counts the steps of
+  all runs.
 - Display: `step_metrics` reads a line of metrics, `flags` marks conspicuous terms; the terminal
   display and `report` use both. `watch` is the live page.
 """
@@ -41,6 +42,7 @@ try:
     from steelyard.experiment.example_config import example_config
     from steelyard.experiment.export import export_run
     from steelyard.experiment.flags import flags_of
+    from steelyard.experiment.on_ray import RayCluster
     from steelyard.experiment.paired_differences import Comparison, Estimate, conclusions
     from steelyard.experiment.run_changes import (
         continue_run,
@@ -80,6 +82,7 @@ __all__ = [
     "Evaluation",
     "Gradient",
     "Outcome",
+    "RayCluster",
     "RunFolder",
     "Search",
     "TrainedModel",

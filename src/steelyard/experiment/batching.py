@@ -16,7 +16,7 @@ from tinker import types
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.build_terms import Terms
 from steelyard.experiment.config_train import TrainConfig
-from steelyard.experiment.data_source import StepData, TrainingBatch
+from steelyard.experiment.data_source import PREFERENCE, StepData, TrainingBatch
 from steelyard.experiment.encoding import EncodedRecord
 from steelyard.experiment.held_out import evaluate_held_out
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from steelyard.experiment.dataset import Dataset
 
 T = TypeVar("T")
-_PREFERENCE = ("chosen", "rejected")
 
 
 def batch(step: int, size: int, count: int, seed: int) -> list[int]:
@@ -62,6 +61,17 @@ def split(items: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list
     return train, [items[index] for index in sorted(held_out)]
 
 
+def origins_of(
+    groups: Sequence[Sequence[types.Datum]], lines: Sequence[int]
+) -> list[tuple[int, str]]:
+    """Line and part of each datum of these groups, as in `TrainingBatch`."""
+    return [
+        (line, part)
+        for group, line in zip(groups, lines, strict=True)
+        for part in (PREFERENCE if len(group) > 1 else ("",))
+    ]
+
+
 @dataclass(frozen=True)
 class FixedData:
     """Batches of lines, and their evaluation on the held-out lines.
@@ -87,21 +97,22 @@ class FixedData:
     def batch(self, indices: Sequence[int]) -> TrainingBatch:
         """Training data of the lines with these indices in `dataset.train`."""
         dataset = self.dataset
-        data, origins = [], []
-        for index in indices:
-            group = dataset.train[index]
-            data += group
-            parts = _PREFERENCE if len(group) > 1 else ("",)
-            origins += [(dataset.lines[index], part) for part in parts]
-        return TrainingBatch(data, dataset.file, origins)
+        groups = [dataset.train[index] for index in indices]
+        origins = origins_of(groups, [dataset.lines[index] for index in indices])
+        return TrainingBatch([datum for group in groups for datum in group], dataset.file, origins)
 
     def evaluate(self, step: int) -> dict[str, Any]:  # noqa: ARG002 - the lines are always the same
         """Base loss and value of every term on the held-out lines."""
+        dataset = self.dataset
+        held_out = TrainingBatch(
+            list(dataset.held_out), dataset.held_out_file, dataset.held_out_origins
+        )
         return evaluate_held_out(
             self.backend,
-            self.dataset.held_out,
+            dataset.held_out,
             self.terms,
             self.settings.timeout,
+            name_lines=held_out.name_lines,
             batch=self.settings.batch_size * len(self.dataset.train[0]),  # as in a training step
         )
 

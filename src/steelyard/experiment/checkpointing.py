@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from steelyard.clients import RegularizedClient
 from steelyard.errors import CheckpointError, RunError
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.spec import is_whole
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,32 @@ def _read(record: Path) -> RunCheckpoint:
             f"metrics_bytes, a string as path, and an object or null as terms, got {found!r:.200}."
         )
     return found
+
+
+def with_checkpoint(
+    run: RunFolder, step: int | Literal["best"] | None, use: Callable[[RunCheckpoint], T]
+) -> tuple[T, RunCheckpoint]:
+    """Call a function with a checkpoint, and again if a run that goes on replaces it meanwhile.
+
+    Args:
+        run: run folder.
+        step: as in `find_checkpoint`.
+        use: reads the checkpoint.
+
+    Returns:
+        Its result, and the checkpoint.
+
+    Raises:
+        RunError: there is no such checkpoint, or no longer.
+        CheckpointError: it is damaged.
+    """
+    while True:
+        checkpoint = find_checkpoint(run, step)
+        try:
+            return use(checkpoint), checkpoint
+        except CheckpointError:
+            if find_checkpoint(run, step) == checkpoint:
+                raise
 
 
 def _delete_old(run: RunFolder, keep: int) -> None:

@@ -43,7 +43,10 @@ class ModelConfig(Table):
         default="local", description="train on this machine, or on a Tinker service"
     )
     base_model: str = Field(
-        default="smollm2-135m", min_length=1, description="a known name, a folder or a Hub id"
+        default="smollm2-135m",
+        min_length=1,
+        description="a known name, a folder, relative to the config's or else to the current one, "
+        "or a Hub id",
     )
     rank: int = Field(default=16, ge=1, description="rank of the LoRA matrices")
     base_url: Annotated[str | None, AfterValidator(_check_url)] = Field(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from steelyard.errors import RunError
-from steelyard.experiment.checkpointing import RunCheckpoint, find_checkpoint
+from steelyard.experiment.checkpointing import RunCheckpoint, find_checkpoint, with_checkpoint
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.trained_model import check_base_model
 
@@ -42,19 +42,22 @@ def export_run(
 
     run = RunFolder(folder)
     config = run.config()
-    checkpoint = find_checkpoint(run, step)
     if config.model.backend == "tinker":
+        checkpoint = find_checkpoint(run, step)
         raise RunError(
             f"{run.path} must be a run on this machine, and its weights are on a Tinker service: "
             f"get them with 'tinker checkpoint download {checkpoint.path} -o {target}'."
         )
     check_base_model(run, config.model)
-    written = export_checkpoint(
-        run.checkpoints,
-        checkpoint.path,
-        target,
-        merge=merge,
-        device=config.model.device,
-        dtype=dtype or config.model.dtype,
+    return with_checkpoint(
+        run,
+        step,
+        lambda found: export_checkpoint(
+            run.checkpoints,
+            found.path,
+            target,
+            merge=merge,
+            device=config.model.device,
+            dtype=dtype or config.model.dtype,
+        ),
     )
-    return written, checkpoint

@@ -9,8 +9,9 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
 from steelyard.experiment.data_source import DataSource
 from steelyard.experiment.dataset import DataFiles, load_dataset
+from steelyard.experiment.failure_log import FailureLog
 from steelyard.experiment.rollouts import open_rollouts
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.run_goals import RunGoals
@@ -133,7 +135,8 @@ class _TrainingRun:
         except Exception as error:
             self.run.log(f"failed: {type(error).__name__}: {error}")
             place = raised_at(error.__cause__) if error.__cause__ is not None else ""
-            if place or not isinstance(error, SteelyardError):
+            logged = error is self._failures.last
+            if not logged and (place or not isinstance(error, SteelyardError)):
                 self.run.log("".join(traceback.format_exception(error)))
             if place:
                 log = self.run.path / "log.txt"
@@ -141,7 +144,8 @@ class _TrainingRun:
             raise
 
     def _execute(self) -> Outcome:
-        with _warnings_to(self._say):
+        # Only then is a handler attached during the steps: events cost a little time.
+        with _warnings_to(self._say), self._failures if self.terms.may_skip else nullcontext():
             backend = self._open_backend()
             status: Status = "errored"
             try:
@@ -184,6 +188,7 @@ class _TrainingRun:
             self.watch,
             self.stop,
             self._say,
+            self._failures,
         )
         try:
             completed = steps.make(start)
@@ -196,9 +201,15 @@ class _TrainingRun:
 
     def _open_source(self, backend: Backend) -> DataSource:
         if self.config.rollouts is not None:
-            return open_rollouts(self.config, self.terms, backend, self.run, self._say)
+            return open_rollouts(
+                self.config, self.terms, backend, self.run, self._say, self._failures
+            )
         dataset = load_dataset(self.config, self.terms, backend, self.run, self._say, self.files)
         return FixedData(dataset, self.config.train, self.terms, backend)
+
+    @cached_property
+    def _failures(self) -> FailureLog:
+        return FailureLog(self.run, self._say)
 
     def _sample(
         self, backend: Backend, source: DataSource, when: Literal["before", "after"], step: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from tinker import types
 
-from steelyard.errors import TermError
+from steelyard.errors import InputError, TermError
 from steelyard.experiment import checkpointing
 from steelyard.experiment.accumulation import call_shares
 from steelyard.experiment.backend import Backend
@@ -25,6 +26,7 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.data_source import DataSource, TrainingBatch
 from steelyard.experiment.driver_records import driver_records
 from steelyard.experiment.evaluations import Evaluation
+from steelyard.experiment.failure_log import FailureLog
 from steelyard.experiment.held_out import failures
 from steelyard.experiment.learning_rate import learning_rate_of
 from steelyard.experiment.run_changes import ChangeLog
@@ -58,6 +60,7 @@ class TrainingSteps:
         watch: notified of each step.
         stop: called before each step; when it returns True the run saves a checkpoint and ends.
         say: called with messages.
+        failure_log: logs where terms failed on held-out data.
     """
 
     run: RunFolder
@@ -70,6 +73,7 @@ class TrainingSteps:
     watch: Watcher
     stop: Callable[[], bool]
     say: Callable[[str], None]
+    failure_log: FailureLog
     _unmeasured: set[str] = field(default_factory=set)  # terms reported to have no held-out value
 
     def __post_init__(self) -> None:
@@ -204,7 +208,7 @@ class TrainingSteps:
                 step=step,
                 shares=shares,
             ).result()
-        except TermError as error:
+        except (TermError, InputError) as error:
             error.args = (batch.name_lines(str(error)),)
             raise
         if not output.skipped:
@@ -236,7 +240,8 @@ class TrainingSteps:
         return bool(every) and (step % every == 0 or step + 1 == settings.steps)
 
     def _evaluate(self, step: int) -> dict[str, Any]:
-        metrics = self.source.evaluate(step)
+        with nullcontext() if self.terms.may_skip else self.failure_log:
+            metrics = self.source.evaluate(step)
         if self.terms.evaluations:
             evaluation = Evaluation.of(step, self.source, self.backend)
             for function in self.terms.evaluations:
