@@ -183,7 +183,10 @@ def _norm_of_sum(weights: Mapping[str, float], known: Products) -> float:
 
 
 def set_multipliers(
-    results: Sequence[TermResult], step: int, gradient_size: Callable[[TermResult], float]
+    results: Sequence[TermResult],
+    step: int,
+    gradient_size: Callable[[TermResult], float],
+    shares: Mapping[str, float],
 ) -> None:
     """Set the weights of the bounded terms, from the values of this call.
 
@@ -191,6 +194,7 @@ def set_multipliers(
         results: of the terms that ran, the base loss first.
         step: number of the optimizer step.
         gradient_size: Σ |∂ loss / ∂ input| of the base loss.
+        shares: factors on the weights in this call, by name.
     """
     values = read_numbers(results)
     size = None
@@ -203,8 +207,12 @@ def set_multipliers(
         multiplier.warn_if_unmet(result.term.name, bound, value)
         if multiplier.needs_size and size is None:
             size = size_of_base(values[0], gradient_size(results[0]))
-        weight = multiplier.weight(bound, value, size if multiplier.needs_size else None)
-        result.weight, result.bound = bound.sign * weight, bound
+        share = shares.get(result.term.name, 1.0)
+        # The size of the base loss of the whole step, of which this call has a share: in the sum
+        # over its calls, the multiplier is then that of one large call.
+        of_step = None if size is None else size * float(results[0].weight) / (share or 1.0)
+        weight = multiplier.weight(bound, value, of_step if multiplier.needs_size else None)
+        result.weight, result.bound = bound.sign * weight * share, bound
 
 
 def _factors(
@@ -305,14 +313,14 @@ def build_output(
         pairs = zip(read_numbers(ran), weights, strict=True)
         numbers = dict(zip([result.term.name for result in ran], pairs, strict=True))
     by_name = {result.term.name: result for result in results}
-    base = BaseLossOutput(0.0)
+    base, base_weight = BaseLossOutput(0.0), 1.0
     regularizers: dict[str, RegularizerOutput] = {}
     for name, (value, weight) in numbers.items():
         result = by_name.get(name)
         norm = combined.norms.get(name)
         custom = split_metrics(name, (None, result.custom))[1] if result and result.custom else {}
         if result is not None and result.term.is_base:
-            base = BaseLossOutput(value, norm, custom)
+            base, base_weight = BaseLossOutput(value, norm, custom), weight
             continue
         space = result.space if result else ran[0].space
         bound = result.bound if result else None
@@ -332,7 +340,7 @@ def build_output(
         )
     added = sum(regularizer.contribution for regularizer in regularizers.values())
     return CustomLossOutput(
-        loss_total=base.value + added,
+        loss_total=base_weight * base.value + added,
         base_loss=base,
         regularizers=regularizers,
         regularizer_total=added,

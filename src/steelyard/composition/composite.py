@@ -403,6 +403,8 @@ class CompositeLoss(nn.Module):
             )
 
 
+# Where a graph breaks, Dynamo would trace the function by itself, with a warning (torch 2.11).
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
 def _in_vmap() -> bool:
     """Return whether `torch.func.vmap` is active, alone or around other transforms."""
     functorch = torch._C._functorch  # noqa: SLF001  # no public API

@@ -249,7 +249,7 @@ def term(
             f"{list(read.required)}: name both, inputs=('data', 'logprobs') (regularizer {name!r})."
         )
     spec = RegularizerSpec(read, weight, name or _own_name(fn), **settings)
-    named = (*spec.options, *(keyword for keyword, _ in read.keywords))
+    named = (*spec.call_options, *(keyword for keyword, _ in read.keywords))
     why = rejects(_signed(read.fn), named, positional=len(read.names))
     if why is not None:
         raise SpecError(

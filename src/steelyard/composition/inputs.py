@@ -149,7 +149,7 @@ class Inputs:
         return IsolatedCall(
             term.name,
             call,
-            spec.options,
+            spec.call_options,
             gradient,
             data,
             layout,

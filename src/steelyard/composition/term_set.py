@@ -213,7 +213,7 @@ class TermSet:
             spec = term.spec
             if spec.run_in not in ("auto", "inline") and term.facts.prepared is not spec.fn:
                 executor = self.workers.executors[spec.run_in]
-                executor.prepare(term.name, (spec.call, spec.options))
+                executor.prepare(term.name, (spec.call, spec.call_options))
                 term.facts.prepared = spec.fn
         self._terms = tuple(terms)
 

@@ -127,6 +127,11 @@ def widen(xp: Namespace, x: Array) -> Array:
     return xp.astype(x, xp.float32) if dtype_name(x) in _NARROW else x
 
 
+def widened_dtype(xp: Namespace, x: Array) -> Any:  # each backend's own class
+    """Dtype of `widen(xp, x)`."""
+    return xp.float32 if dtype_name(x) in _NARROW else x.dtype
+
+
 def cast(xp: Namespace, x: Array, dtype: Any) -> Array:  # dtype: each backend has its own class
     return xp.astype(x, dtype, copy=False)
 

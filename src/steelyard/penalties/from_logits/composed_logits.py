@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,12 +12,10 @@ from steelyard.penalties._options import flag, one_of
 from steelyard.penalties.from_logits._components import (
     Component,
     LogitTermsLike,
-    component_shares,
-    components_of,
+    composition_of,
     names_that,
     needs_reference,
     needs_targets,
-    parse_terms,
 )
 from steelyard.penalties.from_logits._evaluate import evaluate
 from steelyard.penalties.from_logits._grad_norms import grad_norms_and_cosines
@@ -104,30 +102,27 @@ def compose_logits(
     if isinstance(reference, tuple) and isinstance(logits, Projection):
         reference = Projection(*reference)
     given = accept(logits, reference, targets, mask)
-    parsed = parse_terms(terms, given.classes, step)
-    components = components_of(parsed)
-    given = _drop_unused_inputs(given, components, reference, targets)
-    shares = component_shares(parsed, components)
-    columns = zip(*shares, strict=True)
-    weights = [sum(t.weight * s for t, s in zip(parsed, column, strict=True)) for column in columns]
+    plan = composition_of(terms, given.classes, step)
+    given = _drop_unused_inputs(given, plan.components, reference, targets)
     total, values, gradient, products = evaluate(
-        given, components, weights, reduction, tracks=track_grad_norms
+        given, plan.components, plan.weights, reduction, tracks=track_grad_norms
     )
     xp, each = given.rows.xp, list(values)  # in torch, one `unbind`
     by_name = {
-        term.name: _weighted(xp, own, each) for term, own in zip(parsed, shares, strict=True)
+        name: _weighted(xp, own, each) for name, own in zip(plan.names, plan.shares, strict=True)
     }
     if gradient is not None:
         gradient = gradient.reshape(logits.shape)
     if products is None:
         return ComposedLogits(total, by_name, gradient)
-    norms, cosines = grad_norms_and_cosines(xp, list(by_name), [*shares, weights], products)
+    shares = [*plan.shares, plan.weights]
+    norms, cosines = grad_norms_and_cosines(xp, plan.names, shares, products)
     return ComposedLogits(total, by_name, gradient, norms, cosines)
 
 
 def _drop_unused_inputs(
     given: Rows | Projected | ShardedRows,
-    components: list[Component],
+    components: Sequence[Component],
     reference: object,
     targets: object,
 ) -> Rows | Projected | ShardedRows:
@@ -151,7 +146,7 @@ def _drop_unused_inputs(
     return rows if isinstance(given, Rows) else given._replace(rows=rows)
 
 
-def _weighted(xp: Namespace, shares: list[float], values: list[Array]) -> Array:
+def _weighted(xp: Namespace, shares: Sequence[float], values: list[Array]) -> Array:
     """Value of one term; usually that of one component, and then nothing is computed."""
     summands = [
         values[i] if share == 1 else share * values[i] for i, share in enumerate(shares) if share
