@@ -9,13 +9,15 @@ process would disturb.
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from benchmarks.measure import CONSOLE, in_turn
@@ -84,10 +86,7 @@ def measure(model: Any, title: str | None) -> None:
             for name, tracked in (("untracked", False), ("tracked", True))
         }
         found = in_turn(
-            {
-                name: lambda loss=loss: step(model, optimizer, loss, tokens)
-                for name, loss in ways.items()
-            },
+            {name: partial(step, model, optimizer, loss, tokens) for name, loss in ways.items()},
             repeats=REPEATS,
             warmup=2,
         )
@@ -103,7 +102,7 @@ def main() -> None:
     measure(Model(), "one process")
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{Path(folder) / 'meeting'}"
-        multiprocessing.spawn(measure_sharded, (meeting,), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        spawn(measure_sharded, (meeting,), nprocs=RANKS)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

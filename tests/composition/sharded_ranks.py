@@ -324,7 +324,7 @@ def check_refusals(rank: int) -> None:
     for offloaded in (
         term(size_of, 1.0, "size", run_in="thread"),
         RegularizerSpec(
-            lambda _, __, parameters: 0.0, 1.0, "size", needs=["parameters"], timeout=9
+            lambda _, __, parameters: 0.0, 1.0, "size", needs=("parameters",), timeout=9
         ),
     ):
         loss = CompositeLoss(lambda x: x.sum(), [offloaded])

@@ -26,9 +26,13 @@ from steelyard.gradients.algebra import Row
 
 # What a backward pass reads and changes, with what it should find: of the whole module, of a group
 # of parameters that FSDP gathers together, and of one of its parameters.
-_OF_MODULE = {"is_last_backward": True}  # it waits for the reductions
-_OF_GROUP = {"reduce_grads": True, "all_reduce_grads": True, "_partial_reduce_output": None}
-_OF_PARAMETER = {"unsharded_accumulated_grad": None}
+_OF_MODULE: dict[str, Any] = {"is_last_backward": True}  # it waits for the reductions
+_OF_GROUP: dict[str, Any] = {
+    "reduce_grads": True,
+    "all_reduce_grads": True,
+    "_partial_reduce_output": None,
+}
+_OF_PARAMETER: dict[str, Any] = {"unsharded_accumulated_grad": None}
 
 
 class FullyShardedParameters:

@@ -68,7 +68,11 @@ def sharded_dimensions(x: Any) -> tuple[int, ...]:
 
 
 def sum_over(mesh: Any, dimensions: Sequence[int], numbers: Tensor) -> Tensor:
-    """Add up `numbers` along dimensions of a mesh, in place, with one reduction for each."""
+    """Add up `numbers` along dimensions of a mesh, with one reduction for each.
+
+    The result is on the device of the mesh: parameters that FSDP offloads are on another.
+    """
+    numbers = numbers.to(mesh.device_type)
     for dimension in dimensions:
         dist.all_reduce(numbers, group=mesh.get_group(dimension))
     return numbers
@@ -96,7 +100,7 @@ def sharded_gram(
         found = [None if x is None else local_part(sharded_like(x, tensor)) for x in column]
         products = _products(found)
         where = tensor.device_mesh, sharded_dimensions(tensor)
-        total = by_mesh.setdefault(where, products.new_zeros(count, count))
+        total = by_mesh.setdefault(where, torch.zeros_like(products, device=tensor.device))
         total += products.to(total.device)
     for where, products in by_mesh.items():
         here += sum_over(*where, products).cpu()

@@ -44,5 +44,5 @@ def add_up(
         summed = sum_over(*where, torch.cat(flat))
         totals = torch.split(summed, [each.numel() for each in flat])
         for i, total in zip(mine, totals, strict=True):
-            found[i] = total.reshape(found[i].shape).to(found[i].dtype)
+            found[i] = total.reshape(found[i].shape).to(found[i])
     return found
