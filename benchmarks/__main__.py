@@ -13,6 +13,7 @@ from benchmarks.measure import CONSOLE, SHOWN
 NAMES = (
     "composition",
     "execution",
+    "ray_runs",
     "ray_terms",
     "telemetry",
     "memory",
