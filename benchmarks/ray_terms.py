@@ -141,7 +141,7 @@ def judge(_: Any, answer: str) -> float:
 
 def judges() -> list[Row]:
     """Rate of calls that take no time, and the time of 80 longer ones against the prediction."""
-    reward = Reward("judge", judge, run_in="ray")
+    reward = Reward("judge", judge, run_in="ray", on_error="raise")
     score([reward], [({}, "0.0")] * 40, timeout=60.0)  # starts the processes
     quick: list[Answer] = [({}, "0.0")] * 200
     slow: list[Answer] = [({}, "0.2")] * 80
