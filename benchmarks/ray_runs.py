@@ -18,7 +18,7 @@ from benchmarks.measure import Row, Timing, against, show, takes
 from steelyard.experiment import Config, RayCluster, RunFolder, read_config, train
 from steelyard.experiment.on_ray import RayRuns, open_runs, run_together
 from steelyard.experiment.reference_logprobs import share_reference_logprobs
-from steelyard.experiment.training_loop import SilentWatcher
+from steelyard.experiment.watcher import SilentWatcher
 
 STEPS, REPEATS, RUNS = 100, 3, 4
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 200 * 2**20}

@@ -108,7 +108,9 @@ def test_a_projection_on_any_device(device: str, dtype: str) -> None:
             train(client)
             output, gradients = composed(client, need)
             found.append((output.loss_total, {key: x.cpu() for key, x in gradients.items()}))
-    tolerance = 1e-10 if dtype == "float64" else 1e-3
+    # transformers computes the positions' cosines in float32, which differ between devices.
+    exact = 1e-10 if device == "cpu" else 1e-6
+    tolerance = exact if dtype == "float64" else 1e-3
     assert found[1][0] == pytest.approx(found[0][0], rel=tolerance)
     close(found[1][1], found[0][1], tolerance)
 

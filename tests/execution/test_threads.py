@@ -3,6 +3,9 @@ from __future__ import annotations
 import os
 import threading
 
+import pytest
+import torch
+
 from steelyard.execution import Ticket, Workers
 from steelyard.execution.threads import ThreadExecutor
 
@@ -41,3 +44,14 @@ def test_no_more_idle_threads_are_kept_than_are_of_use() -> None:
         run(workers, *tickets, width=30)
         kept = before + max(2, os.cpu_count() or 1)
         wait_until(lambda: threading.active_count() <= kept)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("error")
+def test_a_matrix_product_is_the_first_operation_of_a_thread() -> None:
+    """Without a CUDA context of the thread, cuBLAS warns."""
+    x = torch.randn(4, 4, device="cuda")
+    ticket = Ticket("t", "thread", torch.mm, (x, x))
+    with Workers() as workers:
+        run(workers, ticket)
+    torch.testing.assert_close(ticket.result(), x @ x)

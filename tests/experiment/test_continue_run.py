@@ -6,7 +6,7 @@ from pathlib import Path
 
 from steelyard.experiment import RunFolder, train
 from steelyard.experiment.continue_run import train_or_resume
-from steelyard.experiment.training_loop import SilentWatcher
+from steelyard.experiment.watcher import SilentWatcher
 
 from .small_runs import Recorder, small_config, without_clock
 

@@ -53,6 +53,7 @@ def test_every_datum_gets_the_logprobs_of_the_untrained_client(
         assert "reference_logprobs" not in original.loss_fn_inputs
     cached = safetensors.torch.load((run.path / "reference.safetensors").read_bytes())
     assert sorted(map(len, cached.values())) == sorted(map(len, expected))
+    assert not list(run.path.glob(".reference*"))
 
 
 def test_a_resumed_run_reads_them_from_its_folder(

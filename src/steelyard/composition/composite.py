@@ -20,6 +20,11 @@ from steelyard import telemetry
 from steelyard.composition.aggregate import combine
 from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
+from steelyard.composition.distributed_inputs import (
+    DistributedInputs,
+    distributed_inputs,
+    with_parts,
+)
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.input_lookup import gather
 from steelyard.composition.input_names import Named, Reads, base_of, itself, spec_of, specs_of, term
@@ -57,7 +62,9 @@ class CompositeLoss(nn.Module):
             `(data, logprobs)`, which read the inputs of these names. Or a list for each head.
         aux: the weights of auxiliary losses, by name; see `aux_loss` and `watch`.
         track_grad_norms: also compute each term's gradient norm and all cosines.
-        wrt: a module or tensors that the norms are with respect to; None is all the inputs.
+        wrt: a module or tensors that the norms are with respect to; None is all the inputs. For a
+            module under `fully_shard` or `DistributedDataParallel` they are norms of the mean
+            gradient over the processes.
         track_every: compute the norms at steps that this divides.
         timeout: seconds each offloaded term may take, unless its spec says otherwise.
         parallel: let offloaded terms overlap.
@@ -122,6 +129,8 @@ class CompositeLoss(nn.Module):
             gives=_GIVEN,
         )
         self.share: Share = 1.0
+        # In a tuple, since a module as an attribute would become a part of this one.
+        self._wrt_module = (wrt,) if isinstance(wrt, nn.Module) else ()
         self._wrt = _parameters_of(wrt)
         self._unweighed: set[str] = set()
         self._deposits: Deposits = {}
@@ -171,8 +180,8 @@ class CompositeLoss(nn.Module):
     def output_across_ranks(self, group: dist.ProcessGroup | None = None) -> CustomLossOutput:
         """The numbers of the last call, each averaged over the processes where the term ran.
 
-        Every process of the group must call it. Norms, cosines and the terms' own metrics are
-        this process's.
+        Every process of the group must call it. The terms' own metrics are this process's, and so
+        are norms and cosines, unless they are of the mean gradient: see `wrt`.
 
         Raises:
             InputError: there is no group, or the processes have different terms.
@@ -294,15 +303,22 @@ class CompositeLoss(nn.Module):
             targets = self._targets(inputs) if compared else []
             tracked = tracked and bool(targets)
             space = "inputs" if self._wrt is None else "parameters"
-            named = Inputs(inputs, space, targets, fuse_base=_is_whole(self.share))
+            named = self._inputs(inputs, space, targets)
             evaluator = Evaluator(named, settings, self._terms.own_workers, events)
             results = evaluator.evaluate(self._due, self._step, tracked=tracked)
             began = perf_counter()
             combined = None
             if targets:
                 share = float(self.share) if aggregator.reads_gram else 1.0
+                known = named.compare(results) if isinstance(named, DistributedInputs) else None
                 combined = combine(
-                    results, aggregator, space, tracked=tracked, step=self._step, share=share
+                    results,
+                    aggregator,
+                    space,
+                    tracked=tracked,
+                    step=self._step,
+                    share=share,
+                    known=known,
                 )
             total = _added(results, self.share, combined.factors if combined else {})
         except BaseException as error:
@@ -352,7 +368,20 @@ class CompositeLoss(nn.Module):
         return total
 
     def _targets(self, inputs: Mapping[str, Any]) -> list[Tensor]:
+        # Of a module those that it has now: `fully_shard`, for one, replaces parameters.
+        if self._wrt_module:
+            return requiring_grad(list(self._wrt_module[0].parameters()))
         return requiring_grad(inputs if self._wrt is None else self._wrt)
+
+    def _inputs(self, named: Mapping[str, Any], space: str, targets: Sequence[Tensor]) -> Inputs:
+        fuse_base = _is_whole(self.share)
+        if not (dist.is_available() and dist.is_initialized()):
+            return Inputs(named, space, targets, fuse_base=fuse_base)
+        named, found = with_parts(named, self._due), None
+        if targets:
+            module = self._wrt_module[0] if self._wrt_module else None
+            found = distributed_inputs(named, space, module, targets, fuse_base=fuse_base)
+        return found or Inputs(named, space, targets, fuse_base=fuse_base)
 
     def _last_call(self) -> LazyOutput:
         if self._last is None:
@@ -374,6 +403,8 @@ class CompositeLoss(nn.Module):
             )
 
 
+# Where a graph breaks, Dynamo would trace the function by itself, with a warning (torch 2.11).
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
 def _in_vmap() -> bool:
     """Return whether `torch.func.vmap` is active, alone or around other transforms."""
     functorch = torch._C._functorch  # noqa: SLF001  # no public API

@@ -8,7 +8,7 @@ for what happens when it fails. What terms read, and how they are differentiated
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -79,13 +79,21 @@ class Evaluator:
         self._workers, self._stop = workers, stop
         self._check = settings.check_finite
 
-    def evaluate(self, terms: Sequence[Term], step: int, *, tracked: bool) -> list[TermResult]:
+    def evaluate(
+        self,
+        terms: Sequence[Term],
+        step: int,
+        *,
+        tracked: bool,
+        shares: Mapping[str, float] | None = None,
+    ) -> list[TermResult]:
         """Evaluate terms; offloaded ones are started first, then the others run here.
 
         Args:
             terms: the terms that are due, the base loss first.
             step: the number of the step.
             tracked: whether to compute norms and cosines.
+            shares: factors on the weights, by name.
 
         Raises:
             SpecError: a schedule yields a bad weight at this step.
@@ -101,18 +109,20 @@ class Evaluator:
             )
         entered = _active.set((*active, base))
         try:
-            return self._evaluate(terms, step, tracked=tracked)
+            return self._evaluate(terms, step, tracked=tracked, shares=shares or {})
         finally:
             _active.reset(entered)
 
-    def _evaluate(self, terms: Sequence[Term], step: int, *, tracked: bool) -> list[TermResult]:
+    def _evaluate(
+        self, terms: Sequence[Term], step: int, *, tracked: bool, shares: Mapping[str, float]
+    ) -> list[TermResult]:
         inputs = self._inputs
         spaces = [inputs.space(term) for term in terms]
         in_graph = [inputs.in_graph(term) for term in terms]
         results = [
             TermResult(
                 term,
-                term.weight_at(step),
+                term.weight_at(step) * shares.get(term.name, 1.0),
                 "inline" if stays and inputs.inline_by_default else place_of(term),
                 space,
                 stays,
@@ -140,7 +150,7 @@ class Evaluator:
         self._check_results(results)
         if any(term.is_bounded for term in terms):
             ran = [result for result in results if result.skipped is None]
-            set_multipliers(ran, step, inputs.gradient_size)
+            set_multipliers(ran, step, inputs.gradient_size, shares)
         return results
 
     def run_inline(self, result: TermResult) -> None:

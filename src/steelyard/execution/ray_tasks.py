@@ -72,6 +72,8 @@ class RayExecutor(Executor):
         started, answered = task._get_next_ref_n(2)  # noqa: SLF001
         started.future().add_done_callback(partial(_begin, ticket))
         answered.future().add_done_callback(lambda future: self._ended.put((ticket, future)))
+        if ticket.settled:  # it was cancelled meanwhile
+            ticket.stop()
 
     def deadline(self, ticket: Ticket) -> float | None:
         """Time at which the caller has the task killed; a queued task has none."""
@@ -209,26 +211,27 @@ def _failure(ticket: Ticket, error: Exception) -> BaseException:
     if isinstance(error, died):
         return WorkerDiedError(
             f"the process that ran {ticket.title} must live until it has answered, and it or its "
-            f"node died ({_first_line(error)}): look for what ends it, or set its on_error to go "
+            f"node died ({_reason(error)}): look for what ends it, or set its on_error to go "
             f"on without it.",
             term=ticket.term,
         )
     if isinstance(error, exceptions.RuntimeEnvSetupError):
         return TermError(
             f"the runtime_env of {ticket.title} must be one that its node can set up, and it could "
-            f"not: {_first_line(error)}",
+            f"not: {_reason(error)}",
             term=ticket.term,
         )
     return TermError(
-        f"{ticket.title} must be able to start on its node, and could not: {_first_line(error)}; "
+        f"{ticket.title} must be able to start on its node, and could not: {_reason(error)}; "
         f"install the same steelyard and Python there as here.",
         term=ticket.term,
     )
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else describe(error)
+def _reason(error: Exception) -> str:
+    """The line that tells most: of a task's error the last one, after its traceback."""
+    lines = str(error).strip().splitlines() or [describe(error)]
+    return lines[-1 if isinstance(error, ray_module().exceptions.RayTaskError) else 0]
 
 
 def _shut_down(_: Ticket) -> ClosedError:

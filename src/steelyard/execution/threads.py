@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import sys
 import threading
 from queue import SimpleQueue
 
@@ -61,11 +62,24 @@ class _Worker(threading.Thread):
         super().__init__(name="steelyard-term", daemon=True)
         self.inbox: SimpleQueue[tuple[contextvars.Context, Ticket] | None] = SimpleQueue()
         self._executor = executor
+        self._has_cuda_context = False
 
     def run(self) -> None:
         while (job := self.inbox.get()) is not None:
             context, ticket = job
+            if not self._has_cuda_context:
+                self._has_cuda_context = _enter_cuda_context()
             context.run(ticket.run)
             del job, context, ticket
             if not self._executor.take_back(self):
                 return
+
+
+def _enter_cuda_context() -> bool:
+    """Enter torch's CUDA context if there is one: cuBLAS warns in a thread that is in none."""
+    cuda = sys.modules.get("torch.cuda")  # perhaps half imported, by another thread
+    is_initialized = getattr(cuda, "is_initialized", None)
+    if cuda is None or is_initialized is None or not is_initialized():
+        return False
+    cuda.set_device(cuda.current_device())  # pragma: no cover  # by `make test-gpu`
+    return True  # pragma: no cover

@@ -19,7 +19,7 @@ import torch
 
 from steelyard.execution.spawn_context import kill_group, lead_group
 from steelyard.execution.transport import Message, Parts, pack, receive, reply, unpack
-from steelyard.spec import describe
+from steelyard.spec import describe, keep_place
 
 Written = TypeVar("Written")
 
@@ -84,14 +84,16 @@ class TransportError(Exception):  # the parent turns it into an UnpicklableError
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """The error with its traceback as a note; as a RuntimeError if it does not pickle."""
+    """The error with its traceback and place kept; as a RuntimeError if it does not pickle."""
     trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):
         error.add_note(f"In the worker process:\n{trace}")
+        keep_place(error)
         pickle.loads(cloudpickle.dumps(error))  # noqa: S301 - just made
         return error
     plain = RuntimeError(describe(error))
     plain.add_note(f"In the worker process:\n{trace}")
+    keep_place(plain, error)
     return plain
 
 

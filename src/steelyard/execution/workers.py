@@ -96,9 +96,13 @@ def default_workers() -> Workers:
 
 
 @atexit.register
-def _close_default() -> None:
-    if _default is not None:
-        _default.close()
+def _close_all() -> None:
+    """Close all workers, before pebble's own function at exit, which is registered earlier.
+
+    That one ends the threads of the pools, which would count as broken and be replaced.
+    """
+    for workers in list(_all_workers):
+        workers.close()
 
 
 def _start_anew() -> None:

@@ -30,7 +30,7 @@ from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
 from steelyard.experiment.step_metrics import weighted_reward
-from steelyard.experiment.training_loop import SilentWatcher, Watcher
+from steelyard.experiment.watcher import SilentWatcher, Watcher
 
 _HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"
 _HELD_OUT_REWARDS = "held_out/rewards/"

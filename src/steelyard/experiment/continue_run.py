@@ -8,7 +8,8 @@ from pathlib import Path
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.run_dir import RunFolder
-from steelyard.experiment.training_loop import Outcome, Watcher, resume, train
+from steelyard.experiment.training_loop import Outcome, resume, train
+from steelyard.experiment.watcher import Watcher
 
 
 def train_or_resume(

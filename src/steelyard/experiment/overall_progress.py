@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from steelyard.experiment.training_loop import Watcher
+from steelyard.experiment.watcher import Watcher
 
 
 @dataclass

@@ -19,7 +19,7 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.overall_progress import NewSteps
 from steelyard.experiment.run_dir import RunFolder
-from steelyard.experiment.training_loop import Watcher
+from steelyard.experiment.watcher import Watcher
 
 _MEMORY_MARGIN = 1.25  # times the memory of the largest run must be free to start another
 _POLL_SECONDS = 0.2

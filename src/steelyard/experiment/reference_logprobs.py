@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +46,13 @@ def add_reference_logprobs(
         return list(groups)
     model = run.config().model
     digests = [_digest(model, datum) for datum in data]
-    cached = _look_up(dict(zip(digests, data, strict=True)), backend, _cache_file(run.path), say)
+    file = _cache_file(run.path)
+    # Runs that start at the same time wait for the first one instead of computing the same. The
+    # folder of a run is locked by it already.
+    is_shared = file.parent != run.path
+    lock = filelock.FileLock(file.with_name(f".{file.name}.lock")) if is_shared else nullcontext()
+    with lock:
+        cached = _look_up(dict(zip(digests, data, strict=True)), backend, file, say)
     logprobs = (cached[digest] for digest in digests)
 
     def complete(datum: types.Datum) -> types.Datum:
@@ -82,16 +89,14 @@ def _look_up(
     data: Mapping[str, types.Datum], backend: Backend, file: Path, say: Callable[[str], None]
 ) -> dict[str, Tensor]:
     """Log-probs of these data, by digest: from the cache, or computed and added to it."""
-    # Runs that start at the same time wait for the first one instead of computing the same.
-    with filelock.FileLock(file.with_name(f".{file.name}.lock")):
-        known = _read(file)
-        missing = {digest: datum for digest, datum in data.items() if digest not in known}
-        if missing:
-            say("computing the base model's log-probs")
-            report = _report_tenths(len(missing), say)
-            computed = backend.logprobs(list(missing.values()), report)
-            known |= zip(missing, computed, strict=True)
-            write_atomic(file, safetensors.torch.save(known))
+    known = _read(file)
+    missing = {digest: datum for digest, datum in data.items() if digest not in known}
+    if missing:
+        say("computing the base model's log-probs")
+        report = _report_tenths(len(missing), say)
+        computed = backend.logprobs(list(missing.values()), report)
+        known |= zip(missing, computed, strict=True)
+        write_atomic(file, safetensors.torch.save(known))
     return known
 
 

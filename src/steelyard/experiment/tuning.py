@@ -34,7 +34,8 @@ from steelyard.experiment.search import (
 )
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
-from steelyard.experiment.training_loop import Outcome, SilentWatcher, Watcher
+from steelyard.experiment.training_loop import Outcome
+from steelyard.experiment.watcher import SilentWatcher, Watcher
 
 _Entry = TypeVar("_Entry", TermConfig, RewardConfig)
 

@@ -33,6 +33,11 @@ def is_torch(x: object) -> bool:
     return hasattr(type(x), "__torch_function__")
 
 
+def is_sharded(x: object) -> bool:
+    """Check for a `DTensor`, whose elements are spread over processes, without importing torch."""
+    return is_torch(x) and hasattr(type(x), "device_mesh")
+
+
 def is_jax(x: object) -> bool:
     return hasattr(x, "dtype") and not is_torch(x) and bool(is_jax_array(x))
 
@@ -120,6 +125,11 @@ def is_floating(x: object) -> bool:
 
 def widen(xp: Namespace, x: Array) -> Array:
     return xp.astype(x, xp.float32) if dtype_name(x) in _NARROW else x
+
+
+def widened_dtype(xp: Namespace, x: Array) -> Any:  # each backend's own class
+    """Dtype of `widen(xp, x)`."""
+    return xp.float32 if dtype_name(x) in _NARROW else x.dtype
 
 
 def cast(xp: Namespace, x: Array, dtype: Any) -> Array:  # dtype: each backend has its own class

@@ -3,7 +3,13 @@
 from steelyard.spec import schedules
 from steelyard.spec.callables import entry_point, is_async, listed, measurement, options_of, rejects
 from steelyard.spec.composed_loss import ComposedLoss, split_loss
-from steelyard.spec.messages import describe, describe_with_place, raised_at
+from steelyard.spec.messages import (
+    describe,
+    describe_with_place,
+    did_you_mean,
+    keep_place,
+    raised_at,
+)
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.option_checks import OptionChecks
 from steelyard.spec.placement import check_placement, split_placement
@@ -42,10 +48,12 @@ __all__ = [
     "check_weight",
     "describe",
     "describe_with_place",
+    "did_you_mean",
     "entry_point",
     "is_async",
     "is_finite",
     "is_whole",
+    "keep_place",
     "listed",
     "lookup",
     "lookup_penalty",

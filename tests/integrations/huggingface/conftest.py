@@ -10,3 +10,4 @@ from steelyard.penalties.from_logits import _projection_inputs as projected
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a projection make five rows of logits at a time, fewer than a batch has."""
     monkeypatch.setattr(projected, "_ELSEWHERE", 5 * tiny.VOCABULARY)
+    monkeypatch.setattr(projected, "_ON_GPU", 5 * tiny.VOCABULARY)

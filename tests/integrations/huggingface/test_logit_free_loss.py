@@ -52,7 +52,7 @@ def test_the_same_training_without_logits(
     assert ("_loss_function" in vars(model)) == attached
     assert model.loss_function is ForCausalLMLoss
     assert "forward" not in vars(model.lm_head)
-    batch = Collator()(rows([6]))
+    batch = {name: x.to(model.device) for name, x in Collator()(rows([6])).items()}
     assert model(**batch).logits.shape == (1, 6, tiny.VOCABULARY)
 
 

@@ -24,7 +24,8 @@ from steelyard.experiment.on_ray.package import pack
 from steelyard.experiment.overall_progress import NewSteps
 from steelyard.experiment.reference_logprobs import REFERENCE_FILE, merge_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder
-from steelyard.experiment.training_loop import Outcome, Watcher
+from steelyard.experiment.training_loop import Outcome
+from steelyard.experiment.watcher import Watcher
 
 RETRIES = 3  # of a run whose node or process dies
 _POLL_SECONDS = 0.2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from steelyard.spec import (
     check_placement,
     check_run_in,
     describe,
+    did_you_mean,
     is_async,
     lookup,
     registered,
@@ -202,8 +202,7 @@ def _check_use(use: str) -> None:
     if use in REWARDS:
         return
     if ":" not in use and use not in registered():
-        near = difflib.get_close_matches(use, REWARDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(use, REWARDS) or did_you_mean(use, registered()) or "."
         raise ConfigError(f"{_RULE}, got {use!r}{hint}")
     if _is_regularizer(lookup(use)):
         raise ConfigError(

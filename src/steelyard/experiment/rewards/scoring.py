@@ -9,7 +9,7 @@ import math
 import os
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
 
 from steelyard.errors import NonFiniteError, SteelyardError, TermError, TermResultError
@@ -24,15 +24,17 @@ _MAX_SHOWN = 60  # characters of a value or of a prompt in a message
 
 @dataclass(frozen=True)
 class Score:
-    """Result of one reward for one answer: exactly one of the two is None.
+    """Result of one reward for one answer: either a value, or the reason why there is none.
 
     Attributes:
         value: the reward.
         error: the reason why there is none.
+        cause: the exception behind it.
     """
 
     value: float | None = None
     error: str | None = None
+    cause: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 def score(
@@ -149,7 +151,7 @@ def _score_of(reward: Reward, answer: Answer, read: Callable[[], float]) -> Scor
     except (Exception, SystemExit, CancelledError) as error:
         reason = _reason(reward, error)
         if reward.on_error == "drop":
-            return Score(error=reason)
+            return Score(error=reason, cause=error)
         raise TermError(
             f"{reason.rstrip('.')}, for an answer to the prompt {_prompt(answer[0])}: correct the "
             f"reward, or drop such answers with on_error = 'drop'.",

@@ -12,8 +12,9 @@ Those in `cluster/components.cuh` make it part of the cluster kernel.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 from steelyard.errors import InputError
@@ -121,6 +122,84 @@ def parse_terms(given: LogitTermsLike, classes: int, step: Any = 0) -> list[Logi
     if not terms:
         raise InputError(f"terms must hold at least one of {listed(_BUILDERS)}, got none.")
     return terms
+
+
+class Composition(NamedTuple):
+    """Terms as components.
+
+    Attributes:
+        names: Names of the terms.
+        components: Distinct components of all terms, sorted by kind.
+        shares: `[terms, components]`: factors of the components in each term.
+        weights: Weight of each component in the total; in JAX they may be traced.
+    """
+
+    names: tuple[str, ...]
+    components: tuple[Component, ...]
+    shares: tuple[tuple[float, ...], ...]
+    weights: tuple[Any, ...]
+
+
+def composition_of(given: LogitTermsLike, classes: int, step: Any = 0) -> Composition:
+    """Parse the terms as `parse_terms` does; those that consist of plain settings only once.
+
+    Raises:
+        InputError: As there.
+    """
+    key = _key_of(given)
+    return _compose(given, classes, step) if key is None else _composed_before(key, classes)
+
+
+def _compose(given: LogitTermsLike, classes: int, step: Any) -> Composition:
+    terms = parse_terms(given, classes, step)
+    components = components_of(terms)
+    shares = component_shares(terms, components)
+    weights = tuple(
+        sum(term.weight * share for term, share in zip(terms, column, strict=True))
+        for column in zip(*shares, strict=True)
+    )
+    return Composition(
+        tuple(term.name for term in terms),
+        tuple(components),
+        tuple(map(tuple, shares)),
+        weights,
+    )
+
+
+_PLAIN = frozenset({str, float, int, bool, type(None)})
+
+
+def _key_of(given: LogitTermsLike) -> tuple[Any, ...] | None:
+    """The terms as a key: each one's name, options, and their types, since 1 equals True.
+
+    None if there is none: a schedule or a traced weight gives another number at every step. Under
+    `torch.compile` there is none either: Dynamo does not support the cache.
+    """
+    torch = sys.modules.get("torch")
+    if type(given) is not list or (torch is not None and torch.compiler.is_compiling()):
+        return None
+    key: list[Any] = []
+    for like in given:
+        name, settings = like if type(like) is tuple and len(like) == 2 else (like, None)  # noqa: PLR2004
+        if type(settings) is dict:
+            options = tuple(settings.items())
+        elif type(settings) is float or type(settings) is int:
+            options = (("weight", settings),)
+        elif settings is None and like is name:
+            options = ()
+        else:
+            return None
+        types = tuple(type(value) for _, value in options)
+        if type(name) is not str or name not in _BUILDERS or not _PLAIN.issuperset(types):
+            return None
+        key.append((name, options, types))
+    return tuple(key)
+
+
+# Bounded: a loop may set another weight at every step.
+@lru_cache(maxsize=256)
+def _composed_before(key: tuple[Any, ...], classes: int) -> Composition:
+    return _compose([(name, dict(options)) for name, options, _ in key], classes, 0)
 
 
 def _parse_term(like: LogitTermLike, classes: int, step: Any) -> LogitTerm:

@@ -32,6 +32,18 @@ def grad_norms_and_cosines(
             weighted total.
         products: `[components, components]`: the Gram matrix.
     """
+    found = _by_kernel(products, shares) if is_torch(products) and products.is_cuda else None
+    norms, cosines = _by_operations(xp, shares, products) if found is None else found
+    return (
+        dict(zip((*names, "total"), norms, strict=True)),
+        dict(zip(combinations(names, 2), cosines, strict=True)),
+    )
+
+
+def _by_operations(
+    xp: Namespace, shares: Sequence[Sequence[float]], products: Array
+) -> tuple[Sequence[Array], Sequence[Array]]:
+    """Norms of the terms and the total, and cosines of all pairs of terms."""
     factors, used = _factors(xp, tuple(map(tuple, shares)), products)
     # A factor of 0 gives 0 even if another term's component is infinite, where 0 · inf is NaN.
     terms = xp.where(used, factors * xp.reshape(products, (-1,)), 0.0)
@@ -41,11 +53,22 @@ def grad_norms_and_cosines(
     both = xp.reshape(norms[:, None] * norms[None, :], (-1,))
     zero = both == 0
     cosines = list(xp.where(zero, 0.0, inner / xp.where(zero, 1.0, both)))
-    pairs = combinations(range(len(names)), 2)
-    return (
-        dict(zip((*names, "total"), norms, strict=True)),
-        {(names[i], names[j]): cosines[i * len(shares) + j] for i, j in pairs},
-    )
+    pairs = combinations(range(len(shares) - 1), 2)
+    return list(norms), [cosines[i * len(shares) + j] for i, j in pairs]
+
+
+def _by_kernel(  # pragma: no cover  # by `make test-gpu`
+    products: Any, shares: Sequence[Sequence[float]]
+) -> tuple[Sequence[Array], Sequence[Array]] | None:
+    """The same by one kernel, if there is one."""
+    import torch  # noqa: PLC0415  # a tensor proves that it is there
+
+    from steelyard.penalties.from_logits.cluster import finish, launch  # noqa: PLC0415  # need torch
+
+    if type(products) is not torch.Tensor or torch.compiler.is_compiling() or not launch.ENABLED:
+        return None
+    found = finish.compare_gradients(products, shares)
+    return None if found is None else (found[: len(shares)], found[len(shares) :])
 
 
 def _factors(xp: Namespace, shares: Shares, like: Array) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ from steelyard.penalties.from_logits._operators import (
     scale_gradients,
 )
 from steelyard.penalties.from_logits._torch_operator import operator
+from steelyard.penalties.from_logits.cluster.launch import ClusterResult
 
 # Components as flat lists: a torch operator takes no tuples.
 _PROBLEM = (
@@ -55,7 +56,9 @@ class _Problem(NamedTuple):
         rows = self.hidden[at]
         return rows if self.scale is None else rows.masked_fill((self.scale[at] == 0)[:, None], 0)
 
-    def sweep(self, at: slice, rows: Tensor, share: float, wants: Wants) -> SweepResult:
+    def sweep(
+        self, at: slice, rows: Tensor, share: float, wants: Wants
+    ) -> SweepResult | ClusterResult:
         """Compute the logits of a chunk and sweep over them; the gradient may overwrite them."""
         each = zip(self.kinds, self.temperatures, self.limits, strict=True)
         reference = None if self.reference is None else self.reference[at]

@@ -13,7 +13,7 @@ from steelyard.penalties._arrays import (
     is_floating,
     is_torch,
     namespace,
-    widen,
+    widened_dtype,
 )
 from steelyard.penalties._reduction import accept_mask
 
@@ -64,6 +64,22 @@ class Rows(NamedTuple):
         return weights, 1.0
 
 
+class ShardedRows(NamedTuple):
+    """Checked inputs whose classes are spread over processes.
+
+    Attributes:
+        rows: This process's columns of logits and reference, with targets and mask.
+        group: The processes that have all classes together.
+        offset: Number of the first class that this process has.
+        classes: Number of all classes.
+    """
+
+    rows: Rows
+    group: Any  # torch's ProcessGroup
+    offset: int
+    classes: int
+
+
 def accept_rows(
     logits: Array,
     reference: Array | None = None,
@@ -106,7 +122,7 @@ def accept_rows(
         None if targets is None else xp.reshape(targets, (-1,)),
         None if mask is None else xp.reshape(mask, (-1,)),
         shape[:-1],
-        widen(xp, logits[:0] if len(shape) > 1 else logits).dtype,
+        widened_dtype(xp, logits),
     )
 
 
@@ -139,6 +155,8 @@ def _matrix(xp: Namespace, x: Array) -> Array:
     """Reshape to `[rows, classes]`, with the classes of a row contiguous."""
     if is_torch(x) and x.stride(-1) != 1:
         x = x.contiguous()
+    if x.ndim == 2:  # noqa: PLR2004
+        return x
     return xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 

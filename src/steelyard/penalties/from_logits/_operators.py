@@ -15,6 +15,9 @@ from steelyard.penalties.from_logits._blockwise import SweepResult, Wants, sweep
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits._logit_inputs import check_targets
 from steelyard.penalties.from_logits._torch_operator import operator
+from steelyard.penalties.from_logits.cluster import launch
+from steelyard.penalties.from_logits.cluster.finish import multiply
+from steelyard.penalties.from_logits.cluster.launch import ClusterResult
 
 # Components as flat lists: a torch operator takes no tuples.
 _PROBLEM = (
@@ -39,17 +42,29 @@ def _compose(
     components = [Component(*each) for each in zip(kinds, temperatures, limits, strict=True)]
     counts = [share * weight for weight in weights]
     found = run_sweep(logits, reference, targets, scale, components, counts, Wants(*wants))
-    sums = found.values.sum(1, dtype=torch.float64)
-    wide = found.values.dtype
-    values = torch.mul(sums[: len(kinds)], share, out=sums.new_empty(len(kinds), dtype=wide))
-    products = None if found.gram is None else share**2 * found.gram
+    total, values, products = _over_rows(found, len(kinds), share)
     return (
-        sums[len(kinds) :].sum(dtype=wide),
+        total,
         values,
         _or_empty(found.logits, logits),
         _or_empty(found.reference, logits),
         _or_empty(products, logits),
     )
+
+
+def _over_rows(
+    found: SweepResult | ClusterResult, count: int, share: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Total, values of the components and inner products, over all rows."""
+    if isinstance(found, ClusterResult):  # pragma: no cover  # by `make test-gpu`
+        reduced = found.reduced(share)
+        if reduced is not None:
+            return reduced
+    sums = found.values.sum(1, dtype=torch.float64)
+    wide = found.values.dtype
+    values = torch.mul(sums[:count], share, out=sums.new_empty(count, dtype=wide))
+    products = None if found.gram is None else share**2 * found.gram
+    return sums[count:].sum(dtype=wide), values, products
 
 
 def _compose_shapes(
@@ -115,11 +130,16 @@ compose = operator(
 
 def _scale(x: Tensor, factor: Tensor) -> None:
     if _has_kernels(x) and x.dtype != torch.float64:
-        from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
-
-        _launch.scale(x, factor)
+        _scale_by_kernel(x, factor)
     elif x.is_cuda or factor.item() != 1:  # on a GPU `item` would synchronize
         x.mul_(factor)
+
+
+def _scale_by_kernel(x: Tensor, factor: Tensor) -> None:
+    from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
+
+    if not (launch.ENABLED and x.is_cuda and multiply(x, factor)):
+        _launch.scale(x, factor)
 
 
 scale_ = operator("scale_", "(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda *_: None)
@@ -230,7 +250,7 @@ def run_sweep(
     wants: Wants,
     *,
     in_place: bool = False,
-) -> SweepResult:
+) -> SweepResult | ClusterResult:
     """Sweep by the kernels if they can; `in_place` lets the gradient overwrite the logits.
 
     Raises:
@@ -258,10 +278,9 @@ def _check_devices(logits: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def _run_kernel(problem: Any, into: Tensor | None) -> SweepResult:
+def _run_kernel(problem: Any, into: Tensor | None) -> SweepResult | ClusterResult:
     """Sweep by the cluster kernel if it is enabled and can, else by the Triton kernel."""
     from steelyard.penalties.from_logits import _launch  # noqa: PLC0415  # needs Triton
-    from steelyard.penalties.from_logits.cluster import launch  # noqa: PLC0415  # for GPUs alone
 
     logits, reference, _, _, components, *_ = problem
     enabled = launch.ENABLED and launch.fits(logits, reference, components)

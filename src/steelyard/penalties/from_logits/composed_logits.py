@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,16 +12,14 @@ from steelyard.penalties._options import flag, one_of
 from steelyard.penalties.from_logits._components import (
     Component,
     LogitTermsLike,
-    component_shares,
-    components_of,
+    composition_of,
     names_that,
     needs_reference,
     needs_targets,
-    parse_terms,
 )
 from steelyard.penalties.from_logits._evaluate import evaluate
 from steelyard.penalties.from_logits._grad_norms import grad_norms_and_cosines
-from steelyard.penalties.from_logits._logit_inputs import Rows
+from steelyard.penalties.from_logits._logit_inputs import Rows, ShardedRows
 from steelyard.penalties.from_logits._projection_inputs import Projected, accept
 from steelyard.penalties.from_logits.projection import Projection
 
@@ -36,7 +34,7 @@ class ComposedLogits:
         gradient: d total / d logits, if it was computed: in torch for logits that require it, and
             wherever norms are tracked. `total.backward()` multiplies this very tensor by the
             upstream gradient and passes it on; a copy of it, if the graph is retained. None for
-            float16, where the backward pass computes it.
+            float16, where the backward pass computes it, and for logits that are sharded.
         grad_norms: L2 norm of each unweighted term's gradient by the logits, and of the weighted
             `"total"`; empty unless tracked.
         cosines: Cosine of each pair of terms' gradients, 0 if one of them is 0; empty unless
@@ -104,30 +102,30 @@ def compose_logits(
     if isinstance(reference, tuple) and isinstance(logits, Projection):
         reference = Projection(*reference)
     given = accept(logits, reference, targets, mask)
-    parsed = parse_terms(terms, given.classes, step)
-    components = components_of(parsed)
-    given = _drop_unused_inputs(given, components, reference, targets)
-    shares = component_shares(parsed, components)
-    columns = zip(*shares, strict=True)
-    weights = [sum(t.weight * s for t, s in zip(parsed, column, strict=True)) for column in columns]
+    plan = composition_of(terms, given.classes, step)
+    given = _drop_unused_inputs(given, plan.components, reference, targets)
     total, values, gradient, products = evaluate(
-        given, components, weights, reduction, tracks=track_grad_norms
+        given, plan.components, plan.weights, reduction, tracks=track_grad_norms
     )
     xp, each = given.rows.xp, list(values)  # in torch, one `unbind`
     by_name = {
-        term.name: _weighted(xp, own, each) for term, own in zip(parsed, shares, strict=True)
+        name: _weighted(xp, own, each) for name, own in zip(plan.names, plan.shares, strict=True)
     }
     if gradient is not None:
         gradient = gradient.reshape(logits.shape)
     if products is None:
         return ComposedLogits(total, by_name, gradient)
-    norms, cosines = grad_norms_and_cosines(xp, list(by_name), [*shares, weights], products)
+    shares = [*plan.shares, plan.weights]
+    norms, cosines = grad_norms_and_cosines(xp, plan.names, shares, products)
     return ComposedLogits(total, by_name, gradient, norms, cosines)
 
 
 def _drop_unused_inputs(
-    given: Rows | Projected, components: list[Component], reference: object, targets: object
-) -> Rows | Projected:
+    given: Rows | Projected | ShardedRows,
+    components: Sequence[Component],
+    reference: object,
+    targets: object,
+) -> Rows | Projected | ShardedRows:
     """Remove the inputs that no component needs.
 
     Raises:
@@ -139,16 +137,16 @@ def _drop_unused_inputs(
     if needs_targets(components) and targets is None:
         names = names_that(needs_targets)
         raise InputError(f"targets must be given, since {names} reads them, got None.")
+    rows = given.rows
+    if not needs_targets(components):
+        rows = rows._replace(targets=None)
     if not needs_reference(components):
-        given = given._replace(reference=None)
-    if needs_targets(components):
-        return given
-    if isinstance(given, Rows):
-        return given._replace(targets=None)
-    return given._replace(rows=given.rows._replace(targets=None))
+        rows = rows._replace(reference=None)
+        given = given._replace(reference=None) if isinstance(given, Projected) else given
+    return rows if isinstance(given, Rows) else given._replace(rows=rows)
 
 
-def _weighted(xp: Namespace, shares: list[float], values: list[Array]) -> Array:
+def _weighted(xp: Namespace, shares: Sequence[float], values: list[Array]) -> Array:
     """Value of one term; usually that of one component, and then nothing is computed."""
     summands = [
         values[i] if share == 1 else share * values[i] for i, share in enumerate(shares) if share

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from steelyard.penalties.from_logits.cluster import compiler
-from steelyard.penalties.from_logits.cluster.compiler import CompilerError, Variant, cubin
+from steelyard.penalties.from_logits.cluster.compiler import (
+    FINISH,
+    SWEEP,
+    CompilerError,
+    Variant,
+    cubin,
+)
 
 REAL = torch.cuda.is_available()
 VARIANT = Variant(1, 0, True, False, False, True, 1, 1, 64, 3, 1)
@@ -17,11 +23,13 @@ VARIANT = Variant(1, 0, True, False, False, True, 1, 1, 64, 3, 1)
 def test_a_variant_as_macros() -> None:
     macros = VARIANT.macros()
     assert macros[:3] == ["-DKINDS=1", "-DDTYPE=0", "-DGZ=1"]
-    assert all(macro.removeprefix("-D").partition("=")[0] in compiler._source() for macro in macros)
+    assert all(
+        macro.removeprefix("-D").partition("=")[0] in compiler._source(SWEEP) for macro in macros
+    )
 
 
 def test_the_source_has_one_part_after_the_other() -> None:
-    source = compiler._source()
+    source = compiler._source(SWEEP)
     assert source.index("typedef unsigned int u32") < source.index("struct Problem")
     assert source.index("struct Problem") < source.index('extern "C" __global__')
 
@@ -38,11 +46,13 @@ def test_a_compiled_kernel_is_read_from_the_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
-    path = compiler.cache_folder() / compiler._file_name(VARIANT, (9, 0))
-    assert path.name != compiler._file_name(VARIANT._replace(kinds=2), (9, 0))
-    assert path.name != compiler._file_name(VARIANT, (10, 0))
+    macros = VARIANT.macros()
+    path = compiler.cache_folder() / compiler._file_name(SWEEP, macros, (9, 0))
+    assert path.name != compiler._file_name(SWEEP, VARIANT._replace(kinds=2).macros(), (9, 0))
+    assert path.name != compiler._file_name(SWEEP, macros, (10, 0))
+    assert path.name != compiler._file_name(FINISH, macros, (9, 0))
     compiler._write_whole(path, b"machine code")
-    assert cubin(VARIANT, (9, 0)) == b"machine code"
+    assert cubin(SWEEP, VARIANT.macros(), (9, 0)) == b"machine code"
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -58,11 +68,15 @@ def test_what_is_compiled_is_kept_if_it_can_be(
 
     monkeypatch.setattr(compiler, "_compile", fake)
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
-    assert cubin(VARIANT, (9, 0)) == cubin(VARIANT, (9, 0)) == b"machine code"
+    assert (
+        cubin(SWEEP, VARIANT.macros(), (9, 0))
+        == cubin(SWEEP, VARIANT.macros(), (9, 0))
+        == b"machine code"
+    )
     assert compiled.count("--gpu-architecture=sm_90") == 1
     (tmp_path / "file").touch()
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "file"))
-    assert cubin(VARIANT, (9, 0)) == b"machine code"
+    assert cubin(SWEEP, VARIANT.macros(), (9, 0)) == b"machine code"
     assert compiled.count("--gpu-architecture=sm_90") == 2
 
 
@@ -70,13 +84,13 @@ def test_what_is_compiled_is_kept_if_it_can_be(
 def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
     with pytest.raises(CompilerError, match=r"libnvrtc\.so\S* cannot be loaded"):
-        cubin(VARIANT, (9, 0))
+        cubin(SWEEP, VARIANT.macros(), (9, 0))
 
 
 @pytest.mark.skipif(not REAL, reason="needs the compiler of a torch with CUDA")
 def test_compilation_and_its_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path))
-    code = cubin(VARIANT, (9, 0))
+    code = cubin(SWEEP, VARIANT.macros(), (9, 0))
     assert code.startswith(b"\x7fELF")
     assert [path.read_bytes() for path in compiler.cache_folder().iterdir()] == [code]
     with pytest.raises(CompilerError, match="did not compile"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steelyard.penalties.from_logits.cluster.compiler import Variant, cubin
+from steelyard.penalties.from_logits.cluster.compiler import SWEEP, Variant, cubin
 from steelyard.penalties.from_logits.cluster.driver import DriverError, Kernel
 
 HAS_CLUSTERS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -15,8 +15,8 @@ HAS_CLUSTERS = torch.cuda.is_available() and torch.cuda.get_device_capability() 
 def test_a_kernel_that_cannot_be_loaded_or_does_not_fit() -> None:
     torch.zeros(1, device="cuda")
     with pytest.raises(DriverError):
-        Kernel(b"no machine code", 0, 1, 64, 0)
-    code = cubin(Variant(1, 0, True, False, False, True, 1, 1, 64, 3, 1), (9, 0))
+        Kernel(b"no machine code", "sweep", 0, threads=64)
+    code = cubin(SWEEP, Variant(1, 0, True, False, False, True, 1, 1, 64, 3, 1).macros(), (9, 0))
     with pytest.raises(DriverError):
-        Kernel(code, 0, 1, 64, 10**6)  # more shared memory than there is
-    assert Kernel(code, 0, 1, 64, 3072).clusters > 0
+        Kernel(code, "sweep", 0, threads=64, shared=10**6)  # more shared memory than there is
+    assert Kernel(code, "sweep", 0, threads=64, shared=3072).clusters > 0

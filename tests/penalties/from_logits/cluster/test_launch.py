@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from steelyard.penalties.from_logits import compose_logits
-from steelyard.penalties.from_logits._blockwise import SweepResult, Wants
+from steelyard.penalties.from_logits._blockwise import Wants
 from steelyard.penalties.from_logits._components import ENTROPY, FORWARD, Component
 from steelyard.penalties.from_logits.cluster import compiler, launch
 from tests.penalties.from_logits.cases import by_autograd, inputs, written
@@ -38,7 +38,7 @@ def test_the_numbers_of_the_kinds_are_those_of_the_source() -> None:
     listed = ", ".join(
         f"{name} = {kind}" for name, kind in zip(names, launch.KERNEL_KINDS, strict=True)
     )
-    assert f"constexpr int {listed};" in compiler._source()
+    assert f"constexpr int {listed};" in compiler._source(compiler.SWEEP)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,12 @@ def test_a_gpu_without_the_compiler(
     monkeypatch.setattr(launch, "cubin", fails)
     launch.log_once.cache_clear()
     launch._kernel.cache_clear()
+    launch._plan.cache_clear()
     z = torch.randn(4, 100, device="cuda", requires_grad=True)
     with caplog.at_level(logging.WARNING):
         compose_logits(z, ["entropy"]).total.backward()
     launch._kernel.cache_clear()
+    launch._plan.cache_clear()
     assert "no compiler." in caplog.text
     assert z.grad is not None
     assert z.grad.norm() > 0
@@ -135,7 +137,7 @@ def test_the_gradient_over_the_logits() -> None:
     z, r, t = (x.cuda() for x in tensors)
     kinds = [Component(0, 1.0), Component(2, 1.0, 100.0), Component(5, 1.0)]
 
-    def run(into: torch.Tensor) -> SweepResult:
+    def run(into: torch.Tensor) -> launch.ClusterResult:
         found = launch.sweep(z, r, t, None, kinds, [1.0, 2.0, 3.0], Wants(logits=True), into=into)
         assert found is not None
         return found

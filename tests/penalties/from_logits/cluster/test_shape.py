@@ -18,7 +18,7 @@ def shape_of(classes: int, itemsize: int = 2, inputs: int = 2) -> ClusterShape:
 
 @pytest.mark.parametrize(
     ("classes", "inputs", "cluster"),
-    [(8192, 2, 1), (32000, 2, 2), (50257, 2, 3), (128256, 1, 4), (128256, 2, 8), (151936, 2, 8)],
+    [(8192, 2, 1), (32000, 2, 2), (70000, 2, 4), (128256, 1, 4), (128256, 2, 8), (151936, 2, 8)],
 )
 def test_the_smallest_cluster_with_three_slots(classes: int, inputs: int, cluster: int) -> None:
     shape = shape_of(classes, inputs=inputs)
@@ -37,8 +37,10 @@ def test_a_shape_holds_the_row_and_fits_the_gpu(classes: int, itemsize: int, inp
     assert shape.min_blocks * shape.threads <= 1024
 
 
-def test_rows_that_leave_room_for_two_slots() -> None:
-    assert shape_of(3 * 131072, 2, 2).slots == 2
+@pytest.mark.parametrize(("classes", "cluster"), [(50257, 2), (3 * 131072, 16)])
+def test_rows_that_leave_room_for_two_slots(classes: int, cluster: int) -> None:
+    shape = shape_of(classes)
+    assert (shape.cluster, shape.slots) == (cluster, 2)
 
 
 def test_rows_that_no_cluster_holds() -> None:
@@ -46,7 +48,7 @@ def test_rows_that_no_cluster_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("classes", "warps"), [(32000, 16), (50257, 12), (128256, 16), (151936, 15), (262144, 16)]
+    ("classes", "warps"), [(32000, 16), (50257, 20), (128256, 16), (151936, 15), (262144, 16)]
 )
 def test_warps_divide_the_vectors_evenly(classes: int, warps: int) -> None:
     shape = shape_of(classes)

@@ -5,6 +5,7 @@
 * `driver`: load and launch it through the CUDA driver
 * `shape`: division of a row among the blocks of a cluster
 * `launch`: the inputs that it supports, and its launch
+* `finish`, with `finish.cu`: what remains after it, sums over rows, norms and cosines
 
 It computes what the Triton kernels of `_kernels` compute, which remain for other GPUs and inputs.
 """

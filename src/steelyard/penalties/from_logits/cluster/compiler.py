@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -18,11 +19,13 @@ from typing import NamedTuple
 
 import torch
 
-FILES = ("primitives.cuh", "components.cuh", "sweep.cu")
+# Programs, as the files that they consist of.
+SWEEP = ("primitives.cuh", "components.cuh", "sweep.cu")
+FINISH = ("primitives.cuh", "finish.cu")
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for: the macros of the source.
+    """What a sweep is compiled for: the macros of its source.
 
     Attributes:
         kinds: Bit k is set if component kind k is computed.
@@ -59,29 +62,29 @@ class CompilerError(RuntimeError):
     """NVRTC is not there, or did not compile the kernel."""
 
 
-def cubin(variant: Variant, capability: tuple[int, int]) -> bytes:
-    """Machine code of a variant for GPUs of one compute capability, from the cache if it is there.
+def cubin(program: tuple[str, ...], macros: Sequence[str], capability: tuple[int, int]) -> bytes:
+    """Machine code of a program for GPUs of one compute capability, from the cache if it is there.
 
     Raises:
         CompilerError: NVRTC is not there, or did not compile it.
     """
-    path = cache_folder() / _file_name(variant, capability)
+    path = cache_folder() / _file_name(program, macros, capability)
     with contextlib.suppress(OSError):
         return path.read_bytes()
-    code = _compile(_source(), _options(variant, capability))
+    code = _compile(_source(program), _options(macros, capability))
     with contextlib.suppress(OSError):  # a cache that cannot be written is none
         _write_whole(path, code)
     return code
 
 
-def _options(variant: Variant, capability: tuple[int, int]) -> list[str]:
+def _options(macros: Sequence[str], capability: tuple[int, int]) -> list[str]:
     major, minor = capability
-    return ["-std=c++17", f"--gpu-architecture=sm_{major}{minor}", *variant.macros()]
+    return ["-std=c++17", f"--gpu-architecture=sm_{major}{minor}", *macros]
 
 
-def _file_name(variant: Variant, capability: tuple[int, int]) -> str:
+def _file_name(program: tuple[str, ...], macros: Sequence[str], capability: tuple[int, int]) -> str:
     """Name in the cache: another source, variant, GPU or CUDA gives another."""
-    parts = (_source(), _options(variant, capability), torch.version.cuda)
+    parts = (_source(program), _options(macros, capability), torch.version.cuda)
     return f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.cubin"
 
 
@@ -95,9 +98,9 @@ def cache_folder() -> Path:
 
 
 @cache
-def _source() -> str:
+def _source(program: tuple[str, ...]) -> str:
     folder = files(__package__ or __name__.rpartition(".")[0])
-    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in FILES)
+    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in program)
 
 
 def _write_whole(path: Path, code: bytes) -> None:

@@ -22,7 +22,11 @@ constexpr bool COMPARES = LIMITS || has(JS);
 constexpr int INPUTS = COMPARES ? 2 : 1;
 // JS alone needs the reference in the gradient only for log2 p/M, which its middle pass computed.
 // It is kept as float16, more precise than the gradient only if that is bfloat16; or as float32.
-constexpr bool KEEPS_SHARE = has(JS) && !LIMITS && !GRAM && !GR && DTYPE != 1;
+constexpr bool KEEPS_SHARE = has(JS) && !LIMITS && GZ && !GRAM && !GR && DTYPE != 1;
+// Without entropy the gradient needs the logits only for p, which that pass computed as well. In 16
+// bits it is kept as float16 times 2^15: with 11 bits of precision from 2e-9 to 1.
+constexpr bool KEEPS_P = KEEPS_SHARE && !has(ENTROPY);
+constexpr float KEPT_SCALE = DTYPE == 2 ? 1 : 32768;
 
 // Inputs and outputs of a launch; `launch.py` fills the same structure.
 struct Problem {
@@ -239,10 +243,12 @@ struct alignas(16) MiddleSums {
   float js[2] = {};      // sum p log2 p/M, sum q log2 q/M
   float unused[2] = {};  // as large as `Statistics`
 
+  // a and b are as `MiddleShifts` has them; p is 2^a, and the result log2 p/M.
   template <bool LIMITED>
-  DEVICE float add(float a, float b, const Problem& in) {  // as `MiddleShifts` has them
-    const float p = exp2_(a), q = exp2_(b);
-    float log_share = 0;  // log2 p/M
+  DEVICE float add(float a, float b, const Problem& in, float& p) {
+    const float q = exp2_(b);
+    p = exp2_(a);
+    float log_share = 0;
     if constexpr (has(JS)) {
       const float mean = 0.5f * (p + q), log_mean = log2_(LIMITED ? fmaxf(mean, TINY) : mean);
       log_share = a - log_mean;
@@ -295,7 +301,8 @@ struct alignas(16) MiddleSums {
 // 4a. The total gradient by the logits alone, of a row that is not limited. It is linear in a few
 // functions of a class, p (constant + by_a a + by_d d + by_share log2 p/M) + by_q q - e_t, so the
 // normalization and all sums of the row go into these factors: an element takes a few fused
-// multiply-adds. a = x - m lacks its level, so e = 2^a is 2^level too large; the factors undo it.
+// multiply-adds. a = x - m lacks its level, so e = 2^a is 2^level too large; the factors undo it, or
+// the scale of a p that was kept.
 
 struct alignas(16) LinearFactors {
   float top, top_r;
@@ -307,6 +314,7 @@ struct alignas(16) LinearFactors {
   DEVICE void set(const Row& row, const Problem& in) {
     const float* w = in.weights;
     const float factor = row.factor * in.inverse_temperature;
+    const float of_e = factor * (KEEPS_P ? 1 / KEPT_SCALE : row.inverse_sum);
     top = row.top, top_r = row.top_r, limited = row.limited, target = row.target;
     constant = by_a = by_d = by_q = by_share = level_gap = 0;
     const float gap = COMPARES ? row.level_r - row.level : 0;
@@ -323,21 +331,20 @@ struct alignas(16) LinearFactors {
       by_q = -w[REVERSE] * factor * (has(JS) ? row.inverse_sum : row.inverse_sum_r);
     }
     if constexpr (has(JS)) {
-      by_share = 0.5f * w[JS] * LN2 * factor * row.inverse_sum;
+      by_share = 0.5f * w[JS] * LN2 * of_e;
       constant -= 0.5f * w[JS] * LN2 * row.k_p;
       level_gap = gap;  // with JS q is relative to the level of p, since both are added
     }
     if constexpr (has(Z_LOSS)) constant += w[Z_LOSS] * row.two_lse;
     if constexpr (has(CROSS_ENTROPY)) constant += w[CROSS_ENTROPY];
-    constant *= factor * row.inverse_sum;
-    by_a *= factor * row.inverse_sum;
-    by_d *= factor * row.inverse_sum;
+    constant *= of_e, by_a *= of_e, by_d *= of_e;
     of_target = factor * w[CROSS_ENTROPY];
   }
 
-  // a is clamped, b too unless only q is needed; `share` is log2 p/M where it was kept.
+  // a is clamped, b too unless only q is needed. Where they were kept, a is p and `kept_share` is
+  // log2 p/M.
   DEVICE float gradient(float a, float b, float kept_share) const {
-    const float e = exp2_(a);
+    const float e = KEEPS_P ? a : exp2_(a);
     float inner = constant, f = 0;
     if constexpr (has(ENTROPY)) inner = fmaf(a, by_a, inner);
     if constexpr (LIMITS || (has(JS) && !KEEPS_SHARE)) {

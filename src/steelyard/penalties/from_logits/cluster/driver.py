@@ -10,10 +10,13 @@ import ctypes
 from functools import cache
 from typing import Any
 
+import torch
+
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PORTABLE_CLUSTER = 8  # blocks: larger clusters need the attribute above
+_NO_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT
 
 
 class DriverError(RuntimeError):
@@ -71,22 +74,32 @@ class Kernel:  # pragma: no cover  # by `make test-gpu`
 
     Args:
         code: The cubin.
+        name: The kernel's name in it.
         device: Index of the device, which has to be the current one.
-        cluster: Blocks in a cluster, as compiled.
         threads: Threads in a block.
+        cluster: Blocks in a cluster, as compiled.
         shared: Bytes of dynamic shared memory in a block.
 
     Raises:
         DriverError: The kernel cannot be loaded, or no cluster of it fits on the GPU.
     """
 
-    def __init__(self, code: bytes, device: int, cluster: int, threads: int, shared: int) -> None:
+    def __init__(
+        self,
+        code: bytes,
+        name: str,
+        device: int,
+        *,
+        threads: int,
+        cluster: int = 1,
+        shared: int = 0,
+    ) -> None:
         driver, module = _driver(), ctypes.c_void_p()
         _enter_context(device)
         self._device, self._cluster, self._threads, self._shared = device, cluster, threads, shared
         self._function = ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), code))
-        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, b"sweep"))
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared))
         if cluster > _PORTABLE_CLUSTER:
             _check(driver.cuFuncSetAttribute(self._function, _NON_PORTABLE_CLUSTER, 1))
@@ -109,11 +122,23 @@ class Kernel:  # pragma: no cover  # by `make test-gpu`
             raise DriverError(f"no cluster of {self._cluster} blocks fits on the GPU")
         return count.value
 
-    def launch(self, clusters: int, stream: int, problem: ctypes.Structure) -> None:
-        """Launch on a stream of the device, which has to be the current one."""
-        _enter_context(self._device)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(problem))
-        code = _driver().cuLaunchKernel(
+    def launch(self, clusters: int, argument: ctypes.Structure) -> None:
+        """Launch on the current stream of the device."""
+        if torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self.launch(clusters, argument)
+        code = self._launch(clusters, argument)
+        if code in _NO_CONTEXT:  # a new thread
+            _enter_context(self._device)
+            code = self._launch(clusters, argument)
+        return _check(code)
+
+    def _launch(self, clusters: int, argument: ctypes.Structure) -> int:
+        # `current_stream` makes an object, which takes longer than the launch; Triton reads the
+        # stream in this way too.
+        stream = torch._C._cuda_getCurrentRawStream(self._device)  # noqa: SLF001
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        code: int = _driver().cuLaunchKernel(
             self._function,
             clusters * self._cluster,
             1,
@@ -126,4 +151,4 @@ class Kernel:  # pragma: no cover  # by `make test-gpu`
             arguments,
             None,
         )
-        _check(code)
+        return code

@@ -8,12 +8,12 @@ import math
 import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from steelyard.penalties.from_logits._blockwise import SweepResult, Wants
+from steelyard.penalties.from_logits._blockwise import Wants
 from steelyard.penalties.from_logits._components import (
     CROSS_ENTROPY,
     ENTROPY,
@@ -24,17 +24,15 @@ from steelyard.penalties.from_logits._components import (
     Z_LOSS,
     Component,
 )
-from steelyard.penalties.from_logits.cluster.compiler import CompilerError, Variant, cubin
+from steelyard.penalties.from_logits.cluster.compiler import SWEEP, CompilerError, Variant, cubin
 from steelyard.penalties.from_logits.cluster.driver import DriverError, Kernel
+from steelyard.penalties.from_logits.cluster.finish import DTYPES, HOPPER, reduce_rows
 from steelyard.penalties.from_logits.cluster.shape import VECTOR_BYTES, ClusterShape, shape_for
 
 _LOG = logging.getLogger(__name__)
 # Kinds with their part in `components.cuh`, which has the same numbers.
 KERNEL_KINDS = (ENTROPY, FORWARD, REVERSE, JS, Z_LOSS, CROSS_ENTROPY)
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-# Off unless asked for: its last version has not passed the whole of `make test-gpu` yet.
-ENABLED = os.environ.get("STEELYARD_CLUSTER_KERNEL") == "1"
-_HOPPER = (9, 0)  # the first with clusters
+ENABLED = os.environ.get("STEELYARD_CLUSTER_KERNEL") != "0"
 _TEMPERATURES = (1e-3, 1e5)  # at which -1e35 stands for log 0 in bfloat16: `unpack_clamped`
 
 
@@ -42,15 +40,42 @@ class _Problem(ctypes.Structure):
     """`Problem` of `components.cuh`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "reference", "targets", "scale")),
-        *((name, ctypes.c_void_p) for name in ("values", "by_logits", "by_reference", "gram")),
-        ("strides", ctypes.c_longlong * 4),
+        # Of logits, reference, targets, scale, values, both gradients and the inner products.
+        ("pointers", ctypes.c_void_p * 8),
+        ("strides", ctypes.c_longlong * 4),  # of logits and reference, and of their gradients
         ("rows", ctypes.c_int),
         ("classes", ctypes.c_int),
         ("inverse_temperature", ctypes.c_float),
         ("weights", ctypes.c_float * len(KERNEL_KINDS)),
         ("limits", ctypes.c_float * len(KERNEL_KINDS)),
     )
+
+
+class ClusterResult(NamedTuple):
+    """A `SweepResult` whose inner products are still in parts, one of each warp.
+
+    Attributes:
+        values: As there, with one row for the weighted total.
+        logits: As there.
+        reference: As there.
+        parts: `[pairs, warps]`, in float64: parts of the inner products; None if not wanted.
+    """
+
+    values: Tensor
+    logits: Tensor | None
+    reference: Tensor | None
+    parts: Tensor | None
+
+    @property
+    def gram(self) -> Tensor | None:
+        """Inner products `[components, components]`."""
+        return None if self.parts is None else symmetric(self.parts.sum(1), len(self.values) - 1)
+
+    def reduced(  # pragma: no cover  # by `make test-gpu`
+        self, share: float
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Total, values and inner products over all rows in one launch; None if there is none."""
+        return reduce_rows(self.values, self.parts, share)
 
 
 def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Component]) -> bool:
@@ -78,7 +103,7 @@ def sweep(  # pragma: no cover  # by `make test-gpu`
     wants: Wants,
     *,
     into: Tensor | None = None,
-) -> SweepResult | None:
+) -> ClusterResult | None:
     """Compute what `_launch.sweep` computes, or return None if the GPU cannot.
 
     The GPU has to have clusters (Hopper and newer), and the shared memory of one to hold a row.
@@ -94,42 +119,40 @@ def sweep(  # pragma: no cover  # by `make test-gpu`
         into: Memory for the gradient by the logits; it may be the logits themselves.
     """
     rows, classes = logits.shape
-    device, count = logits.device, len(components)
     by_logits = (torch.empty_like(logits) if into is None else into) if wants.logits else None
     by_reference = (
         torch.empty_like(reference) if wants.reference and reference is not None else None
     )
     matrices = (logits, reference, by_logits, by_reference)
-    kinds = sum(1 << each.kind for each in components)
-    found = _kernel(device.index, kinds, logits.dtype, wants, classes, is_aligned(*matrices))
-    if found is None:
+    plan = _plan(
+        logits.device.index,
+        tuple(components),
+        tuple(weights),
+        logits.dtype,
+        wants,
+        classes,
+        is_aligned(*matrices),
+    )
+    if plan is None:
         return None
-    kernel, shape = found
-    clusters = min(kernel.clusters, rows)
-    values = torch.empty((count + 1, rows), dtype=torch.float32, device=device)
-    gram = None
+    kernel, shape, template = plan
+    clusters, count = min(kernel.clusters, rows), len(components)
+    values = logits.new_empty((count + 1, rows), dtype=torch.float32)
+    parts = None
     if wants.gram:
         warps = clusters * shape.cluster * shape.warps
-        pairs = count * (count + 1) // 2
-        gram = torch.empty((pairs, warps), dtype=torch.float64, device=device)
+        parts = logits.new_empty((count * (count + 1) // 2, warps), dtype=torch.float64)
     targets = None if targets is None else targets.long().contiguous()
     scale = None if scale is None else scale.float().contiguous()
-    by_kind = dict(zip((each.kind for each in components), weights, strict=True))
-    limits = {each.kind: each.limit for each in components}
-    pointers = (logits, reference, targets, scale, values, by_logits, by_reference, gram)
-    problem = _Problem(
-        *(None if x is None else x.data_ptr() for x in pointers),
-        tuple(0 if x is None else x.stride(0) for x in matrices),
-        rows,
-        classes,
-        1.0 / components[0].temperature,
-        tuple(by_kind.get(kind, 0.0) for kind in KERNEL_KINDS),
-        tuple(limits.get(kind, math.inf) for kind in KERNEL_KINDS),
-    )
-    with torch.cuda.device(device):
-        kernel.launch(clusters, torch.cuda.current_stream(device).cuda_stream, problem)
-    products = None if gram is None else symmetric(gram.sum(1), count)
-    return SweepResult(values, by_logits, by_reference, products)
+    problem = _Problem.from_buffer_copy(template)
+    problem.pointers[:] = [
+        None if x is None else x.data_ptr()
+        for x in (logits, reference, targets, scale, values, by_logits, by_reference, parts)
+    ]
+    problem.strides[:] = [0 if x is None else x.stride(0) for x in matrices]
+    problem.rows = rows
+    kernel.launch(clusters, problem)
+    return ClusterResult(values, by_logits, by_reference, parts)
 
 
 def is_aligned(*matrices: Tensor | None) -> bool:
@@ -143,6 +166,33 @@ def is_aligned(*matrices: Tensor | None) -> bool:
         )
         for x in matrices
     )
+
+
+# Bounded: a weight that follows a schedule gives another key at every step.
+@lru_cache(maxsize=1024)
+def _plan(  # pragma: no cover  # by `make test-gpu`
+    device: int,
+    components: tuple[Component, ...],
+    weights: tuple[float, ...],
+    dtype: torch.dtype,
+    wants: Wants,
+    classes: int,
+    aligned: bool,
+) -> tuple[Kernel, ClusterShape, bytes] | None:
+    """The kernel, its shape, and a `_Problem` without its tensors; None if there is no kernel."""
+    kinds = sum(1 << each.kind for each in components)
+    found = _kernel(device, kinds, dtype, wants, classes, aligned)
+    if found is None:
+        return None
+    by_kind = dict(zip((each.kind for each in components), weights, strict=True))
+    limits = {each.kind: each.limit for each in components}
+    problem = _Problem(
+        classes=classes,
+        inverse_temperature=1.0 / components[0].temperature,
+        weights=tuple(by_kind.get(kind, 0.0) for kind in KERNEL_KINDS),
+        limits=tuple(limits.get(kind, math.inf) for kind in KERNEL_KINDS),
+    )
+    return *found, bytes(problem)
 
 
 @lru_cache(maxsize=1024)
@@ -161,15 +211,16 @@ def _kernel(  # pragma: no cover  # by `make test-gpu`
         properties.shared_memory_per_block_optin,
         properties.shared_memory_per_multiprocessor,
     )
-    if capability < _HOPPER or shape is None:
+    if capability < HOPPER or shape is None:
         return None
     outputs = (wants.logits, wants.reference, wants.gram)
     own = (shape.cluster, shape.warps, shape.capacity, shape.slots, shape.min_blocks)
-    variant = Variant(kinds, _DTYPES[dtype], *outputs, aligned, *own)
+    variant = Variant(kinds, DTYPES[dtype], *outputs, aligned, *own)
+    sizes = {"threads": shape.threads, "cluster": shape.cluster, "shared": shape.shared}
     try:
         with torch.cuda.device(device):
-            code = cubin(variant, capability)
-            return Kernel(code, device, shape.cluster, shape.threads, shape.shared), shape
+            code = cubin(SWEEP, variant.macros(), capability)
+            return Kernel(code, "sweep", device, **sizes), shape
     except (CompilerError, DriverError) as error:
         log_once(str(error))
         return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 VECTOR_BYTES = 16  # of the widest load
-# More than 8 are not portable; H100 and H200 have 16. Sizes left out fill a GPU less well.
-_CLUSTERS = (1, 2, 3, 4, 8, 16)
-_SLOTS = (3, 2)  # rows that a block holds its part of, at a time
-# Warps on a multiprocessor. More merge more, fewer hide less of each other's waiting; among these,
-# those that divide the vectors most evenly.
-_WARPS = range(12, 17)
+# Blocks in a cluster, and rows that a block holds its part of at a time; the first that fit. More
+# than 8 blocks are not portable; H100 and H200 have 16. Other sizes fill a GPU less well: clusters
+# of 3 cover 117 of an H200's 132 multiprocessors, those of 2 all, so two slots are better there.
+_CANDIDATES = ((1, 3), (2, 3), (2, 2), (4, 3), (8, 3), (16, 3), (16, 2))
+# Warps in a block. More merge more, fewer hide less of each other's waiting; among these, those
+# that divide the vectors most evenly.
+_WARPS = (12, 13, 14, 15, 16, 20)
+_RESIDENT = 16  # warps on a multiprocessor, if blocks are small
 _SCHEDULERS = 4  # of a multiprocessor; each runs a quarter of the warps
 _RESERVED = 1024  # bytes of shared memory that CUDA takes for each block
 
@@ -48,7 +50,7 @@ def shape_for(
     per_block: int,
     per_multiprocessor: int,
 ) -> ClusterShape | None:
-    """Smallest cluster with three slots of a row, else with two; None if no cluster holds a row.
+    """The first candidate whose shared memory holds rows; None if no cluster does.
 
     Args:
         classes: Length of a row.
@@ -60,16 +62,15 @@ def shape_for(
     """
     vector = VECTOR_BYTES // itemsize
     vectors = -(-(classes + (0 if aligned else vector - 1)) // vector)
-    for slots in _SLOTS:
-        for cluster in _CLUSTERS:
-            capacity = -(-vectors // cluster)
-            warps = _warps(capacity)
-            dynamic = slots * inputs * capacity * VECTOR_BYTES
-            needed = dynamic + _static(cluster, warps)
-            if needed <= per_block:
-                blocks = per_multiprocessor // (needed + _RESERVED)
-                min_blocks = max(1, min(blocks, _WARPS[-1] // (warps + 1)))
-                return ClusterShape(cluster, warps, slots, capacity, min_blocks, dynamic)
+    for cluster, slots in _CANDIDATES:
+        capacity = -(-vectors // cluster)
+        warps = _warps(capacity)
+        dynamic = slots * inputs * capacity * VECTOR_BYTES
+        needed = dynamic + _static(cluster, warps)
+        if needed <= per_block:
+            blocks = per_multiprocessor // (needed + _RESERVED)
+            min_blocks = max(1, min(blocks, _RESIDENT // (warps + 1)))
+            return ClusterShape(cluster, warps, slots, capacity, min_blocks, dynamic)
     return None
 
 
@@ -82,7 +83,7 @@ def _warps(capacity: int) -> int:
     if most < _WARPS[0]:
         return max(1, most)
     return min(
-        range(_WARPS[0], most + 1),
+        (warps for warps in _WARPS if warps <= most),
         key=lambda warps: -(-capacity // (32 * warps)) * -(-warps // _SCHEDULERS),
     )
 

@@ -17,6 +17,8 @@
 //       sums of row k + 1        (`statistics`; each warp hands its own to the merging warp)
 //       gradient of row k        (`last_pass`, when the merging warp has handed row k out)
 //
+// With JS and three slots the sums are those of row k + 2, and a middle pass over row k + 1 follows.
+//
 // One more warp merges: first the parts of its block's warps, then, sent between the blocks, those
 // of the cluster. All this takes a few microseconds, in which the others compute. Some rows are
 // merged twice, after a middle pass: for JS all of them, else those in which a log ratio exceeds
@@ -29,7 +31,10 @@
 
 constexpr bool GRADIENTS = GZ || GR || GRAM;
 constexpr bool PLAIN = GZ && !GR && !GRAM;  // the total gradient alone, by `LinearFactors`
-constexpr bool MIDDLE_FIRST = has(JS);  // every row has a middle pass: before the next row's sums
+// Rows by which the sums are ahead of the gradient. With JS every row has a middle pass, and two
+// merges to hide: it is at row k + 1 when the gradient is at row k and the sums are at row k + 2.
+constexpr int AHEAD = has(JS) && SLOTS > 2 ? 2 : 1;
+constexpr bool MIDDLE_FIRST = has(JS) && AHEAD == 1;  // no slot is free: before the next row's sums
 constexpr int ROWS = 4;  // rows handed out at a time: two, each perhaps merged twice
 constexpr int STORING_LANES = 4;  // of a warp, in `store_sums`
 constexpr int CLUSTER_LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : 2;
@@ -80,7 +85,8 @@ struct Window {
   int first;    // class of the block's first element; negative in the first vector of a row
   int vectors;
   const element *logits, *reference;  // at the block's first element
-  bool copies_vectors;    // whether all of them can be copied as they are, with what surrounds them
+  bool alike;    // whether the reference's vectors begin at the same classes
+  bool at_edge;  // of the array, in the first or last row: what surrounds it may be outside
 
   DEVICE Window(const Problem& in, int row, u32 rank) : row(row) {
     logits = in.logits + row * in.logits_stride;
@@ -90,20 +96,20 @@ struct Window {
     const int all = (before + in.classes + VECTOR - 1) / VECTOR;
     vectors = max(0, min(CAPACITY, all - int(rank) * CAPACITY));
     first = int(rank) * CAPACITY * VECTOR - before;
-    // What surrounds the first and the last row may be outside of the array.
-    copies_vectors = ALIGNED || (((u64(reference) ^ u64(logits)) & 15) == 0 && row > 0 &&
-                                 row + 1 < in.rows);
+    alike = ((u64(reference) ^ u64(logits)) & 15) == 0;
+    at_edge = row == 0 || row + 1 == in.rows;
     logits += first, reference += first;
   }
 
   // Copy vector i, which is at `from` in the logits and at `from_r` in the reference.
   DEVICE void copy(const Problem& in, int i, const element* from, const element* from_r, uint4* x,
                    uint4* y) const {
-    if (ALIGNED || copies_vectors) {
+    const int start = first + i * VECTOR;
+    const bool whole = !at_edge || (start >= 0 && start + VECTOR <= in.classes);
+    if (ALIGNED || (alike && whole)) {
       copy_async(x, from);
       if constexpr (COMPARES) copy_async(y, from_r);
     } else {
-      const int start = first + i * VECTOR;
       copy_elements(x, from, start, in.classes);
       if constexpr (COMPARES) copy_elements(y, from_r, start, in.classes);
     }
@@ -205,7 +211,7 @@ DEVICE void add_vectors(Statistics& s, const uint4* x, const uint4* y, int vecto
                         float log2_scale) {
   const float shift = CLAMPS && s.top == -INF ? 0 : s.top;
   const float shift_r = CLAMPS && s.top_r == -INF ? 0 : s.top_r;
-#pragma unroll 2
+#pragma unroll 1
   for (int i = threadIdx.x; i < vectors; i += THREADS) {
     float a[VECTOR], b[VECTOR];
     unpack_as<CLAMPS>(x[i], a);
@@ -247,40 +253,57 @@ DEVICE Statistics statistics(const uint4* x, const uint4* y, int vectors, float 
   return s;
 }
 
+// Numbers of the middle pass that are kept for the gradient, in place of logits and reference.
+DEVICE uint4 pack_kept(const float (&x)[VECTOR]) {
+#if DTYPE == 2
+  return pack(x);
+#else
+  return make_uint4(pack_half_floats(x[0], x[1]), pack_half_floats(x[2], x[3]),
+                    pack_half_floats(x[4], x[5]), pack_half_floats(x[6], x[7]));
+#endif
+}
+
+DEVICE void unpack_kept(uint4 raw, float (&x)[VECTOR]) {
+#if DTYPE == 2
+  unpack(raw, x);
+#else
+  unpack_half_floats(raw.x, x[0], x[1]);
+  unpack_half_floats(raw.y, x[2], x[3]);
+  unpack_half_floats(raw.z, x[4], x[5]);
+  unpack_half_floats(raw.w, x[6], x[7]);
+#endif
+}
+
+DEVICE float kept_to_float(element x) {
+#if DTYPE == 2
+  return x;
+#else
+  float kept, other;
+  unpack_half_floats(x, kept, other);
+  return kept;
+#endif
+}
+
 template <bool LIMITED>
 DEVICE MiddleSums middle_sums(uint4* x, uint4* y, int vectors, const Row& row, const Problem& in,
                               float log2_scale) {
   MiddleSums sums;
   const MiddleShifts<LIMITED> shifts(row, log2_scale);
-#pragma unroll 2
+  const float kept_scale = row.inverse_sum * KEPT_SCALE;
+#pragma unroll 1
   for (int i = threadIdx.x; i < vectors; i += THREADS) {
-    float a[VECTOR], b[VECTOR], share[VECTOR];
+    float a[VECTOR], b[VECTOR], p[VECTOR], share[VECTOR];
     unpack_clamped(x[i], a, shifts.pair);
     unpack_clamped(y[i], b, shifts.pair_r);
 #pragma unroll
-    for (int k = 0; k < VECTOR; k++)
-      share[k] = sums.template add<LIMITED>(shifts.of_p(a[k]), shifts.of_q(b[k]), in);
-    if constexpr (KEEPS_SHARE) {
-#if DTYPE == 2
-      y[i] = pack(share);
-#else
-      y[i] = make_uint4(pack_half_floats(share[0], share[1]), pack_half_floats(share[2], share[3]),
-                        pack_half_floats(share[4], share[5]), pack_half_floats(share[6], share[7]));
-#endif
+    for (int k = 0; k < VECTOR; k++) {
+      share[k] = sums.template add<LIMITED>(shifts.of_p(a[k]), shifts.of_q(b[k]), in, p[k]);
+      p[k] *= kept_scale;
     }
+    if constexpr (KEEPS_SHARE) y[i] = pack_kept(share);
+    if constexpr (KEEPS_P) x[i] = pack_kept(p);
   }
   return sums;
-}
-
-DEVICE void unpack_share(uint4 raw, float (&share)[VECTOR]) {
-#if DTYPE == 2
-  unpack(raw, share);
-#else
-  unpack_half_floats(raw.x, share[0], share[1]);
-  unpack_half_floats(raw.y, share[2], share[3]);
-  unpack_half_floats(raw.z, share[4], share[5]);
-  unpack_half_floats(raw.w, share[6], share[7]);
-#endif
 }
 
 // The total gradient by the logits of a class, by `LinearFactors`.
@@ -291,13 +314,14 @@ struct TotalGradient {
   const float log2_scale;
 
   DEVICE void unpack_inputs(uint4 x, uint4 y, float (&a)[VECTOR], float (&b)[VECTOR]) const {
-    unpack_as<CLAMPS>(x, a);
-    if constexpr (KEEPS_SHARE) unpack_share(y, b);
+    if constexpr (KEEPS_P) unpack_kept(x, a);
+    else unpack_as<CLAMPS>(x, a);
+    if constexpr (KEEPS_SHARE) unpack_kept(y, b);
     else if constexpr (COMPARES) unpack_as<CLAMPS_R>(y, b);
   }
 
   DEVICE void compute(float& x, float& y) {
-    const float log_p = offset<CLAMPS>(x, log2_scale, factors.top);
+    const float log_p = KEEPS_P ? x : offset<CLAMPS>(x, log2_scale, factors.top);
     float log_q = 0;
     if constexpr (COMPARES && !KEEPS_SHARE) log_q = offset<CLAMPS_R>(y, log2_scale, factors.top_r);
     x = factors.gradient(log_p, log_q, y);
@@ -366,21 +390,13 @@ struct Target {
     const u32 place = target - here.first, i = place / VECTOR;  // large if it is in another block
     if (i >= here.vectors || i % THREADS != threadIdx.x) return;
     at = place;
-    x = to_float(get_element(xs, at));
-    set_element(xs, at, negative_infinity());
-    if constexpr (COMPARES) {
-      const element in_y = get_element(ys, at);
-      if constexpr (KEEPS_SHARE) {
-#if DTYPE == 2
-        y = in_y;
-#else
-        float other;
-        unpack_half_floats(in_y, y, other);
-#endif
-      } else {
-        y = to_float(in_y);
-        set_element(ys, at, negative_infinity());
-      }
+    x = KEEPS_P ? kept_to_float(get_element(xs, at)) : to_float(get_element(xs, at));
+    set_element(xs, at, KEEPS_P ? element(0) : negative_infinity());
+    if constexpr (KEEPS_SHARE) {
+      y = kept_to_float(get_element(ys, at));
+    } else if constexpr (COMPARES) {
+      y = to_float(get_element(ys, at));
+      set_element(ys, at, negative_infinity());
     }
   }
 
@@ -526,16 +542,30 @@ struct MergedRow {
   }
 };
 
+// In the order of `compute_rows`.
 DEVICE void merge_rows(const Problem& in, Merges& merges) {
   Rows rows(in);
-  MergedRow here, next;
+  MergedRow here, next, later;
   bool more = next.merge_statistics(in, rows, merges);
-  while (more) {  // in the order of `compute_rows`
-    here = next;
-    if (MIDDLE_FIRST) here.merge_middle(in, merges);
-    more = next.merge_statistics(in, rows, merges);
-    if (!MIDDLE_FIRST && here.has_middle()) here.merge_middle(in, merges);
-    here.store_values(in, merges);
+  if constexpr (AHEAD == 1) {
+    while (more) {
+      here = next;
+      if (MIDDLE_FIRST) here.merge_middle(in, merges);
+      more = next.merge_statistics(in, rows, merges);
+      if (!MIDDLE_FIRST && here.has_middle()) here.merge_middle(in, merges);
+      here.store_values(in, merges);
+    }
+  } else if (more) {
+    more = later.merge_statistics(in, rows, merges);
+    next.merge_middle(in, merges);
+    while (true) {
+      here = next, next = later;
+      const bool goes_on = more;
+      more = more && later.merge_statistics(in, rows, merges);
+      if (goes_on) next.merge_middle(in, merges);
+      here.store_values(in, merges);
+      if (!goes_on) break;
+    }
   }
 }
 
@@ -554,9 +584,11 @@ DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges,
     if (row >= in.rows) return;
     const Window window(in, row, rank);
     window.hide_neighbours(in, x);
-    merges.hand_in(statistics(x, x + CAPACITY, window.vectors, log2_scale));
+    const Statistics found = statistics(x, x + CAPACITY, window.vectors, log2_scale);
+    if (AHEAD > 1 && merges.count > 1) merges.row(merges.count - 2);  // as `Merges` requires
+    merges.hand_in(found);
   };
-  auto hand_in_middle = [&](const Row row, const Window& here, uint4* x) {
+  auto hand_in_middle = [&](const Row row, const Window& here, uint4* x) {  // a copy of the row
     merges.hand_in(LIMITS && row.limited
                        ? middle_sums<LIMITS>(x, x + CAPACITY, here.vectors, row, in, log2_scale)
                        : middle_sums<false>(x, x + CAPACITY, here.vectors, row, in, log2_scale));
@@ -567,10 +599,22 @@ DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges,
     queue[i] = next_row();
     load(in, Window(in, queue[i], rank), slot(i), slot(i) + CAPACITY);
   }
+  auto after = [](int k, int rows) { return k + rows < SLOTS ? k + rows : k + rows - SLOTS; };
+  // Merges that give the row at hand, and the next one's statistics if they are ahead by two rows.
+  u32 merge = merges.count, merge_of_next = 0;
   wait_for_group<SLOTS - 1>();
-  u32 merge = merges.count;  // the one that gives the row at hand
   hand_in_statistics(queue[0], slot(0));
-  for (int k = 0; queue[0] < in.rows; k = k + 1 < SLOTS ? k + 1 : 0) {
+  if constexpr (AHEAD > 1) {
+    wait_for_group<SLOTS - 2>();
+    merge_of_next = merges.count;
+    hand_in_statistics(queue[1], slot(1));
+    if (queue[0] < in.rows) {
+      const Row& row = merges.row(merge);
+      merge = merges.count;
+      hand_in_middle(row, Window(in, queue[0], rank), slot(0));
+    }
+  }
+  for (int k = 0; queue[0] < in.rows; k = after(k, 1)) {
     const Window here(in, queue[0], rank);
     uint4 *x = slot(k), *y = x + CAPACITY;
     if constexpr (MIDDLE_FIRST) {
@@ -578,11 +622,11 @@ DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges,
       merge = merges.count;
       hand_in_middle(row, here, x);
     }
-    const u32 merge_of_next = merges.count;
-    wait_for_group<SLOTS - 2>();
-    hand_in_statistics(queue[1], slot(k + 1 < SLOTS ? k + 1 : 0));
+    const u32 merge_of_later = merges.count;
+    wait_for_group<SLOTS - 1 - AHEAD>();
+    hand_in_statistics(queue[AHEAD], slot(after(k, AHEAD)));
     const Row* handed = &merges.row(merge);
-    if (LIMITS && !MIDDLE_FIRST && handed->limited) {
+    if (LIMITS && !has(JS) && handed->limited) {
       merge = merges.count;
       hand_in_middle(*handed, here, x);
       handed = &merges.row(merge);
@@ -606,7 +650,14 @@ DEVICE void compute_rows(const Problem& in, uint4* slots, Merges& merges,
       SingleGradients<false> single(in, row, log2_scale, gram);
       last_pass(single, in, here, later, x, y, target);
     }
-    merge = merge_of_next;
+    if constexpr (AHEAD > 1) {
+      merge = merges.count;
+      if (queue[0] < in.rows)
+        hand_in_middle(merges.row(merge_of_next), Window(in, queue[0], rank), slot(after(k, 1)));
+      merge_of_next = merge_of_later;
+    } else {
+      merge = merge_of_later;
+    }
   }
 }
 
