@@ -141,14 +141,14 @@ def judge(_: Any, answer: str) -> float:
 
 def judges() -> list[Row]:
     """Rate of calls that take no time, and the time of 80 longer ones against the prediction."""
-    reward = Reward("judge", judge, run_in="ray", options={"num_cpus": 0.5})
+    reward = Reward("judge", judge, run_in="ray", on_error="raise")
     score([reward], [({}, "0.0")] * 40, timeout=60.0)  # starts the processes
     quick: list[Answer] = [({}, "0.0")] * 200
     slow: list[Answer] = [({}, "0.2")] * 80
     rate = each(lambda: score([reward], quick, timeout=60.0), repeats=ROUNDS, warmup=1)
     long = each(lambda: score([reward], slow, timeout=60.0), repeats=ROUNDS, warmup=1)
     per_call = rate.median / len(quick)
-    places = 8  # four CPUs, half a CPU each
+    places = 4  # CPUs
     expected = predicted(len(slow), places, 0.2, per_call=per_call, round_trip=places * per_call)
     ratio = Timing(long.seconds, [seconds / expected for seconds in long.seconds])
     return [

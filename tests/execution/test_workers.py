@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.errors import ClosedError, SpecError
+from steelyard.errors import ClosedError, MissingExtraError, SpecError
 from steelyard.execution import Workers, default_workers
 
 
@@ -23,6 +23,15 @@ def test_closed_workers_say_so() -> None:
     workers.close()
     with pytest.raises(ClosedError, match="these workers must be open"):
         _ = workers.executors
+
+
+def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with Workers(processes=1) as workers, pytest.raises(MissingExtraError) as caught:
+        workers.executors["ray"].prepare("judge", print)
+    assert str(caught.value) == (
+        "run_in='ray' needs ray, which is not installed: pip install \"steelyard[ray]\"."
+    )
 
 
 def test_a_forked_child_has_workers_of_its_own() -> None:
