@@ -27,6 +27,7 @@ from steelyard.penalties.from_logits._components import (
     can_share_kernel,
     component_shares,
     components_of,
+    composition_of,
     entropy_components,
     kl_components,
     names_that,
@@ -153,3 +154,38 @@ def test_inputs_that_each_kind_needs(kind: int, reference: bool, targets: bool) 
 def test_names_of_the_terms_that_need_an_input() -> None:
     assert names_that(needs_reference) == "kl and js"
     assert names_that(needs_targets) == "cross_entropy"
+
+
+def test_a_composition_by_hand() -> None:
+    """The symmetric KL is half of each direction; the weights add up over the terms."""
+    found = composition_of(
+        [("kl", {"direction": "symmetric", "weight": 0.4}), ("kl", {"name": "b"}), "entropy"], 8
+    )
+    forward, reverse = Component(FORWARD, 1.0, 100.0), Component(REVERSE, 1.0, 100.0)
+    assert found.names == ("kl", "b", "entropy")
+    assert found.components == (Component(ENTROPY, 1.0), forward, reverse)
+    assert found.shares == ((0, 0.5, 0.5), (0, 1, 0), (1, 0, 0))
+    assert found.weights == pytest.approx((1.0, 1.2, 0.2))
+
+
+def test_plain_terms_are_parsed_once() -> None:
+    given: list[Any] = [("entropy", {"normalize": True}), ("z_loss", 0.5), "js"]
+    first = composition_of(given, 8)
+    assert composition_of([("entropy", {"normalize": True}), ("z_loss", 0.5), "js"], 8) is first
+    assert composition_of(given, 9).shares[0] != first.shares[0]  # divided by the log of classes
+    given[1] = ("z_loss", 0.25)
+    assert composition_of(given, 8).weights[1:] == (1.0, 0.25)
+    assert composition_of({"z_loss": 0.5}, 8).weights == (0.5,)
+
+
+def test_a_schedule_is_evaluated_at_every_step() -> None:
+    terms: list[Any] = [("z_loss", {"weight": lambda step: 1.0 + step}), ("js", lambda step: 2.0)]
+    assert composition_of(terms, 8, step=0).weights == (2.0, 1.0)
+    assert composition_of(terms, 8, step=2).weights == (2.0, 3.0)
+
+
+def test_equal_settings_of_other_types_are_checked_again() -> None:
+    """1 is a weight, and True is none, though they are equal."""
+    assert composition_of([("z_loss", {"weight": 1})], 8).weights == (1,)
+    with pytest.raises(InputError, match="weight"):
+        composition_of([("z_loss", {"weight": True})], 8)

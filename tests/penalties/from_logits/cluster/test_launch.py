@@ -58,6 +58,14 @@ def test_the_symmetric_matrix_of_the_pairs() -> None:
     assert launch.symmetric(pairs, 3).tolist() == [[1, 2, 3], [2, 4, 5], [3, 5, 6]]
 
 
+def test_inner_products_from_their_parts() -> None:
+    values, parts = torch.zeros(3, 5), torch.tensor([[1.0, 1.0], [0.5, 1.5], [3.0, 1.0]])
+    found = launch.ClusterResult(values, None, None, parts)
+    assert found.gram is not None
+    assert found.gram.tolist() == [[2, 2], [2, 4]]
+    assert launch.ClusterResult(values, None, None, None).gram is None
+
+
 def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     launch.log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
