@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from steelyard.composition.bounds import size_of_base
+from steelyard.composition.ranks import Ranks
 from steelyard.composition.terms import TermResult
 from steelyard.errors import AggregationError, SpecError
 from steelyard.gradients import Row, gram, norm_of, norms_and_cosines, split_metrics, weighted_sum
 from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
-from steelyard.spec import Stateful, title
+from steelyard.spec import BASE, Stateful, title
 
 
 class AggregationWarning(UserWarning):
@@ -164,26 +165,38 @@ def combine(
 
 
 def set_multipliers(
-    results: Sequence[TermResult], step: int, gradient_size: Callable[[TermResult], float]
+    results: Sequence[TermResult],
+    step: int,
+    gradient_size: Callable[[TermResult], float],
+    ranks: Ranks | None = None,
 ) -> None:
     """Set the weights of the bounded terms, from the values of this call.
 
     Args:
-        results: of the terms that ran, the base loss first.
+        results: of all terms, the base loss first.
         step: number of the optimizer step.
         gradient_size: Σ |∂ loss / ∂ input| of the base loss.
+        ranks: the processes whose mean values decide; None: the values of this one. A term that
+            was skipped here follows the others' values, so that all have the same state.
     """
-    values = read_numbers(results)
-    size = None
-    for result, value in zip(results, values, strict=True):
+    ran = [result for result in results if result.skipped is None]
+    numbers = dict(zip([result.term.name for result in ran], read_numbers(ran), strict=True))
+    bounded = [result for result in results if result.term.is_bounded]
+    for result in bounded:
+        result.term.facts.multiplier.begin_step(step)
+    needs_size = any(result.term.facts.multiplier.needs_size for result in bounded)
+    base, slope = numbers[BASE], gradient_size(results[0]) if needs_size else 0.0
+    values = [numbers.get(result.term.name) for result in bounded]
+    if ranks is not None:
+        # The mean of the slopes too: with the loss Σᵣ lossᵣ / R an input of rank r has 1/R of it.
+        values, (base, slope) = ranks.means(values, (base, slope))
+    size = size_of_base(base, slope)
+    for result, value in zip(bounded, values, strict=True):
         bound = result.term.spec.bound_at(step)
-        if bound is None:
+        if value is None or bound is None:  # bound: for mypy, it is there
             continue
         multiplier = result.term.facts.multiplier
-        multiplier.begin_step(step)
         multiplier.warn_if_unmet(result.term.name, bound, value)
-        if multiplier.needs_size and size is None:
-            size = size_of_base(values[0], gradient_size(results[0]))
         weight = multiplier.weight(bound, value, size if multiplier.needs_size else None)
         result.weight, result.bound = bound.sign * weight, bound
 

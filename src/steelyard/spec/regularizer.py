@@ -26,6 +26,7 @@ from steelyard.spec.weights import (
 RunIn: TypeAlias = Literal["auto", "inline", "thread", "process", "async"]
 Gradient: TypeAlias = Literal["auto", "autograd", "numerical", "score", "none"]
 OnError: TypeAlias = Literal["raise", "skip"]
+OnRanks: TypeAlias = Literal["all", "one"]
 
 MAX_TIMEOUT = 300.0
 BASE = "base"
@@ -34,6 +35,7 @@ _CHOICES = {
     "run_in": ("auto", "inline", "thread", "process", "async"),
     "gradient": ("auto", "autograd", "numerical", "score", "none"),
     "on_error": ("raise", "skip"),
+    "ranks": ("all", "one"),
 }
 _NO_BASE = (
     "a sum of terms must begin with the base loss, a function of (data, logprobs), got {!r} + {!r}."
@@ -71,6 +73,8 @@ class RegularizerSpec:
         options: keyword arguments for each call.
         needs: extra inputs besides the log-probs: `"logits"`, `"projection"`,
             `"hidden_states"`, `"parameters"`; if empty, the regularizer's own `needs`.
+        ranks: which processes of data-parallel training evaluate it: `"all"`, each on its own part
+            of the batch, or `"one"`, the first one, offloaded, on the whole batch.
 
     Raises:
         SpecError: a field breaks its rule.
@@ -97,6 +101,7 @@ class RegularizerSpec:
     every: int = 1
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     needs: tuple[str, ...] = ()
+    ranks: OnRanks = "all"
 
     def __post_init__(self) -> None:
         self._check_fn()
@@ -311,6 +316,12 @@ class RegularizerSpec:
 
     def _check_run_in(self) -> None:
         check_run_in(self.run_in, self.fn, self.timeout, title(self.name))
+        if self.ranks == "one" and self.run_in == "inline":
+            raise SpecError(
+                f"ranks='one' gathers the inputs of a term and cannot go with run_in='inline', "
+                f"which stays in the graph of its process: use 'auto', 'thread' or 'process' "
+                f"(regularizer {self.name!r})."
+            )
         if self.run_in == "process" and self.stateful:
             raise SpecError(
                 f"run_in='process' cannot run a stateful term: its state would stay in "

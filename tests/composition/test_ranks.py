@@ -1,0 +1,233 @@
+"""Bounds and state of terms in groups of real processes, against one process on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from steelyard.composition import CompositeLoss, term
+from steelyard.composition.ranks import Ranks, mean_state
+from tests.process_group import run_group
+
+from .models import Net, batch
+
+STEPS = 4
+# Rows of each rank in each of four micro-batches of eight rows.
+SPLITS = {1: [(8,)] * 4, 2: [(5, 3), (2, 6), (4, 4), (7, 1)], 4: [(2, 1, 3, 2)] * 4}
+
+
+class Average:
+    """Mean activity, scaled by its moving average before this call; stateful.
+
+    It is linear in the mean: of a term that is not, the mean over processes differs from its value
+    on the whole batch.
+    """
+
+    def __init__(self) -> None:
+        self.average = 0.0
+
+    def compute(self, hidden: Tensor) -> Tensor:
+        mean, before = hidden.mean(), self.average
+        self.average = 0.5 * before + 0.5 * mean.item()
+        return (1 + before) * mean
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.average = state["average"]
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor, count: float) -> Tensor:
+    return functional.cross_entropy(logits, labels, reduction="sum") / count
+
+
+def size(hidden: Tensor) -> Tensor:
+    return hidden.square().mean()
+
+
+def sometimes(logits: Tensor, fails: bool) -> Tensor:
+    if fails:
+        raise ConnectionError("no answer")
+    return logits.square().mean()
+
+
+def terms() -> list[Any]:
+    return [
+        term(size, None, "size", at_most=0.05),  # type: ignore[arg-type]  # a bound instead
+        term(Average(), 0.5, "average", inputs="hidden"),
+        term(sometimes, None, "sometimes", at_most=0.1, on_error="skip"),  # type: ignore[arg-type]
+    ]
+
+
+def rows_of(micro: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    x, labels = batch(seed=micro, rows=8)
+    sizes = SPLITS[ranks][micro]
+    start = sum(sizes[:rank])
+    return x[start : start + sizes[rank]], labels[start : start + sizes[rank]]
+
+
+def train(rank: int, ranks: int, how: str, accumulation: int) -> dict[str, Any]:
+    """Train; gradients, outputs and states of each step. One process is rank 0 of 1."""
+    model: nn.Module = Net()
+    wrapped = model
+    if how == "ddp":
+        wrapped = DistributedDataParallel(model)
+    elif how == "fsdp":
+        fully_shard(model.inner)
+        fully_shard(model)
+    loss = CompositeLoss(summed_cross_entropy, terms())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss.follow(optimizer)
+    count = 8 * accumulation
+    found: dict[str, Any] = {"gradients": [], "totals": [], "weights": [], "states": []}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        totals = []
+        for micro in range(accumulation):
+            x, labels = rows_of(micro, rank, ranks)
+            last = micro == accumulation - 1
+            loss.share = torch.tensor(len(x) * ranks / count)
+            unsynced = nullcontext() if how != "ddp" or last else wrapped.no_sync()
+            with unsynced:
+                out = wrapped(x)
+                fails = ranks > 1 and step == 2 and rank == 1
+                total = loss(out, labels=labels, count=count / ranks, fails=fails)
+                total.backward()
+            mean = total.detach() / ranks
+            if ranks > 1:
+                dist.all_reduce(mean)
+            totals.append(mean.item())
+        output = loss.output_across_ranks() if ranks > 1 else loss.output
+        found["totals"].append(totals)
+        found["weights"].append({n: r.weight for n, r in output.regularizers.items()})
+        found.setdefault("values", []).append({n: r.value for n, r in output.regularizers.items()})
+        found["states"].append(loss.get_extra_state())
+        found["gradients"].append([_full(p.grad) for p in model.parameters()])
+        optimizer.step()
+    return found
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def train_all(rank: int, ranks: int, ways: list[tuple[str, int]]) -> dict[Any, Any]:
+    return {(how, n): train(rank, ranks, how, n) for how, n in ways}
+
+
+WAYS = [("ddp", 1), ("ddp", 4), ("fsdp", 1), ("fsdp", 4)]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def group(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[Any, Any]]:
+    ranks: int = request.param
+    return run_group(train_all, tmp_path_factory.mktemp("ranks"), ranks, WAYS, ranks=ranks)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_processes_train_as_one_on_the_whole_batch(
+    group: list[dict[Any, Any]], way: tuple[str, int]
+) -> None:
+    whole = train(0, 1, "alone", way[1])
+    for rank in group:
+        found = rank[way]
+        # Up to the step where one process skips a term that the single one does not skip.
+        for step in range(2):
+            for mine, expected in zip(
+                found["gradients"][step], whole["gradients"][step], strict=True
+            ):
+                torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+            assert found["totals"][step] == pytest.approx(whole["totals"][step], rel=1e-6)
+            for key in ("weights", "values"):
+                assert found[key][step] == pytest.approx(whole[key][step], rel=1e-6, abs=1e-8)
+    assert whole["weights"][1]["size"] > 0  # the bound is at work
+
+
+def test_bounds_and_states_are_the_same_in_every_process(group: list[dict[Any, Any]]) -> None:
+    for way in WAYS:
+        for step in range(STEPS):
+            first, *others = [rank[way]["states"][step] for rank in group]
+            assert all(other == first for other in others)
+        assert group[0][way]["states"][0] != group[0][way]["states"][3]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    meeting = f"file://{tmp_path / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_process_has_no_others() -> None:
+    assert Ranks.of(None, 1.0) is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_call_without_gradients_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda _group=None: 2)
+    with torch.no_grad():
+        assert Ranks.of(None, 1.0) is None
+    found = Ranks.of(None, torch.tensor(0.5))
+    assert found is not None
+    assert (found.group, found.share) == (None, 0.5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_means_leave_out_what_is_absent() -> None:
+    assert Ranks(None, 0.5).means([3.0, None], [2.0]) == ([3.0, None], [2.0])
+
+
+@pytest.fixture
+def joined(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001 - the group
+    """Let a group of one process reduce and gather as one of several does."""
+    monkeypatch.setattr(Ranks, "of", lambda group, share: Ranks(group, float(share)))
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_group_of_one_follows_its_own_values() -> None:
+    def run(joined: Callable[[], Any]) -> tuple[Any, ...]:
+        loss, (x, labels) = joined(), rows_of(0, 0, 1)
+        out = Net()(x)
+        total = loss(out, labels=labels, count=8, fails=False)
+        return total.item(), loss.get_extra_state(), loss.output.regularizers["size"].weight
+
+    together = run(lambda: CompositeLoss(summed_cross_entropy, terms()))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert together[2] > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "of", lambda *_: None)
+        assert run(lambda: CompositeLoss(summed_cross_entropy, terms())) == together
+
+
+def test_states_are_averaged_by_their_factors() -> None:
+    def mean(*weighted: tuple[float, Any]) -> Any:
+        return mean_state(weighted)
+
+    assert mean((1.0, {"a": 1.0, "n": 3}), (3.0, {"a": 5.0, "n": 3})) == {"a": 4.0, "n": 3}
+    assert mean((1.0, torch.ones(2)), (1.0, 3 * torch.ones(2))).tolist() == [2.0, 2.0]
+    assert mean((0.0, 1.0), (0.0, 3.0)) == 2.0  # no process has a token that counts
+    assert mean((1.0, 0.1), (1.0, 0.1), (1.0, 0.1)) == 0.1  # not rounded
+    assert mean((1.0, None), (2.0, 3.0)) == 3.0
+    assert mean((1.0, None), (1.0, None)) is None
+    for last in ("b", torch.tensor(2), torch.ones(3), {"other": 1}):
+        assert mean((1.0, {"a": 1.0}), (1.0, last)) is last
+    assert mean((1.0, torch.ones(2)), (1.0, torch.tensor([2]))).tolist() == [2]
