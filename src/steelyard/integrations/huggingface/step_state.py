@@ -34,10 +34,10 @@ class StepState:
     def end_micro_batch(self) -> None:
         """Record the state after a micro-batch."""
         if self._before:
-            self._after.append((float(self._composite.share), self._terms()))
+            self._after.append((1.0, self._terms()))
 
     def end_step(self) -> None:
-        """Set the mean of the states after the micro-batches, weighted by their shares."""
+        """Set the mean of the states after the micro-batches."""
         if len(self._after) > 1:
             self._set(mean_state(self._after))
         self._before, self._after = None, []
