@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from steelyard import RegularizerSpec
@@ -21,6 +20,8 @@ from steelyard.composition import CompositeLoss, term
 from steelyard.composition.ranks import Ranks
 from steelyard.errors import InputError, SpecError, TermError
 from tests.process_group import run_group
+from tests.whole_batch import assert_same
+from tests.whole_batch import whole as whole_of
 
 from .models import Net
 from .test_ranks import rows_of, summed_cross_entropy
@@ -107,22 +108,11 @@ def train(rank: int, ranks: int, how: str, folder: Path) -> dict[str, Any]:
         output = loss.output_across_ranks() if ranks > 1 else loss.output
         found["outputs"].append(output.to_dict())
         found["states"].append(loss.get_extra_state())
-        found["gradients"].append([_full(p.grad) for p in model.parameters()])
+        found["gradients"].append([whole_of(p.grad) for p in model.parameters()])
         optimizer.step()
     found["callers"] = set(path.read_text().split()), str(os.getpid())
     found["count"] = len(path.read_text().split())
     return found
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Equal to 1e-6 of the largest entry: sums in float32 are in another order."""
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6 * other.abs().max().item() + 1e-7)
 
 
 def refused(rank: int) -> dict[str, str]:

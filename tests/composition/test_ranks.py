@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from steelyard.composition import CompositeLoss, term
 from steelyard.composition.ranks import Ranks, mean_state
 from tests.process_group import run_group
+from tests.whole_batch import assert_same
+from tests.whole_batch import whole as whole_of
 
 from .models import Net, batch
 
@@ -114,14 +115,9 @@ def train(rank: int, ranks: int, how: str, accumulation: int) -> dict[str, Any]:
         found["weights"].append({n: r.weight for n, r in output.regularizers.items()})
         found.setdefault("values", []).append({n: r.value for n, r in output.regularizers.items()})
         found["states"].append(loss.get_extra_state())
-        found["gradients"].append([_full(p.grad) for p in model.parameters()])
+        found["gradients"].append([whole_of(p.grad) for p in model.parameters()])
         optimizer.step()
     return found
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def train_all(rank: int, ranks: int, ways: list[tuple[str, int]]) -> dict[Any, Any]:
@@ -148,10 +144,7 @@ def test_processes_train_as_one_on_the_whole_batch(
         found = rank[way]
         # Up to the step where one process skips a term that the single one does not skip.
         for step in range(2):
-            for mine, expected in zip(
-                found["gradients"][step], whole["gradients"][step], strict=True
-            ):
-                torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+            assert_same(found["gradients"][step], whole["gradients"][step])
             assert found["totals"][step] == pytest.approx(whole["totals"][step], rel=1e-6)
             for key in ("weights", "values"):
                 assert found[key][step] == pytest.approx(whole[key][step], rel=1e-6, abs=1e-8)
@@ -196,7 +189,7 @@ def test_means_leave_out_what_is_absent() -> None:
 
 
 @pytest.fixture
-def joined(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001 - the group
+def joined(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group of one process reduce and gather as one of several does."""
     monkeypatch.setattr(Ranks, "of", lambda group, share: Ranks(group, float(share)))
 

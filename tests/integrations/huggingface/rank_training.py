@@ -1,8 +1,4 @@
-"""Train with the real `Trainer` in one of several processes, or alone; the processes import this.
-
-accelerate shards a model (FSDP2) on accelerators only, and on CPUs silently uses DDP. Its own code
-works with gloo, so that `sharded` changes the one field that it decides by.
-"""
+"""Train with real trainers in one of several processes, or alone; the processes import this."""
 
 from __future__ import annotations
 
@@ -12,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -23,17 +17,22 @@ from steelyard import RegularizerSpec
 from steelyard.engine import tiny
 from steelyard.integrations import term
 from steelyard.regularizers import Adaptive
+from tests.whole_batch import whole
 
-from .training import Collator, RegularizedTrainer, arguments, entropy, rows, surprise
+from .training import (
+    FSDP,
+    Collator,
+    RegularizedTrainer,
+    arguments,
+    entropy,
+    rows,
+    shard_on_cpu,
+    surprise,
+)
+from .trl_trainers import build
 
 LENGTHS = [5, 9, 7, 3, 6, 8, 4, 10, 12, 3, 5, 6, 7, 7, 11, 4] * 8
 STEPS = 4
-FSDP = {
-    "version": 2,
-    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-    "state_dict_type": "SHARDED_STATE_DICT",
-}
 
 
 def mean_square(data: Sequence[Mapping[str, Any]], logprobs: Sequence[Tensor]) -> Tensor:
@@ -63,12 +62,6 @@ class Gradients(TrainerCallback):
         self.steps.append([whole(p.grad) for p in model.parameters()])
 
 
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
-
-
 def train(
     folder: Path,
     accumulation: int = 1,
@@ -94,7 +87,7 @@ def train(
         settings |= {"fsdp": True, "fsdp_config": config}
     args = arguments(folder, **settings)
     if fsdp:
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        shard_on_cpu()
     gradients = Gradients()
     trainer = RegularizedTrainer(
         model=tiny.build(torch.float32),
@@ -119,12 +112,85 @@ def train(
     }
 
 
+def by_token(completion_entropy: Tensor, completion_mask: Tensor) -> Tensor:
+    return completion_entropy.sum() / completion_mask.sum()
+
+
+def by_sequence(completion_entropy: Tensor, completion_mask: Tensor) -> Tensor:
+    return (completion_entropy.sum(1) / completion_mask.sum(1)).mean()
+
+
+def z_loss(completion_logits: Tensor) -> Tensor:
+    return completion_logits.logsumexp(-1).square().mean()
+
+
+def trl_terms(name: str) -> list[RegularizerSpec]:
+    """GRPO counts its processes equally, so its terms are means over sequences."""
+    if name == "GRPO":
+        return [term(by_sequence, 0.3, "entropy")]
+    return [term(by_token, 0.3, "entropy"), term(z_loss, 0.01, "z")]
+
+
+def train_trl(
+    name: str, folder: Path, accumulation: int, *, ranks: int = 1, fsdp: bool = False
+) -> dict[str, Any]:
+    """Train one step with a trainer of TRL; with the batches that its loss was computed on."""
+    trainer = build(
+        name,
+        folder,
+        accumulation,
+        fsdp=fsdp,
+        per_device_train_batch_size=8 // accumulation // ranks,
+        terms=trl_terms(name),
+    )
+    gradients, batches = Gradients(), []
+    trainer.add_callback(gradients)
+    own = trainer.compute_loss
+
+    def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append({k: v for k, v in inputs.items() if isinstance(v, Tensor)})
+        return own(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    composite = trainer.regularizers.composite
+    output = composite.output_across_ranks() if ranks > 1 else composite.output
+    return {
+        "log": [row for row in trainer.state.log_history if "loss" in row],
+        "gradients": gradients.steps,
+        "sharded": any(isinstance(p, DTensor) for p in model.parameters()),
+        "batches": batches,
+        "output": output.to_dict(),
+    }
+
+
+TRL_WAYS = [
+    (name, how, accumulation)
+    for name in ("SFT", "GRPO")
+    for how in ("ddp", "fsdp")
+    for accumulation in (1, 4)
+]
+
+
+def trl(_rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
+    found = {}
+    for name, how, accumulation in TRL_WAYS:
+        place = folder / f"{name}-{how}-{accumulation}"
+        fsdp = how == "fsdp"
+        found[name, how, accumulation] = train_trl(
+            name, place, accumulation, ranks=ranks, fsdp=fsdp
+        )
+        dist.barrier()
+    return found
+
+
 def everything(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Train in all ways, in one of the processes."""
     found: dict[str, Any] = {}
 
     def run(name: str, *args: Any, **settings: Any) -> None:
-        found[name] = train(folder / name.split(",")[0], *args, ranks=ranks, **settings)
+        found[name] = train(folder / name.split(",", maxsplit=1)[0], *args, ranks=ranks, **settings)
         dist.barrier()
 
     run("ddp 1")
@@ -134,7 +200,7 @@ def everything(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     run("bf16", fsdp=True, bf16=True)
     run("half, first", 4, fsdp=True, max_steps=2, save_strategy="steps", save_steps=2)
     run("half, then", 4, fsdp=True, save_strategy="steps", save_steps=2, resume=True)
-    return found
+    return {**found, "trl": trl(rank, ranks, folder)}
 
 
 def alone(accumulation: int, **settings: Any) -> dict[str, Any]:
