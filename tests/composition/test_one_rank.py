@@ -69,7 +69,7 @@ def terms(path: Path) -> list[Any]:
         term(spread, 0.25, "numerical", inputs=("hidden", "labels"), **one, gradient="numerical"),
         RegularizerSpec(verdict, 0.1, "verdict", gradient="score", **one),
         RegularizerSpec(verdict, 0.1, "watched", gradient="score", ranks="one", every=2),
-        term(Counter(path), None, "counter", inputs="hidden", at_most=1.0, **one),  # type: ignore[arg-type]
+        term(Counter(path), name="counter", inputs="hidden", at_most=1.0, **one),
         term(flaky, 0.1, "flaky", on_error="skip", **one),
         term(lambda logits: logits.square().mean(), 0.1, "inline"),
     ]

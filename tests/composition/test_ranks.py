@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -66,9 +68,9 @@ def sometimes(logits: Tensor, fails: bool) -> Tensor:
 
 def terms() -> list[Any]:
     return [
-        term(size, None, "size", at_most=0.05),  # type: ignore[arg-type]  # a bound instead
+        term(size, name="size", at_most=0.05),
         term(Average(), 0.5, "average", inputs="hidden"),
-        term(sometimes, None, "sometimes", at_most=0.1, on_error="skip"),  # type: ignore[arg-type]
+        term(sometimes, name="sometimes", at_most=0.1, on_error="skip"),
     ]
 
 
@@ -120,11 +122,57 @@ def train(rank: int, ranks: int, how: str, accumulation: int) -> dict[str, Any]:
     return found
 
 
-def train_all(rank: int, ranks: int, ways: list[tuple[str, int]]) -> dict[Any, Any]:
-    return {(how, n): train(rank, ranks, how, n) for how, n in ways}
+class Run:
+    """A sharded model, its optimizer and its loss."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.model = fully_shard(Net(seed))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
+        self.loss = CompositeLoss(summed_cross_entropy, terms())
+        self.loss.follow(self.optimizer)
+
+    def steps(self, rank: int, ranks: int, count: int) -> None:
+        for _ in range(count):
+            x, labels = rows_of(0, rank, ranks)
+            self.loss.share = len(x) * ranks / 8
+            self.optimizer.zero_grad()
+            self.loss(self.model(x), labels=labels, count=8 / ranks, fails=False).backward()
+            self.optimizer.step()
+
+    def found(self) -> tuple[Any, list[Tensor]]:
+        return self.loss.get_extra_state(), [whole_of(p) for p in self.model.parameters()]
 
 
-WAYS = [("ddp", 1), ("ddp", 4), ("fsdp", 1), ("fsdp", 4)]
+def resume(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+    """Stop after two of four steps, and go on from a sharded checkpoint."""
+    straight = Run()
+    straight.steps(rank, ranks, 4)
+    found = {"straight": straight.found()}
+
+    half, rest = Run(), Run(seed=1)
+    half.steps(rank, ranks, 2)
+    model, optimizer = get_state_dict(half.model, half.optimizer)
+    checkpoint.save(
+        {"model": model, "optimizer": optimizer, "loss": half.loss},
+        checkpoint_id=folder / "torch",
+    )
+    model, optimizer = get_state_dict(rest.model, rest.optimizer)
+    checkpoint.load(
+        {"model": model, "optimizer": optimizer, "loss": rest.loss},
+        checkpoint_id=folder / "torch",
+    )
+    set_state_dict(rest.model, rest.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    rest.steps(rank, ranks, 2)
+    found["torch"] = rest.found()
+    return found
+
+
+def train_all(rank: int, ranks: int, ways: list[tuple[str, int]], folder: Path) -> dict[Any, Any]:
+    found: dict[Any, Any] = {(how, n): train(rank, ranks, how, n) for how, n in ways}
+    return {**found, "resumed": resume(rank, ranks, folder)}
+
+
+WAYS = {2: [("ddp", 1), ("ddp", 4), ("fsdp", 1), ("fsdp", 4)], 4: [("ddp", 4), ("fsdp", 1)]}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -132,31 +180,44 @@ def group(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[Any, Any]]:
     ranks: int = request.param
-    return run_group(train_all, tmp_path_factory.mktemp("ranks"), ranks, WAYS, ranks=ranks)
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_group(train_all, folder, ranks, WAYS[ranks], folder, ranks=ranks)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.fixture(scope="module")
+def whole() -> dict[int, Any]:
+    return {accumulation: train(0, 1, "alone", accumulation) for accumulation in (1, 4)}
+
+
 def test_processes_train_as_one_on_the_whole_batch(
-    group: list[dict[Any, Any]], way: tuple[str, int]
+    group: list[dict[Any, Any]], whole: dict[int, Any]
 ) -> None:
-    whole = train(0, 1, "alone", way[1])
     for rank in group:
-        found = rank[way]
-        # Up to the step where one process skips a term that the single one does not skip.
-        for step in range(2):
-            assert_same(found["gradients"][step], whole["gradients"][step])
-            assert found["totals"][step] == pytest.approx(whole["totals"][step], rel=1e-6)
-            for key in ("weights", "values"):
-                assert found[key][step] == pytest.approx(whole[key][step], rel=1e-6, abs=1e-8)
-    assert whole["weights"][1]["size"] > 0  # the bound is at work
+        for how, accumulation in WAYS[len(group)]:
+            found, expected = rank[how, accumulation], whole[accumulation]
+            # Up to the step where one process skips a term that the single one does not skip.
+            for step in range(2):
+                assert_same(found["gradients"][step], expected["gradients"][step])
+                assert found["totals"][step] == pytest.approx(expected["totals"][step], rel=1e-6)
+                for key in ("weights", "values"):
+                    mine, other = found[key][step], expected[key][step]
+                    assert mine == pytest.approx(other, rel=1e-6, abs=1e-6)
+    assert whole[1]["weights"][1]["size"] > 0  # the bound is at work
 
 
 def test_bounds_and_states_are_the_same_in_every_process(group: list[dict[Any, Any]]) -> None:
-    for way in WAYS:
+    for way in WAYS[len(group)]:
         for step in range(STEPS):
             first, *others = [rank[way]["states"][step] for rank in group]
             assert all(other == first for other in others)
         assert group[0][way]["states"][0] != group[0][way]["states"][3]
+
+
+def test_state_is_saved_and_resumed(group: list[dict[Any, Any]]) -> None:
+    for rank in group:
+        found = rank["resumed"]
+        assert found["torch"][0] == found["straight"][0]
+        assert_same(found["torch"][1], found["straight"][1])
 
 
 @pytest.fixture

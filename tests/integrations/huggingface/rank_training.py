@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,7 @@ from transformers import TrainerCallback
 
 from steelyard import RegularizerSpec
 from steelyard.engine import tiny
-from steelyard.integrations import term
+from steelyard.integrations import CompositeLoss, term
 from steelyard.regularizers import Adaptive
 from tests.whole_batch import whole
 
@@ -185,6 +186,21 @@ def trl(_rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
     return found
 
 
+def save_and_load(folder: Path) -> list[Any]:
+    """State of a loss that accelerate saved, and of another that it loaded into."""
+    losses = [CompositeLoss(lambda loss: loss, terms()[2:4]) for _ in range(2)]
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(losses[0])
+    row = torch.full((3,), -7.0, requires_grad=True)
+    data = [{"loss_fn_inputs": {"weights": torch.ones(3)}}]
+    losses[0](loss=row.sum(), data=data, logprobs=[row])
+    accelerator.save_state(str(folder / "accelerate"))
+    accelerator.wait_for_everyone()
+    accelerator._custom_objects = [losses[1]]
+    accelerator.load_state(str(folder / "accelerate"))
+    return [loss.get_extra_state() for loss in losses]
+
+
 def everything(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Train in all ways, in one of the processes."""
     found: dict[str, Any] = {}
@@ -200,7 +216,7 @@ def everything(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     run("bf16", fsdp=True, bf16=True)
     run("half, first", 4, fsdp=True, max_steps=2, save_strategy="steps", save_steps=2)
     run("half, then", 4, fsdp=True, save_strategy="steps", save_steps=2, resume=True)
-    return {**found, "trl": trl(rank, ranks, folder)}
+    return {**found, "trl": trl(rank, ranks, folder), "accelerate": save_and_load(folder)}
 
 
 def alone(accumulation: int, **settings: Any) -> dict[str, Any]:

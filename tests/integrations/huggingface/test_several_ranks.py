@@ -137,3 +137,11 @@ def test_grpo_equals_one_process_on_the_same_answers(
         assert rank["output"]["loss_total"] == pytest.approx(output.loss_total, rel=1e-6, abs=1e-6)
         value = rank["output"]["regularizers"]["entropy"]["value"]
         assert value == pytest.approx(output.regularizers["entropy"].value, rel=1e-6)
+
+
+def test_accelerate_saves_and_loads_the_state_of_a_loss(group: Found) -> None:
+    for rank in group:
+        saved, loaded = rank["accelerate"]
+        assert saved == loaded
+        assert saved["terms"]["adaptive"]["multiplier"] > 1
+        assert saved["terms"]["bounded"]["multiplier"]["calls"] == 1

@@ -54,7 +54,7 @@ def spread(hidden: Tensor) -> Tensor:
 
 def terms() -> list[Any]:
     return [
-        term(size, None, "size", at_most=0.1),  # type: ignore[arg-type]  # a bound instead
+        term(size, name="size", at_most=0.1),
         term(Average(), 0.3, "average", inputs="hidden"),
         term(spread, 0.2, "spread", ranks="one"),
     ]
