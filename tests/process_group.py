@@ -12,7 +12,8 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -26,7 +27,15 @@ from torch import distributed as dist
 TIMEOUT = 300.0
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim"]
+    [
+        "pytest",
+        "steelyard.composition",
+        "steelyard.integrations.optim",
+        "steelyard.penalties.from_logits",
+        "torch._dynamo",  # FSDP loads it in the first forward pass
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+    ]
 )
 
 
@@ -69,6 +78,39 @@ def run_group(
         )
         raise AssertionError(f"{fn.__name__} with {ranks} ranks: {failed}\n{said}")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+@contextmanager
+def group_of_one(folder: Path) -> Iterator[None]:
+    """Make this process a group of one within the `with` block."""
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def count_reductions() -> Iterator[dict[str, int]]:
+    """Count the collective operations that this process calls within the `with` block, by name."""
+    names = ("all_gather", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+    before, counts = {name: getattr(dist, name) for name in names}, dict[str, int]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counted(name))
+    try:
+        yield counts
+    finally:
+        for name, own in before.items():
+            setattr(dist, name, own)
 
 
 def _wait_for(processes: Sequence[ForkServerProcess], timeout: float) -> str | None:

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from steelyard.composition import CompositeLoss, collect_aux
 from steelyard.errors import InputError
-from tests.process_group import run_group
+from tests.process_group import group_of_one, run_group
 
 from .models import Net, activity, cross_entropy, gradients
 from .ranks import RANKS, composite, rows_of, train
@@ -116,10 +116,8 @@ def test_one_process_alone() -> None:
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A group of this process alone."""
-    meeting = f"file://{tmp_path / 'meeting'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one(tmp_path):
+        yield
 
 
 @pytest.mark.usefixtures("alone")

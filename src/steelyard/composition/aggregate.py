@@ -12,6 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from steelyard.errors import AggregationError, SpecError
 from steelyard.gradients import Row, gram, norm_of, norms_and_cosines, split_metrics, weighted_sum
 from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from steelyard.spec import BASE, Stateful, title
+
+# Inner products of gradients, by the names of two terms.
+Products: TypeAlias = Mapping[tuple[str, str], float]
 
 
 class AggregationWarning(UserWarning):
@@ -108,6 +112,7 @@ def combine(
     tracked: bool,
     step: int = 0,
     share: float = 1.0,
+    known: Products | None = None,
 ) -> Combined:
     """Combine the gradients of the terms.
 
@@ -119,6 +124,8 @@ def combine(
         step: number of the step, for warnings.
         share: factor on the weights of the regularizers in the Gram matrix that the aggregator
             sees; the totals and norms are without it.
+        known: inner products of all gradients, if several processes have computed them; the
+            gradients then have no tensors, and the totals none either.
 
     Raises:
         SpecError: the aggregator would have to compare gradients of different spaces.
@@ -131,7 +138,11 @@ def combine(
         for space in dict.fromkeys(result.space for result in done):
             mine = [r for r in done if r.space == space and r.gradients.keys() >= set(space)]
             rows = [[g for key in space for g in r.gradients[key]] for r in mine]
-            found = gram(rows, in_float64=aggregator.in_float64)
+            found = (
+                gram(rows, in_float64=aggregator.in_float64)
+                if known is None
+                else [[known[a.term.name, b.term.name] for b in mine] for a in mine]
+            )
             if space == (main,):
                 products = found
             own = norms_and_cosines([r.term.name for r in mine], found)
@@ -151,7 +162,9 @@ def combine(
         mine = [result for result in done if key in result.gradients]
         of_key = [result.gradients[key] for result in mine]
         totals[key] = weighted_sum([weights[result.term.name] for result in mine], of_key)
-    total_norm = norm_of(totals[main]) if main in totals else None
+    total_norm = None
+    if main in totals:
+        total_norm = norm_of(totals[main]) if known is None else _norm_of_sum(weights, known)
     for group in dict.fromkeys(r.group for r in results if r.group is not None):
         joint = group.joint
         for key, row in group.gradients.items():
@@ -162,6 +175,12 @@ def combine(
     if not tracked:
         norms, cosines = {}, {}
     return Combined(totals, total_norm, norms, cosines, factors)
+
+
+def _norm_of_sum(weights: Mapping[str, float], known: Products) -> float:
+    """‖Σ wᵢ gᵢ‖ = √Σ wᵢ wⱼ Gᵢⱼ."""
+    squares = [a * b * known[i, j] for i, a in weights.items() for j, b in weights.items()]
+    return math.sqrt(max(0.0, math.fsum(squares)))
 
 
 def set_multipliers(

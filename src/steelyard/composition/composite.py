@@ -20,6 +20,11 @@ from steelyard import telemetry
 from steelyard.composition.aggregate import combine
 from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
+from steelyard.composition.distributed_inputs import (
+    DistributedInputs,
+    distributed_inputs,
+    with_parts,
+)
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.input_lookup import gather
 from steelyard.composition.input_names import Named, Reads, base_of, itself, spec_of, specs_of, term
@@ -126,6 +131,8 @@ class CompositeLoss(nn.Module):
         )
         self.share: Share = 1.0
         self.group: dist.ProcessGroup | None = None
+        # In a tuple, since a module as an attribute would become a part of this one.
+        self._wrt_module = (wrt,) if isinstance(wrt, nn.Module) else ()
         self._wrt = _parameters_of(wrt)
         self._unweighed: set[str] = set()
         self._deposits: Deposits = {}
@@ -299,7 +306,7 @@ class CompositeLoss(nn.Module):
             targets = self._targets(inputs) if compared else []
             tracked = tracked and bool(targets)
             space = "inputs" if self._wrt is None else "parameters"
-            named = Inputs(inputs, space, targets, fuse_base=_is_whole(self.share))
+            named = self._inputs(inputs, space, targets)
             ranks = Ranks.of(self.group, self.share) if self._joined else None
             evaluator = Evaluator(named, settings, self._terms.own_workers, events, ranks=ranks)
             results = evaluator.evaluate(self._due, self._step, tracked=tracked)
@@ -309,8 +316,15 @@ class CompositeLoss(nn.Module):
             combined = None
             if targets:
                 share = float(self.share) if aggregator.reads_gram else 1.0
+                known = named.compare(results) if isinstance(named, DistributedInputs) else None
                 combined = combine(
-                    results, aggregator, space, tracked=tracked, step=self._step, share=share
+                    results,
+                    aggregator,
+                    space,
+                    tracked=tracked,
+                    step=self._step,
+                    share=share,
+                    known=known,
                 )
             total = _added(results, self.share, combined.factors if combined else {})
         except BaseException as error:
@@ -361,7 +375,20 @@ class CompositeLoss(nn.Module):
         return total
 
     def _targets(self, inputs: Mapping[str, Any]) -> list[Tensor]:
+        # Of a module those that it has now: `fully_shard`, for one, replaces parameters.
+        if self._wrt_module:
+            return requiring_grad(list(self._wrt_module[0].parameters()))
         return requiring_grad(inputs if self._wrt is None else self._wrt)
+
+    def _inputs(self, named: Mapping[str, Any], space: str, targets: Sequence[Tensor]) -> Inputs:
+        fuse_base = _is_whole(self.share)
+        if not (dist.is_available() and dist.is_initialized()):
+            return Inputs(named, space, targets, fuse_base=fuse_base)
+        named, found = with_parts(named), None
+        if targets:
+            module = self._wrt_module[0] if self._wrt_module else None
+            found = distributed_inputs(named, space, module, targets, fuse_base=fuse_base)
+        return found or Inputs(named, space, targets, fuse_base=fuse_base)
 
     def _last_call(self) -> LazyOutput:
         if self._last is None:

@@ -36,6 +36,7 @@ from steelyard.gradients import (
     mapped,
     split_gradient,
     tensors_in,
+    whole,
 )
 from steelyard.penalties.from_logits import LogitCall, fusable
 from steelyard.spec import RegularizerSpec, title
@@ -120,7 +121,7 @@ class Inputs:
         if not inputs or result.value is None or not result.value.requires_grad:
             return 0.0
         row = differentiate(result.value, inputs)
-        return sum(gradient.abs().sum().item() for gradient in row if gradient is not None)
+        return sum(whole(gradient.abs().sum()).item() for gradient in row if gradient is not None)
 
     def isolated(self, term: Term, *, check_finite: bool) -> IsolatedCall:
         """Build the call on detached copies of the inputs, to run in any thread or process."""

@@ -1,0 +1,173 @@
+"""Inputs whose terms are compared over several processes: gradients of sharded parameters.
+
+Each process has its own batch, and the gradient that trains is the mean over the processes, under
+FSDP2 and under `DistributedDataParallel`. Norms and cosines are those of the terms' mean gradients,
+equal on all processes: that of one process with the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from steelyard.composition.aggregate import Products
+from steelyard.composition.inputs import Inputs, widened
+from steelyard.composition.terms import TermResult
+from steelyard.errors import GradientError
+from steelyard.gradients import (
+    FullyShardedParameters,
+    Row,
+    differentiate,
+    gram,
+    is_fully_sharded,
+    is_sharded,
+    mapped,
+    sharded_gram,
+    tensors_in,
+)
+
+
+class DistributedInputs(Inputs):
+    """Inputs in the caller's graph, with gradients that several processes compute together.
+
+    Terms are differentiated after all of them have run, in the same order on all processes, also
+    those that have failed or have no gradient here: a backward pass may be a collective operation.
+
+    Args:
+        named: the inputs of the terms, by name.
+        space: name of the space of the gradient norms.
+        targets: the tensors of that space.
+        differentiate: the gradient of a loss with respect to the targets.
+        gram: the Gram matrix of all terms' gradients, equal on all processes.
+        fuse_base: whether the base loss may be fused with terms.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Any],
+        space: str,
+        targets: Sequence[Tensor],
+        differentiate: Callable[[Tensor], Row],
+        gram: Callable[[Sequence[Row]], list[list[float]]],
+        *,
+        fuse_base: bool = True,
+    ) -> None:
+        super().__init__(named, space, targets, fuse_base=fuse_base)
+        self._differentiate, self._gram = differentiate, gram
+
+    def differentiate(self, result: TermResult) -> None:
+        """Keep the graph: `compare` differentiates."""
+        assert result.value is not None  # noqa: S101 - for mypy: the caller has set it
+        result.value = widened(result.term.spec, result.value)
+        result.method = "autograd" if result.value.requires_grad else None
+
+    def compare(self, results: Sequence[TermResult]) -> Products:
+        """Inner products of the gradients of all terms; a collective operation.
+
+        Every term that has a gradient on some process gets an entry in `gradients`, which has no
+        tensors: they are not needed any more.
+        """
+        base, rows = results[0].value, list[Row]()
+        # Through the whole model in any case: a term that ran on some processes only, or returned
+        # a constant there, has to start the same collective operations as on the others.
+        path = None if base is None or not base.requires_grad else 0.0 * base
+        for result in results:
+            began, own = perf_counter(), result.value if result.skipped is None else None
+            parts = [x for x in (path, own) if x is not None and x.requires_grad]
+            loss = sum(parts[1:], parts[0]) if parts else None
+            rows.append([None] * len(self._targets) if loss is None else self._differentiate(loss))
+            if result.method is not None:
+                result.gradient_duration = perf_counter() - began
+        products = self._gram(rows)
+        for i, result in enumerate(results):
+            if result.method is not None or products[i][i] > 0:
+                result.gradients = {self.main_space: []}
+        names = [result.term.name for result in results]
+        return {
+            (a, b): product
+            for a, row in zip(names, products, strict=True)
+            for b, product in zip(names, row, strict=True)
+        }
+
+
+def distributed_inputs(
+    named: Mapping[str, Any],
+    space: str,
+    wrt: nn.Module | None,
+    targets: Sequence[Tensor],
+    *,
+    fuse_base: bool,
+) -> DistributedInputs | None:
+    """Inputs for gradients that several processes compute together; None if each has its own.
+
+    Args:
+        named: the inputs of the terms, by name.
+        space: name of the space of the gradient norms.
+        wrt: the module that norms are with respect to; None if they are with respect to tensors.
+        targets: the tensors that require a gradient, of `wrt` or of the inputs.
+        fuse_base: whether the base loss may be fused with terms.
+
+    Raises:
+        GradientError: the gradients cannot be compared.
+    """
+    by_tensors = partial(differentiate, inputs=targets)
+    if isinstance(wrt, DistributedDataParallel):
+        compare = partial(_gram_of_means, like=targets, group=wrt.process_group)
+        return DistributedInputs(named, space, targets, by_tensors, compare, fuse_base=fuse_base)
+    if wrt is not None and is_fully_sharded(wrt):
+        managed = FullyShardedParameters(wrt)
+        compare = partial(sharded_gram, like=managed.parameters)
+        return DistributedInputs(
+            named, space, managed.parameters, managed.differentiate, compare, fuse_base=fuse_base
+        )
+    if not any(is_sharded(target) for target in targets):
+        return None
+    if wrt is None and any(is_sharded(target) and target.is_leaf for target in targets):
+        # Under FSDP they are no leaves of the graph, and a gradient would be silently missing.
+        raise GradientError(
+            "norms with respect to sharded parameters need the module that holds them, got the "
+            "parameters themselves: pass wrt=model."
+        )
+    compare = partial(sharded_gram, like=targets)
+    return DistributedInputs(named, space, targets, by_tensors, compare, fuse_base=fuse_base)
+
+
+def with_parts(named: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Inputs whose sharded parameters get gradients that are sharded as they are.
+
+    torch computes on whole tensors where a tensor has fewer elements than there are processes, and
+    leaves a whole gradient to the parameter; FSDP would add its part of the gradient to that.
+    """
+
+    def as_it_is(tensor: Any) -> Any:
+        if not (is_sharded(tensor) and tensor.is_leaf and tensor.requires_grad):
+            return tensor
+        return tensor.redistribute(tensor.device_mesh, tensor.placements)
+
+    if not any(is_sharded(tensor) for tensor in tensors_in(named)):
+        return named
+    inputs: Mapping[str, Any] = mapped(named, as_it_is)
+    return inputs
+
+
+def _gram_of_means(
+    rows: Sequence[Row], like: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[list[float]]:
+    """Gram matrix of the rows' means over the processes of a group, with one reduction."""
+    sizes = [x.numel() for x in like]
+    dtype = reduce(torch.promote_types, (x.dtype for x in like), torch.float32)
+    means = torch.zeros(len(rows), sum(sizes), dtype=dtype, device=like[0].device)
+    for row, into in zip(rows, means, strict=True):
+        for gradient, part in zip(row, into.split(sizes), strict=True):
+            if gradient is not None:
+                part.copy_(gradient.to_dense().reshape(-1))
+    dist.all_reduce(means, group=group)
+    means /= dist.get_world_size(group)
+    return gram([[row] for row in means], in_float64=True)
