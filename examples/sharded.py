@@ -18,8 +18,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -96,10 +97,10 @@ def train(model: nn.Module, optimizer: Optimizer, loss: CompositeLoss, steps: ra
 def save_and_load(folder: Path, model: nn.Module, optimizer: Optimizer, loss: CompositeLoss) -> Run:
     """Save a run as shards, one for each process, and load them into a new run."""
     saved = get_state_dict(model, optimizer)
-    checkpoint.save(dict(zip(PARTS, (*saved, loss), strict=True)), checkpoint_id=folder)
+    save(dict(zip(PARTS, (*saved, loss), strict=True)), checkpoint_id=folder)
     model, optimizer, loss = build()
     states = get_state_dict(model, optimizer)
-    checkpoint.load(dict(zip(PARTS, (*states, loss), strict=True)), checkpoint_id=folder)
+    load(dict(zip(PARTS, (*states, loss), strict=True)), checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
     return model, optimizer, loss
 
@@ -108,7 +109,8 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        meeting = f"file://{tempfile.mkdtemp()}/meeting"
+        dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     if dist.get_rank() == 0:
         print(HEADINGS)
     run = build()

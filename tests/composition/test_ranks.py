@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +28,11 @@ from .models import Net, batch
 
 STEPS = 4
 # Rows of each rank in each of four micro-batches of eight rows.
-SPLITS = {1: [(8,)] * 4, 2: [(5, 3), (2, 6), (4, 4), (7, 1)], 4: [(2, 1, 3, 2)] * 4}
+SPLITS: dict[int, list[tuple[int, ...]]] = {
+    1: [(8,)] * 4,
+    2: [(5, 3), (2, 6), (4, 4), (7, 1)],
+    4: [(2, 1, 3, 2)] * 4,
+}
 
 
 class Average:
@@ -83,8 +88,8 @@ def rows_of(micro: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
 
 def train(rank: int, ranks: int, how: str, accumulation: int) -> dict[str, Any]:
     """Train; gradients, outputs and states of each step. One process is rank 0 of 1."""
-    model: nn.Module = Net()
-    wrapped = model
+    model = Net()
+    wrapped: Any = model
     if how == "ddp":
         wrapped = DistributedDataParallel(model)
     elif how == "fsdp":
@@ -126,7 +131,8 @@ class Run:
     """A sharded model, its optimizer and its loss."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.model = fully_shard(Net(seed))
+        self.model = Net(seed)
+        fully_shard(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
         self.loss = CompositeLoss(summed_cross_entropy, terms())
         self.loss.follow(self.optimizer)
@@ -152,12 +158,12 @@ def resume(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     half, rest = Run(), Run(seed=1)
     half.steps(rank, ranks, 2)
     model, optimizer = get_state_dict(half.model, half.optimizer)
-    checkpoint.save(
+    save(
         {"model": model, "optimizer": optimizer, "loss": half.loss},
         checkpoint_id=folder / "torch",
     )
     model, optimizer = get_state_dict(rest.model, rest.optimizer)
-    checkpoint.load(
+    load(
         {"model": model, "optimizer": optimizer, "loss": rest.loss},
         checkpoint_id=folder / "torch",
     )
@@ -255,21 +261,18 @@ def joined(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranks, "of", lambda group, share: Ranks(group, float(share)))
 
 
-@pytest.mark.usefixtures("joined")
-def test_a_group_of_one_follows_its_own_values() -> None:
-    def run(joined: Callable[[], Any]) -> tuple[Any, ...]:
-        loss, (x, labels) = joined(), rows_of(0, 0, 1)
-        out = Net()(x)
-        total = loss(out, labels=labels, count=8, fails=False)
-        return total.item(), loss.get_extra_state(), loss.output.regularizers["size"].weight
+def one_call() -> tuple[Any, ...]:
+    loss, (x, labels) = CompositeLoss(summed_cross_entropy, terms()), rows_of(0, 0, 1)
+    total = loss(Net()(x), labels=labels, count=8, fails=False)
+    return total.item(), loss.get_extra_state(), loss.output.regularizers["size"].weight
 
-    together = run(lambda: CompositeLoss(summed_cross_entropy, terms()))
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+@pytest.mark.usefixtures("joined")
+def test_a_group_of_one_follows_its_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = one_call()
     assert together[2] > 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "of", lambda *_: None)
-        assert run(lambda: CompositeLoss(summed_cross_entropy, terms())) == together
+    monkeypatch.setattr(Ranks, "of", lambda *_: None)
+    assert one_call() == together
 
 
 def test_states_are_averaged_by_their_factors() -> None:
