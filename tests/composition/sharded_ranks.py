@@ -32,8 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from steelyard.composition import CompositeLoss, term
-from steelyard.errors import GradientError
+from steelyard.errors import GradientError, InputError
 from steelyard.output import CustomLossOutput
+from steelyard.spec import RegularizerSpec
 
 from .models import activity, confidence, cross_entropy
 
@@ -313,6 +314,16 @@ def check_refusals(rank: int) -> None:
         loss = composite(model, wrt=wrt)
         with pytest.raises(GradientError, match=message):
             loss(model(x), labels=labels, parameters=parameters)
+    data = [torch.zeros(1)]
+    for offloaded in (
+        term(size_of, 1.0, "size", run_in="thread"),
+        RegularizerSpec(
+            lambda _, __, parameters: 0.0, 1.0, "size", needs=["parameters"], timeout=9
+        ),
+    ):
+        loss = CompositeLoss(lambda x: x.sum(), [offloaded])
+        with pytest.raises(InputError, match=r"regularizer 'size' reads a sharded tensor and must"):
+            loss(x=x, data=data, logprobs=data, parameters=parameters)
 
 
 def check_first_fsdp(rank: int) -> None:

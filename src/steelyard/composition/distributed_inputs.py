@@ -18,9 +18,10 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from steelyard.composition.aggregate import Products
-from steelyard.composition.inputs import Inputs, widened
-from steelyard.composition.terms import TermResult
-from steelyard.errors import GradientError
+from steelyard.composition.input_names import Reads
+from steelyard.composition.inputs import Inputs, runs_in_graph, widened
+from steelyard.composition.terms import Term, TermResult
+from steelyard.errors import GradientError, InputError
 from steelyard.gradients import (
     FullyShardedParameters,
     Row,
@@ -32,6 +33,7 @@ from steelyard.gradients import (
     sharded_gram,
     tensors_in,
 )
+from steelyard.spec import title
 
 
 class DistributedInputs(Inputs):
@@ -139,11 +141,18 @@ def distributed_inputs(
     return DistributedInputs(named, space, targets, by_tensors, compare, fuse_base=fuse_base)
 
 
-def with_parts(named: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_parts(named: Mapping[str, Any], terms: Sequence[Term]) -> Mapping[str, Any]:
     """Inputs whose sharded parameters get gradients that are sharded as they are.
 
     torch computes on whole tensors where a tensor has fewer elements than there are processes, and
     leaves a whole gradient to the parameter; FSDP would add its part of the gradient to that.
+
+    Args:
+        named: the inputs of the terms, by name.
+        terms: the terms that are due.
+
+    Raises:
+        InputError: an offloaded term reads a sharded tensor.
     """
 
     def as_it_is(tensor: Any) -> Any:
@@ -153,8 +162,22 @@ def with_parts(named: Mapping[str, Any]) -> Mapping[str, Any]:
 
     if not any(is_sharded(tensor) for tensor in tensors_in(named)):
         return named
+    for term in terms:
+        if not runs_in_graph(term.spec) and any(map(is_sharded, tensors_in(_read_by(term, named)))):
+            # In a thread of its own its collective operations would meet those of other terms.
+            raise InputError(
+                f"{title(term.name)} reads a sharded tensor and must run inline, without a timeout "
+                f"and with gradient='auto', got run_in={term.spec.run_in!r}: run it inline, or "
+                f"pass it the whole tensor, x.full_tensor()."
+            )
     inputs: Mapping[str, Any] = mapped(named, as_it_is)
     return inputs
+
+
+def _read_by(term: Term, named: Mapping[str, Any]) -> Any:
+    if isinstance(term.spec.fn, Reads):
+        return term.spec.fn.arguments(named)
+    return [named[name] for name in ("data", "logprobs", *term.spec.needs)]
 
 
 def _gram_of_means(
