@@ -384,7 +384,7 @@ class CompositeLoss(nn.Module):
         fuse_base = _is_whole(self.share)
         if not (dist.is_available() and dist.is_initialized()):
             return Inputs(named, space, targets, fuse_base=fuse_base)
-        named, found = with_parts(named, self._due), None
+        named, found = with_parts(named, self._due, self.share, self.group), None
         if targets:
             module = self._wrt_module[0] if self._wrt_module else None
             found = distributed_inputs(named, space, module, targets, fuse_base=fuse_base)

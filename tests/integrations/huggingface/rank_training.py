@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from steelyard import RegularizerSpec
 from steelyard.engine import tiny
 from steelyard.integrations import CompositeLoss, term
+from steelyard.penalties import from_logits
 from steelyard.regularizers import Adaptive
 from tests.whole_batch import whole
 
@@ -42,6 +43,11 @@ def mean_square(data: Sequence[Mapping[str, Any]], logprobs: Sequence[Tensor]) -
     return ((weights * torch.cat(list(logprobs))).sum() / weights.sum()).square()
 
 
+def size(parameters: Mapping[str, Tensor]) -> Tensor:
+    total: Tensor = sum((p.square().sum() for p in parameters.values()), torch.zeros(()))
+    return total
+
+
 def terms() -> list[RegularizerSpec]:
     adaptive = Adaptive(regularizer=surprise, target=30.0, rate=0.5, clip=1.9)
     return [
@@ -50,6 +56,8 @@ def terms() -> list[RegularizerSpec]:
         RegularizerSpec(surprise, name="bounded", at_most=35.0),
         RegularizerSpec(adaptive, 0.001, "adaptive"),
         RegularizerSpec(mean_square, 0.01, "once", ranks="one"),
+        term(size, 1e-3, "size"),
+        term(from_logits.z_loss, 0.01, "z", inputs="projection"),
     ]
 
 
