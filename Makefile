@@ -3,11 +3,12 @@ PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
+DEMO    := $(VENV)/.ready-demo
 WORKERS ?= 2
 EXACT   := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-gpu lint format demo bench stress docs dist check-constraints hashes clean
+.PHONY: help test browser test-gpu lint format demo bench stress docs dist check-constraints hashes clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,23 +17,37 @@ help: ## show this list
 # torch alone requires. Nothing is built from packages fetched without a hash: hatchling is among them.
 # tinker-cookbook, for the server's tests, asks for an older transformers than ours, and works with
 # ours: it comes without its dependencies, and the extra `dev` has those that the tests need.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-$(READY): pyproject.toml constraints.txt hashes.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Steelyard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --require-hashes --only-binary=:all: --no-deps -r hashes.txt
-	$(PIP) --no-build-isolation --no-warn-conflicts -c constraints.txt -e '.[dev]'
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Steelyard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(READY): pyproject.toml constraints.txt hashes.txt | $(BIN)/python
+	@echo 'Installing what the tests need into $(VENV): 240 packages, 4 GB, about five minutes.'
+	$(PIP) --quiet --require-hashes --only-binary=:all: --no-deps -r hashes.txt
+	$(PIP) --quiet --no-build-isolation --no-warn-conflicts -c constraints.txt -e '.[dev]'
+	touch $@ $(DEMO)
+
+$(DEMO): pyproject.toml constraints.txt hashes-demo.txt | $(BIN)/python
+	@echo 'Installing what the demo needs into $(VENV): 75 packages and torch, 1.4 GB without CUDA.'
+	$(PIP) --require-hashes --only-binary=:all: --no-deps -r hashes-demo.txt
+	$(PIP) -c constraints.txt torch
+	$(PIP) --quiet --no-build-isolation -c constraints.txt -e '.[demo]'
 	touch $@
 
-test: lint ## ruff, mypy, every test, doctest and README block, coverage
+test: lint browser ## ruff, mypy, every test, doctest and README block, coverage
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --cov --cov-report=
 	$(BIN)/python -m coverage report
 	@$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
 	  echo 'Coverage of penalties, spec, output, gradients and composition must be 100 %:'; \
 	  $(BIN)/python -m coverage report --include='$(EXACT)'; exit 1; }
 
+browser: ## install the browser of the tests, as root on Debian
+	@tools/browser.sh
+
 # Not the environment of this Makefile, whose torch has no CUDA: PYTHON is one that has.
 ON_GPU := tests/composition/test_traced.py tests/composition/test_composite_fusing.py \
+  tests/composition/test_distributed_inputs.py::test_a_group_of_one_on_any_device \
   tests/engine/test_projection.py::test_a_projection_on_any_device \
   tests/integrations/huggingface/test_logit_free_loss.py::test_the_same_training_without_logits
 test-gpu: ## kernels, penalties, composites and projections on CUDA; PYTHON= a python with CUDA
@@ -48,7 +63,7 @@ format: $(READY) ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
-demo: $(READY) ## fine-tune a small model with five terms, and write a report
+demo: $(DEMO) ## fine-tune a small model with five terms, and write a report
 	@$(BIN)/steelyard demo
 
 bench: $(READY) ## measure the speed, as ratios within one run

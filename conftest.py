@@ -1,9 +1,11 @@
-"""Run the code blocks of the README and of `docs/` as tests; set up Triton and Hypothesis."""
+"""Run the code blocks of the README and of `docs/` as tests; set up the libraries of the tests."""
 
 from __future__ import annotations
 
 import os
+import shutil
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from sybil import Sybil
@@ -24,3 +26,14 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["README.md", "docs/*.md"],
 ).pytest()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say that the tests in a browser were left out, and how to get it."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not (browser and shutil.which("chromedriver")):
+        terminalreporter.section("THE TESTS IN A BROWSER WERE LEFT OUT", red=True, bold=True)
+        terminalreporter.line(
+            "They need Chromium and its driver. On Debian, as root: "
+            "apt-get install -y --no-install-recommends chromium chromium-driver"
+        )

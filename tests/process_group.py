@@ -81,10 +81,10 @@ def run_group(
 
 
 @contextmanager
-def group_of_one(folder: Path) -> Iterator[None]:
+def group_of_one(folder: Path, backend: str = "gloo") -> Iterator[None]:
     """Make this process a group of one within the `with` block."""
     meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    dist.init_process_group(backend, init_method=meeting, rank=0, world_size=1)
     try:
         yield
     finally:

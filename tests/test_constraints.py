@@ -32,6 +32,8 @@ def test_the_hashes_are_of_the_pinned_versions() -> None:
     assert tool.pins(tool.HASHES) == {
         name: version for name, version in pinned.items() if name != "torch"
     }
+    demo = tool.pins(tool.DEMO_HASHES)
+    assert demo.items() < pinned.items()
     entries = re.split(r"\n(?=\S)", tool.HASHES.read_text(encoding="utf-8"))[1:]
     assert [each for each in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", each)] == []
 

@@ -25,7 +25,7 @@ def read(path: Path) -> Any:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 3
+    assert len(NOTEBOOKS) == 4
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

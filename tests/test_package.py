@@ -298,44 +298,61 @@ def test_types_are_shipped() -> None:
     assert (SOURCE / "py.typed").is_file()
 
 
-def stand_in(folder: Path, name: str, code: int = 0) -> None:
+def stand_in(folder: Path, name: str, code: int = 0, said: str = "") -> None:
     """A program that says how it was called: the real make would run these very tests."""
     program = folder / name
-    said = f'echo "$PWD: {name} $*"'
-    program.write_text(f"#!/bin/sh\n{said}\nexit {code}\n", encoding="utf-8")
+    echo = f'echo "$PWD: {name} $*{said and " " + said}"'
+    program.write_text(f"#!/bin/sh\n{echo}\nexit {code}\n", encoding="utf-8")
     program.chmod(0o755)
 
 
-def ci(path: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_script(
+    script: str, path: str, folder: Path, **more: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [ROOT / ".ci" / "run"],
+        [ROOT / script],
         capture_output=True,
         text=True,
         check=False,
         cwd=folder,
-        env={"PATH": path},
+        env={"PATH": path, **more},
     )
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_ci_calls_make_test_and_fails_with_it(code: int, tmp_path: Path) -> None:
-    stand_in(tmp_path, "make", code)
-    for browser in ("chromium", "chromedriver"):
-        stand_in(tmp_path, browser)
-    done = ci(f"{tmp_path}{os.pathsep}{os.environ['PATH']}", tmp_path)
-    assert done.stdout == f"{ROOT}: make test\n"
+    stand_in(tmp_path, "make", code, said="$REQUIRE_BROWSER")
+    done = run_script(".ci/run", f"{tmp_path}{os.pathsep}{os.environ['PATH']}", tmp_path)
+    assert done.stdout == f"{ROOT}: make test 1\n"
     assert done.returncode == code
 
 
+def only(folder: Path, *names: str) -> str:
+    """A path on which there are these programs of this machine, and the folder's own."""
+    for name in names:
+        (folder / name).symlink_to(shutil.which(name) or pytest.fail(name))
+    return str(folder)
+
+
 @pytest.mark.parametrize("there", [[], ["chromium"], ["chromedriver"]])
-def test_ci_brings_the_browser_where_it_is_missing(there: list[str], tmp_path: Path) -> None:
-    for name in ("make", "apt-get", *there):
+def test_the_browser_is_brought_where_it_is_missing(there: list[str], tmp_path: Path) -> None:
+    for name in ("apt-get", *there):
         stand_in(tmp_path, name)
-    for name in ("bash", "dirname", "env", "sh"):  # and nothing else of this machine
-        (tmp_path / name).symlink_to(shutil.which(name) or pytest.fail(name))
-    done = ci(str(tmp_path), tmp_path)
-    assert done.stdout == f"{ROOT}: make test\n"
-    assert done.stderr.splitlines() == [
-        f"{ROOT}: apt-get update",
-        f"{ROOT}: apt-get install -y --no-install-recommends chromium chromium-driver",
+    program = tmp_path / "id"
+    program.write_text("#!/bin/sh\necho 0\n", encoding="utf-8")
+    program.chmod(0o755)
+    done = run_script("tools/browser.sh", only(tmp_path, "sh"), tmp_path)
+    assert done.stderr.splitlines()[1:3] == [
+        f"{tmp_path}: apt-get update",
+        f"{tmp_path}: apt-get install -y --no-install-recommends chromium chromium-driver",
     ]
+
+
+@pytest.mark.parametrize(("required", "code"), [("", 0), ("1", 1)])
+def test_a_browser_that_cannot_be_brought_is_required_by_ci_alone(
+    required: str, code: int, tmp_path: Path
+) -> None:
+    path = only(tmp_path, "sh", "id")  # no apt-get
+    done = run_script("tools/browser.sh", path, tmp_path, REQUIRE_BROWSER=required)
+    assert done.stderr.startswith("No Chromium with its driver here")
+    assert done.returncode == code

@@ -1,10 +1,10 @@
-"""Check `constraints.txt` against the package index, and write `hashes.txt`.
+"""Check `constraints.txt` against the package index, and write `hashes.txt` and `hashes-demo.txt`.
 
 `make check-constraints` resolves what `make` installs from the index alone: without local folders
 of wheels and without further indexes, whose builds of torch may have other requirements. pip reads
 the metadata of each wheel by PEP 658 or by range requests, so that an index which offers one of the
 two sends nothing large. `make hashes` does the same, and then writes the SHA-256 of every file that
-the pins allow on Linux and macOS.
+the pins allow on Linux and macOS: of all packages, and of those that the demo needs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 HASHES = ROOT / "hashes.txt"
+DEMO_HASHES = ROOT / "hashes-demo.txt"
+# What the Makefile installs for each of them. hatchling and editables install the source folder.
+EXTRAS = {HASHES: [f"{ROOT}[dev]"], DEMO_HASHES: [f"{ROOT}[demo]", "hatchling", "editables"]}
 
 # Settings of pip that say how the index is reached. All others could bring packages from elsewhere.
 REACHING = ("cert", "client-cert", "default-timeout", "index-url", "proxy", "trusted-host")
@@ -34,6 +37,8 @@ WITHOUT_REQUIREMENTS = {"tinker-cookbook"}
 WITHOUT_HASHES = {"torch"}
 # torch requires them in its own versions, unless it is built for the CPU.
 BROUGHT_BY_TORCH = ("cuda-", "nvidia-")
+# Large, and needed for CUDA only: the environment of the demo has it if its torch requires it.
+NOT_IN_THE_DEMO = {"triton"}
 OLDEST, NEWEST = 11, 13  # Python 3 versions in pyproject.toml
 HEADER = "# Written by `make hashes` from constraints.txt. Do not edit.\n"
 
@@ -59,7 +64,7 @@ def index_alone() -> dict[str, str]:
     return {**environment, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
-def resolve(constraints: Path, project: str) -> dict[str, str]:
+def resolve(constraints: Path, *projects: str) -> dict[str, str]:
     """Versions that pip would install from the index alone, by normalised name.
 
     Raises:
@@ -70,7 +75,7 @@ def resolve(constraints: Path, project: str) -> dict[str, str]:
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
         options = ["--use-feature=fast-deps", "--report", str(report), "-c", str(constraints)]
         done = subprocess.run(
-            [*command, *options, project],
+            [*command, *options, *projects],
             check=False,
             cwd=folder,
             env=index_alone(),
@@ -169,30 +174,37 @@ def is_of(file: str, version: str) -> bool:
     return re.search(rf"-{re.escape(version)}(-|\.tar\.gz$|\.zip$)", file) is not None
 
 
-def write_hashes(pinned: dict[str, str]) -> None:
-    """Write `hashes.txt`."""
+def write_hashes(pinned: dict[str, str], of_the_demo: set[str]) -> None:
+    """Write `hashes.txt`, and `hashes-demo.txt` with some of its packages."""
     names = [name for name in pinned if name not in WITHOUT_HASHES]
     listed = list_files(names)
-    entries = [
-        requirement(
+    entries = {
+        name: requirement(
             name,
             pinned[name],
             {file: digest for file, digest in listed[name] if is_of(file, pinned[name])},
         )
         for name in names
-    ]
-    HASHES.write_text(HEADER + "\n".join(entries) + "\n", encoding="utf-8")
+    }
+    demo = [entries[name] for name in names if name in of_the_demo - NOT_IN_THE_DEMO]
+    for path, lines in ((HASHES, entries.values()), (DEMO_HASHES, demo)):
+        path.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(arguments: list[str]) -> None:
     pinned = pins(CONSTRAINTS)
-    resolved = resolve(CONSTRAINTS, f"{ROOT}[dev]")
-    if found := list(faults(pinned, resolved)):
+    resolved = {path: resolve(CONSTRAINTS, *projects) for path, projects in EXTRAS.items()}
+    if found := list(faults(pinned, resolved[HASHES])):
         raise SystemExit("\n".join(f"constraints.txt: {each}" for each in found))
-    print(f"constraints.txt resolves from the package index alone: {len(resolved)} packages")
+    everything, demo = (len(resolved[path]) for path in (HASHES, DEMO_HASHES))
+    print(
+        f"constraints.txt resolves from the package index alone: {everything} packages, "
+        f"{demo} of them for the demo"
+    )
     if "--hashes" in arguments:
-        write_hashes(pinned)
-        print(f"{HASHES.name} has the hashes of {len(pins(HASHES))} packages")
+        write_hashes(pinned, set(resolved[DEMO_HASHES]))
+        for path in EXTRAS:
+            print(f"{path.name} has the hashes of {len(pins(path))} packages")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Build the sdist and the wheel, and test the wheel outside the source tree.
 
 `make dist` calls it. It installs the wheel, with the extra `torch` only, in a new environment in a
-temporary folder, and runs the smoke test below there. Nothing is uploaded.
+temporary folder, and runs the smoke test below there; then with the extra `cli`, and follows the
+README there. Nothing is uploaded.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +54,9 @@ else:
 print("steelyard", steelyard.__version__, "works from its wheel")
 """
 
+# Of the README's config: a tiny model and few tokens, so that a step takes a moment.
+SMALL = ("model.base_model=tiny-random", "train.steps=1", "rollouts.max_tokens=4")
+
 
 def run(*command: str | Path, **options: object) -> None:
     subprocess.run([str(part) for part in command], check=True, **options)  # type: ignore[call-overload]
@@ -72,6 +77,26 @@ def check_metadata(wheel: Path) -> None:
     assert said["Version"] in wheel.name
 
 
+def blocks(language: str) -> str:
+    """Blocks of the README in a language, one after the other."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(rf"^```{language}\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    assert found, f"the README has no block in {language}"
+    return "\n".join(found)
+
+
+def follow_the_readme(python: Path, folder: Path) -> None:
+    """Run the README's blocks, and check its config, with the command of an environment."""
+    (folder / "readme.py").write_text(blocks("python"), encoding="utf-8")
+    (folder / "experiment.toml").write_text(blocks("toml"), encoding="utf-8")
+    prompts = '{"prompt": "What is 6 × 7?", "answer": "42"}\n' * 10
+    (folder / "prompts.jsonl").write_text(prompts, encoding="utf-8")
+    steelyard = python.with_name("steelyard")
+    run(python, "-I", "readme.py", cwd=folder)
+    run(steelyard, "config", "check", "experiment.toml", cwd=folder)
+    run(steelyard, "train", "experiment.toml", *SMALL, cwd=folder)
+
+
 def main() -> None:
     shutil.rmtree(DIST, ignore_errors=True)
     run(sys.executable, "-m", "build", "--quiet", "--outdir", DIST, ROOT)
@@ -84,6 +109,8 @@ def main() -> None:
         constraints = ("-c", ROOT / "constraints.txt")
         run(python, "-m", "pip", "install", "--quiet", *constraints, f"{wheel}[torch]", cwd=away)
         run(python, "-I", "-c", SMOKE, cwd=away)
+        run(python, "-m", "pip", "install", "--quiet", *constraints, f"{wheel}[cli]", cwd=away)
+        follow_the_readme(python, Path(away))
     print(f"{wheel.relative_to(ROOT)}\n{sdist.relative_to(ROOT)}")
 
 

@@ -35,6 +35,7 @@ from steelyard.composition import CompositeLoss, term
 from steelyard.errors import GradientError, InputError
 from steelyard.output import CustomLossOutput
 from steelyard.spec import RegularizerSpec
+from tests.process_group import count_reductions
 
 from .models import activity, confidence, cross_entropy
 
@@ -78,7 +79,8 @@ class Stack(nn.Module):
 
 def size_of(parameters: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
     """A term on parameters, whole or sharded."""
-    total = sum((p.square().sum() for p in parameters), torch.zeros(()))
+    first, *others = (p.square().sum() for p in parameters)
+    total = sum(others, first)
     return total, {"first": parameters[0].detach().square().sum()}
 
 
@@ -97,13 +99,13 @@ def composite(model: nn.Module, **settings: Any) -> CompositeLoss:
     return CompositeLoss(cross_entropy, terms, **every)
 
 
-def batches(accumulation: int) -> list[tuple[Tensor, Tensor]]:
+def batches(accumulation: int, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     rows = 8
     return [
         (
-            torch.randn(rows, 4, generator=generator),
-            torch.randint(0, 3, (rows,), generator=generator),
+            torch.randn(rows, 4, generator=generator).to(device),
+            torch.randint(0, 3, (rows,), generator=generator).to(device),
         )
         for _ in range(accumulation)
     ]
@@ -152,7 +154,7 @@ def without_sync(model: nn.Module, kind: str, sync: bool) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def check_training(rank: int, kind: str) -> None:
+def check_training(rank: int, kind: str, device: str = "cpu") -> None:
     """Losses, gradients, norms and values equal those of one process with the whole batch."""
     ranks = dist.get_world_size()
     for saves_memory, accumulation, every_sync in (
@@ -161,18 +163,22 @@ def check_training(rank: int, kind: str) -> None:
         (False, 4, True),
         (True, 4, False),
     ):
-        alone, model = Stack(saves_memory), Stack(saves_memory)
+        alone, model = (Stack(saves_memory).to(device) for _ in range(2))
         wrapped = DistributedDataParallel(model) if kind == "ddp" else shard(model)
         expected, found = composite(alone), composite(wrapped)
         # Before the forward pass: after it the outermost module has its whole parameters.
         parameters = list(model.parameters())
-        for number, (x, labels) in enumerate(batches(accumulation)):
+        for number, (x, labels) in enumerate(batches(accumulation, device)):
             own = expected(alone(x), labels=labels, parameters=list(alone.parameters()))
             (own / accumulation).backward()
             mine = slice(rank, None, ranks)
             last = number == accumulation - 1
             with without_sync(wrapped, kind, every_sync or last):
-                total = found(wrapped(x[mine]), labels=labels[mine], parameters=parameters)
+                out = wrapped(x[mine])
+                with count_reductions() as reductions:
+                    total = found(out, labels=labels[mine], parameters=parameters)
+                # One for all terms, beside those of FSDP itself in a backward pass.
+                assert reductions["all_reduce"] == 1
                 (total / accumulation).backward()
             across = found.output_across_ranks()
             assert_same(across, expected.output)

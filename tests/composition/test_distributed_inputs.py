@@ -52,12 +52,17 @@ def test_the_first_fsdp_is_refused(tmp_path: Path) -> None:
 
 def test_a_group_of_one(tmp_path: Path) -> None:
     with group_of_one(tmp_path):
-        sharded_ranks.check_training(0, "fsdp")
-        sharded_ranks.check_training(0, "ddp")
         sharded_ranks.check_different_terms(0, "ddp")
         sharded_ranks.check_optimizer_steps(0)
         sharded_ranks.check_tensor_parallel(0)
         sharded_ranks.check_refusals(0)
+
+
+def test_a_group_of_one_on_any_device(tmp_path: Path) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with group_of_one(tmp_path, "nccl" if device == "cuda" else "gloo"):
+        sharded_ranks.check_training(0, "fsdp", device)
+        sharded_ranks.check_training(0, "ddp", device)
 
 
 def test_parameters_that_no_term_reaches(tmp_path: Path) -> None:

@@ -244,4 +244,5 @@ def test_metrics_hold_only_numbers_that_are_in_the_mapping(output: CustomLossOut
 
 def test_the_old_name_of_the_extra_gradients_works() -> None:
     output = CustomLossOutput(1.0, BaseLossOutput(1.0), extra_gradients={"logits": [2.0]})
-    assert output.beyond == {"logits": [2.0]}
+    with pytest.warns(DeprecationWarning, match="use extra_gradients"):
+        assert output.beyond == {"logits": [2.0]}

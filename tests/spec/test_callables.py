@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,11 @@ def exact(data: Any, logprobs: Any) -> None: ...
 def keyword_only(data: Any, logprobs: Any, *, alpha: float) -> None: ...
 
 
+# In the words of Python itself, which differ between versions.
+KIND = " keyword-only" if sys.version_info >= (3, 12) else ""
+REQUIRED = f"missing a required{KIND} argument: 'alpha'; its options are 'alpha'"
+
+
 def open_ended(*args: Any, **options: Any) -> None: ...
 
 
@@ -134,7 +140,7 @@ def open_ended(*args: Any, **options: Any) -> None: ...
         (exact, ["alpha"], "got an unexpected keyword argument 'alpha'; its options are none"),
         (exact, ["data"], "multiple values for argument 'data'; its options are none"),
         (keyword_only, ["alpha"], None),
-        (keyword_only, [], "missing a required argument: 'alpha'; its options are 'alpha'"),
+        (keyword_only, [], REQUIRED),
         (open_ended, ["alpha", "beta"], None),
         (lambda data: None, [], "too many positional arguments; its options are none"),
         (

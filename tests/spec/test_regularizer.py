@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
 from fractions import Fraction
@@ -21,6 +22,10 @@ def nothing(data: Any, logprobs: Any) -> float:
 
 def strict(data: Any, logprobs: Any, *, alpha: float) -> float:
     return alpha
+
+
+# In the words of Python itself, which differ between versions.
+KIND = " keyword-only" if sys.version_info >= (3, 12) else ""
 
 
 def read_logits(data: Any, logprobs: Any, logits: Any = None) -> float:
@@ -173,7 +178,7 @@ GRADIENT = (
             {"fn": strict},
             (
                 "fn must accept (data, logprobs) and the keywords []: "
-                "missing a required argument: 'alpha'; its options are 'alpha' "
+                f"missing a required{KIND} argument: 'alpha'; its options are 'alpha' "
                 "(regularizer 'term')."
             ),
         ),

@@ -63,7 +63,9 @@ class CompositeLoss(nn.Module):
             `(data, logprobs)`, which read the inputs of these names. Or a list for each head.
         aux: the weights of auxiliary losses, by name; see `aux_loss` and `watch`.
         track_grad_norms: also compute each term's gradient norm and all cosines.
-        wrt: a module or tensors that the norms are with respect to; None is all the inputs.
+        wrt: a module or tensors that the norms are with respect to; None is all the inputs. For a
+            module under `fully_shard` or `DistributedDataParallel` they are norms of the mean
+            gradient over the processes.
         track_every: compute the norms at steps that this divides.
         timeout: seconds each offloaded term may take, unless its spec says otherwise.
         parallel: let offloaded terms overlap.
@@ -182,8 +184,9 @@ class CompositeLoss(nn.Module):
     def output_across_ranks(self, group: dist.ProcessGroup | None = None) -> CustomLossOutput:
         """The numbers of the last call, each averaged over the processes where the term ran.
 
-        Processes count with their `share`. Every process of the group must call it.
-        Norms, cosines and the terms' own metrics are this process's.
+        Processes count with their `share`. Every process of the group must call it. The terms' own
+        metrics are this process's, and so are norms and cosines, unless they are of the mean
+        gradient: see `wrt`.
 
         Raises:
             InputError: there is no group, or the processes have different terms.

@@ -24,8 +24,9 @@ from torch.autograd import Variable
 from steelyard.errors import GradientError
 from steelyard.gradients.algebra import Row
 
-# What a backward pass reads and changes, with what it should find: of a group of parameters that
-# FSDP gathers together, and of one of its parameters.
+# What a backward pass reads and changes, with what it should find: of the whole module, of a group
+# of parameters that FSDP gathers together, and of one of its parameters.
+_OF_MODULE = {"is_last_backward": True}  # it waits for the reductions
 _OF_GROUP = {"reduce_grads": True, "all_reduce_grads": True, "_partial_reduce_output": None}
 _OF_PARAMETER = {"unsharded_accumulated_grad": None}
 
@@ -45,7 +46,7 @@ class FullyShardedParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._groups = _groups_of(module)
+        self._contexts, self._groups = _state_of(module)
         every = [each for group in self._groups for each in group.fsdp_params]
         # After a forward pass a module may still have its gathered parameters.
         known = {id(tensor): each for each in every for tensor in _tensors_of(each)}
@@ -87,7 +88,11 @@ class FullyShardedParameters:
     @contextmanager
     def _gradients_put_aside(self, leaves: Sequence[Tensor]) -> Iterator[None]:
         wanted: list[tuple[Any, str, Any]] = [(leaf, "grad", None) for leaf in leaves]
-        for owners, values in ((self._managed, _OF_PARAMETER), (self._groups, _OF_GROUP)):
+        for owners, values in (
+            (self._contexts, _OF_MODULE),
+            (self._groups, _OF_GROUP),
+            (self._managed, _OF_PARAMETER),
+        ):
             wanted += [(owner, *item) for owner in owners for item in values.items()]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
         _set(wanted)
@@ -115,29 +120,33 @@ def named_shards(module: nn.Module) -> dict[str, Tensor]:
     parameters: dict[str, Tensor] = dict(module.named_parameters())
     if not is_fully_sharded(module):
         return parameters
-    managed = [each for group in _groups_of(module) for each in group.fsdp_params]
+    managed = [each for group in _state_of(module)[1] for each in group.fsdp_params]
     shards = {id(tensor): each.sharded_param for each in managed for tensor in _tensors_of(each)}
     return {name: shards.get(id(tensor), tensor) for name, tensor in parameters.items()}
 
 
-def _groups_of(module: nn.Module) -> Sequence[Any]:
-    """Groups of parameters that FSDP2 gathers together, in a module."""
-    groups: dict[int, Any] = {}
+def _state_of(module: nn.Module) -> tuple[Sequence[Any], Sequence[Any]]:
+    """State that the parts of a module share, and the groups that FSDP2 gathers together."""
+    contexts, groups = dict[int, Any](), dict[int, Any]()
     try:
         for each in module.modules():
-            state: Any = getattr(each, "_get_fsdp_state", None)
-            if state is not None:
-                groups |= {id(group): group for group in state()._fsdp_param_groups}  # noqa: SLF001
+            of_module: Any = getattr(each, "_get_fsdp_state", None)
+            if of_module is not None:
+                state = of_module()
+                contexts[id(state._state_ctx)] = state._state_ctx  # noqa: SLF001
+                groups |= {id(group): group for group in state._fsdp_param_groups}  # noqa: SLF001
+        known = [(context, _OF_MODULE) for context in contexts.values()]
         for group in groups.values():
-            for owner, names in ((group, _OF_GROUP), (group.fsdp_params[0], _OF_PARAMETER)):
-                for name in names:
-                    getattr(owner, name)
+            known += [(group, _OF_GROUP), (group.fsdp_params[0], _OF_PARAMETER)]
+        for owner, names in known:
+            for name in names:
+                getattr(owner, name)
     except AttributeError as error:
         raise GradientError(
             f"norms with respect to a module under FSDP need the FSDP2 of torch 2.13, got torch "
             f"{torch.__version__}, which differs ({error}): use wrt=None."
         ) from error
-    return list(groups.values())
+    return list(contexts.values()), list(groups.values())
 
 
 def _tensors_of(managed: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +84,12 @@ class CustomLossOutput:
 
     @property
     def beyond(self) -> Mapping[str, Any]:
-        """The name of `extra_gradients` in 0.1.0."""
+        """The name of `extra_gradients` in 0.1.0; deprecated."""
+        warnings.warn(
+            "CustomLossOutput.beyond is deprecated: use extra_gradients.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return self.extra_gradients
 
     @property

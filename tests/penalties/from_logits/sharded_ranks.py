@@ -190,7 +190,8 @@ def check_projection(rank: int) -> None:
     )
     expected.total.backward()
 
-    fully_shard(sharded)
+    mesh = init_device_mesh("cpu", (ranks,))
+    fully_shard(sharded, mesh=mesh)
     at = slice(rank, None, ranks)
     mine = hidden[at].clone().requires_grad_()
     weight: Any = DTensor.from_local(torch.ones(9, 5), sharded.weight.device_mesh, [Replicate()])
@@ -206,7 +207,6 @@ def check_projection(rank: int) -> None:
     torch.testing.assert_close(total / ranks, expected.total.detach(), **CLOSE)
     torch.testing.assert_close(mine.grad, ranks * own.grad[at], **CLOSE)
 
-    mesh = init_device_mesh("cpu", (ranks,))
     parallelize_module(parallel, mesh, ColwiseParallel())
     rows: Any = DTensor.from_local(hidden, mesh, [Replicate()]).requires_grad_()
     found = compose_logits(
