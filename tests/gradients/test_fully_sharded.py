@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from steelyard.errors import GradientError
-from steelyard.gradients import FullyShardedParameters, is_fully_sharded, whole
+from steelyard.gradients import FullyShardedParameters, is_fully_sharded, named_shards, whole
 from tests.process_group import group_of_one
 
 
@@ -78,3 +78,18 @@ def test_an_fsdp_that_is_not_known() -> None:
     message = rf"need the FSDP2 of torch 2.13, got torch {torch.__version__.split('+')[0]}"
     with pytest.raises(GradientError, match=message):
         FullyShardedParameters(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_shards_are_found_while_the_parameters_are_gathered() -> None:
+    model = network()
+    assert named_shards(model) == dict(model.named_parameters())
+    fully_shard(model[0])
+    fully_shard(model)
+    before = dict(model.named_parameters())
+    model(torch.ones(2, 3))
+    gathered = dict(model.named_parameters())
+    assert any(gathered[name] is not before[name] for name in before)
+    found = named_shards(model)
+    assert found.keys() == before.keys()
+    assert all(found[name] is before[name] for name in before)

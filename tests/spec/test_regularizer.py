@@ -530,7 +530,7 @@ def test_a_spec_stands_for_itself() -> None:
             (
                 "a regularizer has no field 'weigth'; known: ['fn', 'weight', 'name', 'at_most', "
                 "'at_least', 'scale', 'anchor', 'run_in', 'gradient', 'timeout', 'on_error', "
-                "'enabled', 'every', 'options', 'needs'] "
+                "'enabled', 'every', 'options', 'needs', 'ranks'] "
                 "(regularizer 'term')."
             ),
         ),

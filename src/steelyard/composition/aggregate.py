@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from steelyard.composition.bounds import size_of_base
+from steelyard.composition.ranks import Ranks
 from steelyard.composition.terms import TermResult
 from steelyard.errors import AggregationError, SpecError
 from steelyard.gradients import Row, gram, norm_of, norms_and_cosines, split_metrics, weighted_sum
 from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
-from steelyard.spec import Stateful, title
+from steelyard.spec import BASE, Stateful, title
 
 # Inner products of gradients, by the names of two terms.
 Products: TypeAlias = Mapping[tuple[str, str], float]
@@ -187,30 +188,40 @@ def set_multipliers(
     step: int,
     gradient_size: Callable[[TermResult], float],
     shares: Mapping[str, float],
+    ranks: Ranks | None = None,
 ) -> None:
     """Set the weights of the bounded terms, from the values of this call.
 
     Args:
-        results: of the terms that ran, the base loss first.
+        results: of all terms, the base loss first.
         step: number of the optimizer step.
         gradient_size: Σ |∂ loss / ∂ input| of the base loss.
         shares: factors on the weights in this call, by name.
+        ranks: the processes whose mean values decide; None: the values of this one. A term that
+            was skipped here follows the others' values, so that all have the same state.
     """
-    values = read_numbers(results)
-    size = None
-    for result, value in zip(results, values, strict=True):
+    ran = [result for result in results if result.skipped is None]
+    numbers = dict(zip([result.term.name for result in ran], read_numbers(ran), strict=True))
+    bounded = [result for result in results if result.term.is_bounded]
+    for result in bounded:
+        result.term.facts.multiplier.begin_step(step)
+    needs_size = any(result.term.facts.multiplier.needs_size for result in bounded)
+    base, slope = numbers[BASE], gradient_size(results[0]) if needs_size else 0.0
+    values = [numbers.get(result.term.name) for result in bounded]
+    if ranks is not None:
+        # The mean of the slopes too: with the loss Σᵣ lossᵣ / R an input of rank r has 1/R of it.
+        values, (base, slope) = ranks.means(values, (base, slope))
+    size = size_of_base(base, slope)
+    for result, value in zip(bounded, values, strict=True):
         bound = result.term.spec.bound_at(step)
-        if bound is None:
+        if value is None or bound is None:  # bound: for mypy, it is there
             continue
         multiplier = result.term.facts.multiplier
-        multiplier.begin_step(step)
         multiplier.warn_if_unmet(result.term.name, bound, value)
-        if multiplier.needs_size and size is None:
-            size = size_of_base(values[0], gradient_size(results[0]))
         share = shares.get(result.term.name, 1.0)
         # The size of the base loss of the whole step, of which this call has a share: in the sum
         # over its calls, the multiplier is then that of one large call.
-        of_step = None if size is None else size * float(results[0].weight) / (share or 1.0)
+        of_step = size * float(results[0].weight) / (share or 1.0)
         weight = multiplier.weight(bound, value, of_step if multiplier.needs_size else None)
         result.weight, result.bound = bound.sign * weight * share, bound
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from steelyard.composition.aggregate import Products
 from steelyard.composition.input_names import Reads
 from steelyard.composition.inputs import Inputs, runs_in_graph, widened
+from steelyard.composition.ranks import sum_over_ranks
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import GradientError, InputError
 from steelyard.gradients import (
@@ -33,6 +34,7 @@ from steelyard.gradients import (
     sharded_gram,
     tensors_in,
 )
+from steelyard.penalties.from_logits import Projection
 from steelyard.spec import title
 
 
@@ -141,7 +143,12 @@ def distributed_inputs(
     return DistributedInputs(named, space, targets, by_tensors, compare, fuse_base=fuse_base)
 
 
-def with_parts(named: Mapping[str, Any], terms: Sequence[Term]) -> Mapping[str, Any]:
+def with_parts(
+    named: Mapping[str, Any],
+    terms: Sequence[Term],
+    share: float | Tensor = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> Mapping[str, Any]:
     """Inputs whose sharded parameters get gradients that are sharded as they are.
 
     torch computes on whole tensors where a tensor has fewer elements than there are processes, and
@@ -150,15 +157,23 @@ def with_parts(named: Mapping[str, Any], terms: Sequence[Term]) -> Mapping[str, 
     Args:
         named: the inputs of the terms, by name.
         terms: the terms that are due.
+        share: factor on the terms of this process.
+        group: the processes; None: all of them.
 
     Raises:
-        InputError: an offloaded term reads a sharded tensor.
+        InputError: an offloaded term reads a sharded tensor, or the share is 0.
     """
 
     def as_it_is(tensor: Any) -> Any:
-        if not (is_sharded(tensor) and tensor.is_leaf and tensor.requires_grad):
+        if not _is_shard(tensor):
             return tensor
         return tensor.redistribute(tensor.device_mesh, tensor.placements)
+
+    def scaled(tensor: Any) -> Any:
+        part = as_it_is(tensor)
+        if part is not tensor:
+            part.register_hook(lambda gradient: scale * gradient)
+        return part
 
     if not any(is_sharded(tensor) for tensor in tensors_in(named)):
         return named
@@ -170,7 +185,14 @@ def with_parts(named: Mapping[str, Any], terms: Sequence[Term]) -> Mapping[str, 
                 f"and with gradient='auto', got run_in={term.spec.run_in!r}: run it inline, or "
                 f"pass it the whole tensor, x.full_tensor()."
             )
-    inputs: Mapping[str, Any] = mapped(named, as_it_is)
+    # A projection has rows of its own: the gradient of its layer is averaged over the processes.
+    own_rows: Mapping[str, Any] = mapped(named, lambda each: mapped(each, as_it_is), Projection)
+    if not any(map(_is_shard, tensors_in(own_rows))):
+        return own_rows
+    scale = 1.0
+    if isinstance(share, Tensor) or share != 1:
+        scale = _scale_of_shards(share, group)
+    inputs: Mapping[str, Any] = mapped(own_rows, as_it_is if scale == 1 else scaled)
     return inputs
 
 
@@ -178,6 +200,26 @@ def _read_by(term: Term, named: Mapping[str, Any]) -> Any:
     if isinstance(term.spec.fn, Reads):
         return term.spec.fn.arguments(named)
     return [named[name] for name in ("data", "logprobs", *term.spec.needs)]
+
+
+def _scale_of_shards(share: float | Tensor, group: dist.ProcessGroup | None) -> float:
+    """Factor on the gradients of sharded parameters that terms read: mean share / own share.
+
+    A process has the gradients of its own shards alone, nobody averages them: a term over them has
+    to count with the mean share of the processes, not with the share of one.
+    """
+    own = float(share)
+    ((total,),) = sum_over_ranks([[own]], group)
+    if own == 0:
+        raise InputError(
+            "a term that reads sharded parameters needs a share above 0 in every process, got 0: "
+            "its micro-batch has no token that counts; drop such batches, or use weight decay."
+        )
+    return total / dist.get_world_size(group) / own
+
+
+def _is_shard(tensor: Tensor) -> bool:
+    return is_sharded(tensor) and tensor.is_leaf and tensor.requires_grad
 
 
 def _gram_of_means(

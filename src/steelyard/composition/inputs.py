@@ -174,10 +174,26 @@ class Inputs:
         for need, row in evaluation.extra.items():
             inputs += tensors_in(extra[need])
             gradients += row
-        value = torch.tensor(
-            evaluation.value, dtype=_wide(inputs[0].dtype), device=inputs[0].device
-        )
         pairs = [(x, g) for x, g in zip(inputs, gradients, strict=True) if g is not None]
+        self.attach(result, evaluation, pairs, like=inputs[0])
+
+    def attach(
+        self,
+        result: TermResult,
+        evaluation: Evaluation,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        *,
+        like: Tensor,
+    ) -> None:
+        """Set the value of a result, with a node whose backward returns known gradients.
+
+        Args:
+            result: the result.
+            evaluation: its value.
+            pairs: tensors of this call, and the gradient of each.
+            like: a tensor on the device of the value.
+        """
+        value = torch.tensor(evaluation.value, dtype=_wide(like.dtype), device=like.device)
         if pairs:
             known = [gradient for _, gradient in pairs]
             value = _KnownGradient.apply(value, known, *(x for x, _ in pairs))  # type: ignore[no-untyped-call]
@@ -410,6 +426,7 @@ def runs_in_graph(spec: RegularizerSpec) -> bool:
     """Whether a term runs inline and is differentiated by autograd."""
     return (
         spec.run_in in ("auto", "inline")
+        and spec.ranks == "all"
         and spec.timeout is None
         and spec.gradient not in ("numerical", "score")
         and not spec.is_async

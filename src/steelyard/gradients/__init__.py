@@ -25,7 +25,11 @@ from steelyard.gradients.datum_fields import (
     loss_fn_input,
     token_mask,
 )
-from steelyard.gradients.fully_sharded import FullyShardedParameters, is_fully_sharded
+from steelyard.gradients.fully_sharded import (
+    FullyShardedParameters,
+    is_fully_sharded,
+    named_shards,
+)
 from steelyard.gradients.fusable import Fusable, Joint
 from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
 from steelyard.gradients.layout import Layout, LogProbs, SplitOnRead, flatten, leaf_over
@@ -82,6 +86,7 @@ __all__ = [
     "local_part",
     "loss_fn_input",
     "mapped",
+    "named_shards",
     "norm_of",
     "norms_and_cosines",
     "part_like",

@@ -115,6 +115,20 @@ def is_fully_sharded(module: nn.Module) -> bool:
     )
 
 
+def named_shards(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters of a module by name, each as it is trained.
+
+    After a forward pass FSDP leaves some of its parameters gathered in their modules: whole tensors
+    without the shards' gradients. Their shards are returned in their place.
+    """
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
+    if not is_fully_sharded(module):
+        return parameters
+    managed = [each for group in _state_of(module)[1] for each in group.fsdp_params]
+    shards = {id(tensor): each.sharded_param for each in managed for tensor in _tensors_of(each)}
+    return {name: shards.get(id(tensor), tensor) for name, tensor in parameters.items()}
+
+
 def _state_of(module: nn.Module) -> tuple[Sequence[Any], Sequence[Any]]:
     """State that the parts of a module share, and the groups that FSDP2 gathers together."""
     contexts, groups = dict[int, Any](), dict[int, Any]()

@@ -27,6 +27,7 @@ from steelyard.spec.weights import (
 RunIn: TypeAlias = Literal["auto", "inline", "thread", "process", "async", "ray"]
 Gradient: TypeAlias = Literal["auto", "autograd", "numerical", "score", "none"]
 OnError: TypeAlias = Literal["raise", "skip"]
+OnRanks: TypeAlias = Literal["all", "one"]
 
 MAX_TIMEOUT = 300.0
 BASE = "base"
@@ -35,6 +36,7 @@ _CHOICES = {
     "run_in": ("auto", "inline", "thread", "process", "async", "ray"),
     "gradient": ("auto", "autograd", "numerical", "score", "none"),
     "on_error": ("raise", "skip"),
+    "ranks": ("all", "one"),
 }
 _NO_BASE = (
     "a sum of terms must begin with the base loss, a function of (data, logprobs), got {!r} + {!r}."
@@ -73,6 +75,8 @@ class RegularizerSpec:
             `resources` and `runtime_env` are those of the Ray task instead.
         needs: extra inputs besides the log-probs: `"logits"`, `"projection"`,
             `"hidden_states"`, `"parameters"`; if empty, the regularizer's own `needs`.
+        ranks: which processes of data-parallel training evaluate it: `"all"`, each on its own part
+            of the batch, or `"one"`, the first one, offloaded, on the whole batch.
 
     Raises:
         SpecError: a field breaks its rule.
@@ -99,6 +103,7 @@ class RegularizerSpec:
     every: int = 1
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     needs: tuple[str, ...] = ()
+    ranks: OnRanks = "all"
 
     def __post_init__(self) -> None:
         self._check_fn()
@@ -327,6 +332,12 @@ class RegularizerSpec:
 
     def _check_run_in(self) -> None:
         check_run_in(self.run_in, self.fn, self.timeout, title(self.name))
+        if self.ranks == "one" and self.run_in == "inline":
+            raise SpecError(
+                f"ranks='one' gathers the inputs of a term and cannot go with run_in='inline', "
+                f"which stays in the graph of its process: use 'auto', 'thread' or 'process' "
+                f"(regularizer {self.name!r})."
+            )
         if self.run_in in ("process", "ray") and self.stateful:
             raise SpecError(
                 f"run_in={self.run_in!r} cannot run a stateful term: its state would stay in "
