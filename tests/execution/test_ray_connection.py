@@ -162,7 +162,7 @@ def test_ctrl_c_kills_the_tasks(ray_cluster: RayCluster, tmp_path: Path) -> None
 
 def test_the_ray_client_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
-    with pytest.raises(InputError, match=r"got a connection by the Ray Client .* ray job submit"):
+    with pytest.raises(InputError, match=r"got a connection by the Ray Client .*ray job submit"):
         RayConnection().open(object())
 
 
