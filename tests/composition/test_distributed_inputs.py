@@ -115,7 +115,9 @@ def check_shares(rank: int) -> None:
         own = plain(x + each).sum() + share * 0.2 * z(rows)
         (own / ranks).backward()
     (sum(shares) / ranks * 0.1 * size(dict(plain.named_parameters()))).backward()
-    assert_same([whole(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert_same(
+        [whole(p.grad) for p in model.parameters()], [whole(p.grad) for p in plain.parameters()]
+    )
 
 
 def test_shares_of_terms_on_sharded_parameters(tmp_path: Path) -> None:
@@ -127,7 +129,8 @@ def test_shares_of_terms_on_sharded_parameters(tmp_path: Path) -> None:
 
 def test_a_share_of_zero_is_refused(tmp_path: Path) -> None:
     with group_of_one(tmp_path):
-        model = fully_shard(nn.Linear(2, 2))
+        model = nn.Linear(2, 2)
+        fully_shard(model)
         loss = CompositeLoss(lambda x: x.sum(), [term(lambda w: w.sum(), 1.0, "w")])
         loss.share = 0.0
         with pytest.raises(InputError, match="needs a share above 0 in every process, got 0"):
