@@ -48,6 +48,7 @@ browser: ## install the browser of the tests, as root on Debian
 # Not the environment of this Makefile, whose torch has no CUDA: PYTHON is one that has.
 ON_GPU := tests/composition/test_traced.py tests/composition/test_composite_fusing.py \
   tests/execution/test_threads.py \
+  tests/composition/test_distributed_inputs.py::test_a_group_of_one_on_any_device \
   tests/engine/test_projection.py::test_a_projection_on_any_device \
   tests/integrations/huggingface/test_logit_free_loss.py::test_the_same_training_without_logits
 test-gpu: ## kernels, penalties, composites and projections on CUDA; PYTHON= a python with CUDA

@@ -13,6 +13,8 @@ from benchmarks.measure import CONSOLE, SHOWN
 NAMES = (
     "composition",
     "execution",
+    "ray_runs",
+    "ray_terms",
     "telemetry",
     "memory",
     "penalties",

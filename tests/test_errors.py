@@ -32,6 +32,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "TermTimeoutError": (TermError, TimeoutError),
     "TermBusyError": (TermError,),
     "WorkerDiedError": (TermError,),
+    "PlacementError": (TermError,),
     "UnpicklableError": (TermError, TypeError),
 }
 MESSAGE = "weight must be a finite number >= 0, got -0.1 (regularizer 'sparsity')."

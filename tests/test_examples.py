@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,18 @@ def test_an_example_prints_what_the_documentation_shows(
     shown = kept.read_text(encoding="utf-8")
     printed = capsys.readouterr().out
     assert comparable(printed) == comparable(shown), "python tools/outputs.py renews it"
+
+
+def test_the_sharded_example_runs_in_two_processes() -> None:
+    example = EXAMPLES[0].parent / "sharded.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", example],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = (example.parent / "outputs" / "sharded.txt").read_text(encoding="utf-8")
+    assert words(done.stdout) == words(shown)

@@ -35,6 +35,7 @@ EXTRAS = {
     "yaml": "cli",
     "torchjd": "aggregate",
     "optuna": "tune",
+    "ray": "ray",
     "tensorboardX": "tensorboard",
     "trackio": "trackio",
     "wandb": "wandb",

@@ -21,6 +21,7 @@
         ├── TermTimeoutError  (TimeoutError)  it ran longer than its timeout
         ├── TermBusyError                     a call that timed out is still running
         ├── WorkerDiedError                   its worker process died
+        ├── PlacementError                    no node of the Ray cluster has the resources it needs
         └── UnpicklableError  (TypeError)     it cannot be sent to a process
 
 Each message states what is wrong, the rule, the value received, and how to fix it. Every error
@@ -42,6 +43,7 @@ __all__ = [
     "MissingExtraError",
     "ModelError",
     "NonFiniteError",
+    "PlacementError",
     "RegistryError",
     "RunError",
     "SpecError",
@@ -157,6 +159,10 @@ class TermBusyError(TermError):
 
 class WorkerDiedError(TermError):
     """The worker process of a term died."""
+
+
+class PlacementError(TermError):
+    """No node of the Ray cluster has the resources that a term asks for."""
 
 
 class UnpicklableError(TermError, TypeError):

@@ -5,9 +5,19 @@ from steelyard.spec.schedules import (
     constant,
     cosine,
     exponential,
+    join,
     linear,
     piecewise,
     warmup,
 )
 
-__all__ = ["by_epoch", "constant", "cosine", "exponential", "linear", "piecewise", "warmup"]
+__all__ = [
+    "by_epoch",
+    "constant",
+    "cosine",
+    "exponential",
+    "join",
+    "linear",
+    "piecewise",
+    "warmup",
+]

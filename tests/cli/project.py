@@ -106,7 +106,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
         {
             key: value
             for key, value in line.items()
-            if key not in ("time", "seconds") and not key.endswith("/duration")
+            if key not in ("time", "seconds", "tokens_per_second") and not key.endswith("/duration")
         }
         for line in lines
     ]

@@ -32,9 +32,16 @@ def test_a_wrapped_client_takes_no_more_terms(local: LocalTrainingClient) -> Non
     with pytest.raises(SpecError) as caught:
         regularize(client, [SPEC])
     assert str(caught.value) == (
-        "client must be a plain client if there are regularizers, and it is wrapped already: give "
-        "all terms that stay in one call of regularize."
+        "client must be a plain client if there are regularizers or settings, got a wrapped one "
+        "and 'regularizers': give them all in one call of regularize."
     )
+
+
+def test_a_wrapped_client_takes_no_other_settings(local: LocalTrainingClient) -> None:
+    client = regularize(local, [SPEC])
+    assert regularize(client, aggregate="sum") is client
+    with pytest.raises(SpecError, match="a wrapped one and 'timeout', 'aggregate': give them all"):
+        regularize(client, timeout=5.0, aggregate="upgrad")
 
 
 def test_a_client_without_the_two_methods_is_refused() -> None:

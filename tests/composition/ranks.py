@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from steelyard.composition import CompositeLoss, term
@@ -67,15 +64,3 @@ def different_terms(rank: int) -> str:
     except InputError as error:
         return str(error)
     return "no error"
-
-
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
-    torch.save(train(rank), folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,33 +13,16 @@ from torch import distributed as dist
 
 from steelyard.composition import CompositeLoss, collect_aux
 from steelyard.errors import InputError
+from tests.process_group import group_of_one, run_group
 
 from .models import Net, activity, cross_entropy, gradients
-from .ranks import RANKS, composite, rows_of
-
-ROOT = Path(__file__).parents[2]
+from .ranks import RANKS, composite, rows_of, train
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process saw."""
-    folder = tmp_path_factory.mktemp("ranks")
-    commands = [
-        [sys.executable, "-m", "tests.composition.ranks", str(rank), str(folder)]
-        for rank in range(RANKS)
-    ]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    try:
-        for process in processes:
-            _, said = process.communicate(timeout=600)
-            assert process.returncode == 0, said
-    finally:
-        for process in processes:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return run_group(train, tmp_path_factory.mktemp("ranks"), ranks=RANKS)
 
 
 def parts(model: Net, rank: int) -> dict[str, Tensor]:
@@ -135,10 +116,8 @@ def test_one_process_alone() -> None:
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A group of this process alone."""
-    meeting = f"file://{tmp_path / 'meeting'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one(tmp_path):
+        yield
 
 
 @pytest.mark.usefixtures("alone")

@@ -143,6 +143,16 @@ def test_a_merged_model_has_the_dtype_that_was_asked_for(of_tied: Trained, tmp_p
     assert all(torch.equal(p, rounded[key]) for key, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_files_have_the_mode_of_the_umask(of_tiny: Trained, tmp_path: Path, merge: bool) -> None:
+    plain = tmp_path / "plain"
+    plain.touch()
+    folder = of_tiny.export(tmp_path / "out", merge=merge)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {plain.stat().st_mode}
+    assert [path for path in files if path.suffix == ".safetensors"]
+
+
 def test_an_empty_folder_is_used(of_tiny: Trained, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert (of_tiny.export(tmp_path / "out") / "adapter_config.json").is_file()

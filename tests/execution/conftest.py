@@ -18,4 +18,6 @@ def workers() -> Iterator[Workers]:
 @pytest.fixture(params=LANES)
 def lane(request: pytest.FixtureRequest) -> str:
     found: str = request.param
+    if found == "ray":
+        request.getfixturevalue("ray_driver")
     return found

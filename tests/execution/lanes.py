@@ -9,7 +9,7 @@ from typing import Any
 
 from steelyard.execution import Batch, Ticket, Workers
 
-LANES: tuple[str, ...] = ("thread", "process", "async")
+LANES: tuple[str, ...] = ("thread", "process", "async", "ray")
 
 
 def for_lane(lane: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from steelyard.execution import transport
-from steelyard.execution.transport import Parcel, receive, reply
+from steelyard.execution.transport import Parcel, pack, receive, reply, unpack
 
 from .tickets import memory_files
 
@@ -124,3 +124,30 @@ def test_a_system_without_files_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert torch.equal(there_and_back(torch.ones(100_000)), torch.ones(100_000))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_packed_object_has_its_large_arrays_beside_it_and_arrives_writable() -> None:
+    thing: dict[str, Any] = {
+        "array": np.arange(100_000.0),
+        "tensor": torch.arange(50_000.0),
+        "small": np.ones(3),
+    }
+    parts = pack(thing)
+    pickled, *buffers = parts
+    assert len(pickled) < 2_000
+    assert [len(buffer) for buffer in buffers] == [800_000, 200_000]
+    for buffer in buffers:
+        buffer.flags.writeable = False  # as from Ray's object store
+    arrived = unpack(parts)
+    for name, array in thing.items():
+        assert (arrived[name] == array).all()
+        arrived[name][:] = -1.0
+        assert (array >= 0).all()
+
+
+def test_what_is_left_out_of_a_packed_object_is_given_back_to_it() -> None:
+    data, tensor = [{"tokens": [1, 2]}], torch.ones(100_000)
+    parts = pack((lambda: 2 * tensor.sum(), data, data), [data, tensor])
+    assert len(parts) == 1
+    fn, first, second = unpack(parts, ["the data", torch.zeros(3)])
+    assert (fn(), first, second) == (0.0, "the data", "the data")

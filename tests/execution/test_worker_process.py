@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from steelyard.errors import UnpicklableError
-from steelyard.execution import Workers
+from steelyard.execution import Workers, worker_process
+from steelyard.execution.transport import pack, unpack
 
 from .tickets import job, run, wait_until
 
@@ -108,3 +109,26 @@ def _at_home(home: int) -> OnlyHere:
     if os.getpid() != home:
         raise LookupError("far from home")
     return OnlyHere()
+
+
+def test_a_task_of_ray_tells_that_it_starts_and_then_answers() -> None:
+    data, large = {"a": 1}, torch.ones(100_000)
+
+    def fn(data: dict[str, int], large: torch.Tensor, add: int) -> float:
+        return data["a"] + float(large.sum()) + add
+
+    call = pack((fn, (data, large, 5)), [data, large])
+    steps = worker_process.work_in_task(call, [pack(data), None], pack(large))
+    assert next(steps) is None
+    succeeded, parts = next(steps)
+    assert (succeeded, unpack(parts)) == (True, 100_006.0)
+    assert next(steps, "end") == "end"
+
+
+def test_a_task_of_ray_answers_with_the_error() -> None:
+    def fail() -> None:
+        raise KeyError("here")
+
+    _, (succeeded, parts) = worker_process.work_in_task(pack((fail, ())), [])
+    assert not succeeded
+    assert repr(unpack(parts)) == "KeyError('here')"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ class Recorder:
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
         self.steps.append(metrics)
         self.counts.append((step, steps))
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    """A `stop` of a run that lets it make so many steps."""
+    answers = iter([False] * steps)
+    return lambda: next(answers, True)
 
 
 def noise(data: Any, logprobs: list[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ The service is the SDK's own training client, answered by the engine: see `tests
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,16 @@ from tinker import types
 
 from steelyard.engine import LocalServiceClient, tiny
 from steelyard.errors import ConfigError, RunError
-from steelyard.experiment import Config, RunFolder, read_config, resume, train, training_loop
-from steelyard.experiment.backend import Backend, check_model, open_backend
+from steelyard.experiment import (
+    Config,
+    RunFolder,
+    read_config,
+    resume,
+    start_checks,
+    train,
+    training_loop,
+)
+from steelyard.experiment.backend import Backend, check_model, check_service, open_backend
 from steelyard.experiment.config import ModelConfig, TermConfig
 from steelyard.experiment.encoding import Encoder
 from tests.cli.project import metrics_of, write_project
@@ -68,6 +77,7 @@ class Service:
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Service]]:
     Service.made, Service.root, Service.holder = [], tmp_path / "far-away", Holder()
     monkeypatch.setattr(tinker, "ServiceClient", Service)
+    monkeypatch.setattr(start_checks, "check_service", lambda config: None)
     yield Service
     Service.holder.close()
 
@@ -121,8 +131,23 @@ def test_a_missing_api_key_is_an_error_of_ours(
 ) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with pytest.raises(RunError, match=r"^the Tinker service must accept .*TINKER_API_KEY"):
-        train(config, tmp_path / "r")
-    assert "failed: RunError: the Tinker service" in (tmp_path / "r" / "log.txt").read_text()
+        open_backend(config.model, seed=0, checkpoints=tmp_path / "c")
+    with start(tmp_path / "served") as running:
+        model = config.model.model_copy(update={"base_url": running.base_url})
+        with pytest.raises(RunError, match=r"^the Tinker service must accept .*TINKER_API_KEY"):
+            check_service(model)
+
+
+def test_a_service_is_checked_within_an_event_loop_as_of_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+
+    async def check(url: str) -> None:
+        check_service(ModelConfig(backend="tinker", base_url=url))
+
+    with start(tmp_path / "served") as running:
+        asyncio.run(check(running.base_url))
 
 
 def test_a_run_ends_its_session_on_the_service(

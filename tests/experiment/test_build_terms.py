@@ -63,6 +63,36 @@ def test_a_custom_loss_takes_options(folder: Path) -> None:
         build_terms(config)
 
 
+@pytest.mark.parametrize(
+    ("use", "end"),
+    [
+        ("cross_entrop", "got 'cross_entrop'; did you mean 'cross_entropy'?"),
+        ("importance_samplin", "did you mean 'importance_sampling'?"),
+        ("dpoo", "did you mean 'dpo'?"),
+        ("qqqq", "got 'qqqq'."),
+    ],
+)
+def test_an_unknown_loss_lists_the_known_ones_and_hints_at_the_nearest(
+    folder: Path, use: str, end: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(folder, loss={"use": use})
+    assert str(caught.value).startswith(
+        "[loss]: use must be cross_entropy, importance_sampling, ppo, cispo, dro, a registered "
+        "name or 'package.module:attr', got "
+    )
+    assert str(caught.value).endswith(end)
+
+
+def test_a_reward_among_the_regularizers_is_sent_to_its_table(folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(folder, {"use": "exact_match", "weight": 1})
+    assert str(caught.value) == (
+        "[[regularizers]] #1: use must be a regularizer, got the reward 'exact_match': "
+        "put it in [[rewards]]"
+    )
+
+
 def build(folder: Path, *entries: dict[str, Any], **tables: Any) -> Any:
     raw = {"data": {"path": "train.jsonl"}, "regularizers": list(entries), **tables}
     return build_terms(read_config(raw, folder=folder))

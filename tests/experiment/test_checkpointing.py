@@ -22,6 +22,7 @@ from steelyard.experiment.checkpointing import (
     latest_checkpoint,
     load,
     save,
+    with_checkpoint,
 )
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.encoding import Encoder
@@ -159,6 +160,33 @@ def test_a_checkpoint_is_found_by_its_step(client: RegularizedClient, run: RunFo
     assert find_checkpoint(run, 20).step == 20
     with pytest.raises(RunError, match=r"must be that of a checkpoint of .*, 20 or 30, got 1:"):
         find_checkpoint(run, 1)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    client: RegularizedClient, run: RunFolder
+) -> None:
+    save(client, run, 1, seed=0, keep=1)
+    read: list[int] = []
+
+    def use(checkpoint: RunCheckpoint) -> str:
+        read.append(checkpoint.step)
+        if len(read) == 1:
+            save(client, run, 2, seed=0, keep=1)
+        load(client, checkpoint)
+        return checkpoint.path
+
+    path, found = with_checkpoint(run, None, use)
+    assert (read, found.step, path) == ([1, 2], 2, found.path)
+
+    def replace(checkpoint: RunCheckpoint) -> None:
+        save(client, run, 3, seed=0, keep=1)
+        load(client, checkpoint)
+
+    with pytest.raises(RunError, match=r"must be that of a checkpoint of .*, 3, got 2:"):
+        with_checkpoint(run, 2, replace)
+    missing = RunCheckpoint(3, "tinker://none/weights/step-00000001", 0, 0, None)
+    with pytest.raises(CheckpointError):
+        with_checkpoint(run, None, lambda _: load(client, missing))
 
 
 def test_the_adapter_is_that_of_the_newest_checkpoint(

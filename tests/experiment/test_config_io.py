@@ -19,6 +19,26 @@ def test_paths_of_a_mapping_become_absolute(folder: Path) -> None:
     assert config.python_path == [str(folder)]
 
 
+def test_a_base_model_is_a_folder_beside_the_config_or_else_in_the_current_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = folder / "elsewhere"
+    for name in ("models/a", "models/b", "tiny-random"):
+        (elsewhere / name).mkdir(parents=True)
+    (folder / "models/a").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+
+    def base_model(given: str, **settings: str) -> str:
+        raw = {"data": {"path": "train.jsonl"}, "model": {"base_model": given, **settings}}
+        return read_config(raw, folder=folder).model.base_model
+
+    assert base_model("models/a") == str(folder / "models/a")
+    assert base_model("models/b") == str(elsewhere / "models/b")
+    assert base_model("tiny-random") == "tiny-random", "a known name, not the folder"
+    assert base_model("models/c") == "models/c", "may be a Hub id"
+    assert base_model("models/a", backend="tinker") == "models/a", "a name on the service"
+
+
 def test_the_mapping_is_not_changed(folder: Path) -> None:
     raw = {"data": {"path": "train.jsonl"}, "train": {"steps": 3}}
     read_config(raw, ["train.steps=5"], folder=folder)

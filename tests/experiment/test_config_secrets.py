@@ -22,7 +22,12 @@ from steelyard.experiment import (
     tune,
 )
 from steelyard.experiment.config_io import restore_secrets
-from steelyard.experiment.config_secrets import literal_secrets, redacted_keys, resolve_secrets
+from steelyard.experiment.config_secrets import (
+    literal_secrets,
+    redacted_keys,
+    resolve_secrets,
+    secret_sources,
+)
 
 from .small_runs import Recorder, small_config
 
@@ -83,6 +88,11 @@ def test_a_missing_secret_is_an_error_before_training(
 def test_an_empty_reference_is_refused(folder: Path, reference: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"#1: options must take a from \{ env = "):
         small_config(folder, regularizers=[use(a=reference)])
+
+
+def test_the_variables_and_files_of_secrets_are_listed() -> None:
+    options = {"a": {"env": "A"}, "b": [{"file": "/b"}, {"env": "C", "more": 1}]}
+    assert secret_sources({"regularizers": [{"options": options}]}) == (["A"], ["/b"])
 
 
 def test_other_tables_are_no_references() -> None:

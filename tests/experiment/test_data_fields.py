@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from steelyard.errors import DataError
 from steelyard.experiment import read_config
@@ -70,3 +72,42 @@ def test_pairs_are_needed_for_preferences(folder: Path, plain: Encoder, use: str
         read(folder, plain, {"use": use, "name": "p", "weight": 0.1})
     write_data(folder / "train.jsonl", [{"chosen": "a b", "rejected": "c d"}] * 4)
     read(folder, plain, loss={"use": use})
+
+
+def own_loss(data: Any, logprobs: list[Tensor], scale: float = 1.0) -> Tensor:
+    return scale * -torch.cat(logprobs).sum()
+
+
+own_loss.reads_fields = ["margin"]  # type: ignore[attr-defined]  # as users declare it
+
+
+class OwnTerm:
+    name = "own"
+    reads_fields = ("margin",)
+
+    def compute(self, data: Any, logprobs: list[Tensor]) -> Tensor:
+        return torch.cat(logprobs).sum()
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"loss": {"use": f"{__name__}:own_loss"}},
+        {"loss": {"use": f"{__name__}:own_loss", "options": {"scale": 2.0}}},
+        {"regularizers": [{"use": f"{__name__}:OwnTerm", "weight": 1.0}]},
+        {"regularizers": [{"use": f"{__name__}:own_loss", "weight": 1.0}]},
+    ],
+    ids=["loss", "loss with options", "class", "function"],
+)
+def test_the_fields_that_own_terms_declare_are_checked(
+    folder: Path, plain: Encoder, tables: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match=r"train\.jsonl:1: must have the field 'margin'"):
+        read(folder, plain, **tables)
+    write_data(folder / "train.jsonl", [{**line, "margin": 1.0} for line in lines(6)])
+    read(folder, plain, **tables)
+
+
+def test_a_loss_over_advantages_needs_them(folder: Path, plain: Encoder) -> None:
+    with pytest.raises(DataError, match=r"must have the field 'logprobs', .* for the base loss"):
+        read(folder, plain, loss={"use": "ppo"})

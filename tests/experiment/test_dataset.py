@@ -13,7 +13,7 @@ from steelyard.experiment import Config, RunFolder
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.batching import batch
 from steelyard.experiment.build_terms import build_terms
-from steelyard.experiment.config import TrainConfig
+from steelyard.experiment.config_train import TrainConfig
 from steelyard.experiment.dataset import Dataset, load_dataset, used_lines
 
 from .small_runs import DRIFT, KL, L2, lines, small_config, write_data

@@ -17,7 +17,7 @@ from steelyard import CustomLossOutput, compute
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.batching import FixedData
 from steelyard.experiment.build_terms import Terms
-from steelyard.experiment.config import TrainConfig
+from steelyard.experiment.config_train import TrainConfig
 from steelyard.experiment.data_files import read_records
 from steelyard.experiment.dataset import Dataset
 from steelyard.experiment.driver_records import driver_records, redact_pieces

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from tinker import types
+from torch import Tensor
 
 from steelyard import RegularizerSpec
+from steelyard.errors import InputError, TermError
+from steelyard.experiment import train
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.base_losses import CrossEntropy
 from steelyard.experiment.build_terms import Terms, build_terms
@@ -21,7 +24,7 @@ from steelyard.experiment.held_out import evaluate_held_out, failures
 from steelyard.regularizers import Adaptive, EMADrift
 from tests.engine.by_hand import ByHand
 
-from .small_runs import L2, failing, from_logits, lines, small_config, term
+from .small_runs import L2, Recorder, failing, from_logits, lines, small_config, term, write_data
 
 
 @pytest.fixture
@@ -76,6 +79,39 @@ def test_a_failing_term_has_a_reason_in_place_of_a_value(
     failed = "TermError: regularizer 'failing' failed: "
     assert reason == f"{failed}RuntimeError: the knowledge base is down"
     assert failures({**metrics, "held_out/skipped/failing/reason": reason}) == {"failing": reason}
+
+
+def missing(data: Any, logprobs: list[Tensor]) -> Tensor:
+    raise InputError("datum 1 must have a label, got none.")
+
+
+def missing_logits(data: Any, logprobs: list[Tensor], logits: Any) -> Tensor:
+    if len(data) == 1:  # the last of the batches of 2
+        raise InputError("datum 0 must have a label, got none.")
+    return torch.cat(logprobs).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "needs", "line"), [(missing, [], 4), (missing_logits, ["logits"], 7)]
+)
+def test_reasons_name_the_lines_of_the_held_out_file(
+    folder: Path, fn: Any, needs: list[str], line: int
+) -> None:
+    text = write_data(folder / "held_out.jsonl", lines(5)).read_text()
+    (folder / "held_out.jsonl").write_text(f"\n\n{text}")  # data begin at line 3
+    entry = {"use": f"{__name__}:{fn.__name__}", "weight": 0.1, "needs": needs, "on_error": "skip"}
+    options = ("train.steps=1", "train.batch_size=2", 'data.held_out="held_out.jsonl"')
+    config = small_config(folder, *options, regularizers=[entry])
+    recorder = Recorder()
+    train(config, folder / "r", watch=recorder)
+    (said,) = [text for text in recorder.messages if "has no held-out value" in text]
+    assert f"line {line} of held_out.jsonl must have a label" in said
+
+
+def test_a_base_loss_that_fails_names_the_line_of_the_held_out_part(folder: Path) -> None:
+    config = small_config(folder, f"loss.use={__name__}:missing")
+    with pytest.raises(TermError, match=r"line \d+ of train\.jsonl must have a label"):
+        train(config, folder / "r")
 
 
 def value(backend: Backend, data: Sequence[types.Datum], spec: RegularizerSpec, **more: Any) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from steelyard.experiment.overall_progress import OverallProgress
+import threading
+
+from steelyard.experiment import RunFolder
+from steelyard.experiment.overall_progress import NewSteps, OverallProgress
 
 from .small_runs import Recorder
 
@@ -19,3 +22,36 @@ def test_steps_of_interleaved_and_resumed_runs_are_added_up() -> None:
     assert recorder.counts == [(3, 12), (5, 12), (6, 12), (9, 12)]
     assert [metrics["of"] for metrics in recorder.steps] == ["a", "b", "a", "c"]
     assert recorder.messages == ["loading"]
+
+
+def test_runs_in_several_threads_notify_one_at_a_time() -> None:
+    recorder = Recorder()
+    progress = OverallProgress(recorder, 400)
+
+    def run(name: str) -> None:
+        watch = progress.of(name)
+        for step in range(100):
+            watch.step(step, 100, {})
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recorder.counts == [(step, 400) for step in range(400)]
+
+
+def test_steps_are_reported_once_and_only_whole_lines(run: RunFolder) -> None:
+    recorder = Recorder()
+    steps = NewSteps(run.metrics_file, 3, recorder)
+    steps.report()
+    run.append({"step": 0})
+    with run.metrics_file.open("a") as file:
+        file.write('{"step"')
+    steps.report()
+    steps.report()
+    with run.metrics_file.open("a") as file:
+        file.write(": 1}\n")
+    steps.report()
+    assert recorder.steps == [{"step": 0}, {"step": 1}]
+    assert steps.reported == 2

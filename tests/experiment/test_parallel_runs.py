@@ -10,6 +10,7 @@ import pytest
 
 from steelyard.errors import RunError
 from steelyard.experiment import RunFolder, train
+from steelyard.experiment.overall_progress import NewSteps
 from steelyard.experiment.parallel_runs import _Child, _memory_is_free, run_in_parallel
 
 from .small_runs import L2, Recorder, small_config, without_clock
@@ -61,29 +62,17 @@ def test_nothing_starts_after_a_stop(folder: Path) -> None:
     assert not (folder / "r").exists()
 
 
-def test_steps_are_reported_once_and_only_whole_lines(
+def test_a_process_that_has_ended_takes_no_memory(
     run: RunFolder, ended: subprocess.Popen[bytes]
 ) -> None:
-    recorder = Recorder()
-    child = _Child(run.path, 3, ended, recorder)
-    child.report_steps()
-    run.append({"step": 0})
-    with run.metrics_file.open("a") as file:
-        file.write('{"step"')
-    child.report_steps()
-    child.report_steps()
-    with run.metrics_file.open("a") as file:
-        file.write(": 1}\n")
-    child.report_steps()
-    assert recorder.steps == [{"step": 0}, {"step": 1}]
-    assert child.memory == 0, "it has ended"
+    assert _Child(run.path, ended, NewSteps(run.metrics_file, 3, Recorder())).memory == 0
 
 
 def test_another_run_starts_when_every_running_one_has_made_a_step(
     run: RunFolder, ended: subprocess.Popen[bytes]
 ) -> None:
     assert _memory_is_free([])
-    made_a_step = _Child(run.path, 3, ended, Recorder(), reported=1)
-    has_not = _Child(run.path, 3, ended, Recorder())
+    made_a_step = _Child(run.path, ended, NewSteps(run.metrics_file, 3, Recorder(), reported=1))
+    has_not = _Child(run.path, ended, NewSteps(run.metrics_file, 3, Recorder()))
     assert _memory_is_free([made_a_step])
     assert not _memory_is_free([made_a_step, has_not])

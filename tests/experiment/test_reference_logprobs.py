@@ -18,6 +18,7 @@ from steelyard.experiment.data_files import Group
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.reference_logprobs import (
     add_reference_logprobs,
+    merge_reference_logprobs,
     share_reference_logprobs,
 )
 
@@ -52,6 +53,7 @@ def test_every_datum_gets_the_logprobs_of_the_untrained_client(
         assert "reference_logprobs" not in original.loss_fn_inputs
     cached = safetensors.torch.load((run.path / "reference.safetensors").read_bytes())
     assert sorted(map(len, cached.values())) == sorted(map(len, expected))
+    assert not list(run.path.glob(".reference*"))
 
 
 def test_a_resumed_run_reads_them_from_its_folder(
@@ -178,3 +180,15 @@ def test_the_progress_of_a_long_computation_is_said(
         "base model's log-probs: 16 of 40 examples",
         "base model's log-probs: 32 of 40 examples",
     ]
+
+
+def test_the_logprobs_of_another_machine_are_added_to_the_shared_ones(tmp_path: Path) -> None:
+    share_reference_logprobs(tmp_path)
+    first, second = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.zeros(3)}
+    for computed in (first, second, first):
+        merge_reference_logprobs(tmp_path, safetensors.torch.save(computed))
+    found = safetensors.torch.load((tmp_path / "reference.safetensors").read_bytes())
+    assert {digest: row.tolist() for digest, row in found.items()} == {
+        "a": [1.0, 1.0],
+        "b": [0.0, 0.0, 0.0],
+    }

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from steelyard.errors import DataError, MissingExtraError, SteelyardError, TermError
+from steelyard.errors import DataError, MissingExtraError, RunError, SteelyardError, TermError
 from steelyard.experiment import Config, read_config, train
 from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.start_checks import check_start
+from tests.engine.server.wire_client import start
 from tests.regularizers.http_server import Server
 
 from .small_runs import L2, Recorder, lines, small_config, write_data
@@ -41,7 +42,61 @@ def test_a_service_that_is_not_there_is_an_error(folder: Path) -> None:
 def test_a_service_that_answers_is_there_whatever_it_says(folder: Path) -> None:
     with Server() as server:
         check(with_term(folder, {**JUDGE, "options": {"url": server.url("check")}}))
+        server.wait_for_visitors(1)  # a server that stops while it accepts one leaves a socket open
         assert not server.methods
+
+
+def test_a_service_of_a_wrapped_term_is_checked(folder: Path) -> None:
+    options: dict[str, Any] = {"regularizer": {"fn": "external_validation"}, "target": 0.1}
+    options["regularizer"]["options"] = {"url": DEAD}
+    with pytest.raises(TermError, match="listen for regularizer 'external_validation'"):
+        check(with_term(folder, {"use": "adaptive", "weight": 0.1, "options": options}))
+
+
+def on_policy(folder: Path, reward: dict[str, Any], *terms: dict[str, Any], **line: Any) -> Config:
+    write_data(folder / "prompts.jsonl", [{"prompt": "a", **line}, {"prompt": "b", **line}])
+    raw = {
+        "model": {"base_model": "tiny-random"},
+        "rollouts": {"prompts": "prompts.jsonl"},
+        "rewards": [{"weight": 1.0, **reward}],
+        "regularizers": list(terms),
+    }
+    return read_config(raw, folder=folder)
+
+
+def test_a_reward_over_http_that_is_not_there_is_an_error(folder: Path) -> None:
+    config = on_policy(folder, {"use": "http_validation", "options": {"url": DEAD}})
+    with pytest.raises(TermError, match=r"listen for reward 'http_validation' at .*:9/judge"):
+        check(config)
+
+
+def test_a_reward_model_that_is_not_there_is_an_error(folder: Path) -> None:
+    config = on_policy(folder, {"use": "reward_model", "options": {"model": str(folder)}})
+    with pytest.raises(TermError, match="reward 'reward_model' must be loaded before"):
+        check(config)
+
+
+def test_the_prompts_must_have_what_rewards_read(folder: Path) -> None:
+    check(on_policy(folder, {"use": "exact_match"}, answer="4"))
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: must have the field 'answer' for rew"):
+        check(on_policy(folder, {"use": "exact_match"}))
+
+
+@pytest.mark.parametrize("key", ["right", "wrong"])
+def test_a_tinker_service_must_answer_and_accept_the_key(
+    folder: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", f"tml-{key}")
+    with start(folder / "served", api_key="tml-right") as running:
+        service = ("model.backend=tinker", f"model.base_url={running.base_url}")
+        config = with_term(folder, L2, *service)
+        if key == "right":
+            check(config)
+        else:
+            with pytest.raises(RunError, match=r"must accept the connection, and .*401"):
+                check(config)
+    with pytest.raises(RunError, match=r"a Tinker service must answer at .*, and none does: "):
+        check(config)
 
 
 def test_a_sink_that_is_not_installed_is_an_error(
@@ -53,14 +108,10 @@ def test_a_sink_that_is_not_installed_is_an_error(
 
 
 def test_prompts_of_rollouts_are_checked(folder: Path) -> None:
+    config = on_policy(folder, {"use": "valid_json"})
     write_data(folder / "prompts.jsonl", [{"prompt": "a"}, {"question": "b"}])
-    raw: dict[str, Any] = {
-        "model": {"base_model": "tiny-random"},
-        "rollouts": {"prompts": "prompts.jsonl"},
-        "rewards": [{"use": "valid_json", "weight": 1.0}],
-    }
     with pytest.raises(DataError, match=r"prompts\.jsonl:2: must have the keys of"):
-        check(read_config(raw, folder=folder))
+        check(config)
 
 
 @pytest.mark.parametrize("fault", ["line", "field", "service"])

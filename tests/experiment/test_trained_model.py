@@ -215,7 +215,7 @@ def test_the_checkpoint_of_a_run_that_goes_on_may_be_replaced_while_it_is_opened
             assert resume(run.path).status == "done"
         return found[-1]
 
-    monkeypatch.setattr("steelyard.experiment.trained_model.find_checkpoint", find_and_go_on)
+    monkeypatch.setattr("steelyard.experiment.checkpointing.find_checkpoint", find_and_go_on)
     with open_trained_model(tmp_path / "run") as model:
         assert model.checkpoint.step == 3
     assert found[0].step == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from steelyard import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from steelyard.errors import ConfigError, InputError, RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
-from steelyard.experiment.training_loop import space_metrics
+from steelyard.experiment.training_steps import space_metrics
 
 from .small_runs import (
     DRIFT,
@@ -26,14 +25,10 @@ from .small_runs import (
     from_logits,
     noise,
     small_config,
+    stop_after,
     term,
     without_clock,
 )
-
-
-def stop_after(steps: int) -> Callable[[], bool]:
-    answers = iter([False] * steps)
-    return lambda: next(answers, True)
 
 
 def test_a_run_writes_its_metrics_its_result_and_its_samples(folder: Path) -> None:

@@ -265,3 +265,8 @@ def test_a_trial_that_is_worse_than_the_median_is_pruned(folder: Path) -> None:
     assert states == [(0, "completed"), (1, "completed"), (2, "completed"), (3, "pruned")]
     assert len(recorder.steps) == 3, "the first evaluation after the warm-up is at step 2"
     assert json.loads(found.config.read_text())["regularizers"][0]["weight"] == found.weights["l2"]
+
+
+def test_several_trials_at_once_need_a_cluster(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got jobs=2: give a Ray cluster, with --ray auto"):
+        tune(small_config(folder, regularizers=[RANGE]), folder / "s", jobs=2)

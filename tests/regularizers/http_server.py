@@ -54,6 +54,13 @@ class Server:
         with self._changed:
             assert self._changed.wait_for(lambda: self.open == 0, timeout=600)
 
+    def wait_for_visitors(self, count: int) -> None:
+        """Wait until so many connections have come, and all are closed."""
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: self.connections >= count and self.open == 0, timeout=600
+            )
+
     def _count(self, more: int) -> None:
         with self._changed:
             self.open += more

@@ -278,7 +278,7 @@ def test_pairs_of_different_shape_are_an_error() -> None:
     with pytest.raises(InputError) as caught:
         Consistency().compute([], doubles([-1.0], [-1.0, -2.0]))
     assert str(caught.value) == (
-        "data 0 and 1 must have as many tokens that count, got the shapes [1] and [2]."
+        "datum 0 and datum 1 must have as many tokens that count, got the shapes [1] and [2]."
     )
     with pytest.raises(InputError, match="metric must be 'mse' or 'l1' for log-probs"):
         Consistency(metric="js").compute([], doubles([-1.0], [-1.0]))

@@ -301,7 +301,7 @@ def test_a_datum_without_a_partner() -> None:
     rows = batch_rows([plain(pair=label) for label in (7, 3, 7)], [torch.zeros(1)] * 3)
     with pytest.raises(InputError) as caught:
         batch_pairs(rows, "pair")
-    assert str(caught.value) == "a pair must have two data, got the data [1] for the pair 3."
+    assert str(caught.value) == "a pair must have two data, got datum 1 for the pair 3."
     with pytest.raises(InputError) as caught:
         batch_pairs(rows, None)
     assert str(caught.value) == (

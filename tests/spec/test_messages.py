@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.spec import describe, describe_with_place, raised_at
+from steelyard.spec import describe, describe_with_place, did_you_mean, raised_at
 
 
 class UnreadableError(Exception):
@@ -45,3 +45,8 @@ def test_a_syntax_error_is_placed_in_the_file_that_has_it() -> None:
 def test_an_exception_that_was_not_raised_has_no_place() -> None:
     assert not raised_at(KeyError("x"))
     assert describe_with_place(KeyError("x")) == "KeyError: 'x'"
+
+
+def test_the_nearest_known_name_is_hinted_at_if_there_is_one() -> None:
+    assert did_you_mean("ppoo", ("ppo", "cispo")) == "; did you mean 'ppo'?"
+    assert did_you_mean("qqqq", ("ppo", "cispo")) == ""

@@ -166,6 +166,16 @@ def test_an_unknown_name_close_to_a_known_one_gets_a_hint() -> None:
         lookup("lenght")
 
 
+def test_an_attribute_close_to_one_of_the_module_gets_a_hint() -> None:
+    with pytest.raises(RegistryError, match=r"has no attribute 'tau2'; did you mean 'tau'\?$"):
+        lookup("math:tau2")
+
+
+def test_a_penalty_close_to_a_known_one_gets_a_hint() -> None:
+    with pytest.raises(RegistryError, match=r"got 'entropi'; did you mean 'entropy'\?$"):
+        lookup_penalty("entropi")
+
+
 @pytest.mark.parametrize(
     ("code", "why"),
     [("x = 1\ndef f(:\n", "SyntaxError: invalid syntax"), ("\n1 / 0", "ZeroDivisionError: div")],
@@ -209,7 +219,7 @@ def test_a_path_is_imported(path: str, qualname: str) -> None:
     ("path", "why"),
     [
         ("no_such_package.terms:length", "No module named 'no_such_package'"),
-        ("their_package.terms:lenght", "module 'their_package.terms' has no attribute 'lenght'"),
+        ("their_package.terms:zzzz", "module 'their_package.terms' has no attribute 'zzzz'"),
         ("their_package.terms:Box.outer", "type object 'Box' has no attribute 'outer'"),
         ("their_package.terms:", "module 'their_package.terms' has no attribute ''"),
         (":length", "Empty module name"),
@@ -313,7 +323,7 @@ PENALTIES = (
         ),
         ("limit", "penalty must be a function over arrays, and 'limit' stands for 5."),
         ("math:pi", "penalty must be a function over arrays, and 'math:pi' stands for 3.14159"),
-        ("math:tau2", "'math:tau2' cannot be imported: module 'math' has no attribute 'tau2'."),
+        ("math:zzzz", "'math:zzzz' cannot be imported: module 'math' has no attribute 'zzzz'."),
     ],
 )
 def test_what_is_no_penalty_is_refused(name: str, message: str) -> None:

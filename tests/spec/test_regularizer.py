@@ -84,7 +84,9 @@ FN = (
     "fn must be callable as (data, logprobs), or have such a compute method, "
     "got {} (regularizer 'term')."
 )
-RUN_IN = "run_in must be one of auto, inline, thread, process, async, got {} (regularizer 'term')."
+RUN_IN = (
+    "run_in must be one of auto, inline, thread, process, async, ray, got {} (regularizer 'term')."
+)
 GRADIENT = (
     "gradient must be one of auto, autograd, numerical, score, none, got {} (regularizer 'term')."
 )
@@ -198,6 +200,20 @@ GRADIENT = (
             (
                 f"run_in='async' needs an async fn, got {nothing!r}: "
                 "write it with 'async def', or use 'thread' (regularizer 'term')."
+            ),
+        ),
+        (
+            {"run_in": "ray", "fn": Remembers()},
+            (
+                "run_in='ray' cannot run a stateful term: its state would stay in the "
+                "worker; use 'auto', 'inline' or 'thread' (regularizer 'term')."
+            ),
+        ),
+        (
+            {"run_in": "ray", "options": {"num_gpus": -1}},
+            (
+                "num_gpus must be a number >= 0, and a whole one above 1, got -1 "
+                "(regularizer 'term')."
             ),
         ),
         (
@@ -330,7 +346,7 @@ def test_a_place_that_suits_the_function_is_accepted(fields: dict[str, Any]) -> 
 
 
 def test_the_types_list_the_choices_of_the_design() -> None:
-    assert get_args(RunIn) == ("auto", "inline", "thread", "process", "async")
+    assert get_args(RunIn) == ("auto", "inline", "thread", "process", "async", "ray")
     assert get_args(Gradient) == ("auto", "autograd", "numerical", "score", "none")
     assert get_args(OnError) == ("raise", "skip")
     assert BASE == "base"
@@ -514,7 +530,7 @@ def test_a_spec_stands_for_itself() -> None:
             (
                 "a regularizer has no field 'weigth'; known: ['fn', 'weight', 'name', 'at_most', "
                 "'at_least', 'scale', 'anchor', 'run_in', 'gradient', 'timeout', 'on_error', "
-                "'enabled', 'every', 'options', 'needs'] "
+                "'enabled', 'every', 'options', 'needs', 'ranks'] "
                 "(regularizer 'term')."
             ),
         ),
@@ -672,3 +688,25 @@ def test_a_bound_schedule_must_give_finite_numbers() -> None:
         bad.bound_at(4)
     with pytest.raises(SpecError, match="it raised KeyError: 4 at step 4"):
         RegularizerSpec(nothing, name="term", at_most=failing).bound_at(4)
+
+
+def scaled(data: Any, logprobs: Any, scale: float = 1.0) -> float:
+    return scale
+
+
+def test_on_ray_the_options_of_the_task_are_not_those_of_the_call() -> None:
+    options = {"scale": 2.0, "num_gpus": 1, "resources": {"judge": 1}}
+    spec = spec_of(fn=scaled, run_in="ray", options=options)
+    assert spec.options == options
+    assert spec.call_options == {"scale": 2.0}
+    assert spec.placement == {"num_gpus": 1, "resources": {"judge": 1}}
+    assert spec.measuring().placement == spec.placement
+    with pytest.raises(SpecError, match=r"keywords \['scale', 'num_gpus', 'resources'\]"):
+        spec_of(fn=scaled, run_in="process", options=options)
+
+
+def test_on_ray_a_named_regularizer_is_built_without_the_options_of_the_task() -> None:
+    fields = {"fn": "l2", "weight": 0.1, "options": {"num_cpus": 2}, "run_in": "ray"}
+    spec = RegularizerSpec.from_dict(fields)
+    assert spec.placement == {"num_cpus": 2}
+    assert spec.call_options == {}

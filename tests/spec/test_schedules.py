@@ -21,6 +21,7 @@ from steelyard.spec.schedules import (
     constant,
     cosine,
     exponential,
+    join,
     linear,
     piecewise,
     warmup,
@@ -57,6 +58,11 @@ steps = st.integers(0, 3000)
             {0: 1.0, 2: 1.0, 3: 2.0, 5: 2.0, 6: 5.0},
         ),
         (by_epoch(linear(0.0, 1.0, 2), 1), {0: 0.0, 1: 0.5, 2: 1.0}),
+        (
+            join({3: linear(5.0, 1.0, 4), 0: warmup(6.0, 3)}),
+            {0: 0.0, 1: 2.0, 2: 4.0, 3: 5.0, 4: 4.0, 7: 1.0, 99: 1.0},
+        ),
+        (join({0: exponential(2.0, 3.0), 2: constant(1.0)}), {1: 6.0, 2: 1.0, 10**6: 1.0}),
         (piecewise({7: 3.0, 0: 1.0, 3: 2.0}), {0: 1.0, 2: 1.0, 3: 2.0, 6: 2.0, 7: 3.0}),
     ],
 )
@@ -125,6 +131,7 @@ NUMBER = "{} must be a finite number, got {}."
 STEPS = "{} must be a whole number >= 0, got {}."
 EPOCH = "steps_per_epoch must be a whole number >= 1, got {}."
 PIECES = "pieces must map steps to weights and begin at step 0, got {}."
+JOIN = "pieces must map steps to schedules and begin at step 0, got {}."
 
 
 @pytest.mark.parametrize(
@@ -154,6 +161,10 @@ PIECES = "pieces must map steps to weights and begin at step 0, got {}."
         (by_epoch, (0.5, 3), "schedule must be a callable epoch -> float, got 0.5."),
         (by_epoch, (constant(1.0), 0), EPOCH.format("0")),
         (by_epoch, (constant(1.0), 2.5), EPOCH.format("2.5")),
+        (join, ({},), JOIN.format("{}")),
+        (join, (3,), JOIN.format("3")),
+        (join, ({0: constant(1.0), -1: constant(1.0)},), STEPS.format("a step of pieces", "-1")),
+        (join, ({0: 0.5},), "pieces[0] must be a callable step -> float, got 0.5."),
         (piecewise, ({0: 1.0, 9: "x"},), NUMBER.format("pieces[9]", "'x'")),
     ],
 )
@@ -173,6 +184,7 @@ EACH: list[tuple[Callable[..., Schedule], tuple[Any, ...], tuple[Any, ...]]] = [
     (cosine, (1.0, 0.0, 10), (1.0, 0.1, 10)),
     (piecewise, ({0: 1.0, 5: 2.0},), ({0: 1.0, 6: 2.0},)),
     (by_epoch, (linear(0.0, 1.0, 9), 2), (linear(0.0, 1.0, 9), 3)),
+    (join, ({0: warmup(1.0, 4)},), ({0: warmup(1.0, 5)},)),
 ]
 
 
@@ -204,6 +216,7 @@ TRACEABLE: list[Schedule] = [
     cosine(5.0, 1.0, 0),
     piecewise({0: 0.1}),
     piecewise({0: 0.1, 3: 0.5, 7: -1.0}),
+    join({0: warmup(1.0, 3), 3: cosine(1.0, 0.1, 6)}),
     by_epoch(linear(0.0, 1.0, 5), 3),
     by_epoch(piecewise({0: 1.0, 1: 2.0, 2: 5.0}), 3),
 ]

@@ -3,7 +3,7 @@
 `app` lists the commands, one file each. `display` picks how a run is shown: `live_display` on a
 terminal, `text_display` in files and pipes, both from the rows of `term_table`. `trained_run`
 opens a run for the commands that use its model. `interruption` handles Ctrl-C, `exit_codes` turns
-errors into exit codes.
+errors into exit codes, `usage_errors` lists the options where one is unknown.
 """
 
 from steelyard._extras import cure as _cure

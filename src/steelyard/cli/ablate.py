@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.exit_codes import INTERRUPTED
+from steelyard.cli.ray_options import RayAddress, RayCpus, RayGpus, RayMemory, ray_cluster
 from steelyard.cli.train import Overrides, Seeds, SkipBad
 
 if TYPE_CHECKING:
@@ -23,9 +24,20 @@ def ablate(
     ] = None,
     seeds: Seeds = 1,
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, help="Number of runs at the same time.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--jobs",
+            "-j",
+            min=1,
+            help="Number of runs at the same time; default: 1, or what the Ray cluster has room "
+            "for.",
+        ),
+    ] = None,
     skip_bad: SkipBad = False,
+    ray: RayAddress = None,
+    ray_cpus: RayCpus = 1,
+    ray_gpus: RayGpus = None,
+    ray_memory: RayMemory = None,
 ) -> None:
     """Train with all terms, without each one, and with none; compare."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
@@ -33,9 +45,10 @@ def ablate(
 
     parsed = experiment.read_config(config, overrides or (), skip_bad=skip_bad)
     folder = run or Path("runs") / f"{config.stem}-ablation"
+    cluster = ray_cluster(ray, ray_cpus, ray_gpus, ray_memory)
     ablation = run_with_display(
         lambda watch, stop: experiment.ablate(
-            parsed, folder, seeds=seeds, jobs=jobs, watch=watch, stop=stop
+            parsed, folder, seeds=seeds, jobs=jobs, watch=watch, stop=stop, ray=cluster
         )
     )
     if ablation.table:

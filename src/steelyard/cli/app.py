@@ -13,6 +13,7 @@ import typer
 
 from steelyard._version import __version__
 from steelyard.cli.ablate import ablate
+from steelyard.cli.change import continue_, pause, set_
 from steelyard.cli.chat import chat
 from steelyard.cli.config import app as config
 from steelyard.cli.demo import demo
@@ -24,16 +25,21 @@ from steelyard.cli.sample import sample
 from steelyard.cli.serve import serve
 from steelyard.cli.train import resume, train
 from steelyard.cli.tune import tune
+from steelyard.cli.usage_errors import CommandGroup
 from steelyard.cli.watch import watch
 
 app = typer.Typer(
     name="steelyard",
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command("train")(train)
 app.command("resume")(resume)
+app.command("set")(set_)
+app.command("pause")(pause)
+app.command("continue")(continue_)
 app.command("ablate")(ablate)
 app.command("tune")(tune)
 app.command("report")(report)

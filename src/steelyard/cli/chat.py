@@ -12,6 +12,7 @@ import typer
 
 from steelyard.cli.exit_codes import report_error
 from steelyard.cli.trained_run import (
+    Checkpoint,
     MaxTokens,
     Run,
     Seed,
@@ -19,6 +20,7 @@ from steelyard.cli.trained_run import (
     System,
     Temperature,
     TopP,
+    chosen_checkpoint,
     opened_model,
     printable,
 )
@@ -42,11 +44,12 @@ def chat(
     seed: Seed = None,
     system: System = None,
     step: Step = None,
+    checkpoint: Checkpoint = None,
 ) -> None:
     """Talk with the model of a run; from a pipe, answer each line."""
     from steelyard.experiment import Chat  # noqa: PLC0415 - takes seconds
 
-    with opened_model(run, step) as model:
+    with opened_model(run, chosen_checkpoint(step, checkpoint)) as model:
         params = model.params(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )

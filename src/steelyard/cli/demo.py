@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -36,8 +38,17 @@ def demo(
         typer.echo(f"\nReport: {result.report}")
     if result.outcome.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
-    typer.echo(f"See its curves in a browser: steelyard watch {shlex.quote(str(folder.parent))}")
-    typer.echo(f"Talk to the model: steelyard chat {shlex.quote(str(folder))} --base")
+    program = _program()
+    typer.echo(f"See its curves in a browser: {program} watch {shlex.quote(str(folder.parent))}")
+    typer.echo(f"Talk to the model: {program} chat {shlex.quote(str(folder))} --base")
+
+
+def _program() -> str:
+    """The command as it can be typed: `make demo` runs one that is not on the search path."""
+    started = Path(sys.argv[0])
+    if shutil.which("steelyard") or started.name != "steelyard":
+        return "steelyard"
+    return shlex.quote(str(started))
 
 
 def _print_samples(folder: Path) -> None:

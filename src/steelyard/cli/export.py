@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.trained_run import Run, Step
+from steelyard.cli.trained_run import Checkpoint, Run, Step, chosen_checkpoint
 
 
 def export(
@@ -26,6 +26,7 @@ def export(
         ),
     ] = None,
     step: Step = None,
+    checkpoint: Checkpoint = None,
 ) -> None:
     """Write the model of a run for other libraries."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
@@ -33,6 +34,7 @@ def export(
     from steelyard.experiment import export_run  # noqa: PLC0415 - as above
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
-    written, checkpoint = export_run(run, folder, merge=merge, step=step, dtype=dtype)
+    chosen = chosen_checkpoint(step, checkpoint)
+    written, record = export_run(run, folder, merge=merge, step=chosen, dtype=dtype)
     kind = "Model" if merge else "Adapter"
-    typer.echo(f"{kind} after {checkpoint.step} steps: {written}")
+    typer.echo(f"{kind} after {record.step} steps: {written}")

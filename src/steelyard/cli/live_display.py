@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.cli.reward_table import RewardRow, answer_facts, reward_rows
-from steelyard.cli.term_table import TermRow, rows_of
+from steelyard.cli.term_table import TermRow, evaluation_values, rows_of, throughput
 from steelyard.experiment import redact, space_label
 
 # Long headings break over two lines to keep the table narrow. Weight × value is the contribution
@@ -150,11 +150,12 @@ def step_table(
     metrics: dict[str, Any], *, narrow: bool = False, left_out: Sequence[str] = ()
 ) -> Table:
     """Table of the terms at one step; the caption says why terms were skipped."""
-    title = f"step {metrics['step']}, {metrics['seconds']:.1f} s"
+    title = ", ".join([f"step {metrics['step']}, {metrics['seconds']:.1f} s", *throughput(metrics)])
     for quantity in ("loss", "reward"):
         held_out = metrics.get(f"held_out/{quantity}")
         if held_out is not None:
             title += f", held-out {quantity} {held_out:.4f}"
+    title += "".join(f", {value}" for value in evaluation_values(metrics))
     rows = rows_of(metrics)
     skipped = [f"{row.name} skipped: {row.skipped}" for row in rows if row.skipped is not None]
     spaces = {row.space for row in rows if row.space is not None}

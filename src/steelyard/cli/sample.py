@@ -11,6 +11,7 @@ import typer
 
 from steelyard.cli.train import SkipBad
 from steelyard.cli.trained_run import (
+    Checkpoint,
     MaxTokens,
     Run,
     Seed,
@@ -18,6 +19,7 @@ from steelyard.cli.trained_run import (
     System,
     Temperature,
     TopP,
+    chosen_checkpoint,
     opened_model,
     printable,
 )
@@ -54,12 +56,13 @@ def sample(
         bool, typer.Option("--base", help="Show the base model's answers too.")
     ] = False,
     step: Step = None,
+    checkpoint: Checkpoint = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON Lines.")] = False,
     skip_bad: SkipBad = False,
 ) -> None:
     """Answer prompts with the model of a run."""
     texts = _read_prompts(prompt or [], file, skip_bad=skip_bad)
-    with opened_model(run, step) as model:
+    with opened_model(run, chosen_checkpoint(step, checkpoint)) as model:
         is_chat = model.is_chat if chat is None else chat
         prompts = [_record(each, system, is_chat=is_chat or system is not None) for each in texts]
         params = model.params(

@@ -110,3 +110,29 @@ def _gradient_columns(gradient: Gradient | None) -> dict[str, Any]:
         "share": gradient.share,
         "cosine": gradient.cosine,
     }
+
+
+def throughput(metrics: Mapping[str, Any]) -> list[str]:
+    """Tokens that were trained on in a second, as text; empty if they were not counted.
+
+    Example:
+        >>> throughput({"tokens_per_second": 1234.5})
+        ['1,234 tokens/s']
+    """
+    found = metrics.get("tokens_per_second")
+    return [] if found is None else [f"{found:,.0f} tokens/s"]
+
+
+def evaluation_values(metrics: Mapping[str, Any]) -> list[str]:
+    """Values of the evaluation functions at this step, as text.
+
+    Example:
+        >>> evaluation_values({"eval/accuracy": 0.5})
+        ['accuracy 0.5']
+    """
+    prefix = "eval/"
+    return [
+        f"{key.removeprefix(prefix)} {value:.4g}"
+        for key, value in metrics.items()
+        if key.startswith(prefix)
+    ]

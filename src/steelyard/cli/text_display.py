@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from steelyard.cli.reward_table import answer_facts, reward_rows
-from steelyard.cli.term_table import rows_of
+from steelyard.cli.term_table import evaluation_values, rows_of, throughput
 from steelyard.experiment import redact
 
 
@@ -41,10 +41,12 @@ class TextDisplay:
             flags = f" ({', '.join(row.flags)})" if row.flags else ""
             contribution = "skipped" if row.contribution is None else f"{row.contribution:+.4f}"
             fields.append(f"{row.name} {contribution}{flags}")
+        fields += throughput(metrics)
         if "held_out/loss" in metrics:
             fields.append(f"held-out {metrics['held_out/loss']:.4f}")
         if "held_out/reward" in metrics:
             fields.append(f"held-out reward {metrics['held_out/reward']:.4f}")
+        fields += evaluation_values(metrics)
         self.say("  ".join(fields))
 
     def restore(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,6 +16,10 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")]
 Step = Annotated[
     int | None,
     typer.Option("--step", min=0, help="Checkpoint after this many steps; default: the last."),
+]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option("--checkpoint", help="best (by train.keep_best), last, or a number of steps."),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0, help="0: the likeliest token.")]
@@ -38,8 +42,25 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def chosen_checkpoint(step: int | None, checkpoint: str | None) -> int | Literal["best"] | None:
+    """Checkpoint that `--step` or `--checkpoint` names; None is the last one."""
+    if checkpoint is None:
+        return step
+    if step is not None:
+        raise typer.BadParameter("give --step or --checkpoint, not both.")
+    if checkpoint == "best":
+        return "best"
+    if checkpoint == "last":
+        return None
+    if not checkpoint.isdecimal():
+        raise typer.BadParameter(
+            f"--checkpoint must be best, last or a number of steps, got {checkpoint!r}."
+        )
+    return int(checkpoint)
+
+
 @contextmanager
-def opened_model(run: Path, step: int | None) -> Iterator[TrainedModel]:
+def opened_model(run: Path, step: int | Literal["best"] | None) -> Iterator[TrainedModel]:
     """Open the model of a run, and say on stderr which checkpoint it is."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.exit_codes import INTERRUPTED
+from steelyard.cli.ray_options import RayAddress, RayCpus, RayGpus, RayMemory, ray_cluster
 from steelyard.cli.train import Overrides, Seeds, SkipBad
 
 if TYPE_CHECKING:
@@ -27,6 +28,20 @@ def tune(
     ] = None,
     seeds: Seeds = 1,
     skip_bad: SkipBad = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            "-j",
+            min=1,
+            help="Number of trials at the same time on the Ray cluster; default: what it has room "
+            "for.",
+        ),
+    ] = None,
+    ray: RayAddress = None,
+    ray_cpus: RayCpus = 1,
+    ray_gpus: RayGpus = None,
+    ray_memory: RayMemory = None,
 ) -> None:
     """Search for the weights written as { tune = [low, high] }."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
@@ -35,8 +50,11 @@ def tune(
     settings = [*(overrides or ()), *([] if trials is None else [f"tune.trials={trials}"])]
     parsed = experiment.read_config(config, settings, skip_bad=skip_bad)
     folder = run or Path("runs") / f"{config.stem}-tune"
+    cluster = ray_cluster(ray, ray_cpus, ray_gpus, ray_memory)
     tuned = run_with_display(
-        lambda watch, stop: experiment.tune(parsed, folder, seeds=seeds, watch=watch, stop=stop)
+        lambda watch, stop: experiment.tune(
+            parsed, folder, seeds=seeds, watch=watch, stop=stop, jobs=jobs, ray=cluster
+        )
     )
     _print_table(tuned.search)
     if tuned.value is not None:

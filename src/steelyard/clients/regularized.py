@@ -153,6 +153,7 @@ class RegularizedClient:
         track_every: int | None = None,
         measure_progress: int | None = None,
         step: int | None = None,
+        shares: Mapping[str, float] | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Any:
         """Compose the loss of a batch and submit its gradient.
@@ -174,6 +175,8 @@ class RegularizedClient:
             track_every: compute them at steps that this divides.
             measure_progress: see `regularize`.
             step: the number of this step; None: `optim_steps`.
+            shares: factors > 0 on the weights in this call, by name, `"base"` for the base loss: to
+                let the calls before an `optim_step` add up to one loss that is a mean.
             loss_type_input: the SDK's; it has one value.
 
         Returns:
@@ -201,14 +204,19 @@ class RegularizedClient:
         )
         step = self.optim_steps if step is None else step
         if not self._has_open_pass:
-            again = self._two_passes(pipeline, settings, data, step)
-            reason = self._why_two_passes(settings, step)
+            again = self._two_passes(pipeline, settings, data, step, shares)
+            reason = self._why_two_passes(settings, step, shares)
             future = self._one_pass.submit(pipeline, data, step, again, reason)
             if future is not None:
                 return future
         forward, to_parameters = self._open_pass(data, pipeline, settings.grad_space, step)
         output = pipeline.compute(
-            data, forward.logprobs, step, given=forward.given, to_parameters=to_parameters
+            data,
+            forward.logprobs,
+            step,
+            given=forward.given,
+            to_parameters=to_parameters,
+            shares=shares,
         )
         self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
         return self._submit_backward(forward, data, pipeline.loss_fn, output)
@@ -226,6 +234,7 @@ class RegularizedClient:
         track_every: int | None = None,
         measure_progress: int | None = None,
         step: int | None = None,
+        shares: Mapping[str, float] | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Any:
         """Do the same as `forward_backward_custom`, without blocking the event loop.
@@ -248,8 +257,8 @@ class RegularizedClient:
         )
         step = self.optim_steps if step is None else step
         if not self._has_open_pass:
-            again = self._two_passes(pipeline, settings, data, step)
-            reason = self._why_two_passes(settings, step)
+            again = self._two_passes(pipeline, settings, data, step, shares)
+            reason = self._why_two_passes(settings, step, shares)
             future = await self._one_pass.submit_async(pipeline, data, step, again, reason)
             if future is not None:
                 return future
@@ -257,7 +266,12 @@ class RegularizedClient:
             self._open_pass, data, pipeline, settings.grad_space, step
         )
         output = await pipeline.acompute(
-            data, forward.logprobs, step, given=forward.given, to_parameters=to_parameters
+            data,
+            forward.logprobs,
+            step,
+            given=forward.given,
+            to_parameters=to_parameters,
+            shares=shares,
         )
         self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
         return self._submit_backward(forward, data, pipeline.loss_fn, output)
@@ -367,22 +381,31 @@ class RegularizedClient:
         forward = self.client.open_pass(data, needs, per_term=True)
         return forward, forward.parameter_gradients
 
-    def _why_two_passes(self, settings: TermSettings, step: int) -> str | None:
+    def _why_two_passes(
+        self, settings: TermSettings, step: int, shares: Mapping[str, float] | None
+    ) -> str | None:
         self._measurable = None
         if settings.grad_space != "logprobs":
             return f"gradients are compared with respect to the {settings.grad_space}"
         if settings.measure_progress and step % settings.measure_progress == 0:
             return "measure_progress needs the log-probs before the optimizer step is submitted"
+        if shares:
+            return "shares of an accumulated mean change from call to call"
         return None
 
     def _two_passes(
-        self, pipeline: Pipeline, settings: TermSettings, data: Sequence[Any], step: int
+        self,
+        pipeline: Pipeline,
+        settings: TermSettings,
+        data: Sequence[Any],
+        step: int,
+        shares: Mapping[str, float] | None,
     ) -> TwoPassCall:
         """The call in two passes, for a request in one that fails."""
 
         def evaluate() -> tuple[ClientPass, CustomLossOutput]:
             forward, _ = self._open_pass(data, pipeline, settings.grad_space, step)
-            return forward, pipeline.compute(data, forward.logprobs, step)
+            return forward, pipeline.compute(data, forward.logprobs, step, shares=shares)
 
         return TwoPassCall(
             evaluate,

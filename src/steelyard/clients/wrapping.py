@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any, Literal
 
 from steelyard.clients.one_pass import OnePass, ServerSide
@@ -11,6 +12,7 @@ from steelyard.clients.term_settings import TermSettings
 from steelyard.composition import AggregatorLike, aggregator_of
 from steelyard.errors import InputError, SpecError
 from steelyard.execution import Workers
+from steelyard.spec import listed
 
 
 def regularize(
@@ -63,7 +65,7 @@ def regularize(
     Raises:
         InputError: the client lacks a method.
         SpecError: a spec or a setting breaks a rule, a term needs an input that the client does not
-            provide, or the client has terms that stay already.
+            provide, or the client is wrapped already, and there are terms or settings.
 
     Example:
         >>> from tinker import types
@@ -89,12 +91,16 @@ def regularize(
         >>> sorted(output.server_metrics)
         ['loss:sum', 'surrogate_loss:sum']
     """
+    arguments = dict(locals())
     standing = list(regularizers)
     if isinstance(client, RegularizedClient):
-        if standing:
+        defaults = {name: each.default for name, each in signature(regularize).parameters.items()}
+        given = {**arguments, "client": defaults["client"], "regularizers": tuple(standing)}
+        changed = [name for name, value in given.items() if value != defaults[name]]
+        if changed:
             raise SpecError(
-                "client must be a plain client if there are regularizers, and it is wrapped "
-                "already: give all terms that stay in one call of regularize."
+                f"client must be a plain client if there are regularizers or settings, got a "
+                f"wrapped one and {listed(changed)}: give them all in one call of regularize."
             )
         return client
     missing = [name for name in ("forward", "forward_backward") if not hasattr(client, name)]

@@ -17,6 +17,7 @@ from steelyard.composition.inputs import ToParameters
 from steelyard.composition.named_losses import NamedBaseLoss, NamedLoss, find_loss, loss_names
 from steelyard.composition.per_datum import PerDatum, Reduction, Separable
 from steelyard.composition.pipeline import Pipeline, acompute, compute
+from steelyard.composition.ranks import mean_state
 from steelyard.composition.remote_call import RemoteCall
 from steelyard.composition.terms import DetachedTermWarning, Term, TermResult
 from steelyard.composition.weightings import AggregatorLike, GramWeighting, aggregator_of
@@ -52,6 +53,7 @@ __all__ = [
     "find_loss",
     "itself",
     "loss_names",
+    "mean_state",
     "reads",
     "term",
 ]

@@ -12,16 +12,21 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from steelyard.composition.bounds import size_of_base
+from steelyard.composition.ranks import Ranks
 from steelyard.composition.terms import TermResult
 from steelyard.errors import AggregationError, SpecError
 from steelyard.gradients import Row, gram, norm_of, norms_and_cosines, split_metrics, weighted_sum
 from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
-from steelyard.spec import Stateful, title
+from steelyard.spec import BASE, Stateful, title
+
+# Inner products of gradients, by the names of two terms.
+Products: TypeAlias = Mapping[tuple[str, str], float]
 
 
 class AggregationWarning(UserWarning):
@@ -107,6 +112,7 @@ def combine(
     tracked: bool,
     step: int = 0,
     share: float = 1.0,
+    known: Products | None = None,
 ) -> Combined:
     """Combine the gradients of the terms.
 
@@ -118,6 +124,8 @@ def combine(
         step: number of the step, for warnings.
         share: factor on the weights of the regularizers in the Gram matrix that the aggregator
             sees; the totals and norms are without it.
+        known: inner products of all gradients, if several processes have computed them; the
+            gradients then have no tensors, and the totals none either.
 
     Raises:
         SpecError: the aggregator would have to compare gradients of different spaces.
@@ -130,7 +138,11 @@ def combine(
         for space in dict.fromkeys(result.space for result in done):
             mine = [r for r in done if r.space == space and r.gradients.keys() >= set(space)]
             rows = [[g for key in space for g in r.gradients[key]] for r in mine]
-            found = gram(rows, in_float64=aggregator.in_float64)
+            found = (
+                gram(rows, in_float64=aggregator.in_float64)
+                if known is None
+                else [[known[a.term.name, b.term.name] for b in mine] for a in mine]
+            )
             if space == (main,):
                 products = found
             own = norms_and_cosines([r.term.name for r in mine], found)
@@ -150,7 +162,9 @@ def combine(
         mine = [result for result in done if key in result.gradients]
         of_key = [result.gradients[key] for result in mine]
         totals[key] = weighted_sum([weights[result.term.name] for result in mine], of_key)
-    total_norm = norm_of(totals[main]) if main in totals else None
+    total_norm = None
+    if main in totals:
+        total_norm = norm_of(totals[main]) if known is None else _norm_of_sum(weights, known)
     for group in dict.fromkeys(r.group for r in results if r.group is not None):
         joint = group.joint
         for key, row in group.gradients.items():
@@ -163,29 +177,53 @@ def combine(
     return Combined(totals, total_norm, norms, cosines, factors)
 
 
+def _norm_of_sum(weights: Mapping[str, float], known: Products) -> float:
+    """‖Σ wᵢ gᵢ‖ = √Σ wᵢ wⱼ Gᵢⱼ."""
+    squares = [a * b * known[i, j] for i, a in weights.items() for j, b in weights.items()]
+    return math.sqrt(max(0.0, math.fsum(squares)))
+
+
 def set_multipliers(
-    results: Sequence[TermResult], step: int, gradient_size: Callable[[TermResult], float]
+    results: Sequence[TermResult],
+    step: int,
+    gradient_size: Callable[[TermResult], float],
+    shares: Mapping[str, float],
+    ranks: Ranks | None = None,
 ) -> None:
     """Set the weights of the bounded terms, from the values of this call.
 
     Args:
-        results: of the terms that ran, the base loss first.
+        results: of all terms, the base loss first.
         step: number of the optimizer step.
         gradient_size: Σ |∂ loss / ∂ input| of the base loss.
+        shares: factors on the weights in this call, by name.
+        ranks: the processes whose mean values decide; None: the values of this one. A term that
+            was skipped here follows the others' values, so that all have the same state.
     """
-    values = read_numbers(results)
-    size = None
-    for result, value in zip(results, values, strict=True):
+    ran = [result for result in results if result.skipped is None]
+    numbers = dict(zip([result.term.name for result in ran], read_numbers(ran), strict=True))
+    bounded = [result for result in results if result.term.is_bounded]
+    for result in bounded:
+        result.term.facts.multiplier.begin_step(step)
+    needs_size = any(result.term.facts.multiplier.needs_size for result in bounded)
+    base, slope = numbers[BASE], gradient_size(results[0]) if needs_size else 0.0
+    values = [numbers.get(result.term.name) for result in bounded]
+    if ranks is not None:
+        # The mean of the slopes too: with the loss Σᵣ lossᵣ / R an input of rank r has 1/R of it.
+        values, (base, slope) = ranks.means(values, (base, slope))
+    size = size_of_base(base, slope)
+    for result, value in zip(bounded, values, strict=True):
         bound = result.term.spec.bound_at(step)
-        if bound is None:
+        if value is None or bound is None:  # bound: for mypy, it is there
             continue
         multiplier = result.term.facts.multiplier
-        multiplier.begin_step(step)
         multiplier.warn_if_unmet(result.term.name, bound, value)
-        if multiplier.needs_size and size is None:
-            size = size_of_base(values[0], gradient_size(results[0]))
-        weight = multiplier.weight(bound, value, size if multiplier.needs_size else None)
-        result.weight, result.bound = bound.sign * weight, bound
+        share = shares.get(result.term.name, 1.0)
+        # The size of the base loss of the whole step, of which this call has a share: in the sum
+        # over its calls, the multiplier is then that of one large call.
+        of_step = size * float(results[0].weight) / (share or 1.0)
+        weight = multiplier.weight(bound, value, of_step if multiplier.needs_size else None)
+        result.weight, result.bound = bound.sign * weight * share, bound
 
 
 def _factors(
@@ -286,14 +324,14 @@ def build_output(
         pairs = zip(read_numbers(ran), weights, strict=True)
         numbers = dict(zip([result.term.name for result in ran], pairs, strict=True))
     by_name = {result.term.name: result for result in results}
-    base = BaseLossOutput(0.0)
+    base, base_weight = BaseLossOutput(0.0), 1.0
     regularizers: dict[str, RegularizerOutput] = {}
     for name, (value, weight) in numbers.items():
         result = by_name.get(name)
         norm = combined.norms.get(name)
         custom = split_metrics(name, (None, result.custom))[1] if result and result.custom else {}
         if result is not None and result.term.is_base:
-            base = BaseLossOutput(value, norm, custom)
+            base, base_weight = BaseLossOutput(value, norm, custom), weight
             continue
         space = result.space if result else ran[0].space
         bound = result.bound if result else None
@@ -313,7 +351,7 @@ def build_output(
         )
     added = sum(regularizer.contribution for regularizer in regularizers.values())
     return CustomLossOutput(
-        loss_total=base.value + added,
+        loss_total=base_weight * base.value + added,
         base_loss=base,
         regularizers=regularizers,
         regularizer_total=added,

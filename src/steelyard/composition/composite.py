@@ -20,11 +20,17 @@ from steelyard import telemetry
 from steelyard.composition.aggregate import combine
 from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
+from steelyard.composition.distributed_inputs import (
+    DistributedInputs,
+    distributed_inputs,
+    with_parts,
+)
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.input_lookup import gather
 from steelyard.composition.input_names import Named, Reads, base_of, itself, spec_of, specs_of, term
 from steelyard.composition.inputs import Inputs, requiring_grad, runs_in_graph
 from steelyard.composition.lazy_output import LazyOutput
+from steelyard.composition.ranks import Ranks
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term, TermResult
 from steelyard.composition.traced import TracedGroup, evaluate_traced, traced_groups
@@ -57,7 +63,9 @@ class CompositeLoss(nn.Module):
             `(data, logprobs)`, which read the inputs of these names. Or a list for each head.
         aux: the weights of auxiliary losses, by name; see `aux_loss` and `watch`.
         track_grad_norms: also compute each term's gradient norm and all cosines.
-        wrt: a module or tensors that the norms are with respect to; None is all the inputs.
+        wrt: a module or tensors that the norms are with respect to; None is all the inputs. For a
+            module under `fully_shard` or `DistributedDataParallel` they are norms of the mean
+            gradient over the processes.
         track_every: compute the norms at steps that this divides.
         timeout: seconds each offloaded term may take, unless its spec says otherwise.
         parallel: let offloaded terms overlap.
@@ -72,6 +80,8 @@ class CompositeLoss(nn.Module):
         share: factor on the sum of the regularizers, 1 unless set. For gradient accumulation
             with a base loss that is divided by the tokens of the whole batch, set it to the
             micro-batch's share of these tokens.
+        group: the processes that compute the loss of one batch together, None for all: those of
+            data parallelism. Bounds and the state of terms follow their mean values.
 
     Raises:
         SpecError: an argument breaks a rule.
@@ -122,6 +132,9 @@ class CompositeLoss(nn.Module):
             gives=_GIVEN,
         )
         self.share: Share = 1.0
+        self.group: dist.ProcessGroup | None = None
+        # In a tuple, since a module as an attribute would become a part of this one.
+        self._wrt_module = (wrt,) if isinstance(wrt, nn.Module) else ()
         self._wrt = _parameters_of(wrt)
         self._unweighed: set[str] = set()
         self._deposits: Deposits = {}
@@ -171,13 +184,14 @@ class CompositeLoss(nn.Module):
     def output_across_ranks(self, group: dist.ProcessGroup | None = None) -> CustomLossOutput:
         """The numbers of the last call, each averaged over the processes where the term ran.
 
-        Every process of the group must call it. Norms, cosines and the terms' own metrics are
-        this process's.
+        Processes count with their `share`. Every process of the group must call it. The terms' own
+        metrics are this process's, and so are norms and cosines, unless they are of the mean
+        gradient: see `wrt`.
 
         Raises:
             InputError: there is no group, or the processes have different terms.
         """
-        return self._last_call().across(group)
+        return self._last_call().across(self.group if group is None else group)
 
     def forward(self, *outputs: object, **inputs: Any) -> Tensor:
         """The weighted total.
@@ -268,6 +282,7 @@ class CompositeLoss(nn.Module):
         self._traceable = not settings.compares_gradients(self._step) and all(
             runs_in_graph(t.spec) and not t.is_bounded for t in self._due
         )
+        self._joined = bool(self._terms.stateful) or any(s.ranks == "one" for s in self.specs)
         self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
         self._read_aux = {name for spec in self.specs for name in _aux_of(spec)}
         weights = [each.spec.weight_at(self._step) for each in self._due]
@@ -279,8 +294,8 @@ class CompositeLoss(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Deposits of the last forward pass hold its graph, which cannot be pickled.
-        return {**self.__dict__, "_deposits": {}}
+        # Deposits of the last forward pass hold its graph; neither it nor a group can be pickled.
+        return {**self.__dict__, "_deposits": {}, "group": None}
 
     def _compose(self, inputs: Mapping[str, Any]) -> Tensor:
         settings, tracked = self._terms.settings, self._tracked
@@ -294,15 +309,25 @@ class CompositeLoss(nn.Module):
             targets = self._targets(inputs) if compared else []
             tracked = tracked and bool(targets)
             space = "inputs" if self._wrt is None else "parameters"
-            named = Inputs(inputs, space, targets, fuse_base=_is_whole(self.share))
-            evaluator = Evaluator(named, settings, self._terms.own_workers, events)
+            named = self._inputs(inputs, space, targets)
+            ranks = Ranks.of(self.group, self.share) if self._joined else None
+            evaluator = Evaluator(named, settings, self._terms.own_workers, events, ranks=ranks)
             results = evaluator.evaluate(self._due, self._step, tracked=tracked)
+            if ranks is not None:
+                self._terms.average_state(ranks)
             began = perf_counter()
             combined = None
             if targets:
                 share = float(self.share) if aggregator.reads_gram else 1.0
+                known = named.compare(results) if isinstance(named, DistributedInputs) else None
                 combined = combine(
-                    results, aggregator, space, tracked=tracked, step=self._step, share=share
+                    results,
+                    aggregator,
+                    space,
+                    tracked=tracked,
+                    step=self._step,
+                    share=share,
+                    known=known,
                 )
             total = _added(results, self.share, combined.factors if combined else {})
         except BaseException as error:
@@ -317,7 +342,8 @@ class CompositeLoss(nn.Module):
             norm = (combined.total_norm or 0.0) if tracked else None
             kept = replace(combined, totals={}, total_norm=norm)
         # Bypasses nn.Module.__setattr__, whose search for parameters takes as long as a small term.
-        self.__dict__["_last"] = last = LazyOutput(results, self._not_run, kept)
+        last = LazyOutput(results, self._not_run, kept, self.share)
+        self.__dict__["_last"] = last
         if events is not None and events.wants_numbers():
             events.stop(results, last.output, began)
         return total
@@ -333,7 +359,7 @@ class CompositeLoss(nn.Module):
         for result in results:
             result.value = None if result.value is None else result.value.detach()
             result.group = None
-        self._last = LazyOutput(results, self._not_run)
+        self._last = LazyOutput(results, self._not_run, share=self.share)
         return total
 
     def _compose_mapped(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -352,7 +378,20 @@ class CompositeLoss(nn.Module):
         return total
 
     def _targets(self, inputs: Mapping[str, Any]) -> list[Tensor]:
+        # Of a module those that it has now: `fully_shard`, for one, replaces parameters.
+        if self._wrt_module:
+            return requiring_grad(list(self._wrt_module[0].parameters()))
         return requiring_grad(inputs if self._wrt is None else self._wrt)
+
+    def _inputs(self, named: Mapping[str, Any], space: str, targets: Sequence[Tensor]) -> Inputs:
+        fuse_base = _is_whole(self.share)
+        if not (dist.is_available() and dist.is_initialized()):
+            return Inputs(named, space, targets, fuse_base=fuse_base)
+        named, found = with_parts(named, self._due, self.share, self.group), None
+        if targets:
+            module = self._wrt_module[0] if self._wrt_module else None
+            found = distributed_inputs(named, space, module, targets, fuse_base=fuse_base)
+        return found or Inputs(named, space, targets, fuse_base=fuse_base)
 
     def _last_call(self) -> LazyOutput:
         if self._last is None:

@@ -8,7 +8,7 @@ for what happens when it fails. What terms read, and how they are differentiated
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,13 +18,16 @@ from time import perf_counter
 from steelyard.composition.aggregate import Aggregator, read_numbers, set_multipliers
 from steelyard.composition.call_events import CallEvents
 from steelyard.composition.inputs import Inputs
+from steelyard.composition.one_rank import WholeBatch
 from steelyard.composition.placement import Job, gather, job_for, place_of
+from steelyard.composition.ranks import Ranks
 from steelyard.composition.skips import skip
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import GradientError, InputError, TermError
 from steelyard.execution import Batch, Ticket, Workers, default_workers
 from steelyard.gradients import (
     Evaluation,
+    IsolatedCall,
     as_scalar,
     check_finite,
     check_gradient,
@@ -65,6 +68,7 @@ class Evaluator:
         workers: the pools that run offloaded terms; None is those that the process shares.
         events: emits telemetry; None if no handler is attached.
         stop: a queue in which another thread puts None to cancel the evaluation.
+        ranks: the processes that make this call together; None if this one is alone.
     """
 
     def __init__(
@@ -74,18 +78,29 @@ class Evaluator:
         workers: Workers | None,
         events: CallEvents | None,
         stop: SimpleQueue[Ticket | None] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._inputs, self._settings, self._events = inputs, settings, events
+        self._ranks = ranks
+        self._whole: WholeBatch | None = None
         self._workers, self._stop = workers, stop
         self._check = settings.check_finite
 
-    def evaluate(self, terms: Sequence[Term], step: int, *, tracked: bool) -> list[TermResult]:
+    def evaluate(
+        self,
+        terms: Sequence[Term],
+        step: int,
+        *,
+        tracked: bool,
+        shares: Mapping[str, float] | None = None,
+    ) -> list[TermResult]:
         """Evaluate terms; offloaded ones are started first, then the others run here.
 
         Args:
             terms: the terms that are due, the base loss first.
             step: the number of the step.
             tracked: whether to compute norms and cosines.
+            shares: factors on the weights, by name.
 
         Raises:
             SpecError: a schedule yields a bad weight at this step.
@@ -101,18 +116,20 @@ class Evaluator:
             )
         entered = _active.set((*active, base))
         try:
-            return self._evaluate(terms, step, tracked=tracked)
+            return self._evaluate(terms, step, tracked=tracked, shares=shares or {})
         finally:
             _active.reset(entered)
 
-    def _evaluate(self, terms: Sequence[Term], step: int, *, tracked: bool) -> list[TermResult]:
+    def _evaluate(
+        self, terms: Sequence[Term], step: int, *, tracked: bool, shares: Mapping[str, float]
+    ) -> list[TermResult]:
         inputs = self._inputs
         spaces = [inputs.space(term) for term in terms]
         in_graph = [inputs.in_graph(term) for term in terms]
         results = [
             TermResult(
                 term,
-                term.weight_at(step),
+                term.weight_at(step) * shares.get(term.name, 1.0),
                 "inline" if stays and inputs.inline_by_default else place_of(term),
                 space,
                 stays,
@@ -123,6 +140,7 @@ class Evaluator:
         grouped = [result for group in groups for result in group]
         for result in grouped:
             result.place = "inline"
+        shared = self._shared(results) if self._ranks is not None else []
         offloaded = [result for result in results if result.place != "inline"]
         jobs = self._jobs(offloaded) if offloaded else []
         with ExitStack() as stack:
@@ -137,11 +155,32 @@ class Evaluator:
             if jobs:
                 batch = batch or stack.enter_context(self._batch(jobs))
                 gather(jobs, batch, self._accept, self.fail)
+        for result in shared:
+            self._receive(result)
+        self._whole = None
         self._check_results(results)
         if any(term.is_bounded for term in terms):
-            ran = [result for result in results if result.skipped is None]
-            set_multipliers(ran, step, inputs.gradient_size)
+            set_multipliers(results, step, inputs.gradient_size, shares, self._ranks)
         return results
+
+    def _shared(self, results: Sequence[TermResult]) -> list[TermResult]:
+        """Terms that one process evaluates for all, there never inline."""
+        shared = [result for result in results if result.term.spec.ranks == "one"]
+        if shared and self._ranks is not None:
+            self._whole = WholeBatch(self._inputs, self._ranks)
+        for result in shared:
+            result.place = "thread" if result.place == "inline" else result.place
+        return shared
+
+    def _receive(self, result: TermResult) -> None:
+        """Take the evaluation of a term from the process that made it."""
+        assert self._whole is not None  # noqa: S101 - for mypy: there are such terms
+        try:
+            evaluation = self._whole.deliver(result)
+        except TermError as error:
+            skip(result, error, self._events)
+        else:
+            self._record(result, evaluation)
 
     def run_inline(self, result: TermResult) -> None:
         """Run a term in this thread, in the autograd graph of the inputs if it belongs there."""
@@ -180,7 +219,10 @@ class Evaluator:
         Raises:
             TermError: it is the base loss, or its `on_error` is `"raise"`.
         """
-        skip(result, error, self._events)
+        if self._whole is not None and result.term.spec.ranks == "one":
+            self._whole.settle(result, error)
+        else:
+            skip(result, error, self._events)
 
     def _groups(self, results: Sequence[TermResult], *, tracked: bool) -> list[list[TermResult]]:
         """Groups of at least two terms that can be fused."""
@@ -233,15 +275,22 @@ class Evaluator:
 
     def _jobs(self, results: Sequence[TermResult]) -> list[Job]:
         settings, executors = self._settings, (self._workers or default_workers()).executors
-        calls = [self._inputs.isolated(r.term, check_finite=self._check) for r in results]
+        calls = [self._call(result) for result in results]
         jobs = []
         for result, call in zip(results, calls, strict=True):
+            if call is None:
+                continue
             executor = executors[result.place]
             try:
                 jobs.append(job_for(result, call, executor, settings.timeout, settings.width))
             except TermError as error:
                 self.fail(result, error)
         return jobs
+
+    def _call(self, result: TermResult) -> IsolatedCall | None:
+        if self._whole is not None and result.term.spec.ranks == "one":
+            return self._whole.isolated(result, check_finite=self._check)
+        return self._inputs.isolated(result.term, check_finite=self._check)
 
     def _batch(self, jobs: Sequence[Job]) -> Batch:
         """Batch of the tickets of all jobs, which run in parallel or one after the other."""
@@ -259,12 +308,18 @@ class Evaluator:
         )
 
     def _accept(self, result: TermResult, evaluation: Evaluation) -> None:
+        if self._whole is not None and result.term.spec.ranks == "one":
+            self._whole.settle(result, evaluation)
+            return
+        self._record(result, evaluation)
+        self._inputs.accept(result, evaluation)
+
+    def _record(self, result: TermResult, evaluation: Evaluation) -> None:
         result.number, result.custom = evaluation.value, evaluation.custom
         result.method, result.duration = evaluation.method, evaluation.duration
         if evaluation.method is not None:
             result.gradient_duration = evaluation.gradient_duration
         result.term.facts.duration = evaluation.duration
-        self._inputs.accept(result, evaluation)
 
     def _check_results(self, results: Sequence[TermResult]) -> None:
         """Fail terms whose value is not finite; warn about terms without a gradient."""

@@ -204,7 +204,7 @@ def reads(fn: Any, *names: str, **keywords: str) -> Reads:
 
 def term(
     fn: Any,
-    weight: float | Schedule,
+    weight: float | Schedule | None = None,
     name: str = "",
     *,
     inputs: str | Sequence[str] | Mapping[str, str] = (),
@@ -215,7 +215,7 @@ def term(
     Args:
         fn: a function, a module, or an object with `compute`; it returns a loss, or a loss and
             metrics. Or the name of a penalty, such as `"kl"`, or a registered one.
-        weight: a finite number >= 0, or a schedule.
+        weight: a finite number >= 0, or a schedule; None with a bound, `at_most` or `at_least`.
         name: may be left out if `fn` has a `name`.
         inputs: the inputs for the parameters of `fn`, in order, or by parameter; without any,
             those that its parameters are named after.
@@ -249,7 +249,7 @@ def term(
             f"{list(read.required)}: name both, inputs=('data', 'logprobs') (regularizer {name!r})."
         )
     spec = RegularizerSpec(read, weight, name or _own_name(fn), **settings)
-    named = (*spec.options, *(keyword for keyword, _ in read.keywords))
+    named = (*spec.call_options, *(keyword for keyword, _ in read.keywords))
     why = rejects(_signed(read.fn), named, positional=len(read.names))
     if why is not None:
         raise SpecError(
@@ -272,10 +272,11 @@ def spec_of(like: RegularizerSpec | Mapping[str, Any], head: str | None = None) 
     A mapping has the fields of `RegularizerSpec`, and may have `inputs`.
     """
     fn = like.get("fn") if isinstance(like, Mapping) else None
-    if isinstance(like, Mapping) and (callable(fn) or isinstance(fn, str)) and "weight" in like:
+    weighed = isinstance(like, Mapping) and like.keys() & {"weight", "at_most", "at_least"}
+    if isinstance(like, Mapping) and (callable(fn) or isinstance(fn, str)) and weighed:
         fields = dict(like)
         if "inputs" in fields or not (isinstance(fn, str) or _takes_data(fn)):
-            like = term(fields.pop("fn"), fields.pop("weight"), **fields)
+            like = term(fields.pop("fn"), fields.pop("weight", None), **fields)
     spec = RegularizerSpec.of(like)
     if head is None:
         return spec

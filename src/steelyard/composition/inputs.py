@@ -36,6 +36,7 @@ from steelyard.gradients import (
     mapped,
     split_gradient,
     tensors_in,
+    whole,
 )
 from steelyard.penalties.from_logits import LogitCall, fusable
 from steelyard.spec import RegularizerSpec, title
@@ -120,7 +121,7 @@ class Inputs:
         if not inputs or result.value is None or not result.value.requires_grad:
             return 0.0
         row = differentiate(result.value, inputs)
-        return sum(gradient.abs().sum().item() for gradient in row if gradient is not None)
+        return sum(whole(gradient.abs().sum()).item() for gradient in row if gradient is not None)
 
     def isolated(self, term: Term, *, check_finite: bool) -> IsolatedCall:
         """Build the call on detached copies of the inputs, to run in any thread or process."""
@@ -148,7 +149,7 @@ class Inputs:
         return IsolatedCall(
             term.name,
             call,
-            spec.options,
+            spec.call_options,
             gradient,
             data,
             layout,
@@ -173,10 +174,26 @@ class Inputs:
         for need, row in evaluation.extra.items():
             inputs += tensors_in(extra[need])
             gradients += row
-        value = torch.tensor(
-            evaluation.value, dtype=_wide(inputs[0].dtype), device=inputs[0].device
-        )
         pairs = [(x, g) for x, g in zip(inputs, gradients, strict=True) if g is not None]
+        self.attach(result, evaluation, pairs, like=inputs[0])
+
+    def attach(
+        self,
+        result: TermResult,
+        evaluation: Evaluation,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        *,
+        like: Tensor,
+    ) -> None:
+        """Set the value of a result, with a node whose backward returns known gradients.
+
+        Args:
+            result: the result.
+            evaluation: its value.
+            pairs: tensors of this call, and the gradient of each.
+            like: a tensor on the device of the value.
+        """
+        value = torch.tensor(evaluation.value, dtype=_wide(like.dtype), device=like.device)
         if pairs:
             known = [gradient for _, gradient in pairs]
             value = _KnownGradient.apply(value, known, *(x for x, _ in pairs))  # type: ignore[no-untyped-call]
@@ -409,6 +426,7 @@ def runs_in_graph(spec: RegularizerSpec) -> bool:
     """Whether a term runs inline and is differentiated by autograd."""
     return (
         spec.run_in in ("auto", "inline")
+        and spec.ranks == "all"
         and spec.timeout is None
         and spec.gradient not in ("numerical", "score")
         and not spec.is_async

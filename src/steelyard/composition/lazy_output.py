@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from steelyard.composition.aggregate import Combined, build_output
+from steelyard.composition.ranks import sum_over_ranks
 from steelyard.composition.terms import TermResult
 from steelyard.errors import InputError
-from steelyard.output import CustomLossOutput
+from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
+from steelyard.spec import BASE
 
 
 @dataclass(eq=False)
@@ -23,11 +25,13 @@ class LazyOutput:
         results: of the base loss and the terms that were due, without their graphs.
         not_run: the terms that were disabled or not due.
         combined: norms and cosines, if tracked, and factors of an aggregator.
+        share: factor on the sum of the regularizers in this process.
     """
 
     results: Sequence[TermResult]
     not_run: tuple[str, ...] = ()
     combined: Combined | None = None
+    share: float | Tensor = 1.0
 
     @cached_property
     def output(self) -> CustomLossOutput:
@@ -37,7 +41,8 @@ class LazyOutput:
     def across(self, group: dist.ProcessGroup | None) -> CustomLossOutput:
         """Output averaged over the ranks of a group, each term over the ranks where it ran.
 
-        A collective operation: every rank must call it.
+        A rank counts with its share: Σ share · value / Σ share, and the base loss, which is
+        scaled already, with 1. A collective operation: every rank must call it.
 
         Raises:
             InputError: torch.distributed is not initialized, or the ranks have different terms.
@@ -47,25 +52,25 @@ class LazyOutput:
                 "output_across_ranks needs torch.distributed, which is not initialized: "
                 "call init_process_group, or read .output."
             )
-        mine = {"base": self.output.base_loss} | dict(self.output.regularizers)
+        mine: dict[str, BaseLossOutput | RegularizerOutput] = {BASE: self.output.base_loss}
+        mine |= self.output.regularizers
         names = sorted({*mine, *self.output.skipped, *self.not_run})
         everywhere: list[list[str] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everywhere, names, group=group)
         if any(there != names for there in everywhere):
             raise InputError(f"every rank must have the same terms, got {everywhere}.")
-        ran = [
-            (mine[name].value, getattr(mine[name], "weight", 1.0), 1.0)
-            if name in mine
-            else (0.0,) * 3
-            for name in names
-        ]
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        total = torch.tensor(ran, dtype=torch.float64, device=device)
-        dist.all_reduce(total, group=group)
+        share = float(self.share)
+        rows = []
+        for name in names:
+            factor = 1.0 if name == BASE else share
+            each = mine.get(name)
+            weight = getattr(each, "weight", 1.0)
+            rows.append((factor * each.value, factor * weight, factor) if each else (0.0,) * 3)
+        summed = zip(names, sum_over_ranks(rows, group), strict=True)
         means = {
-            name: (value / count, weight / count)
-            for name, (value, weight, count) in zip(names, total.tolist(), strict=True)
-            if count
+            name: (value / factor, weight / factor)
+            for name, (value, weight, factor) in summed
+            if factor
         }
         order = [*(name for name in mine if name in means), *sorted(set(means) - set(mine))]
         return self._output({name: means[name] for name in order})

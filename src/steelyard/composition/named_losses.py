@@ -109,6 +109,11 @@ class NamedBaseLoss:
     def __hash__(self) -> int:
         return hash((self.loss.name, *sorted(self.settings.items())))
 
+    @property
+    def reads_fields(self) -> tuple[str, ...]:
+        """Fields that a datum must have."""
+        return tuple(name for name, default in self.loss.fields.items() if default is None)
+
     def check(self, data: Sequence[Any]) -> None:
         """Check that each datum has the fields that the loss reads.
 
@@ -117,8 +122,8 @@ class NamedBaseLoss:
                 a way that is not known here.
         """
         for index, datum in enumerate(data):
-            for name, default in self.loss.fields.items():
-                if default is None and loss_fn_input(datum, name) is None:
+            for name in self.reads_fields:
+                if loss_fn_input(datum, name) is None:
                     raise InputError(
                         f"data[{index}].loss_fn_inputs must hold {name!r} for {self.loss.name}, "
                         f"got none."

@@ -79,6 +79,7 @@ class Pipeline(TermSet):
         *,
         given: Mapping[str, Nest] | None = None,
         to_parameters: ToParameters | None = None,
+        shares: Mapping[str, float] | None = None,
     ) -> CustomLossOutput:
         """Compute the composed loss of one batch, its parts and its gradient.
 
@@ -93,6 +94,9 @@ class Pipeline(TermSet):
             to_parameters: computes d term / d parameters of each term from its d term / d logprobs
                 and d term / d `given`. With it, norms and cosines, and the Gram matrix that an
                 aggregator reads, are with respect to the parameters, which `given` must hold.
+            shares: factors > 0 on the weights in this call, by name, `"base"` for the base loss;
+                for a call that is one of several before an optimizer step. The output has the
+                weights with them, and values without.
 
         Raises:
             InputError: the log-probs or the step break a rule, or a needed extra input is missing.
@@ -100,7 +104,7 @@ class Pipeline(TermSet):
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
             ClosedError: the pipeline is closed.
         """
-        return self._compute(data, logprobs, step, given or {}, to_parameters, None)
+        return self._compute(data, logprobs, step, given or {}, to_parameters, None, shares)
 
     async def acompute(
         self,
@@ -110,6 +114,7 @@ class Pipeline(TermSet):
         *,
         given: Mapping[str, Nest] | None = None,
         to_parameters: ToParameters | None = None,
+        shares: Mapping[str, float] | None = None,
     ) -> CustomLossOutput:
         """As `compute`, without blocking the running event loop: the work is done in threads.
 
@@ -120,7 +125,7 @@ class Pipeline(TermSet):
         done: Future[None] = Future()
         # As a running future it cannot be cancelled from the loop; the await on it can.
         done.set_running_or_notify_cancel()
-        call = (data, logprobs, step, given or {}, to_parameters, stop)
+        call = (data, logprobs, step, given or {}, to_parameters, stop, shares)
         ticket = Ticket(BASE, "thread", self._compute, call)
         ticket.on_change = lambda t: done.set_result(None) if t.settled else None
         self.workers.threads.submit(ticket)
@@ -159,6 +164,7 @@ class Pipeline(TermSet):
         given: Mapping[str, Nest],
         to_parameters: ToParameters | None,
         stop: SimpleQueue[Ticket | None] | None,
+        shares: Mapping[str, float] | None,
     ) -> CustomLossOutput:
         terms, events = self._terms, None
         if telemetry.listening(*CALL_EVENTS):
@@ -168,7 +174,7 @@ class Pipeline(TermSet):
             # Terms are differentiated, also if the caller is in no_grad or inference mode.
             with torch.inference_mode(mode=False), torch.enable_grad():
                 return self._composed(
-                    terms, data, logprobs, step, given, to_parameters, stop, events
+                    terms, data, logprobs, step, given, to_parameters, stop, events, shares
                 )
         except BaseException as error:
             if events is not None:
@@ -185,6 +191,7 @@ class Pipeline(TermSet):
         to_parameters: ToParameters | None,
         stop: SimpleQueue[Ticket | None] | None,
         events: CallEvents | None,
+        shares: Mapping[str, float] | None,
     ) -> CustomLossOutput:
         self.check_open()
         if (type(step) is not int and not is_whole(step, at_least=0)) or step < 0:
@@ -196,7 +203,7 @@ class Pipeline(TermSet):
         inputs = FlatInputs(data, logprobs, given, needs, to_parameters)
         tracked, aggregator = settings.tracks(step), settings.aggregator
         evaluator = Evaluator(inputs, settings, self.own_workers, events, stop)
-        results = evaluator.evaluate(due, step, tracked=tracked)
+        results = evaluator.evaluate(due, step, tracked=tracked, shares=shares)
         began = perf_counter()
         if to_parameters is not None:
             if settings.check_finite:  # through the model a NaN reaches every parameter

@@ -93,8 +93,18 @@ def job_for(
 
     def ticket(fn: Callable[..., Any], *args: int, reply_bytes: int) -> Ticket:
         seconds = term.spec.timeout or timeout
-        return Ticket(term.name, result.place, fn, args, seconds, reply_bytes=reply_bytes)
+        return Ticket(
+            term.name,
+            result.place,
+            fn,
+            args,
+            seconds,
+            reply_bytes=reply_bytes,
+            shared=shared,
+            placement=term.spec.placement,
+        )
 
+    shared = (call.data, call.flat, *call.extra.values())
     reply = call.flat.nbytes
     if call.extra:
         reply += sum(x.nbytes for x in tensors_in(call.extra))

@@ -8,7 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from steelyard.composition.bounds import BoundedState
 from steelyard.composition.evaluate import EvaluatorSettings
+from steelyard.composition.ranks import Ranks, mean_state
 from steelyard.composition.terms import Facts, Term
 from steelyard.composition.weightings import AggregatorLike, aggregator_of
 from steelyard.errors import SpecError, StateError
@@ -167,6 +169,25 @@ class TermSet:
         for name, term in stateful.items():
             term.load_state_dict(state[name])
 
+    def average_state(self, ranks: Ranks) -> None:
+        """Set the mean of all processes' states, so that stateful terms stay the same in each.
+
+        Multipliers are not averaged: they have followed the mean values already. A term that one
+        process evaluates has its state there.
+        """
+        once = {term.name for term in self._terms if term.spec.ranks == "one"}
+        moved = {
+            name: state
+            for name, state in self.stateful.items()
+            if not isinstance(state, BoundedState) or state.term is not None
+        }
+        if not moved:
+            return
+        found = ranks.gather({name: state.state_dict() for name, state in moved.items()})
+        for name, state in moved.items():
+            each = [(share, states[name]) for share, states in found]
+            state.load_state_dict(mean_state(each[:1] if name in once else each))
+
     def __getstate__(self) -> dict[str, Any]:
         # Locks and pools cannot be pickled: a copy uses the default workers of its process.
         return {**self.__dict__, "_lock": None, "own_workers": None}
@@ -213,7 +234,7 @@ class TermSet:
             spec = term.spec
             if spec.run_in not in ("auto", "inline") and term.facts.prepared is not spec.fn:
                 executor = self.workers.executors[spec.run_in]
-                executor.prepare(term.name, (spec.call, spec.options))
+                executor.prepare(term.name, (spec.call, spec.call_options))
                 term.facts.prepared = spec.fn
         self._terms = tuple(terms)
 

@@ -45,8 +45,16 @@ def encode(name: str, contents: CheckpointContents) -> dict[str, bytes]:
     """Contents of each file of the checkpoint `name`.
 
     Raises:
-        CheckpointError: `contents.info` or `contents.config` are no JSON.
+        CheckpointError: `contents.info` or `contents.config` are no JSON, or a weight is NaN or
+            infinite, so that the checkpoint could not be loaded.
     """
+    tensors = {**contents.weights, **(contents.optimizer_state or {})}
+    if (broken := _not_finite(tensors)) is not None:
+        raise CheckpointError(
+            f"the weights of the checkpoint {name!r} must be finite, and {broken} holds NaN or "
+            f"infinity: go back to the checkpoint before, with a lower learning rate or "
+            f"grad_clip_norm."
+        )
     try:
         files = {CONFIG: _json(contents.config)}
         # As it will be read back, so that its sum is the same: without tuples and numeric keys.
@@ -187,10 +195,15 @@ def _is_known_format(value: object) -> bool:
 def _read_tensors(folder: Path, file: str, sums: Sums, path: str) -> dict[str, Tensor]:
     with _damage_of(file, path):
         tensors = safetensors.torch.load(_read_bytes(folder, file, sums))
-        for key, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{key} must hold finite numbers, and some are NaN or infinite")
+        if (key := _not_finite(tensors)) is not None:
+            raise ValueError(f"{key} must hold finite numbers, and some are NaN or infinite")
     return tensors
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Name of the first tensor with NaN or infinity; None if there is none."""
+    found = (key for key, value in tensors.items() if not bool(torch.isfinite(value).all()))
+    return next(found, None)
 
 
 def _read_bytes(folder: Path, name: str, sums: Sums) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import uuid
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def export_checkpoint(
         else:
             _write_adapter(contents, source, scratch, target, saved_dtype)
         source.tokenizer().save_pretrained(scratch)
+        _apply_umask(scratch)
         scratch.rename(target)  # also in the place of an empty folder
     except CheckpointError:
         raise
@@ -99,6 +101,17 @@ def _not_writable(target: Path, error: Exception) -> InputError:
         f"the folder to export to must be one that can be written, and writing {target} failed: "
         f"{error}."
     )
+
+
+def _apply_umask(folder: Path) -> None:
+    """Let the modes of all files follow the umask: safetensors writes files for the owner alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(stat.S_IMODE(mode))
 
 
 def _merged(

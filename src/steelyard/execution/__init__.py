@@ -1,4 +1,4 @@
-"""Executors of offloaded terms: threads, processes, and an event loop.
+"""Executors of offloaded terms: threads, processes, an event loop, and tasks of Ray.
 
 A `Ticket` is one unit of work; a `Batch` runs the tickets of one call on the executors of some
 `Workers`, each with limited concurrency, and yields them as they are settled. All executors

@@ -16,6 +16,7 @@ from steelyard.spec import title
 # Seconds of one wait for an event. CPython does not wake a wait that begins just after a signal was
 # caught: a Ctrl-C at that moment has to wait for the next bytecode.
 _LONGEST_WAIT = 1.0
+_NO_PLACEMENT: Mapping[str, Any] = {}
 
 
 class Cancelled(Exception):  # noqa: N818 - not an error: the result is no longer wanted
@@ -28,6 +29,19 @@ class Ticket:
     It is settled exactly once: by the worker with a result or an error, by the waiting caller
     with a timeout, or by a cancellation. Work that cannot be stopped may still be `running`
     after that.
+
+    Args:
+        term: the name of the term.
+        lane: the name of the executor.
+        fn: called with `args`.
+        args: the arguments.
+        timeout: seconds from its start; None: no limit.
+        reply_bytes: the size of its result, roughly.
+        kind: the word for the term in messages.
+        shared: objects inside of `fn` and `args` that other tickets of the batch have too, such
+            as the data; an executor on other machines sends them once, and keeps what it sent in
+            `sent`, by their ids.
+        placement: options of its task on Ray.
     """
 
     def __init__(
@@ -40,6 +54,8 @@ class Ticket:
         *,
         reply_bytes: int = 0,
         kind: str = "regularizer",
+        shared: Sequence[object] = (),
+        placement: Mapping[str, Any] = _NO_PLACEMENT,
     ) -> None:
         self.term = term
         self.kind = kind
@@ -48,6 +64,9 @@ class Ticket:
         self.args = args
         self.timeout = timeout
         self.reply_bytes = reply_bytes
+        self.shared = shared
+        self.placement = placement
+        self.sent: dict[int, Any] = {}
         self.submitted: float | None = None
         self.started: float | None = None
         self.ended: float | None = None
@@ -109,7 +128,7 @@ class Ticket:
                 return
             self.settled = True
             self._value, self._error = value, error
-            self.fn, self.args = _nothing, ()
+            self.fn, self.args, self.shared, self.sent = _nothing, (), (), {}
         self.on_change(self)
 
     def overrun(self) -> None:
@@ -179,9 +198,11 @@ class Batch:
         self._queues: dict[str, deque[Ticket]] = {}
         self._places: dict[str, int] = {}
         self._freed: set[Ticket] = set()
+        self._sent: dict[int, Any] = {}
         self._lane_of = (lambda _: "") if in_turn else (lambda ticket: ticket.lane)
         for ticket in tickets:
             ticket.on_change = self._changed
+            ticket.sent = self._sent
             lane = self._lane_of(ticket)
             self._queues.setdefault(lane, deque()).append(ticket)
             default = width if executors[ticket.lane].limited else len(tickets)
@@ -201,6 +222,7 @@ class Batch:
             self._queues.clear()
         for ticket in self._tickets:
             ticket.cancel()
+        self._sent.clear()
 
     def settled(self) -> Iterator[Ticket]:
         """Yield each ticket once, in the order in which they are settled.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 import sys
 import threading
+import weakref
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -28,7 +30,13 @@ from steelyard.spec import title as term_title
 
 # Seconds between two looks at a pool, which breaks without a sign to those who wait for it.
 _WATCH_INTERVAL = 0.5
+_CLOSED = "the workers were closed while a term ran on them."
 _STARTS = 3  # attempts to start a pool
+_CURES = {
+    "process": "leave out what cannot be pickled, or use run_in='thread'",
+    "ray": "leave out what cannot be pickled; a module that the nodes do not have goes with "
+    "runtime_env={'py_modules': [...]} or {'working_dir': '.'} in its options",
+}
 
 
 @dataclass(eq=False)
@@ -54,6 +62,8 @@ class ProcessExecutor(Executor):
         self._end_pool: Finalize | None = None
         self._pool_ended = threading.Event()
         self._waiting: dict[Ticket, _Sent] = {}
+        self._closed = False
+        self._close_at_exit: Finalize | None = None
 
     def prepare(self, term: str, call: object) -> None:
         """Check that a call pickles, and start the workers, without waiting for them.
@@ -66,7 +76,12 @@ class ProcessExecutor(Executor):
 
     def warm(self) -> None:
         """Start the workers, without waiting for them."""
-        threading.Thread(target=self._running_pool, name="steelyard-warm", daemon=True).start()
+        self._register_close()
+        threading.Thread(target=self._warm, name="steelyard-warm", daemon=True).start()
+
+    def _warm(self) -> None:
+        with contextlib.suppress(ClosedError):  # the program may end before this thread runs
+            self._running_pool()
 
     def submit(self, ticket: Ticket) -> None:
         """Send the ticket to a worker."""
@@ -83,17 +98,33 @@ class ProcessExecutor(Executor):
     def close(self) -> None:
         """Kill the workers, end the pool's threads, and fail the tickets that still run."""
         with self._lock:
+            self._closed = True
             self._pool, end, self._end_pool = None, self._end_pool, None
             self._pool_ended.set()
         if end is not None:
             end()
         # A stopped pool does not settle the futures of its tasks.
         for ticket, sent in list(self._waiting.items()):
-            error = ClosedError("the workers were closed while a term ran on them.")
-            self._finish(ticket, sent, error=error)
+            self._finish(ticket, sent, error=ClosedError(_CLOSED))
+
+    def _register_close(self) -> None:
+        """Close this executor when the process ends, before its semaphores are removed.
+
+        A child of multiprocessing runs no atexit functions, but these finalizers, and forgets those
+        of its parent. Otherwise a pool could be started, or replaced by the watching thread, while
+        the process ends, and its workers would not find the semaphores.
+        """
+        with self._lock:
+            if self._close_at_exit is None or not self._close_at_exit.still_active():
+                self._close_at_exit = Finalize(
+                    self, _close_if_alive, (weakref.ref(self),), exitpriority=101
+                )
 
     def _running_pool(self, broken: ProcessPool | None = None) -> ProcessPool:
         with self._lock:
+            if self._closed:
+                raise ClosedError(_CLOSED)
+            self._register_close()
             if self._pool is not None and (self._pool is broken or not self._pool.active):
                 # In a thread, since this may be one of the pool, which cannot join itself.
                 retire = partial(self._retire, self._pool, self._end_pool)
@@ -102,8 +133,6 @@ class ProcessExecutor(Executor):
                 self._pool = None
             if self._pool is None:
                 self._pool = self._start_pool()
-                # A child of multiprocessing runs no atexit functions, and joins its own children
-                # before it ends: these finalizers come first.
                 self._end_pool = Finalize(self, _end, (self._pool,), exitpriority=100)
                 self._pool_ended = threading.Event()
                 watch = partial(self._replace_if_broken, self._pool, self._pool_ended)
@@ -221,13 +250,19 @@ def _answer(
     return None, answer
 
 
+def _close_if_alive(executor: weakref.ref[ProcessExecutor]) -> None:
+    found = executor()
+    if found is not None:  # else it was collected, and its pool was ended
+        found.close()
+
+
 def _end(pool: ProcessPool) -> None:
     pool.stop()  # type: ignore[no-untyped-call]  # untyped in pebble
     pool.join()
 
 
-def check_picklable(term: str, thing: object) -> None:
-    """Check that an object can be sent to a process.
+def check_picklable(term: str, thing: object, place: str = "process") -> None:
+    """Check that an object can be sent to a process, here or on a Ray cluster.
 
     Raises:
         UnpicklableError: it cannot.
@@ -235,18 +270,21 @@ def check_picklable(term: str, thing: object) -> None:
     try:
         pickle.loads(cloudpickle.dumps(thing))  # noqa: S301 - just made
     except Exception as error:
-        raise unpicklable(term, error) from error
+        raise unpicklable(term, error, place=place) from error
 
 
 def unpicklable(
-    term: str, why: Exception | str, what: str = "the term or its data", title: str = ""
+    term: str,
+    why: Exception | str,
+    what: str = "the term or its data",
+    title: str = "",
+    place: str = "process",
 ) -> UnpicklableError:
     """Build the error for an object that cannot be pickled, or not unpickled in the worker."""
     why = why if isinstance(why, str) else describe(why)
     return UnpicklableError(
-        f"with run_in='process' everything must pickle, and {what} does not: "
-        f"{why} ({title or term_title(term)}); "
-        f"leave out what cannot be pickled, or use run_in='thread'.",
+        f"with run_in={place!r} everything must pickle, and {what} does not: "
+        f"{why} ({title or term_title(term)}); {_CURES[place]}.",
         term=term,
     )
 

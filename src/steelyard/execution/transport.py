@@ -1,9 +1,10 @@
-"""Transfer of objects to a worker process and back, large arrays through shared memory.
+"""Transfer of objects to a worker and back: large arrays through shared memory, or apart.
 
 Objects are pickled with cloudpickle, so lambdas, closures and definitions of a notebook are sent
 by value. Large buffers are written to a file in memory, which the parent creates and both sides map
 to read it. On Linux the file has no name outside of `/proc`, so that nothing is left of it when
-either side is killed.
+either side is killed. A worker that shares no memory gets messages with the buffers beside the
+pickle (`pack`); objects that many calls have in common are left out of these and sent once.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import os
 import pickle
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,6 +103,22 @@ def reply(message: Message, thing: object) -> Message:
     return Message(pickled, buffers=tuple(bytes(b) for b in buffers))
 
 
+# A pickle, and its large buffers as arrays of bytes: a list, which Ray sends faster than an object.
+Parts: TypeAlias = list[Any]
+
+
+def pack(thing: object, left_out: Sequence[object] = ()) -> Parts:
+    """Pickle an object, except for the objects inside of it that are sent apart."""
+    pickled, buffers = _dump(thing, left_out)
+    return [pickled, *(np.frombuffer(buffer, np.uint8) for buffer in buffers)]
+
+
+def unpack(parts: Parts, left_out: Sequence[object] = ()) -> Any:
+    """Unpickle an object that was packed; its arrays are copies, which may be written to."""
+    pickled, *buffers = parts
+    return _loads(pickled, [bytearray(buffer) for buffer in buffers], left_out)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Pickles plain tensors as raw CPU buffers, ten times faster than torch's own reducer."""
 
@@ -109,6 +128,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             shape = tuple(thing.shape)
             return _tensor, (pickle.PickleBuffer(raw), thing.dtype, shape, thing.requires_grad)
         return super().reducer_override(thing)
+
+
+class _PartPickler(_Pickler):
+    """Pickles the objects that are sent apart as their numbers."""
+
+    def __init__(self, file: Any, left_out: Sequence[object], **settings: Any) -> None:
+        super().__init__(file, **settings)
+        self._numbers = {id(thing): number for number, thing in enumerate(left_out)}
+
+    def persistent_id(self, thing: Any) -> int | None:
+        return self._numbers.get(id(thing))
+
+
+class _PartUnpickler(pickle.Unpickler):
+    def __init__(self, file: Any, left_out: Sequence[object], **settings: Any) -> None:
+        super().__init__(file, **settings)
+        self._left_out = left_out
+
+    def persistent_load(self, number: Any) -> object:
+        return self._left_out[number]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -127,7 +166,7 @@ def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], trained: bool)
     return torch.frombuffer(raw, dtype=dtype).reshape(shape).requires_grad_(trained)
 
 
-def _dump(thing: object) -> tuple[bytes, list[memoryview]]:
+def _dump(thing: object, left_out: Sequence[object] = ()) -> tuple[bytes, list[memoryview]]:
     buffers: list[memoryview] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -138,7 +177,11 @@ def _dump(thing: object) -> tuple[bytes, list[memoryview]]:
         return False
 
     file = io.BytesIO()
-    _Pickler(file, protocol=5, buffer_callback=keep_inside).dump(thing)
+    if left_out:
+        pickler = _PartPickler(file, left_out, protocol=5, buffer_callback=keep_inside)
+    else:
+        pickler = _Pickler(file, protocol=5, buffer_callback=keep_inside)
+    pickler.dump(thing)
     return file.getvalue(), buffers
 
 
@@ -149,7 +192,15 @@ def _load(message: Message, block: str | None) -> Any:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         # Not copied: the arrays keep the mapping alive.
         buffers += [memoryview(mapped)[at : at + size] for at, size in message.spans]
-    return pickle.loads(message.pickled, buffers=buffers)  # noqa: S301 - our own worker's
+    return _loads(message.pickled, buffers)
+
+
+def _loads(
+    pickled: bytes, buffers: Sequence[bytearray | memoryview], left_out: Sequence[object] = ()
+) -> Any:
+    if left_out:
+        return _PartUnpickler(io.BytesIO(pickled), left_out, buffers=buffers).load()
+    return pickle.loads(pickled, buffers=buffers)  # noqa: S301 - our own worker's
 
 
 def _write(path: str, at: int, buffers: list[memoryview]) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""`Workers`: the threads, processes and event loop that run offloaded terms."""
+"""`Workers`: the threads, processes, event loop and Ray tasks that run offloaded terms."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from steelyard.errors import ClosedError, SpecError
 from steelyard.execution.coroutines import CoroutineExecutor
 from steelyard.execution.executor import Executor
 from steelyard.execution.processes import ProcessExecutor
+from steelyard.execution.ray_tasks import RayExecutor
 from steelyard.execution.spawn_context import forget_parents_processes
 from steelyard.execution.threads import ThreadExecutor
 from steelyard.spec import is_whole
@@ -53,6 +54,7 @@ class Workers:
             "thread": self.threads,
             "process": self.processes,
             "async": self.coroutines,
+            "ray": RayExecutor(),
         }
 
     @property
@@ -94,9 +96,13 @@ def default_workers() -> Workers:
 
 
 @atexit.register
-def _close_default() -> None:
-    if _default is not None:
-        _default.close()
+def _close_all() -> None:
+    """Close all workers, before pebble's own function at exit, which is registered earlier.
+
+    That one ends the threads of the pools, which would count as broken and be replaced.
+    """
+    for workers in list(_all_workers):
+        workers.close()
 
 
 def _start_anew() -> None:

@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from steelyard.errors import ConfigError, RunError
 from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import Config
-from steelyard.experiment.config_secrets import literal_secrets
+from steelyard.experiment.continue_run import train_or_resume
+from steelyard.experiment.on_ray import RayCluster, open_runs, run_together
 from steelyard.experiment.overall_progress import OverallProgress
 from steelyard.experiment.paired_differences import (
     LOSS,
@@ -28,7 +30,7 @@ from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
 from steelyard.experiment.step_metrics import weighted_reward
-from steelyard.experiment.training_loop import SilentWatcher, Watcher, resume, train
+from steelyard.experiment.watcher import SilentWatcher, Watcher
 
 _HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"
 _HELD_OUT_REWARDS = "held_out/rewards/"
@@ -122,9 +124,10 @@ def ablate(
     folder: str | Path,
     *,
     seeds: int = 1,
-    jobs: int = 1,
+    jobs: int | None = None,
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
+    ray: RayCluster | None = None,
 ) -> Ablation:
     """Train every variant of the config that has not finished yet, and compare the results.
 
@@ -134,14 +137,17 @@ def ablate(
             a larger number of seeds adds runs to it.
         seeds: number of seeds, `train.seed` and those after it, to train every variant with; see
             `seeded_configs` for what a seed changes.
-        jobs: number of runs at once, each in its own process; fewer while memory is short.
+        jobs: number of runs at once, each in its own process, fewer while memory is short; None: 1,
+            or on a Ray cluster as many as it has room for.
         watch: notified of each step; `step` and `steps` count those of all runs.
         stop: called before each step; when it returns True the runs save a checkpoint and end.
+        ray: cluster to train the runs on; None: this machine.
 
     Raises:
         ConfigError: the config names a model, term or file that does not exist, or the number of
             seeds is not a whole number >= 1.
-        RunError: the folder is in use, or holds runs of another config.
+        RunError: the folder is in use, or holds runs of another config; or the cluster cannot be
+            reached, or has no node for a run.
     """
     seeded = seeded_configs(config, seeds)
     parent, watch = RunFolder(folder), watch or SilentWatcher()
@@ -156,7 +162,7 @@ def ablate(
         share_reference_logprobs(parent.path)
         if not config.source.held_out:
             watch.say(_NOT_HELD_OUT.format(config.source_key))
-        _train_unfinished(runs, jobs, watch, stop)
+        _train_unfinished(runs, jobs, watch, stop, parent.path, ray)
         ablation = _result(parent.path, config, runs)
         content = redact({
             "runs": ablation.runs, "seeds": ablation.seeds, "table": ablation.table,
@@ -178,7 +184,12 @@ class _Run:
 
 
 def _train_unfinished(
-    runs: Sequence[_Run], jobs: int, watch: Watcher, stop: Callable[[], bool]
+    runs: Sequence[_Run],
+    jobs: int | None,
+    watch: Watcher,
+    stop: Callable[[], bool],
+    folder: Path,
+    ray: RayCluster | None,
 ) -> None:
     steps = runs[0].config.train.steps
     unfinished = {run.path: run for run in runs if RunFolder(run.path).result() is None}
@@ -188,14 +199,33 @@ def _train_unfinished(
     def begin(path: Path) -> Watcher:
         run = unfinished[path]
         seed = f", seed {run.seed}" if run.seed != runs[0].seed else ""
-        watch.say(f"run {runs.index(run) + 1} of {len(runs)}: {run.label}{seed}")
+        progress.say(f"run {runs.index(run) + 1} of {len(runs)}: {run.label}{seed}")
         return progress.of(str(path))
 
     configs = {path: run.config for path, run in unfinished.items()}
-    if jobs > 1:
+    if ray is not None and configs:
+        _run_on_ray(ray, configs, folder, jobs, begin, stop)
+    elif jobs is not None and jobs > 1:
         run_in_parallel(configs, jobs, begin, stop)
     else:
         _run_in_turn(configs, begin, stop)
+
+
+def _run_on_ray(
+    cluster: RayCluster,
+    configs: Mapping[Path, Config],
+    folder: Path,
+    jobs: int | None,
+    begin: Callable[[Path], Watcher],
+    stop: Callable[[], bool],
+) -> None:
+    with open_runs(cluster, next(iter(configs.values())), folder) as runs:
+
+        def train(path: Path, stopping: Callable[[], bool]) -> None:
+            runs.train(configs[path], path, lambda: begin(path), stopping)
+
+        # All are submitted: Ray queues those that it has no room for, and can scale for them.
+        run_together([partial(train, path) for path in configs], jobs or len(configs), stop)
 
 
 def _run_in_turn(
@@ -204,12 +234,7 @@ def _run_in_turn(
     for path, variant in configs.items():
         if stop():
             return
-        watch = begin(path)
-        if RunFolder(path).holds_run:
-            secrets = literal_secrets(variant.model_dump(mode="json"))
-            resume(path, secrets, watch=watch, stop=stop)
-        else:
-            train(variant, path, watch=watch, stop=stop)
+        train_or_resume(variant, path, watch=begin(path), stop=stop)
 
 
 def _result(folder: Path, config: Config, runs: Sequence[_Run]) -> Ablation:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -20,11 +22,14 @@ from steelyard.composition import Aggregator
 from steelyard.errors import ConfigError, InputError, ModelError, RunError
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.secrets import redact
+from steelyard.gradients import awaited
+from steelyard.regularizers.judges import check_listener
 
 Status: TypeAlias = Literal["success", "errored", "interrupted"]
 Request: TypeAlias = tuple[types.ModelInput, int, types.SamplingParams]  # int: samples
 _FORWARD_BATCH = 16  # data in one forward call
 _CLOSE_SECONDS = 30.0
+_SERVICE_SECONDS = 20.0  # for a first answer of a Tinker service
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,44 @@ def check_model(config: ModelConfig) -> None:
             LocalServiceClient(device=config.device, dtype=config.dtype)
         except (ModelError, InputError) as error:
             raise ConfigError(f"[model]: {error}") from error
+
+
+def check_service(config: ModelConfig) -> None:
+    """Check that the Tinker service answers and accepts the API key; not for a local backend.
+
+    The SDK itself repeats a request to a service that is not there for minutes.
+
+    Raises:
+        RunError: it does not, or there is no API key.
+    """
+    if config.backend != "tinker":
+        return
+    url = config.base_url or os.environ.get("TINKER_BASE_URL")
+    where = f"at {url}" if url else "at the SDK's default address"
+    try:
+        if url:
+            check_listener(url)
+        with convert_tinker_errors("accept the connection"):
+            awaited(_ask_service(config))
+    except TimeoutError:  # before OSError, of which it is one
+        reason = f"no answer within {_SERVICE_SECONDS:g} s"
+    except OSError as error:
+        reason = str(error)
+    else:
+        return
+    raise RunError(
+        f"a Tinker service must answer {where}, and none does: {reason}. Start it, or correct "
+        f"model.base_url."
+    )
+
+
+async def _ask_service(config: ModelConfig) -> None:
+    service = _tinker_service(config)
+    try:
+        async with asyncio.timeout(_SERVICE_SECONDS):
+            await service.get_server_capabilities_async()
+    finally:
+        service.close("success")  # its future is not waited for: no session was opened
 
 
 def open_backend(

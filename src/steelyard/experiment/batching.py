@@ -6,7 +6,7 @@ with the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,15 +15,15 @@ from tinker import types
 
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.build_terms import Terms
-from steelyard.experiment.config import TrainConfig
-from steelyard.experiment.data_source import StepData, TrainingBatch
+from steelyard.experiment.config_train import TrainConfig
+from steelyard.experiment.data_source import PREFERENCE, StepData, TrainingBatch
+from steelyard.experiment.encoding import EncodedRecord
 from steelyard.experiment.held_out import evaluate_held_out
 
 if TYPE_CHECKING:
     from steelyard.experiment.dataset import Dataset
 
 T = TypeVar("T")
-_PREFERENCE = ("chosen", "rejected")
 
 
 def batch(step: int, size: int, count: int, seed: int) -> list[int]:
@@ -41,6 +41,11 @@ def batch(step: int, size: int, count: int, seed: int) -> list[int]:
     return [orders[at // count][at % count] for at in positions]
 
 
+def lines_per_step(settings: TrainConfig) -> int:
+    """Number of lines before each optimizer step."""
+    return settings.batch_size * settings.gradient_accumulation_steps
+
+
 def split(items: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list[T]]:
     """Training items and held-out items, each in their given order.
 
@@ -54,6 +59,17 @@ def split(items: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list
     held_out = set(shuffled[:count].tolist())
     train = [item for index, item in enumerate(items) if index not in held_out]
     return train, [items[index] for index in sorted(held_out)]
+
+
+def origins_of(
+    groups: Sequence[Sequence[types.Datum]], lines: Sequence[int]
+) -> list[tuple[int, str]]:
+    """Line and part of each datum of these groups, as in `TrainingBatch`."""
+    return [
+        (line, part)
+        for group, line in zip(groups, lines, strict=True)
+        for part in (PREFERENCE if len(group) > 1 else ("",))
+    ]
 
 
 @dataclass(frozen=True)
@@ -75,29 +91,40 @@ class FixedData:
     def step_data(self, step: int) -> StepData:
         """One batch of the lines of this step."""
         settings = self.settings
-        chosen = batch(step, settings.batch_size, len(self.dataset.train), settings.seed)
+        chosen = batch(step, lines_per_step(settings), len(self.dataset.train), settings.seed)
         return StepData([self.batch(chosen)])
 
     def batch(self, indices: Sequence[int]) -> TrainingBatch:
         """Training data of the lines with these indices in `dataset.train`."""
         dataset = self.dataset
-        data, origins = [], []
-        for index in indices:
-            group = dataset.train[index]
-            data += group
-            parts = _PREFERENCE if len(group) > 1 else ("",)
-            origins += [(dataset.lines[index], part) for part in parts]
-        return TrainingBatch(data, dataset.file, origins)
+        groups = [dataset.train[index] for index in indices]
+        origins = origins_of(groups, [dataset.lines[index] for index in indices])
+        return TrainingBatch([datum for group in groups for datum in group], dataset.file, origins)
 
     def evaluate(self, step: int) -> dict[str, Any]:  # noqa: ARG002 - the lines are always the same
         """Base loss and value of every term on the held-out lines."""
+        dataset = self.dataset
+        held_out = TrainingBatch(
+            list(dataset.held_out), dataset.held_out_file, dataset.held_out_origins
+        )
         return evaluate_held_out(
             self.backend,
-            self.dataset.held_out,
+            dataset.held_out,
             self.terms,
             self.settings.timeout,
+            name_lines=held_out.name_lines,
             batch=self.settings.batch_size * len(self.dataset.train[0]),  # as in a training step
         )
+
+    def held_out_data(self) -> Sequence[types.Datum]:
+        """Data of the held-out lines."""
+        return self.dataset.held_out
+
+    def held_out_records(self) -> Sequence[Mapping[str, Any]]:
+        """Held-out lines; one for both data of a pair."""
+        data = self.dataset.held_out
+        records = [datum.record for datum in data if isinstance(datum, EncodedRecord)]
+        return records[:: len(self.dataset.train[0])]
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from steelyard.clients import RegularizedClient
 from steelyard.errors import CheckpointError, RunError
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.spec import is_whole
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,30 @@ class RunCheckpoint:
     terms: dict[str, Any] | None
 
 
-def save(client: RegularizedClient, run: RunFolder, step: int, seed: int, keep: int) -> None:
-    """Save a checkpoint after `step` steps, and delete all but the last `keep` checkpoints.
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """Record of the best checkpoint of a run.
+
+    Attributes:
+        step: number of completed steps.
+        metric: metric that it is the best by.
+        value: of the metric.
+    """
+
+    step: int
+    metric: str
+    value: float
+
+
+def save(
+    client: RegularizedClient,
+    run: RunFolder,
+    step: int,
+    seed: int,
+    keep: int,
+    best: BestCheckpoint | None = None,
+) -> None:
+    """Save a checkpoint after `step` steps; delete all but the last `keep` and the best one.
 
     Raises:
         CheckpointError: the disk or the service failed; older checkpoints are unchanged.
@@ -54,7 +79,24 @@ def save(client: RegularizedClient, run: RunFolder, step: int, seed: int, keep: 
     folder = run.checkpoints / path.removeprefix("tinker://")
     if folder.is_dir():  # that of a Tinker service is not on this machine
         run.link_adapter(folder)
+    if best is not None:
+        write_atomic(_best_path(run), json.dumps(asdict(best), indent=2).encode())
     _delete_old(run, keep)
+
+
+def best_checkpoint(run: RunFolder) -> BestCheckpoint | None:
+    """Best checkpoint of a run; None if `train.keep_best` has not kept one.
+
+    Raises:
+        CheckpointError: the record is damaged.
+    """
+    path = _best_path(run)
+    try:
+        return BestCheckpoint(**json.loads(path.read_bytes().decode("utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} must be a whole record: {error}.") from error
 
 
 def latest_checkpoint(run: RunFolder) -> RunCheckpoint | None:
@@ -67,8 +109,8 @@ def latest_checkpoint(run: RunFolder) -> RunCheckpoint | None:
     return _read(records[-1]) if records else None
 
 
-def find_checkpoint(run: RunFolder, step: int | None = None) -> RunCheckpoint:
-    """Record after `step` steps, or the newest one.
+def find_checkpoint(run: RunFolder, step: int | Literal["best"] | None = None) -> RunCheckpoint:
+    """Record after `step` steps, of the best checkpoint, or the newest one.
 
     Raises:
         RunError: there is none.
@@ -82,6 +124,14 @@ def find_checkpoint(run: RunFolder, step: int | None = None) -> RunCheckpoint:
         )
     if step is None:
         return _read(records[-1])
+    if step == "best":
+        best = best_checkpoint(run)
+        if best is None:
+            raise RunError(
+                f"{run.path} must have a best checkpoint, and it has none: train with "
+                f"train.keep_best, which names the metric, or take the newest one."
+            )
+        step = best.step
     record = _record_path(run, step)
     if record not in records:
         steps = [each.stem.removeprefix("step-").lstrip("0") for each in records]
@@ -107,6 +157,10 @@ def _record_path(run: RunFolder, step: int) -> Path:
     return run.checkpoints / f"step-{step:08d}.json"
 
 
+def _best_path(run: RunFolder) -> Path:
+    return run.checkpoints / "best.json"
+
+
 def _records(run: RunFolder) -> list[Path]:
     return sorted(run.checkpoints.glob("step-*.json"))
 
@@ -126,14 +180,43 @@ def _read(record: Path) -> RunCheckpoint:
     return found
 
 
+def with_checkpoint(
+    run: RunFolder, step: int | Literal["best"] | None, use: Callable[[RunCheckpoint], T]
+) -> tuple[T, RunCheckpoint]:
+    """Call a function with a checkpoint, and again if a run that goes on replaces it meanwhile.
+
+    Args:
+        run: run folder.
+        step: as in `find_checkpoint`.
+        use: reads the checkpoint.
+
+    Returns:
+        Its result, and the checkpoint.
+
+    Raises:
+        RunError: there is no such checkpoint, or no longer.
+        CheckpointError: it is damaged.
+    """
+    while True:
+        checkpoint = find_checkpoint(run, step)
+        try:
+            return use(checkpoint), checkpoint
+        except CheckpointError:
+            if find_checkpoint(run, step) == checkpoint:
+                raise
+
+
 def _delete_old(run: RunFolder, keep: int) -> None:
     # Records first: killed in between, this leaves checkpoints without a record, which the next
     # call deletes, and never a record without its checkpoint.
     records = _records(run)
-    kept = {_read(record).path for record in records[-keep:]}
+    best = best_checkpoint(run)
+    stay = {*records[-keep:], *([] if best is None else [_record_path(run, best.step)])}
+    kept = {_read(record).path for record in records if record in stay}
     try:
-        for record in records[:-keep]:
-            record.unlink(missing_ok=True)
+        for record in records:
+            if record not in stay:
+                record.unlink(missing_ok=True)
         for link in run.checkpoints.glob("*/weights/step-*"):
             if f"tinker://{link.relative_to(run.checkpoints).as_posix()}" not in kept:
                 # Not a link in a copy of a run that was made with the files that links lead to.

@@ -14,13 +14,13 @@ from pydantic import (
 )
 
 from steelyard.experiment.config_rollouts import RewardConfig, RolloutsConfig
+from steelyard.experiment.config_train import EvaluationConfig, TrainConfig
 from steelyard.experiment.config_types import (
     REFERENCE_FORMS,
     Aggregate,
     HeldOut,
     Objective,
     Options,
-    Rate,
     Table,
     Weight,
 )
@@ -43,7 +43,10 @@ class ModelConfig(Table):
         default="local", description="train on this machine, or on a Tinker service"
     )
     base_model: str = Field(
-        default="smollm2-135m", min_length=1, description="a known name, a folder or a Hub id"
+        default="smollm2-135m",
+        min_length=1,
+        description="a known name, a folder, relative to the config's or else to the current one, "
+        "or a Hub id",
     )
     rank: int = Field(default=16, ge=1, description="rank of the LoRA matrices")
     base_url: Annotated[str | None, AfterValidator(_check_url)] = Field(
@@ -81,56 +84,6 @@ class DataConfig(Table):
     reference: Literal["auto", "always", "never"] = Field(
         default="auto", description="whether to compute reference_logprobs with the base model"
     )
-
-
-class TrainConfig(Table):
-    """Settings of the training loop."""
-
-    steps: int = Field(default=20, ge=1)
-    batch_size: int = Field(
-        default=4, ge=1, description="lines per step; a preference pair is one line"
-    )
-    learning_rate: Rate = Field(default=1e-4, description="a number, or a schedule")
-    seed: int = Field(
-        default=0, ge=0, description="seed of the adapter, the order of the data and the terms"
-    )
-    grad_clip_norm: float = Field(default=0.0, ge=0, description="0: no clipping")
-    weight_decay: float = Field(default=0.0, ge=0)
-    save_every: int = Field(
-        default=10, ge=0, description="steps between checkpoints; 0: only at the end"
-    )
-    keep: int = Field(default=2, ge=1, description="number of checkpoints to keep")
-    evaluate_every: int = Field(
-        default=0,
-        ge=0,
-        description="steps between held-out evaluations; the first and last step always have one",
-    )
-    sample_prompts: list[str] = Field(
-        default=[], description="prompts to sample from before and after training"
-    )
-    sample_tokens: int = Field(default=48, ge=1)
-    track_grad_norms: bool = True
-    track_every: int = Field(
-        default=1, ge=1, description="steps between gradient norms and cosines, if they are tracked"
-    )
-    grad_space: Literal["logprobs", "parameters"] = Field(
-        default="logprobs",
-        description="what gradient norms and cosines are with respect to; 'parameters' is local, "
-        "and takes one backward pass for each term at a step that is tracked",
-    )
-    measure_progress: int = Field(
-        default=0,
-        ge=0,
-        description="steps between measurements of what a step did to each term, each by one more "
-        "forward pass; 0: none",
-    )
-    drivers_every: int | None = Field(
-        default=None,
-        ge=0,
-        description="steps between records of the examples that drive each term, if gradient norms "
-        "are tracked; 0: none; None: a tenth of the run, at least 10",
-    )
-    timeout: float = Field(default=30.0, gt=0, le=300, description="maximum seconds of one term")
 
 
 class LossConfig(Table):
@@ -233,6 +186,9 @@ class Config(Table):
     train: TrainConfig = TrainConfig()
     loss: LossConfig = LossConfig()
     regularizers: list[TermConfig] = Field(default=[])
+    evaluations: list[EvaluationConfig] = Field(
+        default=[], description="your own functions that evaluate the model"
+    )
     sinks: SinksConfig = SinksConfig()
     tune: TuneConfig = TuneConfig()
 
@@ -250,6 +206,11 @@ class Config(Table):
             raise ValueError(
                 "train.grad_space = 'parameters' needs model.backend = 'local', where the model "
                 "is: use train.measure_progress with a Tinker service"
+            )
+        if self.train.grad_space == "parameters" and self.train.gradient_accumulation_steps > 1:
+            raise ValueError(
+                "train.grad_space = 'parameters' needs train.gradient_accumulation_steps = 1: "
+                "norms of several calls do not give that of their sum"
             )
         return self
 

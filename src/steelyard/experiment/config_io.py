@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from steelyard.errors import ConfigError
-from steelyard.experiment.config import Config
+from steelyard.experiment.config import Config, ModelConfig
 from steelyard.experiment.config_errors import format_errors
 from steelyard.experiment.config_secrets import (
     check_whole,
@@ -152,7 +152,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> str:
     if not equals or not keys or not all(keys):  # the value is not shown: it may be a secret
         shown = f"{key}=…" if equals else key
         raise ConfigError(f"an override must look like train.steps=5, got {shown!r}.")
-    _set(raw, key, _parse_value(text))
+    _set(raw, key, parse_value(text))
     return dotted(keys)
 
 
@@ -183,7 +183,8 @@ def _child(node: Any, key: str, name: str) -> Any:
     raise ConfigError(f"the override {name} must name a key of a table, and {key!r} is in none.")
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """Parse the value of an override: TOML, or JSON, or else a string."""
     text = text.strip()
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -212,12 +213,26 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
     python_path = [str((folder / entry).resolve()) for entry in config.python_path]
     return config.model_copy(
         update={
+            "model": _resolve_model(config.model, folder),
             key: source.model_copy(update=files),
             "loss": loss,
             **entries,
             "python_path": list(dict.fromkeys([*python_path, str(folder)])),
         }
     )
+
+
+def _resolve_model(model: ModelConfig, folder: Path) -> ModelConfig:
+    """Make a base model that is a folder an absolute path, so that a run resumes from anywhere."""
+    given = Path(model.base_model).expanduser()
+    found = [path for path in (folder / given, Path.cwd() / given) if path.is_dir()]
+    if model.backend != "local" or not found:
+        return model
+    from steelyard.engine import KNOWN_MODELS  # noqa: PLC0415 - takes seconds
+
+    if model.base_model in KNOWN_MODELS:
+        return model
+    return model.model_copy(update={"base_model": str(found[0].resolve())})
 
 
 def _existing_file(table: str, key: str, folder: Path, given: str) -> str:

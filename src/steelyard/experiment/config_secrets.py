@@ -74,6 +74,20 @@ def resolve_secrets(options: Mapping[str, Any]) -> Any:
     return secrets.map_leaves(options, resolve)
 
 
+def secret_sources(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Environment variables, and paths of files, that a config takes secrets from."""
+    found: dict[str, list[str]] = {"env": [], "file": []}
+
+    def collect(_: secrets.Path, leaf: Any, __: bool) -> Any:
+        if secrets.is_reference(leaf):
+            for kind, name in leaf.items():
+                found[kind].append(name)
+        return leaf
+
+    secrets.map_leaves(config, collect)
+    return found["env"], found["file"]
+
+
 def redacted_keys(config: Mapping[str, Any]) -> list[str]:
     """Keys, as in an override, of the values that redaction removed from a config."""
     return list(_keys(config, lambda leaf, _: secrets.holds_redacted(leaf)))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 from tinker import types
+
+PREFERENCE = ("chosen", "rejected")  # the parts of a line that is a pair
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Data of one optimizer step.
+    """Data of one optimizer step, or of an evaluation, with the lines that they come from.
 
     Attributes:
         data: the data.
@@ -25,25 +29,50 @@ class TrainingBatch:
     file: str
     origins: Sequence[tuple[int, str]]
 
-    def name_lines(self, text: str) -> str:
+    def name_lines(self, text: str, start: int = 0) -> str:
         """Replace "datum 0" in a message by the line of the file that it is.
+
+        Args:
+            text: the message.
+            start: index of the datum that the message calls 0.
 
         Example:
             >>> batch = TrainingBatch([], "train.jsonl", [(17, ""), (4, "chosen")])
             >>> batch.name_lines("datum 0 must have a label, got none")
             'line 17 of train.jsonl must have a label, got none'
-            >>> batch.name_lines("the points of datum 1")
+            >>> batch.name_lines("the points of datum 0", start=1)
             "the points of line 4 of train.jsonl ('chosen')"
+            >>> batch.name_lines("data[0].loss_fn_inputs must hold 'advantages'")
+            "line 17 of train.jsonl: loss_fn_inputs must hold 'advantages'"
         """
 
         def name(found: re.Match[str]) -> str:
-            index = int(found[1])
+            index = start + int(found[1] or found[2])
             if index >= len(self.origins):
                 return found[0]
             line, part = self.origins[index]
-            return f"line {line} of {self.file}" + (f" ({part!r})" if part else "")
+            named = f"line {line} of {self.file}" + (f" ({part!r})" if part else "")
+            return f"{named}: " if found[3] else named
 
-        return re.sub(r"\bdatum (\d+)\b", name, text)
+        return re.sub(r"\bdatum (\d+)\b|\bdata\[(\d+)\](\.)?", name, text)
+
+    def split(self, parts: int) -> list[TrainingBatch]:
+        """Divide the data into consecutive batches of nearly equal size; pairs stay together.
+
+        There are fewer than `parts` if there are fewer data or pairs.
+
+        Example:
+            >>> batch = TrainingBatch(list("abcde"), "train.jsonl", [(n, "") for n in range(5)])
+            >>> [part.data for part in batch.split(2)]
+            [['a', 'b', 'c'], ['d', 'e']]
+        """
+        starts = [at for at, (_, part) in enumerate(self.origins) if part != PREFERENCE[1]]
+        cuts = np.array_split(starts, min(parts, len(starts)))
+        firsts = [int(cut[0]) for cut in cuts]
+        return [
+            TrainingBatch(self.data[begin:end], self.file, self.origins[begin:end])
+            for begin, end in pairwise([*firsts, len(self.data)])
+        ]
 
 
 @dataclass(frozen=True)
@@ -67,6 +96,12 @@ class DataSource(Protocol):
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Metrics `held_out/...` of the current weights; empty if nothing is held out."""
+
+    def held_out_data(self) -> Sequence[types.Datum]:
+        """Held-out data; none if the answers are sampled."""
+
+    def held_out_records(self) -> Sequence[Mapping[str, Any]]:
+        """Held-out lines of the file."""
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""

@@ -11,9 +11,10 @@ from tinker import types
 
 from steelyard.errors import DataError
 from steelyard.experiment.backend import Backend
-from steelyard.experiment.batching import batch, split
+from steelyard.experiment.batching import batch, lines_per_step, origins_of, split
 from steelyard.experiment.build_terms import Terms
-from steelyard.experiment.config import Config, DataConfig, TrainConfig
+from steelyard.experiment.config import Config, DataConfig
+from steelyard.experiment.config_train import TrainConfig
 from steelyard.experiment.data_fields import check_fields
 from steelyard.experiment.data_files import DataFile, Group, Kind, read_records
 from steelyard.experiment.encoding import Encoder
@@ -32,6 +33,8 @@ class Dataset:
         encoder: tokenizes lines and prompts.
         file: name of the file that `train` comes from.
         lines: numbers of the lines of `train` in the file, from 1.
+        held_out_file: name of the file that `held_out` comes from.
+        held_out_origins: line and part of each held-out datum, as in `TrainingBatch`.
     """
 
     train: Sequence[Group]
@@ -40,6 +43,8 @@ class Dataset:
     encoder: Encoder
     file: str
     lines: Sequence[int]
+    held_out_file: str = ""
+    held_out_origins: Sequence[tuple[int, str]] = ()
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""
@@ -117,12 +122,14 @@ def load_dataset(
             say(f"{count} bad line{'s' * (count > 1)} left out, the first: {file.skipped[0]}")
     if isinstance(settings.held_out, str) and separate is not None:
         train, held_out = list(main.groups), list(separate.groups)
-        lines = list(main.lines)
+        lines, held_out_lines = list(main.lines), list(separate.lines)
+        held_out_path = settings.held_out
         run.hold_data([settings.path, settings.held_out])
     else:
         seed = config.train.seed if settings.split_seed is None else settings.split_seed
         train, held_out = split(main.groups, settings.held_out, seed)
-        lines, _ = split(main.lines, settings.held_out, seed)
+        lines, held_out_lines = split(main.lines, settings.held_out, seed)
+        held_out_path = settings.path
         run.hold_data([settings.path])
     everywhere = settings.reference == "always" or (
         settings.reference == "auto" and terms.reads_reference
@@ -136,11 +143,20 @@ def load_dataset(
         held_out = groups[len(used) :]
     say(f"{len(train)} lines to train on, {len(held_out)} held out")
     data = [datum for group in held_out for datum in group]
-    return Dataset(train, data, main.kind, encoder, Path(settings.path).name, lines)
+    return Dataset(
+        train,
+        data,
+        main.kind,
+        encoder,
+        Path(settings.path).name,
+        lines,
+        Path(held_out_path).name,
+        origins_of(held_out, held_out_lines),
+    )
 
 
 def used_lines(config: TrainConfig, count: int) -> list[int]:
     """Indices, out of `count`, of the lines that a run trains on in any of its steps."""
-    size, seed = config.batch_size, config.seed
+    size, seed = lines_per_step(config), config.seed
     steps = min(config.steps, -(-count // size) + 1)  # ceil(count / size) steps see every line
     return sorted({index for step in range(steps) for index in batch(step, size, count, seed)})

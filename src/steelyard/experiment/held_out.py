@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from tinker import types
 from torch import Tensor
 
 from steelyard.composition import Pipeline
+from steelyard.errors import TermError
 from steelyard.experiment.backend import Backend
 from steelyard.experiment.base_losses import CrossEntropy
 from steelyard.experiment.build_terms import Terms
@@ -19,6 +20,7 @@ from steelyard.output import CustomLossOutput
 from steelyard.spec import RegularizerSpec, describe, measurement
 
 _VALUE, _FAILED, _REASON = "held_out/regularizers/", "held_out/skipped/", "/reason"
+NameLines: TypeAlias = Callable[[str, int], str]
 # Needed inputs of the size of the model. The others grow with the number of tokens.
 _PER_MODEL = {"parameters"}
 
@@ -30,6 +32,7 @@ def evaluate_held_out(
     timeout: float,
     *,
     batch: int = 16,
+    name_lines: NameLines = lambda text, _: text,
 ) -> dict[str, Any]:
     """Metrics `held_out/loss`, and `held_out/regularizers/<name>` for each term, enabled or not.
 
@@ -47,10 +50,15 @@ def evaluate_held_out(
         batch: number of data for which logits, projections and hidden states are held in memory
             at once. The value of a term that needs them is the mean over such batches, weighted
             by the number of tokens that count.
+        name_lines: as that of a `TrainingBatch` of the data; for reasons and errors.
+
+    Raises:
+        TermError: the base loss fails.
     """
     if not data:
         return {}
-    found, loss = _evaluate(backend, data, _per_token(terms.loss), terms.specs, timeout, batch)
+    found = _Values(terms.specs, timeout, name_lines)
+    loss = _evaluate(backend, data, _per_token(terms.loss), found, batch)
     return {"held_out/loss": loss, **found.metrics}
 
 
@@ -61,9 +69,12 @@ def evaluate_terms(
     timeout: float,
     *,
     batch: int = 16,
+    name_lines: NameLines = lambda text, _: text,
 ) -> dict[str, Any]:
     """Metrics of `evaluate_held_out` without `held_out/loss`: the values of the terms."""
-    return _evaluate(backend, data, _NoLoss(), specs, timeout, batch)[0].metrics
+    found = _Values(specs, timeout, name_lines)
+    _evaluate(backend, data, _NoLoss(), found, batch)
+    return found.metrics
 
 
 def failures(metrics: Mapping[str, Any]) -> dict[str, str]:
@@ -82,12 +93,14 @@ class _Values:
     Attributes:
         specs: of all terms.
         timeout: seconds that each term may take.
+        name_lines: names the lines of data in a message, from the index of its first datum.
         measured: values and numbers of tokens of the calls of each term, by name.
         failed: reasons, by name.
     """
 
     specs: Sequence[RegularizerSpec]
     timeout: float
+    name_lines: NameLines
     measured: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -98,15 +111,22 @@ class _Values:
         data: Sequence[types.Datum],
         logprobs: list[Tensor],
         given: Mapping[str, Any],
+        *,
+        start: int = 0,
     ) -> CustomLossOutput:
-        """Evaluate a loss and terms on data, and record the values of the terms."""
+        """Evaluate a loss and terms on data, the first of which is `start`; record the values."""
         built = [spec for each in specs if (spec := self._evaluation_spec(each)) is not None]
         pipeline = Pipeline(loss, built, timeout=self.timeout, gives=given)
-        output = pipeline.compute(list(data), logprobs, given=given)
+        try:
+            output = pipeline.compute(list(data), logprobs, given=given)
+        except TermError as error:
+            error.args = (self.name_lines(str(error), start),)
+            raise
         tokens = _count_tokens(data, logprobs)
         for name, result in output.regularizers.items():
             self.measured.setdefault(name, []).append((result.value, tokens))
-        self.failed.update(output.skipped)
+        for name, reason in output.skipped.items():
+            self.failed[name] = self.name_lines(reason, start)
         return output
 
     @property
@@ -133,19 +153,12 @@ class _Values:
 
 
 def _evaluate(
-    backend: Backend,
-    data: Sequence[types.Datum],
-    loss: Any,
-    specs: Sequence[RegularizerSpec],
-    timeout: float,
-    batch: int,
-) -> tuple[_Values, float]:
-    """Values of the terms, and the loss."""
-    found = _Values(specs, timeout)
+    backend: Backend, data: Sequence[types.Datum], loss: Any, found: _Values, batch: int
+) -> float:
+    """Evaluate the terms and the loss; return the loss."""
     logprobs, parameters = _evaluate_batches(backend, data, found, batch)
-    whole = [spec for spec in specs if not _reads_batches(spec)]
-    output = found.compute(loss, whole, data, logprobs, parameters)
-    return found, output.base_loss.value
+    whole = [spec for spec in found.specs if not _reads_batches(spec)]
+    return found.compute(loss, whole, data, logprobs, parameters).base_loss.value
 
 
 class _NoLoss:
@@ -174,7 +187,7 @@ def _evaluate_batches(
     for part, forward in backend.forward(data, needs, batch):
         given = forward.given
         if specs:
-            found.compute(_NoLoss(), specs, part, forward.logprobs, given)
+            found.compute(_NoLoss(), specs, part, forward.logprobs, given, start=len(logprobs))
         logprobs += forward.logprobs
     return logprobs, {need: given[need] for need in needs if need in _PER_MODEL}
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,8 +17,9 @@ import psutil
 from steelyard.errors import RunError
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_secrets import literal_secrets
+from steelyard.experiment.overall_progress import NewSteps
 from steelyard.experiment.run_dir import RunFolder
-from steelyard.experiment.training_loop import Watcher
+from steelyard.experiment.watcher import Watcher
 
 _MEMORY_MARGIN = 1.25  # times the memory of the largest run must be free to start another
 _POLL_SECONDS = 0.2
@@ -28,10 +29,8 @@ _INTERRUPTED = 130  # exit status of a run that saved and ended after SIGINT
 @dataclass
 class _Child:
     folder: Path
-    steps: int
     process: subprocess.Popen[bytes]
-    watch: Watcher
-    reported: int = field(default=0)  # lines of its metrics that the watcher has seen
+    steps: NewSteps
 
     @property
     def memory(self) -> int:
@@ -41,15 +40,6 @@ class _Child:
         except psutil.Error:
             return 0
         return resident
-
-    def report_steps(self) -> None:
-        file = RunFolder(self.folder).metrics_file
-        # What follows the last newline may be half a line, still being written.
-        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-        for line in lines[self.reported :]:
-            metrics = json.loads(line)
-            self.watch.step(metrics["step"], self.steps, metrics)
-        self.reported = len(lines)
 
 
 def run_in_parallel(
@@ -80,10 +70,10 @@ def run_in_parallel(
             folder, config = waiting.pop(0)
             running.append(_start(folder, config, begin(folder)))
         for child in list(running):
-            child.report_steps()
+            child.steps.report()
             code = child.process.poll()
             if code is not None:
-                child.report_steps()  # those between the last look and its end
+                child.steps.report()  # those between the last look and its end
                 running.remove(child)
                 if code not in (0, _INTERRUPTED):
                     failed.append(child.folder)
@@ -115,13 +105,13 @@ def _start(folder: Path, config: Config, watch: Watcher) -> _Child:
     assert process.stdin is not None  # noqa: S101 - a pipe
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # its exit code says why
         pipe.write(overrides.encode())
-    return _Child(folder, config.train.steps, process, watch)
+    return _Child(folder, process, NewSteps(run.metrics_file, config.train.steps, watch))
 
 
 def _memory_is_free(running: list[_Child]) -> bool:
     if not running:
         return True
-    if not all(child.reported for child in running):
+    if not all(child.steps.reported for child in running):
         return False
     largest = max(child.memory for child in running)
     return bool(psutil.virtual_memory().available > _MEMORY_MARGIN * largest)

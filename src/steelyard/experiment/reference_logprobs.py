@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from steelyard.experiment.data_files import Group
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 
 FIELD = "reference_logprobs"
-_CACHE = "reference.safetensors"
+REFERENCE_FILE = "reference.safetensors"
 _LEVELS = 2  # a shared cache is in the parent of a run folder, or in the parent of that
 
 
@@ -45,7 +46,13 @@ def add_reference_logprobs(
         return list(groups)
     model = run.config().model
     digests = [_digest(model, datum) for datum in data]
-    cached = _look_up(dict(zip(digests, data, strict=True)), backend, _cache_file(run.path), say)
+    file = _cache_file(run.path)
+    # Runs that start at the same time wait for the first one instead of computing the same. The
+    # folder of a run is locked by it already.
+    is_shared = file.parent != run.path
+    lock = filelock.FileLock(file.with_name(f".{file.name}.lock")) if is_shared else nullcontext()
+    with lock:
+        cached = _look_up(dict(zip(digests, data, strict=True)), backend, file, say)
     logprobs = (cached[digest] for digest in digests)
 
     def complete(datum: types.Datum) -> types.Datum:
@@ -65,24 +72,31 @@ def with_reference(datum: types.Datum, logprobs: Tensor) -> types.Datum:
 
 def share_reference_logprobs(folder: Path) -> None:
     """Let the runs in this folder share one cache, which begins empty."""
-    if not (folder / _CACHE).exists():
-        write_atomic(folder / _CACHE, safetensors.torch.save({}))
+    if not (folder / REFERENCE_FILE).exists():
+        write_atomic(folder / REFERENCE_FILE, safetensors.torch.save({}))
+
+
+def merge_reference_logprobs(folder: Path, content: bytes) -> None:
+    """Add the log-probs of another machine's cache to the one that runs in this folder share."""
+    file = folder / REFERENCE_FILE
+    with filelock.FileLock(file.with_name(f".{file.name}.lock")):
+        known, computed = _read(file), safetensors.torch.load(content)
+        if not computed.keys() <= known.keys():
+            write_atomic(file, safetensors.torch.save(known | computed))
 
 
 def _look_up(
     data: Mapping[str, types.Datum], backend: Backend, file: Path, say: Callable[[str], None]
 ) -> dict[str, Tensor]:
     """Log-probs of these data, by digest: from the cache, or computed and added to it."""
-    # Runs that start at the same time wait for the first one instead of computing the same.
-    with filelock.FileLock(file.with_name(f".{file.name}.lock")):
-        known = _read(file)
-        missing = {digest: datum for digest, datum in data.items() if digest not in known}
-        if missing:
-            say("computing the base model's log-probs")
-            report = _report_tenths(len(missing), say)
-            computed = backend.logprobs(list(missing.values()), report)
-            known |= zip(missing, computed, strict=True)
-            write_atomic(file, safetensors.torch.save(known))
+    known = _read(file)
+    missing = {digest: datum for digest, datum in data.items() if digest not in known}
+    if missing:
+        say("computing the base model's log-probs")
+        report = _report_tenths(len(missing), say)
+        computed = backend.logprobs(list(missing.values()), report)
+        known |= zip(missing, computed, strict=True)
+        write_atomic(file, safetensors.torch.save(known))
     return known
 
 
@@ -110,8 +124,8 @@ def _report_tenths(count: int, say: Callable[[str], None]) -> Callable[[int], No
 
 def _cache_file(run: Path) -> Path:
     """Cache of a run: one that its parent folders share, or else its own."""
-    shared = (folder / _CACHE for folder in list(run.absolute().parents)[:_LEVELS])
-    return next((file for file in shared if file.is_file()), run / _CACHE)
+    shared = (folder / REFERENCE_FILE for folder in list(run.absolute().parents)[:_LEVELS])
+    return next((file for file in shared if file.is_file()), run / REFERENCE_FILE)
 
 
 def _read(file: Path) -> dict[str, Tensor]:

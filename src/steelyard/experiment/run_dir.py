@@ -8,6 +8,9 @@ rollouts.jsonl   the answers of each step, with their rewards; of a run with [ro
 checkpoints/     safetensors and JSON
 adapter          link to the newest checkpoint of a local run, whose files are those of a LoRA
                  adapter as peft writes them
+requests.jsonl   settings that were asked for while the run went on
+changes.jsonl    those that it has taken, with the step
+paused           there while the run is to wait
 samples.jsonl    completions of the sample prompts, before and after training
 log.txt          log messages
 reference.safetensors  the base model's log-probs, if a term reads them; runs of an ablation or a
@@ -45,6 +48,9 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.requests = self.path / "requests.jsonl"
+        self.paused = self.path / "paused"
+        self._changes = self.path / "changes.jsonl"
         self._config = self.path / "config.json"
         self._data = self.path / "data.json"
         self._drivers = self.path / "drivers.jsonl"
@@ -105,7 +111,7 @@ class RunFolder:
         if self.metrics_file.is_file() and self.metrics_file.stat().st_size:
             return
         records = (self._data, self._drivers, self._samples, self.metrics_file)
-        for path in (*records, self._config):
+        for path in (*records, self.requests, self._changes, self.paused, self._config):
             path.unlink(missing_ok=True)
 
     def config(self) -> Config:
@@ -190,6 +196,17 @@ class RunFolder:
     def rollouts(self) -> list[dict[str, Any]]:
         """Records of the answers so far."""
         return read_json_lines(self._rollouts)
+
+    def append_changes(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append records of changed settings."""
+        self._append_records(self._changes, records)
+
+    def changes(self) -> list[dict[str, Any]]:
+        """Records of changed settings so far, without an incomplete last line."""
+        if not self._changes.is_file():
+            return []
+        lines = _read_bytes(self._changes).split(b"\n")[:-1]
+        return [_parse(line, str(self._changes)) for line in lines]
 
     def cut_records(self, step: int) -> None:
         """Remove drivers and rollouts of this step and later ones, and an incomplete last line."""

@@ -7,20 +7,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from tinker import types
 
-from steelyard.errors import CheckpointError, ConfigError, InputError, RunError
+from steelyard.errors import ConfigError, InputError, RunError
 from steelyard.experiment.backend import (
     Backend,
     check_model,
+    check_service,
     convert_tinker_errors,
     open_backend,
     sample_from,
 )
-from steelyard.experiment.checkpointing import RunCheckpoint, find_checkpoint
+from steelyard.experiment.checkpointing import RunCheckpoint, with_checkpoint
 from steelyard.experiment.config import Config, DataConfig, ModelConfig
 from steelyard.experiment.data_files import parse_lines, parse_prompt
 from steelyard.experiment.encoding import Encoder
@@ -184,12 +185,15 @@ class TrainedModel:
         yield text[len(shown) :]
 
 
-def open_trained_model(folder: str | Path, step: int | None = None) -> TrainedModel:
+def open_trained_model(
+    folder: str | Path, step: int | Literal["best"] | None = None
+) -> TrainedModel:
     """Open the model of a run, also of one that still runs.
 
     Args:
         folder: run folder.
-        step: number of steps after which the checkpoint was saved; None: the newest one.
+        step: number of steps after which the checkpoint was saved; `"best"`: see
+            `train.keep_best`; None: the newest one.
 
     Raises:
         RunError: there is no such run or checkpoint, its base model is gone, or the Tinker service
@@ -199,21 +203,12 @@ def open_trained_model(folder: str | Path, step: int | None = None) -> TrainedMo
     run = RunFolder(folder)
     config = run.config()
     check_base_model(run, config.model)
-    while True:
-        checkpoint = find_checkpoint(run, step)
-        try:
-            backend = open_backend(
-                _for_this_machine(config.model),
-                config.train.seed,
-                run.checkpoints,
-                path=checkpoint.path,
-            )
-        except CheckpointError:
-            # A run that goes on may have replaced it meanwhile.
-            if find_checkpoint(run, step) == checkpoint:
-                raise
-        else:
-            return TrainedModel(backend, checkpoint, config, run.result() is not None)
+    check_service(config.model)
+    model, seed = _for_this_machine(config.model), config.train.seed
+    backend, checkpoint = with_checkpoint(
+        run, step, lambda found: open_backend(model, seed, run.checkpoints, path=found.path)
+    )
+    return TrainedModel(backend, checkpoint, config, run.result() is not None)
 
 
 def check_base_model(run: RunFolder, config: ModelConfig) -> None:

@@ -6,71 +6,34 @@ numbers that terms draw, are functions of the seed and the step alone.
 
 from __future__ import annotations
 
-import random
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import numpy as np
-import torch
-from tinker import types
-
-from steelyard.errors import SteelyardError, TermError
+from steelyard.errors import SteelyardError
 from steelyard.experiment import checkpointing
 from steelyard.experiment.backend import Backend, Status, check_model, open_backend
 from steelyard.experiment.batching import FixedData
 from steelyard.experiment.build_terms import Terms, build_terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_io import restore_secrets
-from steelyard.experiment.config_weights import schedule_of
-from steelyard.experiment.data_source import DataSource, TrainingBatch
+from steelyard.experiment.data_source import DataSource
 from steelyard.experiment.dataset import DataFiles, load_dataset
-from steelyard.experiment.driver_records import driver_records
-from steelyard.experiment.held_out import failures
+from steelyard.experiment.failure_log import FailureLog
 from steelyard.experiment.rollouts import open_rollouts
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.experiment.run_goals import RunGoals
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.start_checks import check_start
-from steelyard.experiment.step_metrics import mean_metrics, skip_reasons
-from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, Schedule, raised_at
-
-# By default a tenth of the run lies between records of drivers, and at least so many steps: enough
-# to see a change, in a small file.
-_STEPS_BETWEEN_DRIVERS = 10
-
-
-class Watcher(Protocol):
-    """Receives the progress of a run, for example to display it."""
-
-    def say(self, text: str) -> None:
-        """Receive a message, such as a warning or that the model is being loaded."""
-
-    def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
-        """Receive the metrics of a completed step: its line of `metrics.jsonl`.
-
-        Args:
-            step: number of the step, from 0.
-            steps: number of steps of the run.
-            metrics: flat metrics.
-        """
-
-
-class SilentWatcher:
-    """Watcher that ignores everything."""
-
-    def say(self, text: str) -> None:
-        """Ignore a message."""
-
-    def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
-        """Ignore a step."""
+from steelyard.experiment.training_steps import TrainingSteps
+from steelyard.experiment.watcher import SilentWatcher, Watcher
+from steelyard.spec import raised_at
 
 
 @dataclass(frozen=True)
@@ -165,7 +128,6 @@ class _TrainingRun:
     watch: Watcher
     stop: Callable[[], bool]
     files: DataFiles | None  # if they could be read before the model is loaded
-    _unmeasured: set[str] = field(default_factory=set)  # terms reported to have no held-out value
 
     def execute(self) -> Outcome:
         try:
@@ -173,7 +135,8 @@ class _TrainingRun:
         except Exception as error:
             self.run.log(f"failed: {type(error).__name__}: {error}")
             place = raised_at(error.__cause__) if error.__cause__ is not None else ""
-            if place or not isinstance(error, SteelyardError):
+            logged = error is self._failures.last
+            if not logged and (place or not isinstance(error, SteelyardError)):
                 self.run.log("".join(traceback.format_exception(error)))
             if place:
                 log = self.run.path / "log.txt"
@@ -181,7 +144,8 @@ class _TrainingRun:
             raise
 
     def _execute(self) -> Outcome:
-        with _warnings_to(self._say):
+        # Only then is a handler attached during the steps: events cost a little time.
+        with _warnings_to(self._say), self._failures if self.terms.may_skip else nullcontext():
             backend = self._open_backend()
             status: Status = "errored"
             try:
@@ -205,129 +169,47 @@ class _TrainingRun:
         start = 0 if checkpoint is None else checkpoint.step
         self.run.cut(0 if checkpoint is None else checkpoint.metrics_bytes)
         self.run.cut_records(start)
+        self.run.paused.unlink(missing_ok=True)  # who resumes a run wants it to go on
         if not start:
             self._sample(backend, source, "before", 0)
         if checkpoint is not None:
             checkpointing.load(backend.client, checkpoint)
             self._say(f"going on after {start} of {settings.steps} steps")
+        goals = RunGoals.of(settings, self.run.metrics())
         sinks = Sinks(self.config, self.run, start)
+        steps = TrainingSteps(
+            self.run,
+            self.config,
+            self.terms,
+            backend,
+            source,
+            goals,
+            sinks,
+            self.watch,
+            self.stop,
+            self._say,
+            self._failures,
+        )
         try:
-            unsaved = False
-            for step in range(start, settings.steps):
-                if self.stop():
-                    if unsaved:
-                        self._save(backend, step)
-                    return _outcome(self.run, "interrupted")
-                metrics = redact(self._step(backend, source, step))
-                self.run.append(metrics)
-                if sinks.any:
-                    sinks.write(step, metrics)
-                self.watch.step(step, settings.steps, metrics)
-                completed = step + 1
-                unsaved = not (settings.save_every and completed % settings.save_every == 0)
-                if not unsaved or completed == settings.steps:
-                    self._save(backend, completed)
+            completed = steps.make(start)
         finally:
             sinks.close()
-        self._sample(backend, source, "after", settings.steps)
-        return self._finish()
+        if completed is None:
+            return _outcome(self.run, "interrupted")
+        self._sample(backend, source, "after", completed)
+        return self._finish({} if goals is None else goals.result())
 
     def _open_source(self, backend: Backend) -> DataSource:
         if self.config.rollouts is not None:
-            return open_rollouts(self.config, self.terms, backend, self.run, self._say)
+            return open_rollouts(
+                self.config, self.terms, backend, self.run, self._say, self._failures
+            )
         dataset = load_dataset(self.config, self.terms, backend, self.run, self._say, self.files)
         return FixedData(dataset, self.config.train, self.terms, backend)
 
-    def _step(self, backend: Backend, source: DataSource, step: int) -> dict[str, Any]:
-        settings = self.config.train
-        started, clock = time.time(), time.perf_counter()
-        _seed(settings.seed, step)
-        held_out: dict[str, Any] = {}
-        if step == 0 and settings.steps > 1:  # before any update: the base model's own loss
-            held_out = self._evaluate(source, step)
-        found = source.step_data(step)
-        trained = [self._train_on(backend, batch, step) for batch in found.batches]
-        if self._evaluation_due(step):
-            held_out = self._evaluate(source, step)
-        return {
-            "step": step,
-            "time": started,
-            "seconds": time.perf_counter() - clock,
-            **(trained[0] if len(trained) == 1 else mean_metrics(trained)),
-            **found.metrics,
-            **held_out,
-        }
-
-    def _train_on(self, backend: Backend, batch: TrainingBatch, step: int) -> dict[str, Any]:
-        """Make one optimizer step, and return its metrics."""
-        settings, client = self.config.train, backend.client
-        try:
-            output = client.forward_backward_custom(
-                batch.data,
-                self.terms.loss,
-                regularizers=self.terms.specs,
-                track_grad_norms=settings.track_grad_norms,
-                timeout=settings.timeout,
-                grad_space=settings.grad_space,
-                track_every=settings.track_every,
-                measure_progress=settings.measure_progress,
-                step=step,
-            ).result()
-        except TermError as error:
-            error.args = (batch.name_lines(str(error)),)
-            raise
-        skipped = {name: batch.name_lines(reason) for name, reason in output.skipped.items()}
-        for name, reason in skipped.items():
-            self._say(f"step {step}: {name} was skipped: {reason}")
-        if self._drivers_due(step):
-            self.run.append_drivers(driver_records(output, step, batch, backend.tokenizer))
-        adam = self._adam(step)
-        optim = client.optim_step(adam).result()
-        return {
-            **output.metrics,
-            **space_metrics(output),
-            **progress_metrics(client.progress()),
-            **(skip_reasons(skipped) if skipped else {}),
-            **{f"optim/{key}": value for key, value in (optim.metrics or {}).items()},
-            "optim/learning_rate": adam.learning_rate,
-        }
-
     @cached_property
-    def _learning_rate(self) -> float | Schedule:
-        return schedule_of(self.config.train.learning_rate)
-
-    def _adam(self, step: int) -> types.AdamParams:
-        settings = self.config.train
-        rate = self._learning_rate
-        return types.AdamParams(
-            learning_rate=rate(step) if callable(rate) else rate,
-            grad_clip_norm=settings.grad_clip_norm,
-            weight_decay=settings.weight_decay,
-        )
-
-    def _evaluation_due(self, step: int) -> bool:
-        settings = self.config.train
-        every = settings.evaluate_every
-        return step + 1 == settings.steps or bool(step and every and step % every == 0)
-
-    def _drivers_due(self, step: int) -> bool:
-        settings = self.config.train
-        every = settings.drivers_every
-        if every is None:
-            every = max(_STEPS_BETWEEN_DRIVERS, settings.steps // 10)
-        return bool(every) and (step % every == 0 or step + 1 == settings.steps)
-
-    def _evaluate(self, source: DataSource, step: int) -> dict[str, Any]:
-        metrics = source.evaluate(step)
-        for name, reason in failures(metrics).items():
-            if name not in self._unmeasured:
-                self._say(f"{name} has no held-out value: {reason}")
-                self._unmeasured.add(name)
-        return metrics
-
-    def _save(self, backend: Backend, completed: int) -> None:
-        settings = self.config.train
-        checkpointing.save(backend.client, self.run, completed, settings.seed, settings.keep)
+    def _failures(self) -> FailureLog:
+        return FailureLog(self.run, self._say)
 
     def _sample(
         self, backend: Backend, source: DataSource, when: Literal["before", "after"], step: int
@@ -344,7 +226,7 @@ class _TrainingRun:
         ]
         self.run.keep_samples([*others, *samples])
 
-    def _finish(self) -> Outcome:
+    def _finish(self, reached: Mapping[str, Any]) -> Outcome:
         outcome = _outcome(self.run, "done")
         lines = self.run.metrics()
         result = {
@@ -352,6 +234,7 @@ class _TrainingRun:
             "steps": outcome.steps,
             "seconds": sum(line["seconds"] for line in lines),
             "metrics": outcome.metrics,
+            **reached,
         }
         self.run.finish(result)
         self._say(f"done after {outcome.steps} steps")
@@ -362,35 +245,9 @@ class _TrainingRun:
         self.watch.say(redact(text))
 
 
-def space_metrics(output: CustomLossOutput) -> dict[str, str]:
-    """Metrics `base_loss/grad_space`, `regularizers/<name>/grad_space` of those with a norm."""
-    base = {} if output.base_loss.grad_norm is None else {"base_loss/grad_space": output.grad_space}
-    return base | {
-        f"regularizers/{name}/grad_space": term.grad_space
-        for name, term in output.regularizers.items()
-        if term.grad_norm is not None
-    }
-
-
-def progress_metrics(progress: Mapping[str, float]) -> dict[str, float]:
-    """Metrics `base_loss/progress` and `regularizers/<name>/progress` of a measured step."""
-    return {
-        f"{'base_loss' if name == BASE else f'regularizers/{name}'}/progress": change
-        for name, change in progress.items()
-    }
-
-
 def _outcome(run: RunFolder, status: Literal["done", "interrupted"]) -> Outcome:
     lines = run.metrics()
     return Outcome(status, run.path, len(lines), lines[-1] if lines else {})
-
-
-def _seed(seed: int, step: int) -> None:
-    # Terms may draw from any global generator; SeedSequence derives three independent seeds.
-    seeds = np.random.SeedSequence([seed, step]).generate_state(3)
-    random.seed(int(seeds[0]))
-    np.random.seed(int(seeds[1]))  # noqa: NPY002 - terms may use the global one
-    torch.manual_seed(int(seeds[2]))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,9 @@ import numpy as np
 from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment.config import Config, TermConfig, TuneConfig
 from steelyard.experiment.config_rollouts import RewardConfig
-from steelyard.experiment.config_secrets import literal_secrets
 from steelyard.experiment.config_weights import range_of, with_value
+from steelyard.experiment.continue_run import train_or_resume
+from steelyard.experiment.on_ray import RayCluster, RayRuns, open_runs, run_together
 from steelyard.experiment.overall_progress import OverallProgress
 from steelyard.experiment.paired_differences import estimate
 from steelyard.experiment.reference_logprobs import share_reference_logprobs
@@ -32,7 +34,8 @@ from steelyard.experiment.search import (
 )
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
-from steelyard.experiment.training_loop import Outcome, SilentWatcher, Watcher, resume, train
+from steelyard.experiment.training_loop import Outcome
+from steelyard.experiment.watcher import SilentWatcher, Watcher
 
 _Entry = TypeVar("_Entry", TermConfig, RewardConfig)
 
@@ -112,6 +115,8 @@ def tune(
     seeds: int = 1,
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
+    jobs: int | None = None,
+    ray: RayCluster | None = None,
 ) -> Tuned:
     """Search for the best weights; calling again with the same folder continues the search.
 
@@ -125,11 +130,15 @@ def tune(
             objective is the mean over them. A trial is pruned, if at all, in its first run.
         watch: notified of each step of each trial; `step` and `steps` count those of all trials.
         stop: called before each step; when it returns True the trial saves and the search ends.
+        jobs: number of trials at once on a Ray cluster; None: as many as it has room for.
+        ray: cluster to train the trials on; None: this machine, one trial after the other.
 
     Raises:
         ConfigError: no weight is a range, the objective is not a metric, it is a sum of rewards
-            with the weights that are tuned, or the number of seeds is not a whole number >= 1.
-        RunError: the folder is in use, or holds a search with another number of seeds.
+            with the weights that are tuned, the number of seeds is not a whole number >= 1, or
+            there is a number of jobs and no Ray cluster.
+        RunError: the folder is in use, or holds a search with another number of seeds; or the
+            cluster cannot be reached, or has no node for a run.
         MissingExtraError: Optuna is not installed.
     """
     ranges = weight_ranges(config)
@@ -138,6 +147,11 @@ def tune(
         raise ConfigError(
             f"{where}: weight must be {{ tune = [low, high] }} for at least one, got none"
         )
+    if jobs is not None and ray is None:
+        raise ConfigError(
+            f"trials must run one after the other on this machine, got jobs={jobs}: give a Ray "
+            f"cluster, with --ray auto, to run several at once."
+        )
     seeded_configs(config, seeds)  # checks their number
     _check_held_out(config)
     _check_comparable(config, ranges)
@@ -145,7 +159,10 @@ def tune(
     with parent.locked():
         share_reference_logprobs(parent.path)
         search = _StudyRunner(config, parent.path, ranges, seeds, watch or SilentWatcher(), stop)
-        search.run()
+        if ray is None:
+            search.run()
+        else:
+            search.run_on(ray, jobs)
         return search.result()
 
 
@@ -178,8 +195,11 @@ class _StudyRunner:
     seeds: int
     watch: Watcher
     stop: Callable[[], bool]
+    runs: RayRuns | None = None
+    at_once: int = 1
 
     def __post_init__(self) -> None:
+        self.lock = threading.Lock()
         self.optuna = optuna = import_optuna()
         settings = self.config.tune
         pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1)
@@ -190,6 +210,9 @@ class _StudyRunner:
             direction=settings.direction,
             pruner=pruner if settings.prune else optuna.pruners.NopPruner(),
         )
+        # A trial that is RUNNING was interrupted: the folder's lock admits one process.
+        running = optuna.trial.TrialState.RUNNING
+        self.interrupted = self.study.get_trials(deepcopy=False, states=(running,))
         self._check_seeds()
         trials = settings.trials * self.seeds * self.config.train.steps
         self.progress = OverallProgress(self.watch, trials)
@@ -211,8 +234,23 @@ class _StudyRunner:
         self.progress.done[str(number)] = self.seeds * self.config.train.steps
 
     def run(self) -> None:
-        while not self._all_ended() and not self.stop():
-            self._run_trial(self._next_trial())
+        """Run the trials that are left, one after the other."""
+        self._run_trials(self.stop)
+
+    def run_on(self, cluster: RayCluster, jobs: int | None) -> None:
+        """Run the trials that are left on a Ray cluster, several at once."""
+        if self._all_ended():
+            return
+        with open_runs(cluster, self.config, self.folder) as self.runs:
+            self.at_once = min(jobs or self.runs.at_once, self.config.tune.trials)
+            run_together([self._run_trials] * self.at_once, self.at_once, self.stop)
+
+    def _run_trials(self, stop: Callable[[], bool]) -> None:
+        while not self._all_ended() and not stop():
+            trial = self._next_trial()
+            if trial is None:
+                return
+            self._run_trial(trial, stop)
 
     def result(self) -> Tuned:
         completed = self.optuna.trial.TrialState.COMPLETE
@@ -243,14 +281,20 @@ class _StudyRunner:
     def _ended(self) -> int:
         return sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
 
-    def _next_trial(self) -> Any:
-        # A trial that is still RUNNING was interrupted: the folder's lock admits one process.
-        running = self.optuna.trial.TrialState.RUNNING
-        for frozen in self.study.get_trials(deepcopy=False, states=(running,)):
-            self.study.sampler = self._sampler(frozen.number)
-            return self.optuna.trial.Trial(self.study, frozen._trial_id)  # noqa: SLF001 - Optuna has no public way to continue a trial
-        self.study.sampler = self._sampler(len(self.study.get_trials(deepcopy=False)))
-        return self.study.ask()
+    def _next_trial(self) -> Any | None:
+        """Trial to run: one that was interrupted, or else a new one; None if all have begun."""
+        with self.lock:
+            if self.interrupted:
+                frozen = self.interrupted.pop(0)
+                self.study.sampler = self._sampler(frozen.number)
+                return self.optuna.trial.Trial(self.study, frozen._trial_id)  # noqa: SLF001 - Optuna has no public way to continue a trial
+            begun = len(self.study.get_trials(deepcopy=False))
+            if begun >= self.config.tune.trials:
+                return None
+            self.study.sampler = self._sampler(begun)
+            trial = self.study.ask()
+            self._weights(trial)
+            return trial
 
     def _sampler(self, number: int) -> Any:
         """Sampler of one trial: a function of the seed and the trial's number.
@@ -259,23 +303,27 @@ class _StudyRunner:
         anew when a search is continued, and propose its first weights again.
         """
         (seed,) = np.random.SeedSequence((self.config.train.seed, number)).generate_state(1)
-        return self.optuna.samplers.TPESampler(seed=int(seed))
+        # Trials that run at the same time should not all try the same weights.
+        return self.optuna.samplers.TPESampler(seed=int(seed), constant_liar=self.at_once > 1)
 
-    def _run_trial(self, trial: Any) -> None:
-        weights = {
+    def _weights(self, trial: Any) -> dict[str, float]:
+        return {
             name: trial.suggest_float(name, *span["tune"], log=span.get("log", False))
             for name, span in self.ranges.items()
         }
-        self.watch.say(f"trial {trial.number}: {_shown(weights)}")
+
+    def _run_trial(self, trial: Any, stop: Callable[[], bool]) -> None:
+        weights = self._weights(trial)
+        self.progress.say(f"trial {trial.number}: {_shown(weights)}")
         state = self.optuna.trial.TrialState
         try:
-            values = self._train(trial, weights)
+            values = self._train(trial, weights, stop)
         except TermError as error:
-            self.watch.say(redact(f"trial {trial.number} failed: {error}"))
+            self.progress.say(redact(f"trial {trial.number} failed: {error}"))
             self.study.tell(trial, state=state.FAIL)
         except self.optuna.TrialPruned as pruned:
             self.study.tell(trial, state=state.PRUNED)
-            self.watch.say(f"trial {trial.number} pruned after {pruned}")
+            self.progress.say(f"trial {trial.number} pruned after {pruned}")
         else:
             if values is None:
                 return  # stopped
@@ -283,10 +331,12 @@ class _StudyRunner:
             trial.set_user_attr(OBJECTIVES, values)
             self.study.tell(trial, sum(values) / len(values))
             margin = "" if found is None or found.margin is None else f" ± {found.margin:.2g}"
-            self.watch.say(f"trial {trial.number}: {sum(values) / len(values):.6g}{margin}")
+            self.progress.say(f"trial {trial.number}: {sum(values) / len(values):.6g}{margin}")
         self._count_as_done(trial.number)
 
-    def _train(self, trial: Any, weights: Mapping[str, float]) -> list[float] | None:
+    def _train(
+        self, trial: Any, weights: Mapping[str, float], stop: Callable[[], bool]
+    ) -> list[float] | None:
         """Objective of the trial with each seed; None if the search was stopped.
 
         Raises:
@@ -299,9 +349,9 @@ class _StudyRunner:
             watch: Watcher = self.progress.of(str(trial.number), after=done)
             pruning = None if values else _PruningWatcher(trial, self.config.tune, watch)
             if values:
-                self.watch.say(f"trial {trial.number}, seed {seed}")
+                self.progress.say(f"trial {trial.number}, seed {seed}")
             path = trial_folder(seed_folder(self.folder, self.config, seed), trial.number)
-            outcome = self._train_run(path, config, pruning or watch, pruning)
+            outcome = self._train_run(path, config, pruning or watch, pruning, stop)
             if pruning is not None and pruning.pruned and outcome.status != "done":
                 raise self.optuna.TrialPruned(f"step {outcome.steps}")
             if outcome.status != "done":
@@ -310,19 +360,23 @@ class _StudyRunner:
         return values
 
     def _train_run(
-        self, path: Path, config: Config, watch: Watcher, pruning: _PruningWatcher | None
+        self,
+        path: Path,
+        config: Config,
+        watch: Watcher,
+        pruning: _PruningWatcher | None,
+        stop: Callable[[], bool],
     ) -> Outcome:
-        def stop() -> bool:
-            return (pruning is not None and pruning.pruned) or self.stop()
+        def ends() -> bool:
+            return (pruning is not None and pruning.pruned) or stop()
 
-        if RunFolder(path).holds_run:
-            secrets = literal_secrets(self.config.model_dump(mode="json"))
-            return resume(path, secrets, watch=watch, stop=stop)
         if not config.train.evaluate_every:
             every = max(1, config.train.steps // _EVALUATIONS)
             settings = config.train.model_copy(update={"evaluate_every": every})
             config = config.model_copy(update={"train": settings})
-        return train(config, path, watch=watch, stop=stop)
+        if self.runs is None:
+            return train_or_resume(config, path, watch=watch, stop=ends)
+        return self.runs.train(config, path, lambda: watch, ends)
 
 
 @dataclass

@@ -4,7 +4,8 @@
 `datum_fields` reads the fields of a datum. `parse_result` validates what a term returns.
 `isolated` is a call of a term on detached copies of its inputs; `numerical` and `score` estimate
 the gradient of terms that autograd cannot differentiate. `algebra` has weighted sums, the Gram
-matrix, norms and cosines. `fusable` is the protocol of terms that can be computed together.
+matrix, norms and cosines; `sharded` and `fully_sharded` the same for tensors that are spread over
+processes. `fusable` is the protocol of terms that can be computed together.
 """
 
 from steelyard._renamed import leave_aliases as _leave_aliases
@@ -24,6 +25,11 @@ from steelyard.gradients.datum_fields import (
     loss_fn_input,
     token_mask,
 )
+from steelyard.gradients.fully_sharded import (
+    FullyShardedParameters,
+    is_fully_sharded,
+    named_shards,
+)
 from steelyard.gradients.fusable import Fusable, Joint
 from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
 from steelyard.gradients.layout import Layout, LogProbs, SplitOnRead, flatten, leaf_over
@@ -38,9 +44,20 @@ from steelyard.gradients.nested_tensors import (
 from steelyard.gradients.numerical import check_count
 from steelyard.gradients.parse_result import as_scalar, awaited, check_finite, split_metrics
 from steelyard.gradients.score import read_costs, score_gradient
+from steelyard.gradients.sharded import (
+    is_sharded,
+    local_part,
+    part_like,
+    sharded_dimensions,
+    sharded_gram,
+    sharded_like,
+    sum_over,
+    whole,
+)
 
 __all__ = [
     "Evaluation",
+    "FullyShardedParameters",
     "Fusable",
     "IsolatedCall",
     "Joint",
@@ -62,19 +79,29 @@ __all__ = [
     "filled",
     "flatten",
     "gram",
+    "is_fully_sharded",
+    "is_sharded",
     "leaf_over",
     "leaves_of",
+    "local_part",
     "loss_fn_input",
     "mapped",
+    "named_shards",
     "norm_of",
     "norms_and_cosines",
+    "part_like",
     "read_costs",
     "score_gradient",
+    "sharded_dimensions",
+    "sharded_gram",
+    "sharded_like",
     "split_gradient",
     "split_metrics",
+    "sum_over",
     "tensors_in",
     "token_mask",
     "weighted_sum",
+    "whole",
 ]
 
 # Names of 0.1.0. `evaluate(question)` still works, as `IsolatedCall.run(question)`.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import NonFiniteError, TermResultError
+from steelyard.gradients.sharded import whole
 from steelyard.spec import BASE, title
 
 
@@ -69,6 +70,8 @@ def as_scalar(term: str, loss: object) -> Tensor:
         raise TermResultError(
             f"{title(term)} must return a real loss, got {loss.dtype}.", term=term
         )
+    if type(loss) is not Tensor:  # of a sharded tensor each process has a part of the sum
+        loss = whole(loss)
     return loss.reshape(()) if loss.dim() else loss
 
 
@@ -129,7 +132,7 @@ def _key(term: str, key: object) -> str:
 def _metric(term: str, key: str, value: Any) -> float:
     try:
         # torch warns about float() of a tensor that requires a gradient.
-        return float(value.item() if isinstance(value, Tensor) else value)
+        return float(whole(value).item() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise TermResultError(
             f"the metric {key!r} of {title(term)} must be a number, got {value!r}.", term=term

@@ -1,7 +1,15 @@
 """Output of a call: the composed loss, the base loss and the regularizers, as plain data."""
 
+from steelyard.output.accumulated import accumulated
 from steelyard.output.custom_loss import CustomLossOutput
 from steelyard.output.drivers import Driver, TokenShare
 from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput
 
-__all__ = ["BaseLossOutput", "CustomLossOutput", "Driver", "RegularizerOutput", "TokenShare"]
+__all__ = [
+    "BaseLossOutput",
+    "CustomLossOutput",
+    "Driver",
+    "RegularizerOutput",
+    "TokenShare",
+    "accumulated",
+]

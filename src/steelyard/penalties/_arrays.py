@@ -33,6 +33,11 @@ def is_torch(x: object) -> bool:
     return hasattr(type(x), "__torch_function__")
 
 
+def is_sharded(x: object) -> bool:
+    """Check for a `DTensor`, whose elements are spread over processes, without importing torch."""
+    return is_torch(x) and hasattr(type(x), "device_mesh")
+
+
 def is_jax(x: object) -> bool:
     return hasattr(x, "dtype") and not is_torch(x) and bool(is_jax_array(x))
 

@@ -142,10 +142,8 @@ def batch_pairs(rows: Sequence[DatumRow], label: Source | None) -> list[tuple[Da
         groups.setdefault(row.read_label(label), []).append(row)
     for value, group in groups.items():
         if len(group) != 2:  # noqa: PLR2004 - a pair
-            raise InputError(
-                f"a pair must have two data, got the data {[row.index for row in group]} for the "
-                f"pair {value!r}."
-            )
+            found = ", ".join(f"datum {row.index}" for row in group)
+            raise InputError(f"a pair must have two data, got {found} for the pair {value!r}.")
     return [(first, second) for first, second in groups.values()]
 
 

@@ -311,8 +311,8 @@ class Consistency:
             a, b = mean(a).reshape(1), mean(b).reshape(1)
         if a.shape != b.shape:
             raise InputError(
-                f"data {first.index} and {second.index} must have as many tokens that count, "
-                f"got the shapes {list(a.shape)} and {list(b.shape)}."
+                f"datum {first.index} and datum {second.index} must have as many tokens that "
+                f"count, got the shapes {list(a.shape)} and {list(b.shape)}."
             )
         if self.metric in ("kl", "js") and a.dim() == 1:
             raise InputError(

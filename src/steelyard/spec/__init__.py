@@ -3,9 +3,16 @@
 from steelyard.spec import schedules
 from steelyard.spec.callables import entry_point, is_async, listed, measurement, options_of, rejects
 from steelyard.spec.composed_loss import ComposedLoss, split_loss
-from steelyard.spec.messages import describe, describe_with_place, raised_at
+from steelyard.spec.messages import (
+    describe,
+    describe_with_place,
+    did_you_mean,
+    keep_place,
+    raised_at,
+)
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.option_checks import OptionChecks
+from steelyard.spec.placement import check_placement, split_placement
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
@@ -35,15 +42,18 @@ __all__ = [
     "Stateful",
     "TermFn",
     "build",
+    "check_placement",
     "check_run_in",
     "check_timeout",
     "check_weight",
     "describe",
     "describe_with_place",
+    "did_you_mean",
     "entry_point",
     "is_async",
     "is_finite",
     "is_whole",
+    "keep_place",
     "listed",
     "lookup",
     "lookup_penalty",
@@ -55,6 +65,7 @@ __all__ = [
     "rejects",
     "schedules",
     "split_loss",
+    "split_placement",
     "title",
     "weight_at",
 ]

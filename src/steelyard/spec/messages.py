@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 # Where frames lie that are not the user's: "<" begins names such as "<frozen importlib>".
@@ -13,6 +15,7 @@ _OTHERS = (
     f"{Path(__file__).parents[1]}{os.sep}",
     *(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+_PLACE = "_steelyard_raised_at"
 
 
 def describe(error: BaseException) -> str:
@@ -33,13 +36,23 @@ def raised_at(error: BaseException) -> str:
     """File and line of the user's own code that raised an exception; empty if none did.
 
     The innermost frame that is neither of this library, nor of Python, nor of an installed package.
+    Of an exception from another process, the place that `keep_place` noted there.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(_OTHERS):
             return f"{frame.filename}, line {frame.lineno}"
-    return ""
+    kept: str = getattr(error, _PLACE, "")
+    return kept
+
+
+def keep_place(error: BaseException, raised: BaseException | None = None) -> None:
+    """Note the place of an exception that will be pickled, which loses its traceback.
+
+    `raised` is the exception whose place it is, if that is another one.
+    """
+    setattr(error, _PLACE, raised_at(raised or error))
 
 
 def describe_with_place(error: BaseException) -> str:
@@ -48,3 +61,14 @@ def describe_with_place(error: BaseException) -> str:
         return f"SyntaxError: {error.msg} ({raised_at(error)})"
     place = raised_at(error)
     return f"{describe(error)} ({place})" if place else describe(error)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Hint at the known name that is nearest to a wrong one; empty if none is near.
+
+    Example:
+        >>> did_you_mean("entrpy", ["entropy", "l1"])
+        "; did you mean 'entropy'?"
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

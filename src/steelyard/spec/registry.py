@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import threading
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from steelyard.errors import MissingExtraError, RegistryError
 from steelyard.spec.built_in import BUILT_IN, PENALTIES, SHORT
 from steelyard.spec.callables import listed, rejects
-from steelyard.spec.messages import describe_with_place, raised_at
+from steelyard.spec.messages import describe_with_place, did_you_mean, raised_at
 
 T = TypeVar("T")
 
@@ -118,8 +117,10 @@ def lookup_penalty(name: str) -> Callable[..., Any]:
     """
     if name not in PENALTIES and name not in _entries and ":" not in name:
         known = listed((*PENALTIES, *sorted(_entries)))
+        hint = did_you_mean(name, (*PENALTIES, *_entries)) or "."
         raise RegistryError(
-            f"penalty must be one of {known}, 'package.module:attr', or any callable, got {name!r}."
+            f"penalty must be one of {known}, 'package.module:attr', or any callable, "
+            f"got {name!r}{hint}"
         )
     entry = _entry(PENALTIES.get(name, name))
     if entry.factory or not callable(entry.thing):
@@ -139,11 +140,10 @@ def _entry(name: str) -> _Entry:
     if ":" in path:
         thing = _import(path)
         return _Entry(thing, inspect.isclass(thing))
-    near = difflib.get_close_matches(name, registered(), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
     known = ", ".join(registered())
     raise RegistryError(
-        f"no regularizer is registered as {name!r}{hint} (registered: {known}); "
+        f"no regularizer is registered as {name!r}{did_you_mean(name, registered())} "
+        f"(registered: {known}); "
         f"register it with @steelyard.register({name!r}) or write 'package.module:attr'."
     )
 
@@ -158,8 +158,15 @@ def _import(path: str) -> Any:
         raise
     except Exception as error:  # a module is anybody's code
         why = describe_with_place(error) if raised_at(error) else error
-        raise RegistryError(f"{path!r} cannot be imported: {why}.") from error
+        end = _near_attribute(error) or "."
+        raise RegistryError(f"{path!r} cannot be imported: {why}{end}") from error
     return thing
+
+
+def _near_attribute(error: Exception) -> str:
+    if isinstance(error, AttributeError) and error.name:
+        return did_you_mean(error.name, dir(error.obj))
+    return ""
 
 
 def _same_definition(a: Any, b: Any) -> bool:

@@ -13,6 +13,7 @@ from steelyard.spec import callables, registry
 from steelyard.spec.built_in import SHORT
 from steelyard.spec.composed_loss import ComposedLoss, scaled
 from steelyard.spec.numbers import is_finite, is_whole
+from steelyard.spec.placement import check_placement, split_placement
 from steelyard.spec.protocol import Schedule, Stateful, TermFn
 from steelyard.spec.weights import (
     Bound,
@@ -23,17 +24,19 @@ from steelyard.spec.weights import (
     weight_at,
 )
 
-RunIn: TypeAlias = Literal["auto", "inline", "thread", "process", "async"]
+RunIn: TypeAlias = Literal["auto", "inline", "thread", "process", "async", "ray"]
 Gradient: TypeAlias = Literal["auto", "autograd", "numerical", "score", "none"]
 OnError: TypeAlias = Literal["raise", "skip"]
+OnRanks: TypeAlias = Literal["all", "one"]
 
 MAX_TIMEOUT = 300.0
 BASE = "base"
 
 _CHOICES = {
-    "run_in": ("auto", "inline", "thread", "process", "async"),
+    "run_in": ("auto", "inline", "thread", "process", "async", "ray"),
     "gradient": ("auto", "autograd", "numerical", "score", "none"),
     "on_error": ("raise", "skip"),
+    "ranks": ("all", "one"),
 }
 _NO_BASE = (
     "a sum of terms must begin with the base loss, a function of (data, logprobs), got {!r} + {!r}."
@@ -68,9 +71,12 @@ class RegularizerSpec:
         on_error: `"raise"` fails the call, `"skip"` drops the term for that step.
         enabled: whether it runs at all.
         every: it runs on steps where `step % every == 0`.
-        options: keyword arguments for each call.
+        options: keyword arguments for each call; with `run_in="ray"`, `num_cpus`, `num_gpus`,
+            `resources` and `runtime_env` are those of the Ray task instead.
         needs: extra inputs besides the log-probs: `"logits"`, `"projection"`,
             `"hidden_states"`, `"parameters"`; if empty, the regularizer's own `needs`.
+        ranks: which processes of data-parallel training evaluate it: `"all"`, each on its own part
+            of the batch, or `"one"`, the first one, offloaded, on the whole batch.
 
     Raises:
         SpecError: a field breaks its rule.
@@ -97,6 +103,7 @@ class RegularizerSpec:
     every: int = 1
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     needs: tuple[str, ...] = ()
+    ranks: OnRanks = "all"
 
     def __post_init__(self) -> None:
         self._check_fn()
@@ -143,6 +150,16 @@ class RegularizerSpec:
     def call(self) -> TermFn:
         """The callable, `fn` or its `compute` method, without the options."""
         return callables.entry_point(self.fn)
+
+    @cached_property
+    def call_options(self) -> dict[str, Any]:
+        """The keyword arguments of each call: the options without those of a Ray task."""
+        return split_placement(self.run_in, self.options)[0]
+
+    @cached_property
+    def placement(self) -> dict[str, Any]:
+        """The options of its Ray task, such as `num_gpus`; empty if it runs elsewhere."""
+        return split_placement(self.run_in, self.options)[1]
 
     @cached_property
     def stateful(self) -> Stateful | None:
@@ -222,8 +239,10 @@ class RegularizerSpec:
         values = dict(fields_)
         if isinstance(values["fn"], str):
             name = values["fn"]
-            options = values.get("options") or {}
-            values["fn"], values["options"] = registry.build(name, options)
+            given = values.get("options") or {}
+            options, placement = split_placement(values.get("run_in", ""), given)
+            values["fn"], left = registry.build(name, options)
+            values["options"] = {**left, **placement}
             own = name if name in SHORT else _name_of(values["fn"], "")
             values["name"] = values.get("name") or own or name
         return cls(**values)
@@ -302,18 +321,26 @@ class RegularizerSpec:
             "a mapping with string keys",
         )
         self._settle("options", dict(self.options))
-        why = callables.rejects(self.call, (*self.options, *self.needs))
+        check_placement(self.placement, title(self.name))
+        keywords = [*self.call_options, *self.needs]
+        why = callables.rejects(self.call, keywords)
         if why is not None:
             raise SpecError(
-                f"fn must accept (data, logprobs) and the keywords "
-                f"{[*self.options, *self.needs]}: {why} (regularizer {self.name!r})."
+                f"fn must accept (data, logprobs) and the keywords {keywords}: {why} "
+                f"(regularizer {self.name!r})."
             )
 
     def _check_run_in(self) -> None:
         check_run_in(self.run_in, self.fn, self.timeout, title(self.name))
-        if self.run_in == "process" and self.stateful:
+        if self.ranks == "one" and self.run_in == "inline":
             raise SpecError(
-                f"run_in='process' cannot run a stateful term: its state would stay in "
+                f"ranks='one' gathers the inputs of a term and cannot go with run_in='inline', "
+                f"which stays in the graph of its process: use 'auto', 'thread' or 'process' "
+                f"(regularizer {self.name!r})."
+            )
+        if self.run_in in ("process", "ray") and self.stateful:
+            raise SpecError(
+                f"run_in={self.run_in!r} cannot run a stateful term: its state would stay in "
                 f"the worker; use 'auto', 'inline' or 'thread' (regularizer {self.name!r})."
             )
 

@@ -17,7 +17,16 @@ from typing import Any
 from steelyard.errors import SpecError
 from steelyard.spec.numbers import is_array, is_finite, is_whole
 
-__all__ = ["by_epoch", "constant", "cosine", "exponential", "linear", "piecewise", "warmup"]
+__all__ = [
+    "by_epoch",
+    "constant",
+    "cosine",
+    "exponential",
+    "join",
+    "linear",
+    "piecewise",
+    "warmup",
+]
 
 
 # `Any`: a whole number gives a float, an array without axes gives another one.
@@ -77,6 +86,23 @@ class _Piecewise:
         for begin, other in self.pieces[1:]:
             # A choice without a branch, which a traced step could not take.
             value = other * (step >= begin) + value * (step < begin)
+        return value
+
+
+@dataclass(frozen=True)
+class _Join:
+    pieces: tuple[tuple[int, Callable[[Any], Any]], ...]
+
+    def __call__(self, step: Any) -> Any:
+        if not is_array(step):
+            begin, schedule = [piece for piece in self.pieces if piece[0] <= step][-1]
+            return schedule(step - begin)
+        value = self.pieces[0][1](step)
+        for begin, schedule in self.pieces[1:]:
+            # Both are computed, since a traced step cannot take a branch; a piece that has not
+            # begun is at its step 0.
+            later = schedule((step - begin).clip(min=0))
+            value = later * (step >= begin) + value * (step < begin)
         return value
 
 
@@ -172,6 +198,25 @@ def piecewise(pieces: Mapping[int, float]) -> _Piecewise:
         _steps(step, name="a step of pieces")
     values = {step: _number(f"pieces[{step}]", v) for step, v in pieces.items()}
     return _Piecewise(tuple(sorted(values.items())))
+
+
+def join(pieces: Mapping[int, Callable[[int], float]]) -> _Join:
+    """The schedule of the last piece that has begun; each counts its steps from its beginning.
+
+    A warm-up and then a decay: `join({0: warmup(v, 10), 10: cosine(v, 0.0, 90)})`.
+
+    Example:
+        >>> rate = join({0: warmup(1.0, 4), 4: linear(1.0, 0.0, 2)})
+        >>> [rate(step) for step in (0, 2, 4, 5, 6)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    if not isinstance(pieces, Mapping) or 0 not in pieces:
+        raise SpecError(f"pieces must map steps to schedules and begin at step 0, got {pieces!r}.")
+    for step, schedule in pieces.items():
+        _steps(step, name="a step of pieces")
+        if not callable(schedule):
+            raise SpecError(f"pieces[{step}] must be a callable step -> float, got {schedule!r}.")
+    return _Join(tuple(sorted(pieces.items(), key=lambda piece: piece[0])))
 
 
 def _progress(step: Any, steps: int) -> Any:

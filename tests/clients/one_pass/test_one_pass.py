@@ -361,3 +361,27 @@ def test_progress_is_measured_in_two_passes(training: tinker.TrainingClient) -> 
     assert passes == [2, 1, 2, 1]
     assert norms == [True, False, False, True]
     assert client.explain() == Explanation(1)
+
+
+def test_shares_of_a_mean_take_two_passes(
+    training: tinker.TrainingClient, other: tinker.TrainingClient
+) -> None:
+    """Two calls of half the data, with half the weight, are one call with all of them."""
+    data = batch(lengths=[4, 4])
+    whole = regularize(other, TERMS, server_side=False)
+    expected = whole.forward_backward_custom(data, mean_nll).result()
+    client = regularize(training, TERMS)
+    half = {"base": 0.5, "kl": 0.5, "l2": 0.5}
+    calls = [
+        client.forward_backward_custom([datum], mean_nll, shares=half).result() for datum in data
+    ]
+    assert [call.passes for call in calls] == [2, 2]
+    assert client.explain().reasons[""].startswith("shares of an accumulated mean")
+    assert sum(call.loss_total for call in calls) == pytest.approx(expected.loss_total, rel=1e-5)
+    norms = [each.optim_step(STEP).result().metrics for each in (client, whole)]
+    key = "unclipped_grad_l2:mean"
+    assert norms[0][key] == pytest.approx(norms[1][key], rel=1e-4)
+
+
+def mean_nll(data: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
+    return -torch.cat(logprobs).mean()

@@ -43,6 +43,22 @@ def test_a_class_is_built_with_its_options(module: Path) -> None:
     assert (reward.name, reward.options, reward.fn({}, "ab")) == ("scaled", {}, 6.0)
 
 
+def test_on_ray_the_options_of_the_tasks_are_not_those_of_the_reward(module: Path) -> None:
+    entries = [
+        {
+            "use": f"own_rewards_of_mine:{use}",
+            "run_in": "ray",
+            "options": {**options, "num_gpus": 0.5, "resources": {"judge": 1}},
+        }
+        for use, options in (("words", {"scale": 2.0}), ("Scaled", {"by": 3.0}))
+    ]
+    words, scaled = build(module, *entries)
+    assert words.placement == scaled.placement == {"num_gpus": 0.5, "resources": {"judge": 1}}
+    assert (words.call_options, scaled.call_options) == ({"scale": 2.0}, {})
+    with pytest.raises(ConfigError, match=r"num_gpus must be a number >= 0, .*\(reward 'words'\)"):
+        build(module, {**entries[0], "options": {"num_gpus": "one"}})
+
+
 def test_a_registered_name_is_found(module: Path) -> None:
     steelyard.register("reward_of_a_test")(functions.awords)
     (reward,) = build(module, {"use": "reward_of_a_test"})

@@ -359,3 +359,21 @@ def test_closed_workers_are_an_error() -> None:
     closed.close()
     with pytest.raises(ClosedError):
         score([reward(functions.words)], BAD, timeout=LONG, workers=closed)
+
+
+@pytest.mark.usefixtures("ray_driver")
+def test_rewards_on_ray_score_and_fail_as_anywhere(workers: Workers) -> None:
+    settings: dict[str, Any] = {"run_in": "ray", "timeout": LONG}
+    rewards = [
+        reward(functions.words, "words", options={"scale": 0.5, "num_cpus": 0.5}, **settings),
+        reward(functions.awords, "awords", **settings),
+        reward(functions.die_on_bad, "dies", **settings),
+        reward(functions.words, "greedy", options={"num_gpus": 1}, **settings),
+    ]
+    answers: list[Answer] = [({"prompt": "p"}, text) for text in ("good", "bad")]
+    scored = score(rewards, answers, timeout=LONG, workers=workers)
+    assert scored["words"] == [Score(0.5), Score(0.5)]
+    assert scored["awords"] == [Score(1.0), Score(1.0)]
+    assert scored["dies"][0] == Score(1.0)
+    assert "that ran reward 'dies' must live until it has answered" in str(scored["dies"][1].error)
+    assert all("reward 'greedy' asks for" in str(each.error) for each in scored["greedy"])

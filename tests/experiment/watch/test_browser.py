@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from selenium.webdriver import Chrome
 
-from steelyard.experiment import RunFolder
+from steelyard.experiment import RunFolder, describe_settings
 from steelyard.experiment.watch import WatchPage, serve_page
 from tests.experiment.browser import Page, chromium
 
@@ -193,3 +193,34 @@ def test_text_of_a_run_is_not_interpreted(browser: Chrome, runs: Path) -> None:
             page.wait(lambda k=kind: HOSTILE in text(page, f"#{k}"))  # type: ignore[misc]
         assert page.run("return document.querySelectorAll('img').length") == 0
         assert page.run("return document.title") == "Steelyard"
+
+
+def test_a_run_is_changed_and_paused_from_the_page(browser: Chrome, watched: WatchPage) -> None:
+    run = RunFolder(watched.folder / "first")
+    with run.locked():  # as while it is trained
+        page = opened(browser, watched, "first")
+        page.wait(lambda: page.run("return document.querySelector('[name=\"kl.weight\"]')"))
+        field = browser.find_element("name", "kl.weight")
+        assert field.get_attribute("value") == "0.1"
+        field.clear()
+        field.send_keys("0.25")
+        browser.find_element("id", "apply").click()
+        page.wait(lambda: text(page, "#change-answer") == "Taken from the next step on.")
+        assert describe_settings(run.path)["kl.weight"] == 0.25
+        assert describe_settings(run.path)["l2.weight"] == 0.1
+        field = browser.find_element("name", "kl.weight")
+        field.clear()
+        field.send_keys("-1")
+        browser.find_element("id", "apply").click()
+        page.wait(lambda: "weight must be >= 0, got -1" in text(page, "#change-answer"))
+        browser.find_element("id", "pause").click()
+        page.wait(lambda: text(page, "#pause") == "Continue")
+        assert run.paused.exists()
+        assert "paused" in text(page, "#about-run")
+        browser.find_element("id", "pause").click()
+        page.wait(lambda: text(page, "#pause") == "Pause")
+        assert not run.paused.exists()
+    (run.path / "result.json").write_text("{}")
+    page.wait(lambda: page.run("return document.querySelector('#run-controls').hidden"))
+    complaints = page.complaints()  # the browser reports the refused value
+    assert all("409" in each for each in complaints)

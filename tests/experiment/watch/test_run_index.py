@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from steelyard.errors import RunError
-from steelyard.experiment import RunFolder
-from steelyard.experiment.watch import run_index
-from steelyard.experiment.watch.run_index import RunIndex, RunSummary
+from steelyard.experiment import RunFolder, run_state
+from steelyard.experiment.watch.run_index import RunIndex, RunSummary, read_config_file
 
 from .conftest import STEPS
 
@@ -60,7 +59,7 @@ def test_a_run_is_running_while_it_is_locked_or_fresh(tmp_path: Path) -> None:
 def test_without_a_list_of_locks_the_last_step_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_index, "_LOCKS", tmp_path / "none")
+    monkeypatch.setattr(run_state, "_LOCKS", tmp_path / "none")
     run = write_run(tmp_path / "run")
     with RunFolder(run).locked():
         age(run)
@@ -157,4 +156,4 @@ def test_there_must_be_a_folder(tmp_path: Path) -> None:
 
 def test_secrets_of_a_config_are_redacted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", regularizers=[{"options": {"api_key": "sk-123456789"}}])
-    assert "sk-123456789" not in str(run_index.read_config_file(run))
+    assert "sk-123456789" not in str(read_config_file(run))

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 WITH_REFERENCE = ("DPO", "KTO", "GRPO", "RLOO", "GKD", "Distillation")
 WITH_REFERENCE_LOGITS = ("DPO", "KTO", "GKD", "Distillation")
 BY_TOKENS = ("SFT", "GKD")  # the loss is divided by the tokens of the whole step
-KL_OF_OUR_OWN = {name: {"beta": 1e-9} for name in ("GRPO", "RLOO")}
+KL_OF_OUR_OWN: dict[str, dict[str, Any]] = {name: {"beta": 1e-9} for name in ("GRPO", "RLOO")}
 
 
 def mean(values: Tensor, mask: Tensor) -> Tensor:

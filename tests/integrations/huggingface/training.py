@@ -7,12 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from steelyard.integrations.huggingface import RegularizerMixin
 
 Batch = dict[str, Tensor]
+FSDP = {
+    "version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    "state_dict_type": "SHARDED_STATE_DICT",
+}
+
+
+def shard_on_cpu() -> None:
+    """Let accelerate shard models here; call it between the arguments and the trainer.
+
+    accelerate shards (FSDP2) on accelerators only, and silently uses DDP on CPUs. The rest of its
+    code works with gloo: this changes the one field that it decides by.
+    """
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 class RegularizedTrainer(RegularizerMixin, Trainer):

@@ -13,9 +13,12 @@ import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
+from torch import distributed as dist
 
 from steelyard.engine import tiny
 from steelyard.integrations.huggingface import RegularizerMixin
+
+from .training import FSDP, shard_on_cpu
 
 END = 256
 PROMPTS = ["The beam is", "A", "Two pounds of salt,", "Level:", "How", "Is it so?", "Weigh", "No"]
@@ -187,7 +190,13 @@ REWARD = Trained("trl.trainer.reward_trainer:RewardTrainer", _pairs, {})
 
 
 def build(
-    name: str, folder: Path, accumulation: int = 1, *, peft: bool = False, **more: Any
+    name: str,
+    folder: Path,
+    accumulation: int = 1,
+    *,
+    peft: bool = False,
+    fsdp: bool = False,
+    **more: Any,
 ) -> Any:
     """Build a trainer of TRL with the mixin; `more` are arguments of its config, or the mixin's."""
     row = REWARD if name == "Reward" else TRAINERS[name]
@@ -197,7 +206,11 @@ def build(
         import_module(module.replace("_trainer", "_config")), kind.replace("Trainer", "Config")
     )
     own = {key: more.pop(key) for key in ("terms", "term_options", "capture") if key in more}
+    if fsdp:
+        more |= {"fsdp": True, "fsdp_config": dict(FSDP)}
     config = config_class(**_settings(folder, accumulation, **{**row.arguments, **more}))
+    if fsdp:
+        shard_on_cpu()
     other = dict(row.more())
     if peft:
         other["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
@@ -205,7 +218,9 @@ def build(
     trained = scoring_model() if name == "Reward" else model()
     if other.get("reward_funcs") and config.beta and not peft:
         # These trainers load their reference from where the model came from.
-        model(1).save_pretrained(folder / "reference")
+        model(1).save_pretrained(folder / "reference")  # by the first of several processes
+        if dist.is_initialized():
+            dist.barrier()
         trained.config._name_or_path = str(folder / "reference")
     regularized = type(f"Regularized{kind}", (RegularizerMixin, trainer_class), {})
     return regularized(

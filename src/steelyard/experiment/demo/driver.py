@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 from steelyard.experiment.config_io import read_config
 from steelyard.experiment.demo.validator import Validator
 from steelyard.experiment.report import summary, write_report
-from steelyard.experiment.training_loop import Outcome, Watcher, train
+from steelyard.experiment.training_loop import Outcome, train
+from steelyard.experiment.watcher import Watcher
 
 _FOLDER = Path(__file__).parent
 
@@ -52,7 +54,10 @@ def run_demo(
     with Validator(_FOLDER / "data.jsonl") as validator:
         address = f'regularizers.reviewer.options.url="{validator.url}"'
         config = read_config(_FOLDER / "config.toml", [address, *overrides])
-        outcome = train(config, folder, watch=watch, stop=stop)
+        with warnings.catch_warnings():
+            # Its batches are small so that it takes a minute: the term is there to be seen.
+            warnings.filterwarnings("ignore", "a batch has few data of a group")
+            outcome = train(config, folder, watch=watch, stop=stop)
     if not outcome.steps:
         return Demo(outcome, None, [])
     report = write_report([outcome.folder], outcome.folder / "report.html")

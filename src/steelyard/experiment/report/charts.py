@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from steelyard.experiment.report.detail_charts import (
+    evaluation_section,
     held_out_section,
     optimizer_section,
     own_metrics_section,
     progress_section,
+    throughput,
 )
 from steelyard.experiment.report.figure import (
     Figure,
@@ -49,6 +51,7 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             _values(run, found),
         ),
         held_out_section(run),
+        evaluation_section(run),
         own_metrics_section(run),
         Section(
             "multipliers",
@@ -90,7 +93,10 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
         ),
         optimizer_section(run),
         Section(
-            "time", "Time per term", "Duration of a call in seconds, gradient included.", _time(run)
+            "time",
+            "Time per term",
+            "Duration of a call in seconds, gradient included.",
+            [*_time(run), *throughput(run)],
         ),
     ]
     return [section for section in sections if section.figures]

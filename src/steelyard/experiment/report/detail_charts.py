@@ -11,10 +11,14 @@ from steelyard.experiment.report.load import LoadedRun
 LEARNING_RATE, GRAD_NORM = "optim/learning_rate", "optim/unclipped_grad_l2:mean"
 _MAX_CHARTS = 24  # of the terms' own metrics; a browser draws hundreds only slowly
 # Keys of a line of metrics that the base loss did not return: see `CustomLossOutput.metrics`.
-_TOTALS = ("step", "time", "seconds", "loss_total", "regularizer_total", "total_grad_norm")
+_THROUGHPUT = "tokens_per_second"
+_TOTALS = (
+    *("step", "time", "seconds", _THROUGHPUT),
+    *("loss_total", "regularizer_total", "total_grad_norm"),
+)
 _FAMILIES = (
     *("base_loss/", "regularizers/", "cosines/", "factors/", "skipped/", "optim/", "held_out/"),
-    *("rewards/", "rollouts/", "clip_fraction"),
+    *("rewards/", "rollouts/", "eval/", "clip_fraction"),
 )
 
 
@@ -32,6 +36,29 @@ def held_out_section(run: LoadedRun) -> Section:
             if run.series(f"held_out/regularizers/{name}")[0]
         ],
     )
+
+
+def evaluation_section(run: LoadedRun) -> Section:
+    """Section with the numbers of the evaluation functions."""
+    keys = dict.fromkeys(key for row in run.rows for key in row if key.startswith("eval/"))
+    return Section(
+        "evaluations",
+        "Evaluations",
+        "Numbers that your evaluation functions returned; the first ones are of the model before "
+        "training.",
+        [
+            small_chart(run, f"eval-{index}", key.removeprefix("eval/"), key, color(index))
+            for index, key in enumerate(keys)
+            if run.series(key)[0]
+        ],
+    )
+
+
+def throughput(run: LoadedRun) -> list[Figure]:
+    """Chart of the tokens that were trained on in a second; none if they were not counted."""
+    if not run.series(_THROUGHPUT)[0]:
+        return []
+    return [small_chart(run, "tokens", "Tokens per second", _THROUGHPUT, "c1", rangemode="tozero")]
 
 
 def progress_section(run: LoadedRun) -> Section:

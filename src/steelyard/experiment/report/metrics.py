@@ -97,6 +97,7 @@ class Findings:
         base: statistics of the base loss.
         terms: statistics of the regularizers.
         rollouts: statistics of the rewards and answers; None unless it is an on-policy run.
+        tokens_per_second: mean over the steps of the tokens trained on in a second.
     """
 
     steps: int
@@ -110,6 +111,7 @@ class Findings:
     per_token: Change | None = None
     tokens: tuple[float, float] | None = None
     rollouts: RolloutFindings | None = None
+    tokens_per_second: float | None = None
 
     def extreme(
         self, attribute: str, pick: Callable[..., TermFinding | None]
@@ -178,6 +180,7 @@ def findings(run: LoadedRun) -> Findings:
         per_token=change_of(run.series("nll")[1]) if cross_entropy else None,
         tokens=(min(tokens), max(tokens)) if is_sum and tokens else None,
         rollouts=rollout_findings(run),
+        tokens_per_second=mean_of(run.series("tokens_per_second")[1]),
     )
 
 

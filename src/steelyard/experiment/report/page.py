@@ -28,6 +28,7 @@ from steelyard.experiment.report.driving_examples import driving_examples
 from steelyard.experiment.report.figure import Section
 from steelyard.experiment.report.load import Experiment, LoadedRun
 from steelyard.experiment.report.metrics import Findings, findings
+from steelyard.experiment.report.run_history import run_history
 from steelyard.experiment.report.samples import collect_samples
 
 _MAX_VALUES = 4  # of a setting, named in the header; more are counted
@@ -99,7 +100,7 @@ def _sentences(experiment: Experiment, found: Sequence[Findings]) -> list[str]:
     if experiment.search is not None:
         return search_charts.summarize_search(experiment.search, runs[0])
     if len(runs) == 1:
-        return sentences.summarize(found[0])
+        return [*sentences.summarize(found[0]), *run_history(runs[0].folder)]
     if len(experiment.seeds) > 1:
         count = sum(map(len, experiment.seeds.values()))
         return [

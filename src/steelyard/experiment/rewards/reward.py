@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,12 +19,15 @@ from steelyard.spec import (
     RunIn,
     Schedule,
     build,
+    check_placement,
     check_run_in,
     describe,
+    did_you_mean,
     is_async,
     lookup,
     registered,
     rejects,
+    split_placement,
     title,
     weight_at,
 )
@@ -56,7 +58,8 @@ class Reward:
         name: unique among the rewards of a run.
         fn: called as `fn(record, answer, **options)`; may be async.
         weight: a number >= 0, or a schedule of them.
-        options: keyword arguments of each call.
+        options: keyword arguments of each call; with `run_in="ray"`, `num_cpus`, `num_gpus`,
+            `resources` and `runtime_env` are those of the Ray tasks instead.
         run_in: where it runs; `"auto"` is the `run_in` of `fn`, if it has one; else the event loop
             if it is async, and a thread if not.
         timeout: seconds that one answer may take; None: that of the run.
@@ -90,18 +93,29 @@ class Reward:
                 f"a reward must be a function (record, answer) -> float, got {self.fn!r} "
                 f"({self.title})."
             )
-        reason = rejects(self.fn, self.options)
-        if reason is not None:
-            raise SpecError(
-                f"a reward must accept (record, answer) and the options {list(self.options)}: "
-                f"{reason} ({self.title})."
-            )
         preferred = getattr(self.fn, "run_in", None)
         # An inline call cannot be stopped, so one with a timeout runs in a thread.
         stoppable = preferred != "inline" or self.timeout is None
         if self.run_in == "auto" and isinstance(preferred, str) and stoppable:
             object.__setattr__(self, "run_in", preferred)
         check_run_in(self.run_in, self.fn, self.timeout, self.title)
+        check_placement(self.placement, self.title)
+        reason = rejects(self.fn, self.call_options)
+        if reason is not None:
+            raise SpecError(
+                f"a reward must accept (record, answer) and the options {list(self.call_options)}: "
+                f"{reason} ({self.title})."
+            )
+
+    @property
+    def call_options(self) -> dict[str, Any]:
+        """The keyword arguments of each call: the options without those of Ray tasks."""
+        return split_placement(self.run_in, self.options)[0]
+
+    @functools.cached_property
+    def placement(self) -> dict[str, Any]:
+        """The options of its Ray tasks, such as `num_gpus`; empty if it runs elsewhere."""
+        return split_placement(self.run_in, self.options)[1]
 
     @property
     def title(self) -> str:
@@ -165,12 +179,13 @@ def _build(entry: RewardConfig, steps: int, others: Mapping[str, Reward]) -> Rew
     if range_of(entry.weight) is not None:
         raise ConfigError("weight must be a number or a schedule to train with, got a range")
     _check_use(entry.use)
-    fn, options = build(REWARDS.get(entry.use, entry.use), resolve_secrets(entry.options))
+    own, placement = split_placement(entry.run_in, resolve_secrets(entry.options))
+    fn, options = build(REWARDS.get(entry.use, entry.use), own)
     reward = Reward(
         name=entry.name or _own_name(fn) or entry.use.rpartition(":")[2],
         fn=fn,
         weight=schedule_of(entry.weight),
-        options=options,
+        options={**options, **placement},
         run_in=entry.run_in,
         timeout=entry.timeout,
         on_error=entry.on_error,
@@ -187,8 +202,7 @@ def _check_use(use: str) -> None:
     if use in REWARDS:
         return
     if ":" not in use and use not in registered():
-        near = difflib.get_close_matches(use, REWARDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(use, REWARDS) or did_you_mean(use, registered()) or "."
         raise ConfigError(f"{_RULE}, got {use!r}{hint}")
     if _is_regularizer(lookup(use)):
         raise ConfigError(
@@ -221,7 +235,7 @@ def _prepare(reward: Reward) -> None:
         return
     executor = default_workers().executors[reward.place]
     try:
-        executor.prepare(reward.name, (reward.fn, reward.options))
+        executor.prepare(reward.name, (reward.fn, reward.call_options))
     except TermError as error:
         why = describe(error.__cause__ or error)
         raise ConfigError(

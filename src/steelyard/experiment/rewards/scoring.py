@@ -9,7 +9,7 @@ import math
 import os
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
 
 from steelyard.errors import NonFiniteError, SteelyardError, TermError, TermResultError
@@ -24,15 +24,17 @@ _MAX_SHOWN = 60  # characters of a value or of a prompt in a message
 
 @dataclass(frozen=True)
 class Score:
-    """Result of one reward for one answer: exactly one of the two is None.
+    """Result of one reward for one answer: either a value, or the reason why there is none.
 
     Attributes:
         value: the reward.
         error: the reason why there is none.
+        cause: the exception behind it.
     """
 
     value: float | None = None
     error: str | None = None
+    cause: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 def score(
@@ -45,8 +47,9 @@ def score(
     """Score each answer with each reward.
 
     A failure or a timeout concerns one reward on one answer. Each call gets a copy of the record.
-    There are as many threads and processes at once as cores, and any number of coroutines; a
-    reward whose function has an attribute `concurrency` has that many calls at once instead.
+    There are as many threads and processes at once as cores, any number of coroutines, and as many
+    tasks of Ray as its cluster has resources for; a reward whose function has an attribute
+    `concurrency` has that many calls at once instead.
 
     Args:
         rewards: the rewards.
@@ -70,10 +73,13 @@ def score(
     for reward in rewards:
         reward.load()
     executors = (workers or default_workers()).executors
+    calls = {reward.name: _Call.of(reward) for reward in rewards}
     pairs = [(reward, index) for index in range(len(answers)) for reward in rewards]
     inline = [pair for pair in pairs if pair[0].place == "inline"]
     tickets = {
-        _ticket(reward, answers[index], executors[reward.place].awaits, timeout): (reward, index)
+        _ticket(
+            reward, calls[reward.name], answers[index], executors[reward.place].awaits, timeout
+        ): (reward, index)
         for reward, index in pairs
         if reward.place != "inline"
     }
@@ -82,7 +88,7 @@ def score(
     scores: dict[tuple[str, int], Score] = {}
     with Batch(list(tickets), lanes, os.cpu_count() or 1, widths=widths) as batch:
         for reward, index in inline:
-            run = functools.partial(_Call.of(reward).run, *answers[index])
+            run = functools.partial(calls[reward.name].run, *answers[index])
             scores[reward.name, index] = _score_of(reward, answers[index], run)
         for ticket in batch.settled():
             reward, index = tickets[ticket]
@@ -103,7 +109,7 @@ class _Call:
 
     @classmethod
     def of(cls, reward: Reward) -> Self:
-        return cls(reward.name, reward.fn, reward.options)
+        return cls(reward.name, reward.fn, reward.call_options)
 
     def run(self, record: Mapping[str, Any], answer: str) -> float:
         returned = self._begin(record, answer)
@@ -117,11 +123,17 @@ class _Call:
         return self.fn(copy.deepcopy(record), answer, **self.options)
 
 
-def _ticket(reward: Reward, answer: Answer, awaits: bool, timeout: float) -> Ticket:
-    call = _Call.of(reward)
-    fn: Callable[..., Any] = call.arun if awaits else call.run
-    seconds = reward.timeout or timeout
-    return Ticket(reward.name, _lane(reward), fn, answer, seconds, kind="reward")
+def _ticket(reward: Reward, call: _Call, answer: Answer, awaits: bool, timeout: float) -> Ticket:
+    return Ticket(
+        reward.name,
+        _lane(reward),
+        call.arun if awaits else call.run,
+        answer,
+        reward.timeout or timeout,
+        kind="reward",
+        shared=(call,),
+        placement=reward.placement,
+    )
 
 
 def _lane(reward: Reward) -> str:
@@ -139,7 +151,7 @@ def _score_of(reward: Reward, answer: Answer, read: Callable[[], float]) -> Scor
     except (Exception, SystemExit, CancelledError) as error:
         reason = _reason(reward, error)
         if reward.on_error == "drop":
-            return Score(error=reason)
+            return Score(error=reason, cause=error)
         raise TermError(
             f"{reason.rstrip('.')}, for an answer to the prompt {_prompt(answer[0])}: correct the "
             f"reward, or drop such answers with on_error = 'drop'.",

@@ -44,6 +44,11 @@ class ExactMatch:
         _CHECKS.flag("strip", self.strip, self.name)
         _CHECKS.flag("ignore_case", self.ignore_case, self.name)
 
+    @property
+    def reads_fields(self) -> tuple[str, ...]:
+        """Fields that a record must have."""
+        return (self.field,)
+
     def __call__(self, record: Mapping[str, Any], answer: str) -> float:
         """Reward of an answer.
 
@@ -103,6 +108,11 @@ class RegexMatch:
             rule = f"a regular expression ({error})"
             _CHECKS.require(False, "pattern", rule, self.pattern, self.name)
 
+    @property
+    def reads_fields(self) -> tuple[str, ...]:
+        """Fields that a record must have."""
+        return () if self.field is None else (self.field,)
+
     def __call__(self, record: Mapping[str, Any], answer: str) -> float:
         """Reward of an answer.
 
@@ -148,6 +158,11 @@ class NumberMatch:
     def __post_init__(self) -> None:
         _CHECKS.text("field", self.field, self.name)
         _CHECKS.at_least("tolerance", self.tolerance, 0, self.name)
+
+    @property
+    def reads_fields(self) -> tuple[str, ...]:
+        """Fields that a record must have."""
+        return (self.field,)
 
     def __call__(self, record: Mapping[str, Any], answer: str) -> float:
         """Reward of an answer.

@@ -11,7 +11,7 @@ from steelyard.experiment.data_files import parse_lines, parse_prompt
 from steelyard.experiment.encoding import Encoder, numeric_fields
 
 # Fields of the training data that are made from the answers.
-_RESERVED = ("logprobs", "advantages", "reward", "group", "reference_logprobs")
+MADE_FIELDS = ("logprobs", "advantages", "reward", "group", "reference_logprobs")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_prompts(
 
     def parse(number: int, line: str) -> Prompt:
         record = parse_prompt(line)
-        taken = [key for key in _RESERVED if key in record]
+        taken = [key for key in MADE_FIELDS if key in record]
         if taken:
             raise ValueError(
                 f"{taken[0]} is made from the answers, and is not allowed as a field of a line"

@@ -21,6 +21,7 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_rollouts import RolloutsConfig
 from steelyard.experiment.data_source import StepData, TrainingBatch
 from steelyard.experiment.encoding import Encoder
+from steelyard.experiment.failure_log import FailureLog
 from steelyard.experiment.held_out import evaluate_terms
 from steelyard.experiment.rewards import Score, score
 from steelyard.experiment.rollouts.advantages import advantages, fewest_answers
@@ -31,6 +32,7 @@ from steelyard.experiment.rollouts.answers import (
     sample_answers,
     seeds_of,
 )
+from steelyard.experiment.rollouts.prompt_fields import check_prompt_fields
 from steelyard.experiment.rollouts.prompts import Prompt, read_prompts
 from steelyard.experiment.rollouts.rollout_metrics import (
     group_metrics,
@@ -39,25 +41,36 @@ from steelyard.experiment.rollouts.rollout_metrics import (
     reward_metrics,
 )
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.spec import title
 
 # Held-out answers have the seeds of a step that no run reaches: the same at every evaluation.
 _EVALUATION = 2**32 - 1
 
 
-def check_prompts(settings: RolloutsConfig, encoder: Encoder) -> None:
+def check_prompts(settings: RolloutsConfig, encoder: Encoder, terms: Terms) -> None:
     """Check the lines of the prompts files, but for their length, which needs the model.
 
     Raises:
-        DataError: a line is invalid and `rollouts.skip_bad` is False.
+        DataError: a line is invalid and `rollouts.skip_bad` is False, or lacks what a term or a
+            reward reads.
+        ConfigError: a term reads pairs.
     """
     files = [settings.prompts]
     files += [settings.held_out] if isinstance(settings.held_out, str) else []
     for path in files:
-        read_prompts(path, encoder, max_tokens=0, context=None, skip_bad=settings.skip_bad)
+        found, _ = read_prompts(
+            path, encoder, max_tokens=0, context=None, skip_bad=settings.skip_bad
+        )
+        check_prompt_fields(terms, found, path)
 
 
 def open_rollouts(
-    config: Config, terms: Terms, backend: Backend, run: RunFolder, say: Callable[[str], None]
+    config: Config,
+    terms: Terms,
+    backend: Backend,
+    run: RunFolder,
+    say: Callable[[str], None],
+    failure_log: FailureLog,
 ) -> Rollouts:
     """Read and check the prompts of a run.
 
@@ -79,6 +92,7 @@ def open_rollouts(
         if skipped:
             count = len(skipped)
             say(f"{count} bad line{'s' * (count > 1)} left out, the first: {skipped[0]}")
+        check_prompt_fields(terms, prompts, path)
         return prompts
 
     prompts = read(settings.prompts)
@@ -92,7 +106,9 @@ def open_rollouts(
     say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
     # The first step takes a while, and nothing else is said until it is done.
     say(f"sampling answers: {settings.group_size} to each of {settings.per_step} prompts a step")
-    return Rollouts(config, settings, terms, backend, run, say, encoder, prompts, held_out)
+    return Rollouts(
+        config, settings, terms, backend, run, say, encoder, prompts, held_out, failure_log
+    )
 
 
 @dataclass(frozen=True)
@@ -109,6 +125,7 @@ class Rollouts:
         encoder: encodes prompts.
         prompts: prompts to train on.
         held_out: prompts to evaluate on.
+        failure_log: records where rewards failed.
     """
 
     config: Config
@@ -120,6 +137,7 @@ class Rollouts:
     encoder: Encoder
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
+    failure_log: FailureLog
 
     def step_data(self, step: int) -> StepData:
         """Sample, score and compare answers to the prompts of this step.
@@ -175,14 +193,31 @@ class Rollouts:
         if data and self.terms.specs:
             if self.terms.reads_reference or self.terms.measures_reference:
                 data = add_base_logprobs(data, self.backend)
+            lines = TrainingBatch(data, self._held_out_file, _origins(groups))
             timeout = self.config.train.timeout
-            metrics |= evaluate_terms(self.backend, data, self.terms.specs, timeout)
+            metrics |= evaluate_terms(
+                self.backend, data, self.terms.specs, timeout, name_lines=lines.name_lines
+            )
         return metrics
+
+    def held_out_data(self) -> Sequence[types.Datum]:
+        """No data: there are no answers before they are sampled."""
+        return ()
+
+    def held_out_records(self) -> Sequence[Mapping[str, Any]]:
+        """Held-out lines of the prompts file."""
+        return [prompt.record for prompt in self.held_out]
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the prompts: as a chat, or as plain text."""
         chat = "messages" in self.prompts[0].record
         return self.encoder.prompt(text, "messages" if chat else "completion")
+
+    @property
+    def _held_out_file(self) -> str:
+        settings = self.settings
+        separate = isinstance(settings.held_out, str)
+        return Path(str(settings.held_out) if separate else settings.prompts).name
 
     @property
     def _sampling_seed(self) -> int:
@@ -205,6 +240,9 @@ class Rollouts:
 
     def _report_failures(self, found: Mapping[str, Sequence[Score]], step: int) -> None:
         for name, scores in found.items():
+            for each in scores:
+                if each.cause is not None:
+                    self.failure_log.record(title(name, "reward"), each.cause)
             reasons = Counter(each.error for each in scores if each.error is not None)
             for reason, count in reasons.items():
                 answers = f"{count} answer{'s' * (count > 1)}"
@@ -237,12 +275,7 @@ class Rollouts:
         file = Path(self.settings.prompts).name
         batches = []
         for part in np.array_split(np.arange(len(groups)), self.settings.substeps):
-            kept = [
-                (each.answer.prompt.line, f"answer {number}")
-                for index in part
-                for number, each in enumerate(groups[index], 1)
-                if each.reward is not None
-            ]
+            kept = _origins([groups[index] for index in part])
             if kept:
                 batches.append(TrainingBatch([next(rest) for _ in kept], file, kept))
         return batches
@@ -253,6 +286,16 @@ class Rollouts:
         self.run.append_rollouts(
             [record_of(each, step, held_out=held_out) for group in groups for each in group]
         )
+
+
+def _origins(groups: Sequence[Sequence[ScoredAnswer]]) -> list[tuple[int, str]]:
+    """Line of the prompt of each answer that has a reward, and its number in its group."""
+    return [
+        (each.answer.prompt.line, f"answer {number}")
+        for group in groups
+        for number, each in enumerate(group, 1)
+        if each.reward is not None
+    ]
 
 
 def record_of(scored: ScoredAnswer, step: int, *, held_out: bool = False) -> dict[str, Any]:

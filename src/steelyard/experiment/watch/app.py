@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from steelyard.engine.server.http_server import AllowedHosts
 from steelyard.errors import RunError
+from steelyard.experiment.watch.controls import ACTIONS, change, settings_of
 from steelyard.experiment.watch.events import Followed, events, list_runs
 from steelyard.experiment.watch.records import RECORDS
 from steelyard.experiment.watch.run_view import RunViews
@@ -54,6 +55,13 @@ def make_app(
             raise HTTPException(HTTPStatus.NOT_FOUND, f"known are {', '.join(RECORDS)}.")
         return _json(await run_in_threadpool(read, path))
 
+    async def settings(request: Request) -> Response:
+        path = await run_in_threadpool(views.index.path, request.query_params.get("run", ""))
+        return _json(await run_in_threadpool(settings_of, path))
+
+    async def change_run(request: Request) -> Response:
+        return await change(request, views.index)
+
     async def stream(request: Request) -> Response:
         followed = _followed(request)
         return StreamingResponse(events(views, followed, stopping), media_type="text/event-stream")
@@ -64,6 +72,8 @@ def make_app(
             Route("/api/runs", runs),
             Route("/api/run", run),
             Route("/api/records/{kind}", records),
+            Route("/api/settings", settings),
+            *(Route(f"/api/{action}", change_run, methods=["POST"]) for action in ACTIONS),
             Route("/api/events", stream),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],

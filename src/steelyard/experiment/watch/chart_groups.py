@@ -55,8 +55,10 @@ def chart_groups(keys: Sequence[str], texts: Mapping[str, str]) -> list[Chart]:
         *_one_each("rollouts", "rollouts/", keys),
         *_one_each("held_out", "held_out/regularizers/", keys),
         *_one_each("held_out", "held_out/", keys),
+        *_one_each("held_out", "eval/", keys),
         *_one_each("custom", "regularizers/", [key for key in keys if "/custom/" in key]),
         Chart("time", "Seconds of a step", {"seconds": "step"}),
+        Chart("time", "Tokens per second", {"tokens_per_second": "tokens/s"}),
         Chart("time", "Seconds of each term", _of_terms(terms, "duration")),
         *_one_each("optimizer", "optim/", keys),
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from steelyard.errors import RunError
+from steelyard.experiment.run_state import inode_of, locked_files
 from steelyard.experiment.secrets import redact, remember
 from steelyard.experiment.watch.plain_files import (
     open_plain,
@@ -19,7 +20,7 @@ from steelyard.experiment.watch.plain_files import (
     read_last_line,
 )
 
-State: TypeAlias = Literal["running", "stopped", "done"]
+State: TypeAlias = Literal["running", "paused", "stopped", "done"]
 
 _MAX_DEPTH = 4  # seeds of a trial of a search lie two folders below the search
 _NO_RUNS = ("checkpoints", "tensorboard", "wandb")
@@ -28,7 +29,6 @@ _SHOWN = ("loss_total", "base_loss/value", "held_out/loss", "rollouts/reward", "
 _FRESH_SECONDS = 10.0
 _FRESH_STEPS = 3
 _PAUSE = 20  # times as long as a search for runs took
-_LOCKS = Path("/proc/locks")
 # A file is unchanged while its time, size and inode are.
 _Signature: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
@@ -41,7 +41,7 @@ class RunSummary:
         name: its path below the watched folder, `"."` for that folder itself.
         steps: number of steps made so far.
         planned: number of steps in the config, if it can be read.
-        state: whether a process trains it, it ended before the last step, or it is done.
+        state: whether a process trains it or waits, it ended before the last step, or it is done.
         began: time of the first step, in seconds since 1970.
         updated: time of the last change of its metrics, or of its config before the first step.
         first: losses, reward and seconds of the first step.
@@ -84,7 +84,7 @@ class RunIndex:
         """Summaries of all runs, the one that changed last first."""
         if time.monotonic() >= self._next_scan:
             self._scan()
-        locked = _locked_files()
+        locked = locked_files()
         found = [self._summary(name, path, locked) for name, path in self._known.items()]
         return sorted(found, key=lambda run: (-run.updated, run.name))
 
@@ -132,8 +132,9 @@ class RunIndex:
         if summary.state == "done":
             return summary
         fresh = max(_FRESH_SECONDS, _FRESH_STEPS * summary.last.get("seconds", 0.0))
-        running = _inode(path / ".lock") in locked or time.time() < summary.updated + fresh
-        return replace(summary, state="running" if running else "stopped")
+        running = inode_of(path / ".lock") in locked or time.time() < summary.updated + fresh
+        going: State = "paused" if (path / "paused").is_file() else "running"
+        return replace(summary, state=going if running else "stopped")
 
 
 def _read_summary(name: str, path: Path) -> RunSummary:
@@ -177,25 +178,3 @@ def _signature(file: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def _inode(file: Path) -> int | None:
-    signature = _signature(file)
-    return None if signature is None else signature[2]
-
-
-def _locked_files() -> frozenset[int]:
-    """Inodes of the files that processes of this machine have locked; empty if not on Linux.
-
-    `RunFolder.locked` cannot be asked: to try a lock is to hold it for a moment, in which a run
-    that begins would be refused.
-    """
-    try:
-        lines = _LOCKS.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return frozenset()
-    # "1: FLOCK  ADVISORY  WRITE 4711 fe:01:131079 0 EOF": device and inode are the only field with
-    # two colons. A process that waits for a lock has "->" after the number.
-    held = [line.split() for line in lines if "->" not in line]
-    files = [field for fields in held for field in fields if field.count(":") == 2]  # noqa: PLR2004
-    return frozenset(int(file.rpartition(":")[2]) for file in files)

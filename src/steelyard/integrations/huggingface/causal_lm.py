@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from steelyard.errors import InputError
+from steelyard.gradients import is_fully_sharded, named_shards
 from steelyard.penalties.from_logits import Projection
 from steelyard.penalties.from_logits.lm_head import Heard, forward_replaced, overheard, stand_in
 
@@ -134,7 +135,29 @@ def projection_of(unwrapped: Any, forward: Forward, head: Heard) -> Projection |
             f"projection needs a model whose logits are what its output layer gives, and "
             f"{type(unwrapped).__name__} changes them after it: read logits."
         )
-    return head.projection
+    return with_shards(unwrapped, head.projection)
+
+
+def with_shards(unwrapped: Any, projection: Projection | None) -> Projection | None:
+    """Projection with the shards of its output layer, if FSDP has gathered that layer.
+
+    FSDP frees the gathered layer at the end of every backward pass, also of one that measures the
+    base loss for a bound, and a projection reads it once more after that.
+    """
+    if projection is None or not is_fully_sharded(unwrapped):
+        return projection
+    shards = named_shards(unwrapped)
+    gathered: dict[int, Any] = {id(p): shards[name] for name, p in unwrapped.named_parameters()}
+
+    def shard_of(part: Any) -> Any:
+        shard = gathered.get(id(part))
+        if shard is None:
+            return part
+        # Another tensor than the parameter, which a term may read too, with another gradient.
+        return shard.redistribute(shard.device_mesh, shard.placements).to(part.dtype)
+
+    bias = None if projection.bias is None else shard_of(projection.bias)
+    return replace(projection, weight=shard_of(projection.weight), bias=bias)
 
 
 def _rerun_head(unwrapped: Any, forward: Forward, outputs: Any) -> Tensor:

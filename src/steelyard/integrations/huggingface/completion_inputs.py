@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import InputError
+from steelyard.integrations.huggingface.causal_lm import with_shards
 from steelyard.integrations.huggingface.completion import Completion
 from steelyard.integrations.huggingface.trainers import (
     TrainerKind,
@@ -123,7 +124,7 @@ def _completion(
         width=None if field is None else batch[field].shape[1],
         temperature=trainer.temperature if kind is not None and kind.has_temperature else 1.0,
         head=captured.head,
-        rows=None if rows is None else rows.projection,
+        rows=None if rows is None else with_shards(captured.unwrapped, rows.projection),
     )
 
 

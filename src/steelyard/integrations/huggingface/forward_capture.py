@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from steelyard.composition import collect_aux
-from steelyard.gradients import fields_of
+from steelyard.gradients import fields_of, named_shards
 from steelyard.integrations.huggingface.causal_lm import (
     Forward,
     logits_of,
@@ -76,7 +76,7 @@ class CapturedForward:
         if hidden_states is not None:  # a fused head does not pass them on
             inputs.setdefault("hidden_states", hidden_states)
         if "parameters" in names:
-            inputs["parameters"] = dict(unwrapped.named_parameters())
+            inputs["parameters"] = named_shards(unwrapped)
         return inputs
 
 

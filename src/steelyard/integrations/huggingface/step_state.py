@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from steelyard.composition import CompositeLoss
+from steelyard.composition import CompositeLoss, mean_state
 
 
 class StepState:
@@ -25,7 +22,7 @@ class StepState:
     def __init__(self, composite: CompositeLoss) -> None:
         self._composite = composite
         self._before: Mapping[str, Any] | None = None
-        self._after: list[Mapping[str, Any]] = []
+        self._after: list[tuple[float, Mapping[str, Any]]] = []
 
     def begin_micro_batch(self) -> None:
         """Restore the state from the beginning of the step; the first micro-batch records it."""
@@ -37,12 +34,12 @@ class StepState:
     def end_micro_batch(self) -> None:
         """Record the state after a micro-batch."""
         if self._before:
-            self._after.append(self._terms())
+            self._after.append((1.0, self._terms()))
 
     def end_step(self) -> None:
         """Set the mean of the states after the micro-batches."""
         if len(self._after) > 1:
-            self._set(_mean(self._after))
+            self._set(mean_state(self._after))
         self._before, self._after = None, []
 
     def _terms(self) -> Mapping[str, Any]:
@@ -51,16 +48,3 @@ class StepState:
 
     def _set(self, terms: Mapping[str, Any]) -> None:
         self._composite.set_extra_state({"step": self._composite.step, "terms": terms})
-
-
-def _mean(states: Sequence[Any]) -> Any:
-    """Mean of several states: of numbers and float tensors; of anything else the last one."""
-    last = states[-1]
-    if isinstance(last, Mapping):
-        keyed = all(isinstance(state, Mapping) and state.keys() == last.keys() for state in states)
-        return {key: _mean([state[key] for state in states]) for key in last} if keyed else last
-    if all(isinstance(state, Tensor) and state.shape == last.shape for state in states):
-        return torch.stack(tuple(states)).mean(0) if last.is_floating_point() else last
-    if all(isinstance(state, float) for state in states):
-        return sum(states) / len(states)
-    return last

@@ -203,7 +203,7 @@ class RegularizerCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the state of the terms in the checkpoint."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and folder.is_dir():
+        if args.should_save and folder.is_dir():  # one process, or one of each node
             torch.save(self.composite.get_extra_state(), folder / _STATE_FILE)
 
     def _bind(self, trainer: Any, own: Callable[..., Any]) -> None:

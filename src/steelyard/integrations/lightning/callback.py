@@ -11,6 +11,7 @@ from torch import Tensor
 
 from steelyard.composition import CompositeLoss, TermLike, collect_aux, itself, reads
 from steelyard.errors import InputError
+from steelyard.gradients import named_shards
 from steelyard.integrations.lightning.batch_inputs import batch_fields, merge_sources
 from steelyard.integrations.lightning.lightning_import import Callback, LightningModule, Trainer
 from steelyard.integrations.lightning.metric_logging import check_log_settings, log_components
@@ -107,7 +108,7 @@ class RegularizerCallback(Callback):
 
     def _wrap(self, trainer: Trainer, module: LightningModule, activations: Captured) -> None:
         step = module.training_step
-        parameters = dict(module.named_parameters())
+        parameters = named_shards(module)
 
         @wraps(step)
         def regularized_step(*args: Any, **kwargs: Any) -> Any:

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steelyard.integrations.optim.param_lists import Slot, batches, reduction_dtype
+from steelyard.integrations.optim.sharded_sums import add_up, divides_units, unit_dimensions
 from steelyard.integrations.optim.transform import Transform, Where
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Centralize(Transform):
     def apply(self, slots: Sequence[Slot], step: int, *, first: bool) -> None:  # noqa: ARG002
-        matrices = [slot.gradient for slot in slots if slot.parameter.ndim > 1]
-        for (gradients,) in batches(matrices):
+        matrices = [slot for slot in slots if slot.parameter.ndim > 1]
+        shared = [slot for slot in matrices if divides_units(slot.parameter)]
+        if shared:
+            _centralize_shared(shared)
+        whole = [slot.gradient for slot in matrices if not divides_units(slot.parameter)]
+        for (gradients,) in batches(whole):
             for gradient in gradients:
                 # g ← g − mean(g) over all axes but the first; `batches` cuts along the first
                 # only, so a piece holds whole output units.
                 axes = tuple(range(1, gradient.ndim))
                 gradient.sub_(gradient.mean(axes, keepdim=True, dtype=reduction_dtype(gradient)))
+
+
+def _centralize_shared(slots: Sequence[Slot]) -> None:
+    """Centralize units of which this process has a part, with one reduction for all of them."""
+    parameters = [slot.parameter for slot in slots]
+    sums = [
+        slot.gradient.sum(
+            tuple(range(1, slot.gradient.ndim)), keepdim=True, dtype=reduction_dtype(slot.gradient)
+        )
+        for slot in slots
+    ]
+    totals = add_up(sums, parameters, [unit_dimensions(p) for p in parameters])
+    for slot, total in zip(slots, totals, strict=True):
+        slot.gradient.sub_(total / math.prod(slot.parameter.shape[1:]))
 
 
 def centralize(*, where: Where | None = None) -> Transform:

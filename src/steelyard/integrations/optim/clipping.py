@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import NonFiniteError, SpecError
+from steelyard.gradients import is_sharded, sharded_dimensions
 from steelyard.integrations.optim.param_lists import (
     Slot,
     batches,
     reduction_dtype,
     split_large,
 )
+from steelyard.integrations.optim.sharded_sums import add_up, divides_units, unit_dimensions
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
 from steelyard.spec import is_finite
 
@@ -31,7 +33,8 @@ class _GlobalNorm(Transform):
     def apply(self, slots: Sequence[Slot], step: int, *, first: bool) -> None:  # noqa: ARG002
         max_norm = self.max_norm.at(step)
         gradients = [slot.gradient for slot in slots]
-        norm = _global_norm(gradients)
+        sharded = any(is_sharded(slot.parameter) for slot in slots)
+        norm = _norm_over_processes(slots) if sharded else _global_norm(gradients)
         scale: float | Tensor
         if self.check_finite:
             value = norm.item()
@@ -61,16 +64,37 @@ class _Adaptive(Transform):
 
     def apply(self, slots: Sequence[Slot], step: int, *, first: bool) -> None:  # noqa: ARG002
         ratio = self.ratio.at(step)
+        shared = [slot for slot in slots if divides_units(slot.parameter)]
         for slot in slots:
-            pair = (_stored_rows(slot), slot.gradient)
-            # A vector is one unit, whose norm needs all of it; a matrix has one unit a row.
-            for weights, gradient in split_large(*pair) if slot.parameter.ndim > 1 else [pair]:
-                max_norms = _unit_norms(weights).clamp_(min=self.eps).mul_(ratio)
-                # A gradient of zero gives inf, clamped to 1.
-                scale = max_norms.div_(_unit_norms(gradient)).clamp_(max=1.0)
-                # Reading `scale` on an accelerator would cost more than multiplying by 1.
-                if scale.device.type != "cpu" or not bool((scale == 1.0).all()):
-                    gradient.mul_(scale)
+            if not divides_units(slot.parameter):
+                self._clip(slot, ratio)
+        if shared:
+            self._clip_shared(shared, ratio)
+
+    def _clip(self, slot: Slot, ratio: float) -> None:
+        pair = (_stored_rows(slot), slot.gradient)
+        # A vector is one unit, whose norm needs all of it; a matrix has one unit a row.
+        for weights, gradient in split_large(*pair) if slot.parameter.ndim > 1 else [pair]:
+            self._scale(gradient, _unit_norms(weights), _unit_norms(gradient), ratio)
+
+    def _clip_shared(self, slots: Sequence[Slot], ratio: float) -> None:
+        """Clip units of which this process has a part, with one reduction for all of them."""
+        parameters = [slot.parameter for slot in slots]
+        squares = [
+            _unit_norms(part) ** 2 for slot in slots for part in (slot.weights, slot.gradient)
+        ]
+        twice = [p for p in parameters for _ in range(2)]
+        norms = [s.sqrt() for s in add_up(squares, twice, [unit_dimensions(p) for p in twice])]
+        for slot, own, of_gradient in zip(slots, norms[::2], norms[1::2], strict=True):
+            self._scale(slot.gradient, own, of_gradient, ratio)
+
+    def _scale(self, gradient: Tensor, own: Tensor, of_gradient: Tensor, ratio: float) -> None:
+        max_norms = own.clamp_(min=self.eps).mul_(ratio)
+        # A gradient of zero gives inf, clamped to 1.
+        scale = max_norms.div_(of_gradient).clamp_(max=1.0)
+        # Reading `scale` on an accelerator would cost more than multiplying by 1.
+        if scale.device.type != "cpu" or not bool((scale == 1.0).all()):
+            gradient.mul_(scale)
 
 
 def clip_by_global_norm(
@@ -170,6 +194,19 @@ def _global_norm(gradients: Sequence[Tensor]) -> Tensor:
     return _norm(torch.stack([norm.to(norms[0]) for norm in norms]))
 
 
+def _norm_over_processes(slots: Sequence[Slot]) -> Tensor:
+    """‖g‖ of gradients of which some are sharded, with one reduction for those of one mesh."""
+    squares = [_global_norm([slot.gradient]) ** 2 for slot in slots]
+    sharded = [i for i, slot in enumerate(slots) if is_sharded(slot.parameter)]
+    parameters = [slots[i].parameter for i in sharded]
+    along = [sharded_dimensions(parameter) for parameter in parameters]
+    for i, total in zip(
+        sharded, add_up([squares[i] for i in sharded], parameters, along), strict=True
+    ):
+        squares[i] = total
+    return torch.stack([each.to(squares[0]) for each in squares]).sum().sqrt()
+
+
 def _blockwise_norm(gradient: Tensor) -> Tensor:
     """Norm of a tensor, as the norm of the norms of its blocks.
 
@@ -194,10 +231,12 @@ def _stored_rows(slot: Slot) -> Tensor:
     """Weights that belong to the gradient's values: for a sparse gradient, its stored rows."""
     rows = slot.rows
     if rows is None or slot.parameter.ndim == 1:
-        return slot.parameter
-    return slot.parameter[rows]
+        return slot.weights
+    return slot.weights[rows]
 
 
 def _non_finite(slots: Sequence[Slot]) -> str:
     names = [slot.label for slot in slots if not bool(slot.gradient.isfinite().all())]
-    return "; ".join(names) or "only their sum of squares"
+    elsewhere = any(is_sharded(slot.parameter) for slot in slots)
+    otherwise = "parts of other processes" if elsewhere else "only their sum of squares"
+    return "; ".join(names) or otherwise

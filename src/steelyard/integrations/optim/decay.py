@@ -55,14 +55,14 @@ class _Decay(Transform):
         if not self.decoupled:
             cure = "use decoupled=True, choose others with where=, or sparse=False in the embedding"
             refuse_sparse(slots, self.name, cure)
-            parameters = [slot.parameter for slot in slots]
+            parameters = [slot.weights for slot in slots]
             for weights, gradients in batches(parameters, [slot.gradient for slot in slots]):
                 penalty_gradient = _penalty_gradient(weights, self.l1_ratio)
                 torch._foreach_add_(gradients, penalty_gradient, alpha=decay)
         elif first:  # a closure may be evaluated several times in a step
             groups = {id(slot.group): slot.group for slot in slots}
             for key, group in groups.items():
-                parameters = [slot.parameter for slot in slots if id(slot.group) == key]
+                parameters = [slot.weights for slot in slots if id(slot.group) == key]
                 for (weights,) in batches(parameters):
                     _shrink(weights, group["lr"], decay, self.l1_ratio)
 

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from steelyard.errors import SpecError
+from steelyard.gradients import is_sharded, part_like
 from steelyard.integrations.optim.param_lists import (
     Slot,
     batches,
+    by_kind,
     reduction_dtype,
     refuse_sparse,
+    split_large,
 )
 from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
 from steelyard.spec import is_finite, is_whole
@@ -31,21 +35,45 @@ class _Noise(Transform):
         std = math.sqrt(self.variance.at(step) / (1 + step) ** self.decay)
         if std == 0:
             return
-        # Generators of this step alone: noise depends on (seed, step, device), never on history,
-        # and torch's global generator is not touched.
-        generators: dict[torch.device, torch.Generator] = {}
+        draw = _Draw(self.seed, step, std)
+        if any(is_sharded(slot.parameter) for slot in slots):
+            _add_shards(slots, draw)
+            return
         for (gradients,) in batches([slot.gradient for slot in slots]):
-            device = gradients[0].device
-            if device not in generators:
-                seed = _seed(self.seed, step, len(generators))
-                generators[device] = torch.Generator(device).manual_seed(seed)
-            noise = [
-                torch.empty_like(gradient, dtype=reduction_dtype(gradient)).normal_(
-                    0.0, std, generator=generators[device]
-                )
-                for gradient in gradients
-            ]
-            torch._foreach_add_(gradients, noise)
+            torch._foreach_add_(gradients, [draw(gradient) for gradient in gradients])
+
+
+class _Draw:
+    """Noise of one step.
+
+    The generators are of this step alone: noise depends on (seed, step, device), never on history,
+    and torch's global generator is not touched.
+    """
+
+    def __init__(self, seed: int, step: int, std: float) -> None:
+        self._seed, self._step, self._std = seed, step, std
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, like: Tensor) -> Tensor:
+        device = like.device
+        if device not in self._generators:
+            seed = _seed(self._seed, self._step, len(self._generators))
+            self._generators[device] = torch.Generator(device).manual_seed(seed)
+        noise = torch.empty_like(like, dtype=reduction_dtype(like))
+        return noise.normal_(0.0, self._std, generator=self._generators[device])
+
+
+def _add_shards(slots: Sequence[Slot], draw: _Draw) -> None:
+    """Add to each part its part of the noise of the whole parameter, as one process would draw it.
+
+    Every process draws all of the noise, of one parameter at a time.
+    """
+    # Of the whole shape, without the memory.
+    shapes = [slot.gradient.new_empty(1).expand(slot.parameter.shape) for slot in slots]
+    for rows in by_kind(zip(shapes, slots, strict=True)):
+        for shape, slot in rows:
+            noise = torch.cat([draw(piece) for (piece,) in split_large(shape)])
+            slot.gradient.add_(part_like(noise, slot.parameter))
 
 
 def gradient_noise(

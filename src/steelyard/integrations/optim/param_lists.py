@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steelyard.errors import InputError
+from steelyard.gradients import is_sharded, local_part, sharded_like
 
 # The most elements of one `foreach` call, and so of a transform's temporary copies: on a CPU few
 # enough to stay in the cache, elsewhere enough for few kernel launches.
@@ -22,8 +23,11 @@ _MAX_LABELS = 8
 class Slot:
     """A parameter of an optimizer.
 
+    Of a sharded parameter (a `DTensor`, as under FSDP2) `weights` and `gradient` are this process's
+    parts; a transform changes them in place, and `partial_sums` adds up over the processes.
+
     Attributes:
-        parameter: The weights.
+        parameter: The parameter as the optimizer has it.
         group: The optimizer's options for them.
         label: Their name in messages.
     """
@@ -33,11 +37,16 @@ class Slot:
     label: str
 
     @property
+    def weights(self) -> Tensor:
+        """Values of the parameter, to be changed in place."""
+        return local_part(self.parameter)
+
+    @property
     def gradient(self) -> Tensor:
         """Gradient of the parameter; of a sparse one the stored values, to be changed in place."""
         gradient = self.parameter.grad
         assert gradient is not None  # noqa: S101 - `with_gradients` drops all others
-        return gradient.values() if gradient.is_sparse else gradient
+        return gradient.values() if gradient.is_sparse else local_part(gradient)
 
     @property
     def rows(self) -> Tensor | None:
@@ -60,6 +69,8 @@ def slots_of(optimizer: Optimizer) -> list[Slot]:
 def with_gradients(slots: Sequence[Slot]) -> list[Slot]:
     """Slots that have a gradient; sparse gradients are coalesced, each row stored once.
 
+    The gradient of a sharded parameter is sharded in the same way afterwards.
+
     Raises:
         InputError: None has one, or one has a layout that is neither dense nor sparse by rows.
     """
@@ -71,6 +82,9 @@ def with_gradients(slots: Sequence[Slot]) -> list[Slot]:
         )
     for slot in present:
         gradient = slot.parameter.grad
+        if is_sharded(slot.parameter):
+            slot.parameter.grad = sharded_like(gradient, slot.parameter)
+            continue
         if gradient is None or gradient.layout is torch.strided:
             continue
         if not gradient.is_sparse or gradient.sparse_dim() != 1:
@@ -112,13 +126,18 @@ def batches(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
         columns: lists of equal length; the tensors at one index have equal first axes.
     """
     # torch's `foreach` functions are fast only for lists of one device and dtype.
-    kinds: dict[object, list[tuple[Tensor, ...]]] = {}
-    for row in zip(*columns, strict=True):
-        kinds.setdefault((row[0].device, row[0].dtype), []).append(row)
-    for rows in kinds.values():
+    for rows in by_kind(zip(*columns, strict=True)):
         max_size = _max_size(rows[0][0])
         for batch in _pack((piece for row in rows for piece in split_large(*row)), max_size):
             yield tuple(list(column) for column in zip(*batch, strict=True))
+
+
+def by_kind(rows: Iterable[tuple[Any, ...]]) -> Iterable[list[tuple[Any, ...]]]:
+    """Group tuples by the device and dtype of their first items, which are tensors."""
+    kinds: dict[object, list[tuple[Any, ...]]] = {}
+    for row in rows:
+        kinds.setdefault((row[0].device, row[0].dtype), []).append(row)
+    return kinds.values()
 
 
 def split_large(*row: Tensor) -> Iterator[tuple[Tensor, ...]]:

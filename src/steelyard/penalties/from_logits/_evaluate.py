@@ -11,7 +11,7 @@ from steelyard.penalties._reduction import reduce
 from steelyard.penalties.from_logits._blockwise import Wants, masked_block, sweep
 from steelyard.penalties.from_logits._components import Component, WeightedComponents
 from steelyard.penalties.from_logits._formulas import component_values
-from steelyard.penalties.from_logits._logit_inputs import Rows, check_targets
+from steelyard.penalties.from_logits._logit_inputs import Rows, ShardedRows, check_targets
 from steelyard.penalties.from_logits._projection_inputs import Projected
 
 # The total, differentiable; the components' values; the gradient by the logits, if it was computed;
@@ -19,9 +19,13 @@ from steelyard.penalties.from_logits._projection_inputs import Projected
 Evaluated: TypeAlias = tuple[Array, Array, Array | None, Array | None]
 
 
-def weighted_sum(given: Rows | Projected, terms: WeightedComponents, reduction: str) -> Array:
+def weighted_sum(
+    given: Rows | Projected | ShardedRows, terms: WeightedComponents, reduction: str
+) -> Array:
     """Weighted sum of components, reduced over rows; differentiable in torch and JAX."""
     components, weights = [each for each, _ in terms], [factor for _, factor in terms]
+    if isinstance(given, ShardedRows):
+        return evaluate(given, components, weights, reduction)[0]
     if _has_operators(given):
         return _evaluate_torch(given, components, weights, reduction, tracks=False)[0]
     rows = given.rows
@@ -32,13 +36,17 @@ def weighted_sum(given: Rows | Projected, terms: WeightedComponents, reduction: 
 
 
 def evaluate(
-    rows: Rows | Projected,
+    rows: Rows | Projected | ShardedRows,
     components: Sequence[Component],
     weights: Sequence[Any],  # numbers; in JAX they may be traced
     reduction: str,
     tracks: bool = False,
 ) -> Evaluated:
     """Weighted sum of components, with their values and, if `tracks`, their inner products."""
+    if isinstance(rows, ShardedRows):
+        from steelyard.penalties.from_logits import _vocabulary_shards  # noqa: PLC0415  # needs torch
+
+        return _vocabulary_shards.evaluate_shards(rows, components, weights, reduction, tracks)
     if _has_operators(rows):
         return _evaluate_torch(rows, components, weights, reduction, tracks)
     return _evaluate_arrays(rows.rows, components, weights, reduction, tracks)

@@ -6,12 +6,16 @@ Every kind has one entry in `_FORMULAS`. The values are differentiable by the ba
 With `a = log p`, `b = log q`, `p = softmax(logits / T)` and `q` of the reference, a function f of a
 and b has the gradient `(∂f/∂a - p · Σ ∂f/∂a) / T` by the logits, and the same with b and q by the
 reference.
+
+A gradient's function is a generator: it yields its sums over the classes, receives them back, and
+returns the result. Where a process has some of the classes only, the sums are added up over the
+processes in between, those of all components together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from steelyard.penalties._arrays import (
@@ -39,9 +43,10 @@ ELEMENTS = 2**20  # in a block of rows: 4 MB in float32
 # Values by row, and the gradients by the logits and by the reference; None stands for 0 (`Array` is
 # `Any`, which includes None).
 ComponentGradients: TypeAlias = tuple[Array, Array, Array]
+GradientSteps: TypeAlias = Generator[Sequence[Array], Sequence[Array], ComponentGradients]
 
 
-class _Block:
+class Block:
     """Inputs of a block of rows, with the log-probabilities that several components share."""
 
     def __init__(
@@ -64,6 +69,19 @@ class _Block:
         """As `log_p`, with a large negative number for a class at -inf."""
         return self._finite_log_probs(self.logits, False, component.temperature)
 
+    def log_sum(self, component: Component) -> Array:
+        """`logsumexp(logits / T)` of each row; -inf for a row of all -inf."""
+        return log_sum(self.xp, self.logits, component.temperature)
+
+    def target_logprob(self, logs: Array) -> Array:
+        """Entry of each row's target; NaN for a target that is no class."""
+        return _target_logprob(self.xp, logs, self.targets)
+
+    def is_target(self, like: Array) -> Array:
+        """Whether a class is the row's target, in the shape of `like`."""
+        classes = self.xp.arange(like.shape[-1], device=_device(like))
+        return classes[None, :] == self.targets[:, None]
+
     def _log_probs(self, x: Array, of_reference: bool, temperature: float) -> Array:
         key = (of_reference, temperature)
         if key not in self._logs:
@@ -80,8 +98,8 @@ class _Block:
 
 
 class _Formula(NamedTuple):
-    values: Callable[[_Block, Component], Array]
-    gradients: Callable[[_Block, Component], ComponentGradients]
+    values: Callable[[Block, Component], Array]
+    gradients: Callable[[Block, Component], GradientSteps]
 
 
 def block_rows(classes: int) -> int:
@@ -104,7 +122,7 @@ def component_values(
         reference: The same shape, for the components that need it.
         targets: `[rows]`, for the components that need them.
     """
-    block = _Block(xp, logits, reference, targets)
+    block = Block(xp, logits, reference, targets)
     return [_FORMULAS[each.kind].values(block, each) for each in components]
 
 
@@ -116,8 +134,39 @@ def component_gradients(
     targets: Array | None,
 ) -> list[ComponentGradients]:
     """Value and gradients by row for each component; arguments as in `component_values`."""
-    block = _Block(xp, logits, reference, targets)
-    return [_FORMULAS[each.kind].gradients(block, each) for each in components]
+    block = Block(xp, logits, reference, targets)
+    # One after the other, so that only one component's temporaries exist at a time.
+    return [gradients_of_block(block, [each], list)[0] for each in components]
+
+
+def gradients_of_block(
+    block: Block,
+    components: Sequence[Component],
+    add_up: Callable[[Sequence[Array]], Sequence[Array]],
+) -> list[ComponentGradients]:
+    """Value and gradients by row for each component.
+
+    Args:
+        block: The inputs.
+        components: Components to compute.
+        add_up: Maps the sums over the classes of the block, each `[rows]`, to those over all
+            classes; called once.
+    """
+    steps = [_FORMULAS[each.kind].gradients(block, each) for each in components]
+    sums = [next(each) for each in steps]
+    totals = iter(add_up([each for own in sums for each in own]))
+    return [
+        _result(each, [next(totals) for _ in own]) for each, own in zip(steps, sums, strict=True)
+    ]
+
+
+def _result(steps: GradientSteps, totals: Sequence[Array]) -> ComponentGradients:
+    try:
+        steps.send(totals)
+    except StopIteration as stop:
+        found: ComponentGradients = stop.value
+        return found
+    raise AssertionError("a gradient has one round of sums")  # pragma: no cover
 
 
 def finite_log_probs(xp: Namespace, x: Array, temperature: float) -> Array:
@@ -144,39 +193,39 @@ def _scaled(xp: Namespace, x: Array, no_mass: Array, temperature: float) -> Arra
 # Entropy: H = -Σ p · a.
 
 
-def _entropy_values(block: _Block, component: Component) -> Array:
+def _entropy_values(block: Block, component: Component) -> Array:
     return -negative_entropy_rows(block.xp, block.log_p(component), 1.0, -1)
 
 
-def _entropy_gradients(block: _Block, component: Component) -> ComponentGradients:
+def _entropy_gradients(block: Block, component: Component) -> GradientSteps:
     """Gradient by the logits: -p · (a + H) / T."""
     xp, a = block.xp, block.log_p(component)
     p = xp.exp(a)
     a = clamp(xp, a, LOG_ZERO)
-    value = -xp.sum(p * a, axis=-1)
+    [value] = yield [-xp.sum(p * a, axis=-1)]
     return value, -p * (a + value[:, None]) / component.temperature, None
 
 
 # Forward KL(p‖q) and reverse KL(q‖p).
 
 
-def _kl_values(block: _Block, component: Component) -> Array:
+def _kl_values(block: Block, component: Component) -> Array:
     direction = "forward" if component.kind == FORWARD else "reverse"
     limit = None if component.limit == math.inf else component.limit
     a, b = block.log_p(component), block.log_q(component)
     return kl_rows(block.xp, a, b, direction, -1, limit)
 
 
-def _kl_gradients(block: _Block, component: Component) -> ComponentGradients:
+def _kl_gradients(block: Block, component: Component) -> GradientSteps:
     a, b = block.log_p(component), block.log_q(component)
     if component.kind == FORWARD:
-        value, by_a, by_b = _kl(block.xp, a, b, component.limit)
+        value, by_a, by_b = yield from _kl(block.xp, a, b, component.limit)
     else:
-        value, by_b, by_a = _kl(block.xp, b, a, component.limit)
+        value, by_b, by_a = yield from _kl(block.xp, b, a, component.limit)
     return value, by_a / component.temperature, by_b / component.temperature
 
 
-def _kl(xp: Namespace, a: Array, b: Array, limit: float) -> ComponentGradients:
+def _kl(xp: Namespace, a: Array, b: Array, limit: float) -> GradientSteps:
     """KL = Σ p · ratio with its gradients, where ratio = a - b, clamped to ±limit.
 
     `inside` is 1 where the clamp passes a gradient, and `mass = Σ p · inside` (1 without a limit):
@@ -192,8 +241,7 @@ def _kl(xp: Namespace, a: Array, b: Array, limit: float) -> ComponentGradients:
         exact = known - clamp(xp, b, LOG_ZERO)
         ratio = clamp(xp, exact, -limit, limit)
         inside = xp.astype(ratio == exact, p.dtype)
-    value = xp.sum(p * ratio, axis=-1)
-    mass = xp.sum(p * inside, axis=-1)
+    value, mass = yield [xp.sum(p * ratio, axis=-1), xp.sum(p * inside, axis=-1)]
     by_a = p * (ratio + inside - (value + mass)[:, None])
     return value, by_a, q * mass[:, None] - p * inside
 
@@ -201,11 +249,11 @@ def _kl(xp: Namespace, a: Array, b: Array, limit: float) -> ComponentGradients:
 # Jensen-Shannon: JS = (Σ p · (a - m) + Σ q · (b - m)) / 2 with m = log((p + q) / 2).
 
 
-def _js_values(block: _Block, component: Component) -> Array:
+def _js_values(block: Block, component: Component) -> Array:
     return js_rows(block.xp, block.log_p(component), block.log_q(component), -1)
 
 
-def _js_gradients(block: _Block, component: Component) -> ComponentGradients:
+def _js_gradients(block: Block, component: Component) -> GradientSteps:
     """Gradient by the logits: p · (a - m - Σ p · (a - m)) / 2T; the reference's with q and b.
 
     The derivative of m drops out, since Σ (p + q) / 2 is constant.
@@ -214,8 +262,10 @@ def _js_gradients(block: _Block, component: Component) -> ComponentGradients:
     p, q = xp.exp(a), xp.exp(b)
     a, b = clamp(xp, a, LOG_ZERO), clamp(xp, b, LOG_ZERO)
     middle = logaddexp(xp, a, b) - math.log(2)
-    from_p = xp.sum(p * (a - middle), axis=-1)
-    from_q = xp.sum(q * (b - middle), axis=-1)
+    from_p, from_q = yield [
+        xp.sum(p * (a - middle), axis=-1),
+        xp.sum(q * (b - middle), axis=-1),
+    ]
     by_a = 0.5 * p * (a - middle - from_p[:, None])
     by_b = 0.5 * q * (b - middle - from_q[:, None])
     value = clamp(xp, 0.5 * (from_p + from_q), 0.0)
@@ -225,14 +275,15 @@ def _js_gradients(block: _Block, component: Component) -> ComponentGradients:
 # z-loss: the square of lse = logsumexp(logits / T).
 
 
-def _z_loss_values(block: _Block, component: Component) -> Array:
-    return log_sum(block.xp, block.logits, component.temperature) ** 2
+def _z_loss_values(block: Block, component: Component) -> Array:
+    return block.log_sum(component) ** 2
 
 
-def _z_loss_gradients(block: _Block, component: Component) -> ComponentGradients:
+def _z_loss_gradients(block: Block, component: Component) -> GradientSteps:
     """Gradient by the logits: 2 · lse · p / T; 0 for a row of all -inf, whose value is infinite."""
     xp, temperature = block.xp, component.temperature
-    level = log_sum(xp, block.logits, temperature)
+    level = block.log_sum(component)
+    yield []
     factor = xp.where(level == -math.inf, 0.0, 2.0 * level / temperature)
     return level**2, factor[:, None] * xp.exp(block.log_p(component)), None
 
@@ -240,7 +291,7 @@ def _z_loss_gradients(block: _Block, component: Component) -> ComponentGradients
 # Cross-entropy: -a[target].
 
 
-def _cross_entropy_values(block: _Block, component: Component) -> Array:
+def _cross_entropy_values(block: Block, component: Component) -> Array:
     """Values whose gradient is (p - onehot(target)) / T, also for a target at -inf.
 
     There the value is infinite, and the gradient is the limit for a logit that falls to -inf: by
@@ -252,13 +303,13 @@ def _cross_entropy_values(block: _Block, component: Component) -> Array:
     return -xp.where(own == -math.inf, own + (finite - constant(finite)), finite)
 
 
-def _cross_entropy_gradients(block: _Block, component: Component) -> ComponentGradients:
+def _cross_entropy_gradients(block: Block, component: Component) -> GradientSteps:
     """Gradient by the logits: (p - onehot(target)) / T."""
-    xp, a, targets = block.xp, block.log_p(component), block.targets
+    xp, a = block.xp, block.log_p(component)
     p = xp.exp(a)
-    is_target = xp.arange(a.shape[-1], device=_device(a))[None, :] == targets[:, None]
-    by_logits = (p - xp.astype(is_target, p.dtype)) / component.temperature
-    return -_target_logprob(xp, a, targets), by_logits, None
+    [logprob] = yield [block.target_logprob(a)]
+    by_logits = (p - xp.astype(block.is_target(a), p.dtype)) / component.temperature
+    return -logprob, by_logits, None
 
 
 def _target_logprob(xp: Namespace, logs: Array, targets: Array) -> Array:

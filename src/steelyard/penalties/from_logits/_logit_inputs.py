@@ -64,6 +64,22 @@ class Rows(NamedTuple):
         return weights, 1.0
 
 
+class ShardedRows(NamedTuple):
+    """Checked inputs whose classes are spread over processes.
+
+    Attributes:
+        rows: This process's columns of logits and reference, with targets and mask.
+        group: The processes that have all classes together.
+        offset: Number of the first class that this process has.
+        classes: Number of all classes.
+    """
+
+    rows: Rows
+    group: Any  # torch's ProcessGroup
+    offset: int
+    classes: int
+
+
 def accept_rows(
     logits: Array,
     reference: Array | None = None,

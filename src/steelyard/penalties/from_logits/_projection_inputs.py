@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from steelyard.errors import InputError
-from steelyard.penalties._arrays import Array, dtype_name, is_floating, is_torch
-from steelyard.penalties.from_logits._logit_inputs import Rows, accept_rows
+from steelyard.penalties._arrays import Array, dtype_name, is_floating, is_sharded, is_torch
+from steelyard.penalties.from_logits._logit_inputs import Rows, ShardedRows, accept_rows
 from steelyard.penalties.from_logits.projection import Projection, materialize
 
 # Logits of a chunk: 1 GB in bfloat16 on a GPU, where larger products are faster, 16 MB on a CPU.
@@ -66,14 +66,20 @@ def accept(
     reference: Array | Projection | None = None,
     targets: Array | None = None,
     mask: Array | None = None,
-) -> Rows | Projected:
+) -> Rows | Projected | ShardedRows:
     """Check the inputs of a function over logits or over a projection.
 
     Raises:
-        InputError: As `accept_rows` and `accept_projection`.
+        InputError: As `accept_rows`, `accept_projection` and `accept_shards`.
     """
+    if isinstance(logits, Projection) and is_sharded(logits.hidden):
+        logits = logits.logits()  # in tensor parallelism, each process's classes
     if isinstance(logits, Projection):
         return accept_projection(logits, reference, targets, mask)
+    if is_sharded(logits):
+        from steelyard.penalties.from_logits import _vocabulary_shards  # noqa: PLC0415  # needs torch
+
+        return _vocabulary_shards.accept_shards(logits, materialize(reference), targets, mask)
     return accept_rows(logits, materialize(reference), targets, mask)
 
 
@@ -89,6 +95,7 @@ def accept_projection(
         InputError: The arrays are not torch tensors of one floating dtype, or their shapes do not
             match; for targets and mask as `accept_rows`.
     """
+    logits = logits.gathered()
     _check(logits)
     chunk = logits.chunk
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
@@ -98,6 +105,7 @@ def accept_projection(
     states: Array | None = reference
     weight = bias = None
     if isinstance(reference, Projection):
+        reference = reference.gathered()
         _check(reference, "reference's ")
         features = reference.weight.shape[1]
         _check_shape("reference's hidden", reference.hidden, (*rows.shape, features))

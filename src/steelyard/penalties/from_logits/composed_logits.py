@@ -19,7 +19,7 @@ from steelyard.penalties.from_logits._components import (
 )
 from steelyard.penalties.from_logits._evaluate import evaluate
 from steelyard.penalties.from_logits._grad_norms import grad_norms_and_cosines
-from steelyard.penalties.from_logits._logit_inputs import Rows
+from steelyard.penalties.from_logits._logit_inputs import Rows, ShardedRows
 from steelyard.penalties.from_logits._projection_inputs import Projected, accept
 from steelyard.penalties.from_logits.projection import Projection
 
@@ -34,7 +34,7 @@ class ComposedLogits:
         gradient: d total / d logits, if it was computed: in torch for logits that require it, and
             wherever norms are tracked. `total.backward()` multiplies this very tensor by the
             upstream gradient and passes it on; a copy of it, if the graph is retained. None for
-            float16, where the backward pass computes it.
+            float16, where the backward pass computes it, and for logits that are sharded.
         grad_norms: L2 norm of each unweighted term's gradient by the logits, and of the weighted
             `"total"`; empty unless tracked.
         cosines: Cosine of each pair of terms' gradients, 0 if one of them is 0; empty unless
@@ -121,8 +121,11 @@ def compose_logits(
 
 
 def _drop_unused_inputs(
-    given: Rows | Projected, components: Sequence[Component], reference: object, targets: object
-) -> Rows | Projected:
+    given: Rows | Projected | ShardedRows,
+    components: Sequence[Component],
+    reference: object,
+    targets: object,
+) -> Rows | Projected | ShardedRows:
     """Remove the inputs that no component needs.
 
     Raises:
@@ -134,13 +137,13 @@ def _drop_unused_inputs(
     if needs_targets(components) and targets is None:
         names = names_that(needs_targets)
         raise InputError(f"targets must be given, since {names} reads them, got None.")
+    rows = given.rows
+    if not needs_targets(components):
+        rows = rows._replace(targets=None)
     if not needs_reference(components):
-        given = given._replace(reference=None)
-    if needs_targets(components):
-        return given
-    if isinstance(given, Rows):
-        return given._replace(targets=None)
-    return given._replace(rows=given.rows._replace(targets=None))
+        rows = rows._replace(reference=None)
+        given = given._replace(reference=None) if isinstance(given, Projected) else given
+    return rows if isinstance(given, Rows) else given._replace(rows=rows)
 
 
 def _weighted(xp: Namespace, shares: Sequence[float], values: list[Array]) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from steelyard.penalties._arrays import Array
+from steelyard.penalties._arrays import Array, is_sharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,17 @@ class Projection:
         logits = self.hidden @ self.weight.T
         return logits if self.bias is None else logits + self.bias
 
+    def gathered(self) -> Projection:
+        """Projection with the whole output layer, if each process has a part of it, as under FSDP.
+
+        Rows are this process's own, so that the gradient of the layer is averaged over the
+        processes, as FSDP does it. A collective operation: every process must call it.
+        """
+        if not is_sharded(self.weight):
+            return self
+        bias = None if self.bias is None else _gathered(self.bias)
+        return replace(self, weight=_gathered(self.weight), bias=bias)
+
     def __getitem__(self, at: Any) -> Projection:  # whatever the hidden states take
         """Projection of some of the rows: an index, a slice or a mask of the leading axes."""
         return replace(self, hidden=self.hidden[at])
@@ -57,9 +68,18 @@ class Projection:
         return (replace(self, hidden=each) for each in self.hidden)
 
 
+def _gathered(part: Array) -> Array:
+    from torch.distributed.tensor import Partial, Replicate  # noqa: PLC0415  # loaded: it is one
+
+    mesh = part.device_mesh
+    whole = part.redistribute(placements=[Replicate()] * mesh.ndim)
+    return whole.to_local(grad_placements=[Partial("avg")] * mesh.ndim)
+
+
 def materialize(logits: Array | Projection | None) -> Array | None:
     """Logits as an array: of a projection, all of them, as constants."""
     if not isinstance(logits, Projection):
         return logits
+    logits = logits.gathered()
     bias = None if logits.bias is None else logits.bias.detach()
     return Projection(logits.hidden.detach(), logits.weight.detach(), bias).logits()

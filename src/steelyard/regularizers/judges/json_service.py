@@ -89,12 +89,8 @@ class JsonService:
         Raises:
             TermError: nothing does.
         """
-        parts = urlsplit(self.public_url)
-        if parts.scheme in getproxies() and not proxy_bypass(str(parts.hostname)):
-            return
-        port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
-            socket.create_connection((parts.hostname, port), timeout=_READY_SECONDS).close()
+            check_listener(self.public_url)
         except OSError as error:
             raise TermError(
                 f"a server must listen for {self._title} at {self.public_url}, and none does: "
@@ -124,6 +120,19 @@ class JsonService:
                     self._sessions.pop(other, None)
             session = self._sessions[loop] = await self._endpoint.session()
         return session
+
+
+def check_listener(url: str) -> None:
+    """Check that something listens at a URL, without a request; not through a proxy.
+
+    Raises:
+        OSError: nothing does.
+    """
+    parts = urlsplit(url)
+    if parts.scheme in getproxies() and not proxy_bypass(str(parts.hostname)):
+        return
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    socket.create_connection((parts.hostname, port), timeout=_READY_SECONDS).close()
 
 
 def as_json(payload: Any, what: str, where: str) -> str:

@@ -1,5 +1,6 @@
 // The page: the list of runs, the chosen ones in the address, and the events of the server.
 
+import { RunControls } from "./controls.js";
 import { byId, el, formatAge, formatNumber } from "./dom.js";
 import { COMPARED, RunPage, runTitle } from "./run_page.js";
 
@@ -11,6 +12,9 @@ const LISTED = { loss_total: "loss", "held_out/loss": "held-out", "rollouts/rewa
 const options = { log: false };
 const page = new RunPage(byId("sections"), options, (kind, run) =>
   get(`/api/records/${kind}`, { run }),
+);
+const controls = new RunControls(byId("run-controls"), async (run) =>
+  (await get("/api/settings", { run })).settings,
 );
 const items = new Map();
 let runs = [];
@@ -129,6 +133,8 @@ function retry(error) {
 }
 
 function showTitle() {
+  const names = chosen();
+  controls.show(names.length === 1 ? runs.find((run) => run.name === names[0]) : undefined);
   if (page.views.length) byId("title").replaceChildren(...runTitle(page.views, runs));
   else if (!chosen().length) byId("title").replaceChildren();
 }

@@ -1,0 +1,170 @@
+"""`RayCluster`: the address of a Ray cluster, and what each run asks it for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard._extras import cure
+from steelyard.errors import ConfigError, RunError
+from steelyard.experiment.config import ModelConfig
+from steelyard.spec import is_finite
+
+_CONNECT_SECONDS = 10.0
+_ADDRESS = re.compile(r"(?:ray://)?(?:[^\s/:@]+|\[[0-9a-fA-F:]+\]):\d+")
+_FORMS = "'auto', 'HOST:6379' on a node of the cluster, or 'ray://HOST:10001' from elsewhere"
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """A Ray cluster to train runs on.
+
+    Attributes:
+        address: `"auto"`, the cluster of this machine; `"HOST:6379"`, if this machine is a node
+            of it; or `"ray://HOST:10001"`, from anywhere.
+        cpus: CPUs of a run; it computes with as many threads.
+        gpus: GPUs of a run; None: one, if the config's device is a GPU, or is not given and a node
+            has one.
+        memory: GiB of memory of a run, by which Ray limits the number of runs on a node; None: any.
+
+    Raises:
+        ConfigError: the address has another form, or a number is out of range.
+    """
+
+    address: str = "auto"
+    cpus: float = 1
+    gpus: float | None = None
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.address != "auto" and not _ADDRESS.fullmatch(self.address):
+            raise ConfigError(
+                f"the address of a Ray cluster must be {_FORMS}, got {self.address!r}."
+            )
+        for name in ("cpus", "gpus", "memory"):
+            value = getattr(self, name)
+            if value is not None and not (is_finite(value) and value >= 0):
+                raise ConfigError(
+                    f"{name} of a run on Ray must be a finite number >= 0, got {value!r}."
+                )
+
+    @contextlib.contextmanager
+    def connect(self, folder: Path) -> Iterator[Any]:
+        """Connect this process to the cluster, to which a folder travels; yields the module `ray`.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+            RunError: there is no such cluster, it has another version of Ray or Python, or this
+                process is connected already.
+        """
+        ray = _import_ray()
+        if ray.is_initialized():
+            raise RunError(
+                "runs on Ray must have a connection of their own, which brings their modules and "
+                "data along, and this process is connected already: call ray.shutdown() first."
+            )
+        if self.address != "auto" and not os.environ.get("RAY_USE_TLS"):
+            self._check_reachable()
+        try:
+            ray.init(
+                address=self.address,
+                runtime_env={"working_dir": str(folder)},
+                log_to_driver=False,  # its lines would break the display; they are in log.txt
+                logging_level="ERROR",
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise self._not_connected(" ".join(str(error).split())) from error
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+    def options(self, model: ModelConfig, nodes: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Options of the actor of a run, which name its resources.
+
+        Raises:
+            RunError: no node has them.
+        """
+        gpus = self.gpus
+        if gpus is None:
+            there = any(node.get("GPU", 0) >= 1 for node in nodes)
+            wanted = there if model.device is None else model.device.startswith("cuda")
+            gpus = 1 if model.backend == "local" and wanted else 0
+        memory = None if self.memory is None else int(self.memory * 2**30)
+        options = {"num_cpus": self.cpus, "num_gpus": gpus, "memory": memory}
+        if not runs_at_once(options, nodes):
+            raise RunError(_infeasible(options, nodes))
+        return options
+
+    def _check_reachable(self) -> None:
+        # Ray itself tries for minutes.
+        import grpc  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with the extra
+
+        with grpc.insecure_channel(self.address.removeprefix("ray://")) as channel:
+            try:
+                grpc.channel_ready_future(channel).result(timeout=_CONNECT_SECONDS)
+            except grpc.FutureTimeoutError:
+                raise self._not_connected(
+                    f"nothing answered within {_CONNECT_SECONDS:g} s"
+                ) from None
+
+    def _not_connected(self, reason: str) -> RunError:
+        return RunError(
+            f"a Ray cluster must be reachable at {self.address!r}, and it is not: {reason}. Give "
+            f"{_FORMS}; 'ray start --head' starts one, with the same versions of Ray and Python as "
+            f"here."
+        )
+
+
+def alive_nodes(ray: Any) -> list[Mapping[str, float]]:
+    """Resources of each node that is up."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def runs_at_once(options: Mapping[str, Any], nodes: Sequence[Mapping[str, float]]) -> int:
+    """Number of runs with these resources that fit on the nodes together.
+
+    Example:
+        >>> runs_at_once({"num_cpus": 2, "num_gpus": 1}, [{"CPU": 8, "GPU": 3}, {"CPU": 64}])
+        3
+    """
+    asked = _asked(options)
+    return sum(
+        min((int(node.get(name, 0) // amount) for name, amount in asked.items()), default=1)
+        for node in nodes
+    )
+
+
+def _asked(options: Mapping[str, Any]) -> dict[str, float]:
+    names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    return {name: amount for name, key in names.items() if (amount := options.get(key))}
+
+
+def _infeasible(options: Mapping[str, Any], nodes: Sequence[Mapping[str, float]]) -> str:
+    asked = _asked(options)
+
+    def listed(amounts: Mapping[str, float]) -> str:
+        texts = [f"{name} {amounts[name]:g}" for name in ("CPU", "GPU") if name in amounts]
+        if "memory" in asked and "memory" in amounts:
+            texts.append(f"{amounts['memory'] / 2**30:.3g} GiB")
+        return ", ".join(texts)
+
+    found = " | ".join(dict.fromkeys(map(listed, nodes)))
+    return (
+        f"a node of the Ray cluster must have all that a run asks for, {listed(asked)}, "
+        f"and the nodes have {found}: ask for less with --ray-cpus, --ray-gpus or --ray-memory, or "
+        f"add a node. A cluster that scales by itself must have one such node up."
+    )
+
+
+def _import_ray() -> Any:
+    try:
+        import ray  # noqa: PLC0415 - an extra, and takes a second
+    except ModuleNotFoundError as error:
+        raise cure("--ray", error) from error
+    return ray

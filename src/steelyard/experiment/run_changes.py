@@ -1,0 +1,220 @@
+"""Change or pause a run while it goes on.
+
+requests.jsonl   settings that `steelyard set`, or the page of `watch`, asks for
+changes.jsonl    those that the run has taken, with the step from which on they hold
+paused           there while the run is to wait between two steps
+
+Only the run itself writes `changes.jsonl`. A resumed run takes the changes there at the same steps
+again, before it reads further requests, so that it repeats every bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from steelyard.errors import RunError, SteelyardError
+from steelyard.experiment.build_terms import Terms
+from steelyard.experiment.config import Config
+from steelyard.experiment.run_dir import RunFolder
+from steelyard.experiment.run_settings import (
+    changed_config,
+    changed_terms,
+    current_settings,
+    parse_settings,
+)
+from steelyard.experiment.run_state import is_locked
+from steelyard.experiment.secrets import redact
+
+
+def request_settings(
+    folder: str | Path, settings: Iterable[str] | Mapping[str, Any]
+) -> tuple[dict[str, Any], bool]:
+    """Ask a run for other settings, from its next step on.
+
+    Args:
+        folder: run folder.
+        settings: `key=value`, or values by key; see `changed_config`.
+
+    Returns:
+        The settings, and whether the run is going on; if it is not, it takes them when resumed.
+
+    Raises:
+        RunError: the folder holds no run, the run has ended, or the folder is not writable.
+        ConfigError: a key is unknown, or a value breaks its rule.
+    """
+    run = _unfinished(folder)
+    wanted = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings)
+    # Together with what was asked for before: a bound may need the scale of an earlier one.
+    changed_config(current_config(run), wanted)
+    if wanted:
+        line = json.dumps(redact({"time": time.time(), "set": wanted}))
+        _write(run.requests, f"{line}\n".encode())
+    return wanted, is_locked(run.path) is not False
+
+
+def describe_settings(folder: str | Path) -> dict[str, Any]:
+    """Value of every setting of a run that can be changed, by key, with what was asked for.
+
+    Raises:
+        RunError: the folder holds no run.
+    """
+    run = RunFolder(folder)
+    return current_settings(current_config(run))
+
+
+def current_config(run: RunFolder) -> Config:
+    """Config of a run with all changes that were asked for; those that are invalid are left out.
+
+    Raises:
+        RunError: the folder holds no run.
+    """
+    config = run.config()
+    for settings in _complete_requests(run.requests, 0)[0]:
+        try:
+            config = changed_config(config, settings)
+        except ValueError:  # the run refuses it too
+            continue
+    return config
+
+
+def pause_run(folder: str | Path) -> None:
+    """Let a run wait after its current step, until `continue_run`.
+
+    Raises:
+        RunError: the folder holds no run, no process trains it, or it is not writable.
+    """
+    run = _unfinished(folder)
+    if is_locked(run.path) is False:
+        raise RunError(
+            f"{run.path} must be a run that is going on, and no process trains it: go on with "
+            f"'steelyard resume {run.path}'."
+        )
+    _write(run.paused, b"")
+
+
+def continue_run(folder: str | Path) -> bool:
+    """Let a paused run go on; return whether it was paused.
+
+    Raises:
+        RunError: the folder holds no run, the run has ended, or it is not writable.
+    """
+    run = _unfinished(folder)
+    try:
+        run.paused.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _not_writable(run.path, error) from error
+    return True
+
+
+class ChangeLog:
+    """The changes of a run, as the run itself takes them.
+
+    Args:
+        run: the run folder, which is locked.
+
+    Attributes:
+        size: number of bytes of the requests that were read.
+        repeated: step of the next recorded change that is to be repeated; None if there is none.
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._recorded = run.changes()
+        self.size = max((record["requests"] for record in self._recorded), default=0)
+        self.repeated = self._recorded[0]["step"] if self._recorded else None
+
+    def apply(
+        self, config: Config, terms: Terms, step: int, say: Callable[[str], None]
+    ) -> tuple[Config, Terms]:
+        """Apply the changes that hold from this step on, and record those that are new.
+
+        New requests wait until all recorded changes are repeated. Invalid ones are left out.
+
+        Args:
+            config: config of the run so far.
+            terms: its terms so far.
+            step: number of the step that comes next.
+            say: called with a message about each change.
+        """
+        due = [record for record in self._recorded if record["step"] <= step]
+        self._recorded = self._recorded[len(due) :]
+        self.repeated = self._recorded[0]["step"] if self._recorded else None
+        for settings in (each for record in due for each in record["set"]):
+            config = changed_config(config, settings)
+            terms = changed_terms(terms, config)
+        if self._recorded:
+            return config, terms
+        requests, self.size = _complete_requests(self._run.requests, self.size)
+        taken = []
+        for settings in requests:
+            shown = ", ".join(f"{key} = {value}" for key, value in settings.items())
+            try:
+                changed = changed_config(config, settings)
+                config, terms = changed, changed_terms(terms, changed)
+            except SteelyardError as error:
+                say(f"step {step}: {shown} was refused: {error}")
+                continue
+            say(f"step {step}: {shown} from now on")
+            taken.append(settings)
+        if taken:
+            self._run.append_changes([{"step": step, "set": taken, "requests": self.size}])
+        return config, terms
+
+
+def _unfinished(folder: str | Path) -> RunFolder:
+    run = RunFolder(folder)
+    if not run.holds_run:
+        run.config()  # raises
+    if run.result() is not None:
+        raise RunError(
+            f"{run.path} must be a run that has not ended, and it is done: train another one with "
+            f"other settings."
+        )
+    return run
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Append to a file in one write, so that lines of several processes do not mix."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            os.write(file, content)
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise _not_writable(path.parent, error) from error
+
+
+def _complete_requests(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
+    """Settings of the whole lines of a file from a byte on, and the byte after them."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            content = file.read()
+    except OSError:
+        return [], start
+    whole = content[: content.rfind(b"\n") + 1]
+    requests = []
+    for line in whole.split(b"\n"):
+        try:
+            found = json.loads(line)
+        except ValueError:  # an empty or damaged line asks for nothing
+            continue
+        if isinstance(found, dict) and isinstance(found.get("set"), dict):
+            requests.append(found["set"])
+    return requests, start + len(whole)
+
+
+def _not_writable(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"{path} must be writable to change the run there, and it is not: {error.strerror}. Give "
+        f"the command on the machine, and as the user, that trains it."
+    )

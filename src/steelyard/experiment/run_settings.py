@@ -1,0 +1,146 @@
+"""Settings of a run that can be changed while it goes on: weights, bounds, switches, the rate."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from steelyard.errors import ConfigError, SteelyardError
+from steelyard.experiment.build_terms import Terms, check_schedule
+from steelyard.experiment.config import Config, TermConfig
+from steelyard.experiment.config_errors import format_errors
+from steelyard.experiment.config_io import parse_value
+from steelyard.experiment.config_weights import fields_of, range_of
+from steelyard.spec import RegularizerSpec, lookup
+
+RATE = "learning_rate"
+_BOUNDS = ("at_most", "at_least")
+_KEYS = ("weight", *_BOUNDS, "enabled")
+_NO_WEIGHT = {"weight": None, "at_most": None, "at_least": None, "scale": None}
+
+
+def term_names(config: Config) -> list[str]:
+    """Name of each regularizer of a config; its `use` if it has none there and is not built in.
+
+    No module of the user is imported for that: whoever changes a run need not trust its config.
+    """
+    return [entry.name or _own_name(entry.use) or entry.use for entry in config.regularizers]
+
+
+def parse_settings(assignments: Iterable[str]) -> dict[str, Any]:
+    """Parse `key=value`, as `kl.weight=0.2`; values are TOML or JSON, or else strings.
+
+    Raises:
+        ConfigError: one is not of that form.
+
+    Example:
+        >>> parse_settings(["kl.weight=0.2", "judge.enabled=false"])
+        {'kl.weight': 0.2, 'judge.enabled': False}
+    """
+    settings = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip() or not text.strip():
+            raise ConfigError(f"a setting must look like kl.weight=0.2, got {assignment!r}.")
+        settings[key.strip()] = parse_value(text)
+    return settings
+
+
+def changed_config(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Copy of a config with other settings.
+
+    Args:
+        config: the config.
+        settings: new values by key: `learning_rate`, or `<term>.` with `weight`, `at_most`,
+            `at_least` or `enabled`.
+
+    Raises:
+        ConfigError: a key is unknown, or a value breaks its rule.
+    """
+    raw, names = config.model_dump(mode="json"), term_names(config)
+    for key, value in settings.items():
+        index, field = _find(key, names)
+        if index is None:
+            raw["train"][RATE] = value
+            continue
+        entry = raw["regularizers"][index]
+        if field == "enabled":
+            entry["enabled"] = value
+            continue
+        weight = _bound(field, value, entry["weight"]) if field in _BOUNDS else value
+        if range_of(weight) is not None:
+            raise ConfigError(f"{key} must be one value, not a range to tune, got {value!r}.")
+        entry["weight"] = weight
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(format_errors(error)) from None
+
+
+def changed_terms(terms: Terms, config: Config) -> Terms:
+    """Terms of a run with the weights, bounds and switches of another config.
+
+    Raises:
+        SpecError: a schedule yields an invalid weight.
+    """
+    pairs = zip(terms.specs, config.regularizers, strict=True)
+    specs = tuple(_changed_spec(spec, entry) for spec, entry in pairs)
+    for spec in specs:
+        check_schedule(spec, config.train.steps)
+    return replace(terms, specs=specs)
+
+
+def current_settings(config: Config) -> dict[str, Any]:
+    """Value of every setting that can be changed, by key."""
+    settings: dict[str, Any] = {RATE: config.train.learning_rate}
+    for name, entry in zip(term_names(config), config.regularizers, strict=True):
+        weight = entry.weight
+        bounds = [key for key in _BOUNDS if isinstance(weight, dict) and key in weight]
+        settings |= {f"{name}.{key}": weight[key] for key in bounds}
+        settings |= {} if bounds else {f"{name}.weight": weight}
+        settings[f"{name}.enabled"] = entry.enabled
+    return settings
+
+
+def _bound(field: str, value: Any, before: Any) -> dict[str, Any]:
+    """Bound of a config, with the scale that the term had before."""
+    scale = {"scale": before["scale"]} if isinstance(before, dict) and "scale" in before else {}
+    return {field: value, **scale}
+
+
+def _changed_spec(spec: RegularizerSpec, entry: TermConfig) -> RegularizerSpec:
+    fields: dict[str, Any] = {**_NO_WEIGHT, **fields_of(entry.weight), "enabled": entry.enabled}
+    if all(getattr(spec, key) == value for key, value in fields.items()):
+        return spec
+    return replace(spec, **fields)
+
+
+def _find(key: str, names: Sequence[str]) -> tuple[int | None, str]:
+    """Index of the term and name of the setting; no index for the learning rate."""
+    plain = key.removeprefix("regularizers.").removeprefix("train.")
+    if plain == RATE:
+        return None, RATE
+    name, _, field = plain.rpartition(".")
+    name = name.strip('"')
+    known = [RATE, *(f"{each}.{setting}" for each in names for setting in _KEYS)]
+    if name not in names or field not in _KEYS:
+        near = difflib.get_close_matches(plain, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        terms = ", ".join(names) or "none"
+        raise ConfigError(
+            f"a setting must be {RATE}, or that of a term ({terms}): <term>.weight, "
+            f"<term>.at_most, <term>.at_least or <term>.enabled, got {key!r}{hint}"
+        )
+    return names.index(name), field
+
+
+def _own_name(use: str) -> str:
+    try:
+        name = "" if ":" in use else getattr(lookup(use), "name", "")
+    except SteelyardError:  # a name that the user's modules register
+        return ""
+    return name if isinstance(name, str) else ""

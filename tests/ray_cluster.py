@@ -1,0 +1,89 @@
+"""A real Ray cluster of two nodes on this machine, started once for all tests of a process.
+
+Both nodes have two CPUs; the second also has four units of the resource `other`, by which a test
+asks for it. Nothing is connected to the cluster: a test does so with `ray_driver`, or gives
+`address` or `client_address` to a command.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else it warns about its next release
+    "RAY_memory_monitor_refresh_ms": "0",  # other tests may use the memory of this machine
+}
+
+
+class RayCluster:
+    """The cluster, its addresses, and nodes that come and go."""
+
+    def __init__(self) -> None:
+        os.environ.update(QUIET)
+        port = _free_port()
+        head = {**NODE, "include_dashboard": False, "ray_client_server_port": port}
+        with _without_warnings():
+            self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.add_node(resources={"other": 4})
+        self.address: str = self._cluster.address
+        self.client_address = f"ray://127.0.0.1:{port}"
+
+    def add_node(self, **arguments: Any) -> Any:
+        """Start a further node, such as one that a test kills."""
+        with _without_warnings():
+            return self._cluster.add_node(**{**NODE, **arguments})
+
+    def kill_node(self, node: Any) -> None:
+        """Kill a node and all of its processes."""
+        with _without_warnings():
+            self._cluster.remove_node(node, allow_graceful=False)
+
+    def shutdown(self) -> None:
+        """End all nodes."""
+        with _without_warnings():
+            self._cluster.shutdown()  # type: ignore[no-untyped-call]  # untyped in Ray
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    cluster = RayCluster()
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_driver(ray_cluster: RayCluster) -> Iterator[RayCluster]:
+    """The cluster, with this process connected to it."""
+    with _without_warnings():
+        ray.init(address=ray_cluster.address, log_to_driver=False, logging_level=logging.WARNING)
+    yield ray_cluster
+    ray.shutdown()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore warnings: Ray leaves the log files of its processes to the garbage collector."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+        gc.collect()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
