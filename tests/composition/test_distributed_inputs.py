@@ -22,6 +22,9 @@ from tests.whole_batch import assert_same, whole
 
 from . import sharded_ranks
 
+# `make test-gpu` may run with an older torch, whose FSDP2 is refused.
+HAS_FSDP = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -69,8 +72,9 @@ def test_a_group_of_one(tmp_path: Path) -> None:
 def test_a_group_of_one_on_any_device(tmp_path: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with group_of_one(tmp_path, "nccl" if device == "cuda" else "gloo"):
-        sharded_ranks.check_training(0, "fsdp", device)
         sharded_ranks.check_training(0, "ddp", device)
+        if HAS_FSDP:
+            sharded_ranks.check_training(0, "fsdp", device)
 
 
 def test_parameters_that_no_term_reaches(tmp_path: Path) -> None:

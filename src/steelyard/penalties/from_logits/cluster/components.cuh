@@ -301,8 +301,8 @@ struct alignas(16) MiddleSums {
 // 4a. The total gradient by the logits alone, of a row that is not limited. It is linear in a few
 // functions of a class, p (constant + by_a a + by_d d + by_share log2 p/M) + by_q q - e_t, so the
 // normalization and all sums of the row go into these factors: an element takes a few fused
-// multiply-adds. a = x - m lacks its level, so e = 2^a is 2^level too large; the factors undo it, or
-// the scale of a p that was kept.
+// multiply-adds. a = x - m lacks its level, so e = 2^a is 2^level too large; the factors undo it,
+// or the scale of a p that was kept.
 
 struct alignas(16) LinearFactors {
   float top, top_r;

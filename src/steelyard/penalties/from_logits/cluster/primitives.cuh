@@ -290,7 +290,7 @@ DEVICE void cluster_barrier() {
 }
 
 // Numbers sent between the blocks of a cluster, without a barrier of all threads: a store to
-// another block's shared memory counts its bytes at that block's mbarrier, where the receiver waits.
+// another block's shared memory counts its bytes at its mbarrier, where the receiver waits.
 
 DEVICE void init_mbarrier(u64* barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"

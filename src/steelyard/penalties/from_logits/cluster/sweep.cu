@@ -17,7 +17,7 @@
 //       sums of row k + 1        (`statistics`; each warp hands its own to the merging warp)
 //       gradient of row k        (`last_pass`, when the merging warp has handed row k out)
 //
-// With JS and three slots the sums are those of row k + 2, and a middle pass over row k + 1 follows.
+// With JS and three slots the sums are those of row k + 2; a middle pass over row k + 1 follows.
 //
 // One more warp merges: first the parts of its block's warps, then, sent between the blocks, those
 // of the cluster. All this takes a few microseconds, in which the others compute. Some rows are
