@@ -23,7 +23,7 @@ The modules, in the order in which a run uses them:
 - Use: `trained_model` opens the model of a run at a checkpoint and samples from it, `chat` keeps a
   conversation with it, `export` writes it for other libraries.
 - Several runs: `ablation` (with `parallel_runs`) and `tuning`, which `search` reads back; `on_ray`
-  trains their runs on a Ray cluster; `continue_run` trains or resumes one, `seeds` repeats a
+  trains their runs on a Ray cluster; `train_or_resume` trains or resumes one, `seeds` repeats a
   config, `paired_differences` compares values over seeds, `overall_progress` counts the steps of
   all runs.
 - Display: `step_metrics` reads a line of metrics, `flags` marks conspicuous terms; the terminal

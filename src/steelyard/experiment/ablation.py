@@ -13,7 +13,6 @@ from typing import Any
 from steelyard.errors import ConfigError, RunError
 from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import Config
-from steelyard.experiment.continue_run import train_or_resume
 from steelyard.experiment.on_ray import RayCluster, open_runs, run_together
 from steelyard.experiment.overall_progress import OverallProgress
 from steelyard.experiment.paired_differences import (
@@ -30,6 +29,7 @@ from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
 from steelyard.experiment.step_metrics import weighted_reward
+from steelyard.experiment.train_or_resume import train_or_resume
 from steelyard.experiment.watcher import SilentWatcher, Watcher
 
 _HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"

@@ -15,7 +15,6 @@ from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment.config import Config, TermConfig, TuneConfig
 from steelyard.experiment.config_rollouts import RewardConfig
 from steelyard.experiment.config_weights import range_of, with_value
-from steelyard.experiment.continue_run import train_or_resume
 from steelyard.experiment.on_ray import RayCluster, RayRuns, open_runs, run_together
 from steelyard.experiment.overall_progress import OverallProgress
 from steelyard.experiment.paired_differences import estimate
@@ -34,6 +33,7 @@ from steelyard.experiment.search import (
 )
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
+from steelyard.experiment.train_or_resume import train_or_resume
 from steelyard.experiment.training_loop import Outcome
 from steelyard.experiment.watcher import SilentWatcher, Watcher
 

@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeAlias
 
 from steelyard.errors import RunError, SteelyardError
 from steelyard.experiment.config import Config
-from steelyard.experiment.continue_run import train_or_resume
 from steelyard.experiment.on_ray.folder_changes import Change, FolderChanges, apply
 from steelyard.experiment.on_ray.package import PathMap
 from steelyard.experiment.reference_logprobs import REFERENCE_FILE, share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.experiment.train_or_resume import train_or_resume
 from steelyard.spec import describe
 
 # Changes that wait to be fetched: a run that makes them faster than they travel waits.

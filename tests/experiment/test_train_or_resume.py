@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from steelyard.experiment import RunFolder, train
-from steelyard.experiment.continue_run import train_or_resume
+from steelyard.experiment.train_or_resume import train_or_resume
 from steelyard.experiment.watcher import SilentWatcher
 
 from .small_runs import Recorder, small_config, without_clock
