@@ -49,7 +49,7 @@ WRONG = [
     ("[train]\nsample_prompts = 'hello'", "[train]: sample_prompts must be a list, got 'hello'"),
     ("[train]\ntimeout = 900", "[train]: timeout must be <= 300, got 900"),
     ("[train]\ntrack_grad_norms = 1", "[train]: track_grad_norms must be true or false, got 1"),
-    ("[loss]\nuse = 'cross_entrpy'", "[loss]: use: no regularizer is registered as 'cross_entrpy'"),
+    ("[loss]\nuse = 'cross_entrpy'", "got 'cross_entrpy'; did you mean 'cross_entropy'?"),
     ("[loss]\noptions = { reduction = 'max' }", "[loss]: reduction must be 'sum' or 'mean'"),
     ("[loss]\noptions = { redction = 'sum' }", "[loss]: use: "),
     (term("weight = -1"), "[[regularizers]] #2: weight must be >= 0, got -1"),

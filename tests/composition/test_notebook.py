@@ -31,4 +31,5 @@ def test_a_notebook_cell() -> None:
         notebook, timeout=600, startup_timeout=600, kernel_name="python3"
     ).execute()
     (cell,) = notebook.cells
-    assert [out["text"] for out in cell["outputs"]] == ["21.0\n[7.0, 7.0, 7.0]\n"]
+    printed = "".join(out["text"] for out in cell["outputs"])  # a slow kernel sends it in pieces
+    assert printed == "21.0\n[7.0, 7.0, 7.0]\n"

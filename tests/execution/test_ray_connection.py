@@ -63,7 +63,7 @@ def start(body: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
 def run(body: str, folder: Path, **environment: str) -> tuple[str, str]:
     """Output and errors of a script."""
     started = start(body, folder, **environment)
-    output, errors = started.communicate(timeout=120)
+    output, errors = started.communicate(timeout=600)
     assert started.returncode == 0, errors
     return output, errors
 
@@ -154,7 +154,7 @@ def test_ctrl_c_kills_the_tasks(ray_cluster: RayCluster, tmp_path: Path) -> None
     pid = tmp_path / "pid"
     wait_until(lambda: pid.exists() and bool(pid.read_text()))
     os.killpg(started.pid, signal.SIGINT)
-    _, errors = started.communicate(timeout=120)
+    _, errors = started.communicate(timeout=600)
     assert "KeyboardInterrupt" in errors
     assert started.returncode not in (0, None)
     wait_until(lambda: not psutil.pid_exists(int(pid.read_text())))
