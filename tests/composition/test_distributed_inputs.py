@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition import CompositeLoss, distributed_inputs, term
 from steelyard.errors import InputError
 from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import Projection
@@ -139,3 +139,17 @@ def test_a_share_of_zero_is_refused(tmp_path: Path) -> None:
         loss.share = 0.0
         with pytest.raises(InputError, match="needs a share above 0 in every process, got 0"):
             loss(x=torch.ones(2, requires_grad=True), w=model.weight)
+
+
+def test_a_share_of_this_process_scales_its_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes, with which the mean share is 1, are played; real ones are above."""
+    monkeypatch.setattr(distributed_inputs, "_scale_of_shards", lambda share, _: 1.0 / share)
+    with group_of_one(tmp_path):
+        model = nn.Linear(2, 2)
+        fully_shard(model)
+        loss = CompositeLoss(lambda x: x.sum(), [term(lambda w: w.sum(), 2.0, "w")])
+        loss.share = 0.5
+        loss(x=torch.ones(2, requires_grad=True), w=model.weight).backward()
+        assert whole(model.weight.grad).tolist() == [[2.0, 2.0], [2.0, 2.0]]

@@ -291,3 +291,12 @@ def test_another_process_sends_its_inputs_and_receives(monkeypatch: pytest.Monke
         loss(x=x)
     (((share, named), parts),) = sent
     assert (share, parts, list(named)) == (1.0, None, ["x"])
+
+
+@pytest.mark.usefixtures("joined")
+def test_parameters_are_no_batch() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    size = term(lambda parameters: parameters[0].sum(), 1.0, "size", ranks="one")
+    loss = CompositeLoss(lambda x: x.sum(), [size])
+    with pytest.raises(InputError, match="reads parameters, which are no batch: use ranks='all'"):
+        loss(x=x, parameters=[x])

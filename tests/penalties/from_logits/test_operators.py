@@ -142,8 +142,9 @@ def test_gradients_that_are_required() -> None:
         assert _operators.wanted(trained) == [False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # by a kernel, and without one
 @pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_scaling_in_place(factor: float) -> None:
-    x = torch.tensor([2.0, -4.0])
+def test_scaling_in_place(factor: float, dtype: torch.dtype) -> None:
+    x = torch.tensor([2.0, -4.0], dtype=dtype)
     _operators.scale_(x, torch.tensor(factor))
-    torch.testing.assert_close(x, factor * torch.tensor([2.0, -4.0]))
+    torch.testing.assert_close(x, factor * torch.tensor([2.0, -4.0], dtype=dtype))
