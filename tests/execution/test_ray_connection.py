@@ -130,11 +130,13 @@ with Workers() as workers:
 print(ray.is_initialized())
 
 with Workers() as workers:
-    threading.Thread(target=shut_down).start()
+    stopping = threading.Thread(target=shut_down)
+    stopping.start()
     try:
         compute(workers, sleep)
     except TermError as error:
         print(error)
+    stopping.join()
     os.environ["RAY_ADDRESS"] = "{ray_cluster.address}"
     print(compute(workers).loss_total)
 print(ray.is_initialized())

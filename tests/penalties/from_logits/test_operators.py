@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from steelyard.penalties.from_logits import (
     compose_logits,
 )
 from steelyard.penalties.from_logits._components import Component
+from steelyard.penalties.from_logits.cluster import launch
 from tests.penalties.from_logits.cases import TERMS, expected, inputs, written
 
 EVERY = list(TERMS)
@@ -148,3 +150,18 @@ def test_scaling_in_place(factor: float, dtype: torch.dtype) -> None:
     x = torch.tensor([2.0, -4.0], dtype=dtype)
     _operators.scale_(x, torch.tensor(factor))
     torch.testing.assert_close(x, factor * torch.tensor([2.0, -4.0], dtype=dtype))
+
+
+def test_on_a_gpu_one_kernel_does_the_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on a GPU is played; `make test-gpu` has real ones."""
+    calls: list[tuple[Any, ...]] = []
+
+    def multiply(*args: Any) -> bool:
+        calls.append(args)
+        return True
+
+    monkeypatch.setattr(launch, "ENABLED", True)
+    monkeypatch.setattr(_operators, "multiply", multiply)
+    x, factor = SimpleNamespace(is_cuda=True), torch.tensor(0.5)
+    _operators._scale_by_kernel(x, factor)  # type: ignore[arg-type]  # played
+    assert calls == [(x, factor)]
