@@ -1,4 +1,4 @@
-"""What the commands share that use a trained model: their options, and opening the run."""
+"""Options of the commands that use a trained model, and how they open the run."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Aggregator(ABC):
 
     @property
     def stateful(self) -> Stateful | None:
-        """What keeps state from step to step: the aggregator, if it has a `state_dict`."""
+        """Object that keeps state from step to step: the aggregator, if it has a `state_dict`."""
         return self if isinstance(self, Stateful) else None
 
     @abstractmethod

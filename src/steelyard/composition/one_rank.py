@@ -119,7 +119,7 @@ class WholeBatch:
         return evaluation
 
     def _parts(self, result: TermResult) -> list[Any]:
-        """What each process gets: the evaluation, and the gradients of its inputs."""
+        """Message to each process: the evaluation, and the gradients of its inputs."""
         name = result.term.name
         gathered, outcome = self._gathered.pop(name), self._outcomes.pop(name)
         if isinstance(outcome, BaseException):

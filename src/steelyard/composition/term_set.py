@@ -145,7 +145,7 @@ class TermSet:
 
     @property
     def stateful(self) -> dict[str, Stateful]:
-        """What keeps state from batch to batch, by name: terms, bounds, and the aggregator."""
+        """Objects that keep state between batches, by name: terms, bounds, and the aggregator."""
         named = [(term.name, term.stateful) for term in (self._base, *self._terms)]
         named.append((_AGGREGATE, self._settings.aggregator.stateful))
         return {name: stateful for name, stateful in named if stateful is not None}

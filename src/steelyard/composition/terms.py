@@ -75,7 +75,7 @@ class Term:
 
     @cached_property
     def stateful(self) -> Stateful | None:
-        """What keeps state from batch to batch: the term, its multiplier, or both; else None."""
+        """Object that keeps state between batches: the term, its multiplier, or both; else None."""
         own = self.spec.stateful
         return BoundedState(self.facts.multiplier, own) if self.is_bounded else own
 

@@ -1,4 +1,4 @@
-"""What building terms and building rewards of a config share: imports, and errors with a place."""
+"""Helpers to build the terms and rewards of a config: imports, and errors with a place."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class Config(Table):
 
     @property
     def source(self) -> DataConfig | RolloutsConfig:
-        """What the run trains on: lines of a file, or answers of the model."""
+        """Training data of the run: lines of a file, or answers of the model."""
         source = self.data or self.rollouts
         if source is None:  # a validated config has one of them
             raise ValueError("a config must have [data] or [rollouts], got neither.")

@@ -38,7 +38,7 @@ class _Metric(Table):
 
 
 class BestConfig(_Metric):
-    """Which checkpoint is the best."""
+    """Metric that decides which checkpoint is the best."""
 
 
 class StopConfig(_Metric):

@@ -1,4 +1,4 @@
-"""What a run trains on, step by step: `DataSource`, and the batches that it yields."""
+"""Training data of a run, step by step: `DataSource`, and the batches that it yields."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ PREFIX = "eval/"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation function receives: the held-out data, and the model as it is now.
+    """Argument of an evaluation function: the held-out data, and the model as it is now.
 
     Attributes:
         step: number of the step, from 0.

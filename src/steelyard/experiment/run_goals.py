@@ -55,7 +55,7 @@ class BestValue:
 
 @dataclass
 class RunGoals:
-    """What a run wants to reach: see `train.keep_best` and `train.stop_early`.
+    """Goals of a run: see `train.keep_best` and `train.stop_early`.
 
     Attributes:
         best: the best checkpoint; None if it is not asked for.
@@ -115,7 +115,7 @@ class RunGoals:
                 self.improved = is_best
 
     def result(self) -> dict[str, Any]:
-        """What the result of a run says of its goals."""
+        """Entries about the goals in the result of a run."""
         found: dict[str, Any] = {}
         if self.best is not None and self.best.value is not None:
             metric = self.best.settings.metric

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.experiment.on_ray import folder_changes
-from steelyard.experiment.on_ray.folder_changes import Change, FolderChanges, apply, whole
+from steelyard.experiment.on_ray.folder_changes import FileChange, FolderChanges, apply, whole
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def content(folder: Path) -> dict[str, bytes | str]:
 def test_lines_that_are_appended_are_sent_alone(there: Path, here: Path) -> None:
     looked = FolderChanges(there)
     (there / "metrics.jsonl").write_bytes(b"one\n")
-    assert list(looked.changes()) == [Change("metrics.jsonl", "write", b"one\n")]
+    assert list(looked.changes()) == [FileChange("metrics.jsonl", "write", b"one\n")]
     with (there / "metrics.jsonl").open("ab") as file:
         file.write(b"two\n")
     (found,) = looked.changes()
-    assert found == Change("metrics.jsonl", "append", b"two\n")
+    assert found == FileChange("metrics.jsonl", "append", b"two\n")
     assert list(looked.changes()) == []
     (here / "metrics.jsonl").write_bytes(b"one\n")
     apply(here, [found])
@@ -56,7 +56,7 @@ def test_a_file_of_before_that_was_cut_and_grew_again_is_sent_whole(there: Path)
     with (there / "metrics.jsonl").open("ab") as file:
         file.truncate(4)
         file.write(b"other\nthree\n")
-    expected = Change("metrics.jsonl", "write", b"one\nother\nthree\n")
+    expected = FileChange("metrics.jsonl", "write", b"one\nother\nthree\n")
     assert list(looked.changes()) == [expected]
 
 

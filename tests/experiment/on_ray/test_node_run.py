@@ -14,7 +14,7 @@ import pytest
 from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment import Config, RunFolder, train
 from steelyard.experiment.config_secrets import secret_sources
-from steelyard.experiment.on_ray.folder_changes import Change, apply, whole
+from steelyard.experiment.on_ray.folder_changes import FileChange, apply, whole
 from steelyard.experiment.on_ray.node_run import Ended, Message, NodeRun, Reference, RunOrder
 from steelyard.experiment.on_ray.package import pack
 from tests.experiment.small_runs import L2, small_config, without_clock
@@ -67,7 +67,7 @@ def copy(node: NodeRun, run: Path) -> Ended:
         match message:
             case Ended():
                 return message
-            case Change():
+            case FileChange():
                 apply(run, [message])
     raise AssertionError("it has not ended")
 
@@ -78,7 +78,7 @@ def test_the_copy_of_a_run_names_the_files_of_the_driver(project: Path, tmp_path
     found = list(messages(NodeRun(order(config, tmp_path / "copy"), "node")))
     assert found[-1] == Ended("done")
     assert len([each for each in found if isinstance(each, Reference)]) == 1
-    apply(tmp_path / "copy", (each for each in found if isinstance(each, Change)))
+    apply(tmp_path / "copy", (each for each in found if isinstance(each, FileChange)))
     for name in ("config.json", "data.json", "samples.jsonl"):
         mine, other = tmp_path / "copy" / name, tmp_path / "local" / name
         assert mine.exists() == other.exists()
@@ -99,7 +99,7 @@ def test_after_each_message_the_copy_can_be_resumed(project: Path, tmp_path: Pat
     changes = [
         each
         for each in messages(NodeRun(order(config, copied), "node"))
-        if isinstance(each, Change)
+        if isinstance(each, FileChange)
     ]
     records = [n for n, each in enumerate(changes) if each.path.startswith("checkpoints/step-")]
     for number in (records[0], records[0] + 3, records[-1]):
@@ -119,7 +119,7 @@ def test_a_stop_saves_what_was_done(project: Path, tmp_path: Path) -> None:
     node = NodeRun(order(config, tmp_path / "copy"), "node")
     (tmp_path / "copy").mkdir()
     for message in messages(node):
-        if isinstance(message, Change):
+        if isinstance(message, FileChange):
             apply(tmp_path / "copy", [message])
             if message.path == "metrics.jsonl":
                 node.stop()

@@ -34,7 +34,7 @@ _MAX_TRACES = 8  # a function whose operations change more often is not uploaded
 
 @dataclass
 class _Known:
-    """What is known of a function: its traces so far, or why it cannot be traced."""
+    """Knowledge about a function: its traces so far, or why it cannot be traced."""
 
     reason: str | None = None
     kinds: dict[Hashable, dict[str, Kind]] = field(default_factory=dict)
@@ -224,7 +224,7 @@ def _find_kinds(
     shapes: Sequence[torch.Size],
     trace: _Trace,
 ) -> dict[str, Kind]:
-    """What each result is of those of single data, found on random log-probs."""
+    """Relation of each result to those of single data, found on random log-probs."""
     sizes = torch.tensor([float(shape.numel()) for shape in shapes])
     weights: dict[Kind, Tensor] = {
         "sum": torch.ones(len(data)),

@@ -23,7 +23,7 @@ Content: TypeAlias = Callable[[str, bytes], bytes]
 
 
 @dataclass(frozen=True)
-class Change:
+class FileChange:
     """One change of a folder.
 
     Attributes:
@@ -70,7 +70,7 @@ class FolderChanges:
         """Count what the folder holds as known to the other side."""
         self._seen = _look(self.folder)
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[FileChange]:
         """Yield what has changed, in the order in which it is to be applied."""
         before, now = self._seen, _look(self.folder)
         changed = [path for path, seen in now.items() if before.get(path) != seen]
@@ -78,12 +78,12 @@ class FolderChanges:
             yield from self._send(path, before.get(path), now[path])
             before[path] = replace(now[path], sent=True)
         for path in sorted(before.keys() - now.keys(), key=_order, reverse=True):
-            yield Change(path, "delete")
+            yield FileChange(path, "delete")
             del before[path]
 
-    def _send(self, path: str, before: _Seen | None, now: _Seen) -> Iterator[Change]:
+    def _send(self, path: str, before: _Seen | None, now: _Seen) -> Iterator[FileChange]:
         if now.link is not None:
-            yield Change(path, "link", os.fsencode(now.link))
+            yield FileChange(path, "link", os.fsencode(now.link))
             return
         # A file that was there before is sent whole once: a resumed run first cuts its metrics, and
         # may have appended more than that when it is looked at.
@@ -96,15 +96,15 @@ class FolderChanges:
             for offset in range(start, max(now.size, start + 1), _PIECE):
                 data = file.read(min(_PIECE, now.size - offset))
                 first, last = offset == start, offset + _PIECE >= now.size
-                yield Change(path, kind, self.convert(path, data), first, last)
+                yield FileChange(path, kind, self.convert(path, data), first, last)
 
 
-def whole(folder: Path, convert: Content = lambda _, data: data) -> list[Change]:
+def whole(folder: Path, convert: Content = lambda _, data: data) -> list[FileChange]:
     """Changes that make an empty folder a copy of this one; none if there is no such folder."""
     return list(FolderChanges(folder, convert).changes()) if folder.is_dir() else []
 
 
-def apply(folder: Path, changes: Iterable[Change]) -> None:
+def apply(folder: Path, changes: Iterable[FileChange]) -> None:
     """Make the changes in a copy of the folder that they come from."""
     for change in changes:
         path = folder / PurePosixPath(change.path)
@@ -121,7 +121,7 @@ def apply(folder: Path, changes: Iterable[Change]) -> None:
                 _remove_empty(path.parent, folder)
 
 
-def _write(path: Path, change: Change) -> None:
+def _write(path: Path, change: FileChange) -> None:
     part = path.with_name(f".{path.name}{_PART}")
     if change.first:
         path.parent.mkdir(parents=True, exist_ok=True)

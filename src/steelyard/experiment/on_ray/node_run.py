@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from steelyard.errors import RunError, SteelyardError
 from steelyard.experiment.config import Config
-from steelyard.experiment.on_ray.folder_changes import Change, FolderChanges, apply
+from steelyard.experiment.on_ray.folder_changes import FileChange, FolderChanges, apply
 from steelyard.experiment.on_ray.package import PathMap
 from steelyard.experiment.reference_logprobs import REFERENCE_FILE, share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder
@@ -30,7 +30,7 @@ _WITH_PATHS = ("config.json", "data.json")
 
 @dataclass(frozen=True)
 class RunOrder:
-    """What a node needs to train a run.
+    """Everything that a node needs to train a run.
 
     Attributes:
         name: name of the run folder.
@@ -47,7 +47,7 @@ class RunOrder:
     paths: Mapping[str, str]
     environment: Mapping[str, str]
     secret_files: Mapping[str, str]
-    files: Iterable[Change]
+    files: Iterable[FileChange]
     begun: bool
 
 
@@ -66,7 +66,7 @@ class Ended:
     error: SteelyardError | None = None
 
 
-Message: TypeAlias = Change | Reference | Ended
+Message: TypeAlias = FileChange | Reference | Ended
 
 
 class NodeRun:

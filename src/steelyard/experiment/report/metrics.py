@@ -75,7 +75,7 @@ class TermFinding:
 
     @property
     def space(self) -> str | None:
-        """What its gradient is with respect to."""
+        """Space that its gradient is with respect to."""
         return None if self.gradient is None else self.gradient.space
 
 

@@ -129,7 +129,7 @@ def _completion(
 
 
 def _described(completion: Completion, names: set[str]) -> dict[str, Any]:
-    """What the trained model says of the completion."""
+    """Outputs of the trained model for the completion."""
     makers = {
         "completion_mask": lambda: completion.mask,
         "completion_logprobs": completion.logprobs,
@@ -150,7 +150,7 @@ def _reference(
     names: set[str],
     completion: Completion,
 ) -> dict[str, Any]:
-    """What the reference model says of the completion, where the trainer runs it."""
+    """Outputs of the reference model for the completion, where the trainer runs it."""
     wanted = names & REFERENCE
     if not wanted:
         return {}

@@ -47,7 +47,7 @@ _BY_VALUES = {_ATEN.masked_select.default, _ATEN.nonzero.default, _ATEN.index.Te
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run of a loss on `meta` has shown.
+    """Sizes and operations found by a run of a loss on `meta`.
 
     Attributes:
         complete: whether every operation could be checked.
@@ -155,7 +155,7 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @property
     def measured(self) -> Measured:
-        """What the operations so far have shown."""
+        """Sizes and operations found so far."""
         return Measured(complete=True, work=self._work, peak_bytes=self._peak_bytes)
 
     def __torch_dispatch__(

@@ -25,7 +25,7 @@ FINISH = ("primitives.cuh", "finish.cu")
 
 
 class Variant(NamedTuple):
-    """What a sweep is compiled for: the macros of its source.
+    """Parameters that a sweep is compiled for: the macros of its source.
 
     Attributes:
         kinds: Bit k is set if component kind k is computed.
