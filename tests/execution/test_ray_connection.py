@@ -19,10 +19,13 @@ from .tickets import wait_until
 
 # Its terms are functions of the main script, which no worker can import.
 SCRIPT = """
-import logging, os, sys, time
+import logging, os, signal, sys, time
 import torch
 from steelyard import Pipeline, RegularizerSpec, Workers
 from steelyard.errors import TermError
+
+# Without job control a shell starts programs in the background with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def double(x):
     return 2 * x.sum()
