@@ -154,6 +154,13 @@ print(ray.is_initialized())
     assert (again, ended) == ("9.0", "False")
 
 
+def test_the_example_prints_what_it_did(ray_cluster: RayCluster) -> None:
+    example = Path(__file__).parents[2] / "examples" / "ray_terms.py"
+    environment = {**os.environ, **QUIET, "RAY_ADDRESS": ray_cluster.address}
+    printed = subprocess.check_output([sys.executable, example], env=environment, text=True)
+    assert printed == (example.parent / "outputs" / "ray_terms.txt").read_text(encoding="utf-8")
+
+
 def test_ctrl_c_kills_the_tasks(ray_cluster: RayCluster, tmp_path: Path) -> None:
     started = start("compute(fn=sleep)", tmp_path, RAY_ADDRESS=ray_cluster.address)
     pid = tmp_path / "pid"
