@@ -1,7 +1,7 @@
 """Terms on a Ray cluster: one with a gradient, a judge without one, and one that hangs.
 
-Without `ray.init(...)` and `RAY_ADDRESS` the first call starts a cluster on this machine, which ends
-with the workers. Needs `steelyard[torch,ray]`.
+Without `ray.init(...)` and `RAY_ADDRESS` the first call starts a cluster on this machine, which
+ends with the workers. Needs `steelyard[torch,ray]`.
 """
 
 import time
