@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import GenericAlias, ModuleType
 from typing import Any
@@ -208,6 +208,8 @@ def test_a_heavy_import_would_be_noticed() -> None:
 # Without the extras.
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; "
+ENGINE = ("peft", "tinker", "transformers", "psutil")
+SERVING = ("starlette", "uvicorn", "zstandard")
 NEEDS_TORCH = ("DetachedTermWarning", "Pipeline", "Workers", "acompute", "compute")
 
 
@@ -236,39 +238,62 @@ for _ in range(2):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("module", ["peft", "tinker", "transformers", "psutil"])
-@pytest.mark.parametrize("how", ["import steelyard.engine", "from steelyard import engine"])
-def test_the_engine_without_its_extra(module: str, how: str) -> None:
+def errors_without(modules: Sequence[str], before: str, *attempts: str) -> dict[str, list[str]]:
+    """Errors of each attempt without each module, from forks of one interpreter.
+
+    Args:
+        modules: modules that are not installed, one at a time.
+        before: statement that the interpreter runs before it forks.
+        attempts: statements of which each must raise `MissingExtraError`.
+    """
     code = f"""
-import sys; sys.modules[{module!r}] = None
+import os, sys
 from steelyard.errors import MissingExtraError
-try:
-    {how}
-except MissingExtraError as error:
-    print(error)
+{before}
+for module in {list(modules)}:
+    if os.fork() == 0:
+        sys.modules[module] = None
+        for attempt in {list(attempts)}:
+            try:
+                exec(attempt)
+            except MissingExtraError as error:
+                print(module, error, sep=": ", flush=True)
+        os._exit(0)
+    os.wait()
 """
-    assert python(code) == (
+    lines = [line.partition(": ") for line in python(code).splitlines()]
+    return {module: [error for name, _, error in lines if name == module] for module in modules}
+
+
+@pytest.fixture(scope="module")
+def engine_errors() -> dict[str, list[str]]:
+    ways = ("import steelyard.engine", "from steelyard import engine")
+    return errors_without(ENGINE, "import torch", *ways)
+
+
+@pytest.fixture(scope="module")
+def serving_errors() -> dict[str, list[str]]:
+    serve = "with steelyard.engine.serve('tiny-random'): pass"
+    return errors_without(SERVING, "import steelyard.engine", serve)
+
+
+@pytest.mark.parametrize("module", ENGINE)
+def test_the_engine_without_its_extra(
+    engine_errors: Mapping[str, Sequence[str]], module: str
+) -> None:
+    assert engine_errors[module] == 2 * [
         f'steelyard.engine needs {module}, which is not installed: pip install "steelyard[engine]".'
-    )
+    ]
 
 
-@pytest.mark.parametrize("module", ["starlette", "uvicorn", "zstandard"])
-def test_serving_without_its_extra(module: str) -> None:
-    code = f"""
-import sys
-import steelyard.engine
-sys.modules[{module!r}] = None
-from steelyard.errors import MissingExtraError
-try:
-    with steelyard.engine.serve("tiny-random"):
-        pass
-except MissingExtraError as error:
-    print(error)
-"""
-    assert python(code) == (
+@pytest.mark.parametrize("module", SERVING)
+def test_serving_without_its_extra(
+    serving_errors: Mapping[str, Sequence[str]], module: str
+) -> None:
+    assert serving_errors[module] == [
         f"steelyard.engine.serve needs {module}, which is not installed: "
         'pip install "steelyard[serve]".'
-    )
+    ]
 
 
 def test_regularize_needs_no_sdk() -> None:
