@@ -290,10 +290,11 @@ def test_the_engine_without_its_extra(
 def test_serving_without_its_extra(
     serving_errors: Mapping[str, Sequence[str]], module: str
 ) -> None:
-    assert serving_errors[module] == [
+    (error,) = serving_errors[module]
+    assert error == (
         f"steelyard.engine.serve needs {module}, which is not installed: "
         'pip install "steelyard[serve]".'
-    ]
+    )
 
 
 def test_regularize_needs_no_sdk() -> None:

@@ -10,9 +10,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 # The server must have a single thread when it forks: other threads, and locks that they hold, do
 # not exist in the child. torch starts its threads with the first operation, which only children do.
@@ -86,6 +87,9 @@ class Started:
 
     def kill(self, number: int) -> None:
         os.kill(self.pid, number)
+
+
+Spawn: TypeAlias = Callable[..., tuple[Any, Started]]  # of the fixture `spawn`
 
 
 class CommandRunner:
