@@ -145,7 +145,7 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     assert error / size < 3e-6  # float32; the base gradient was subtracted
 
 
-@pytest.mark.parametrize(("accumulation", "peft"), [(1, False), (4, True)])
+@pytest.mark.parametrize(("accumulation", "peft"), [(1, False), (4, False), (4, True)])
 @pytest.mark.parametrize("name", TRAINERS)
 def test_gradients_and_logs_equal_those_by_hand(
     name: str, accumulation: int, peft: bool, tmp_path: Path
