@@ -168,6 +168,7 @@ def test_a_second_run_in_the_same_folder_is_refused(command: CommandRunner, proj
         done = command.run(*args, cwd=project)
         assert done.code == 1
         assert "RunError: r must be used by one process at a time" in done.err
+    (project / "hurry").touch()
     assert first.wait().code == 0
     done = command.run("train", "c.toml", "--run", "r", cwd=project)
     assert done.code == 1
