@@ -9,7 +9,6 @@ import inspect
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import GenericAlias, ModuleType
@@ -18,6 +17,8 @@ from typing import Any
 import pytest
 
 import steelyard
+
+from .missing_modules import errors_without, python
 
 SOURCE = Path(steelyard.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -36,15 +37,6 @@ SURFACES = [
     for name, path in FILES.items()
     if name in PACKAGES or "\n__all__ = " in path.read_text(encoding="utf-8")
 ]
-
-
-def python(code: str) -> str:
-    """Text that `code` prints in a new interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 # The public surface.
@@ -236,33 +228,6 @@ for _ in range(2):
         'pip install "steelyard[torch]".'
         for name in NEEDS_TORCH
     ]  # fmt: skip
-
-
-def errors_without(modules: Sequence[str], before: str, *attempts: str) -> dict[str, list[str]]:
-    """Errors of each attempt without each module, from forks of one interpreter.
-
-    Args:
-        modules: modules that are not installed, one at a time.
-        before: statement that the interpreter runs before it forks.
-        attempts: statements of which each must raise `MissingExtraError`.
-    """
-    code = f"""
-import os, sys
-from steelyard.errors import MissingExtraError
-{before}
-for module in {list(modules)}:
-    if os.fork() == 0:
-        sys.modules[module] = None
-        for attempt in {list(attempts)}:
-            try:
-                exec(attempt)
-            except MissingExtraError as error:
-                print(module, error, sep=": ", flush=True)
-        os._exit(0)
-    os.wait()
-"""
-    lines = [line.partition(": ") for line in python(code).splitlines()]
-    return {module: [error for name, _, error in lines if name == module] for module in modules}
 
 
 @pytest.fixture(scope="module")
