@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+v4: Any = nbformat.v4  # has no types
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 # Delete the names of the notebook before. `%reset` would delete __spec__ too, which processes need.
@@ -35,7 +36,7 @@ def test_there_are_notebooks() -> None:
 @pytest.fixture(scope="module")
 def client() -> Iterator[NotebookClient]:
     """A client of one kernel for all notebooks, which import the same libraries."""
-    client = NotebookClient(nbformat.v4.new_notebook(), timeout=600, startup_timeout=600)
+    client = NotebookClient(v4.new_notebook(), timeout=600, startup_timeout=600)
     with client.setup_kernel():
         yield client
 
@@ -45,8 +46,8 @@ def test_a_notebook_has_its_saved_output(
     client: NotebookClient, path: Path, tmp_path: Path
 ) -> None:
     saved, fresh = read(path), read(path)
-    forget = nbformat.v4.new_code_cell(f"{FORGET}\n%cd -q {tmp_path}")
-    for notebook in (nbformat.v4.new_notebook(cells=[forget]), fresh):
+    forget = v4.new_code_cell(f"{FORGET}\n%cd -q {tmp_path}")
+    for notebook in (v4.new_notebook(cells=[forget]), fresh):
         client.nb = notebook
         for index, cell in enumerate(notebook.cells):
             client.execute_cell(cell, index)
