@@ -113,7 +113,7 @@ if __name__ == "__main__":
 
 
 def run_script(folder: Path, *arguments: str) -> list[str]:
-    """Words that the script prints."""
+    """Lines that the script prints."""
     (folder / "script.py").write_text(CHILD)
     done = subprocess.run(
         [sys.executable, "script.py", *arguments],
