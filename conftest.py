@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from typing import Any
@@ -28,6 +29,17 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["README.md", "docs/*.md"],
 ).pytest()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exempt_from_collection() -> None:
+    """Exempt what exists before a module of tests from garbage collection.
+
+    Trainers collect garbage several times in each run: half a second each time with the million
+    objects of all tests and libraries, of which none is garbage.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 # Beginnings of the names of the test files that use the Ray cluster.

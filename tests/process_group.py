@@ -7,6 +7,7 @@ in the failure.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -154,6 +155,7 @@ def _run_rank(
             world_size=ranks,
             timeout=timedelta(seconds=TIMEOUT),
         )
+        gc.freeze()  # trainers collect garbage often, and all that is imported is none
         torch.save(fn(rank, *args), folder / f"{rank}.pt")
         # Without it the others might still be in a collective operation with this one.
         dist.barrier()

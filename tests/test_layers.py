@@ -86,6 +86,7 @@ def exported(surface: str) -> tuple[str, ...]:
     raise AssertionError(f"{surface} has no __all__")
 
 
+@cache
 def used(module: str, source: str) -> set[str]:
     """Names of the library that a module imports, or reaches through an import."""
     is_package = module in FILES and FILES[module].name == "__init__.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+v4: Any = nbformat.v4  # has no types
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+# Delete the names of the notebook before. `%reset` would delete __spec__ too, which processes need.
+FORGET = "_names = %who_ls\nfor _name in _names:\n    del globals()[_name]"
 
 
 def shown(cell: Any) -> str:
@@ -28,11 +33,23 @@ def test_there_are_notebooks() -> None:
     assert len(NOTEBOOKS) == 4
 
 
+@pytest.fixture(scope="module")
+def client() -> Iterator[NotebookClient]:
+    """A client of one kernel for all notebooks, which import the same libraries."""
+    client = NotebookClient(v4.new_notebook(), timeout=600, startup_timeout=600)
+    with client.setup_kernel():
+        yield client
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_its_saved_output(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_has_its_saved_output(
+    client: NotebookClient, path: Path, tmp_path: Path
+) -> None:
     saved, fresh = read(path), read(path)
-    NotebookClient(
-        fresh, timeout=600, startup_timeout=600, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    forget = v4.new_code_cell(f"{FORGET}\n%cd -q {tmp_path}")
+    for notebook in (v4.new_notebook(cells=[forget]), fresh):
+        client.nb = notebook
+        for index, cell in enumerate(notebook.cells):
+            client.execute_cell(cell, index)
     codes = [c for c in saved.cells if c.cell_type == "code"]
     assert [shown(c) for c in fresh.cells if c.cell_type == "code"] == [shown(c) for c in codes]

@@ -9,8 +9,7 @@ import inspect
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import GenericAlias, ModuleType
 from typing import Any
@@ -18,6 +17,8 @@ from typing import Any
 import pytest
 
 import steelyard
+
+from .missing_modules import errors_without, python
 
 SOURCE = Path(steelyard.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -36,15 +37,6 @@ SURFACES = [
     for name, path in FILES.items()
     if name in PACKAGES or "\n__all__ = " in path.read_text(encoding="utf-8")
 ]
-
-
-def python(code: str) -> str:
-    """Text that `code` prints in a new interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 # The public surface.
@@ -208,6 +200,8 @@ def test_a_heavy_import_would_be_noticed() -> None:
 # Without the extras.
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; "
+ENGINE = ("peft", "tinker", "transformers", "psutil")
+SERVING = ("starlette", "uvicorn", "zstandard")
 NEEDS_TORCH = ("DetachedTermWarning", "Pipeline", "Workers", "acompute", "compute")
 
 
@@ -236,36 +230,33 @@ for _ in range(2):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("module", ["peft", "tinker", "transformers", "psutil"])
-@pytest.mark.parametrize("how", ["import steelyard.engine", "from steelyard import engine"])
-def test_the_engine_without_its_extra(module: str, how: str) -> None:
-    code = f"""
-import sys; sys.modules[{module!r}] = None
-from steelyard.errors import MissingExtraError
-try:
-    {how}
-except MissingExtraError as error:
-    print(error)
-"""
-    assert python(code) == (
+@pytest.fixture(scope="module")
+def engine_errors() -> dict[str, list[str]]:
+    ways = ("import steelyard.engine", "from steelyard import engine")
+    return errors_without(ENGINE, "import torch", *ways)
+
+
+@pytest.fixture(scope="module")
+def serving_errors() -> dict[str, list[str]]:
+    serve = "with steelyard.engine.serve('tiny-random'): pass"
+    return errors_without(SERVING, "import steelyard.engine", serve)
+
+
+@pytest.mark.parametrize("module", ENGINE)
+def test_the_engine_without_its_extra(
+    engine_errors: Mapping[str, Sequence[str]], module: str
+) -> None:
+    assert engine_errors[module] == 2 * [
         f'steelyard.engine needs {module}, which is not installed: pip install "steelyard[engine]".'
-    )
+    ]
 
 
-@pytest.mark.parametrize("module", ["starlette", "uvicorn", "zstandard"])
-def test_serving_without_its_extra(module: str) -> None:
-    code = f"""
-import sys
-import steelyard.engine
-sys.modules[{module!r}] = None
-from steelyard.errors import MissingExtraError
-try:
-    with steelyard.engine.serve("tiny-random"):
-        pass
-except MissingExtraError as error:
-    print(error)
-"""
-    assert python(code) == (
+@pytest.mark.parametrize("module", SERVING)
+def test_serving_without_its_extra(
+    serving_errors: Mapping[str, Sequence[str]], module: str
+) -> None:
+    (error,) = serving_errors[module]
+    assert error == (
         f"steelyard.engine.serve needs {module}, which is not installed: "
         'pip install "steelyard[serve]".'
     )

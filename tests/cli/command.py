@@ -10,14 +10,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 # The server must have a single thread when it forks: other threads, and locks that they hold, do
 # not exist in the child. torch starts its threads with the first operation, which only children do.
 SERVER = """
-import json, os, resource, sys, warnings
+import gc, json, os, resource, sys, warnings
 import torch, transformers, peft, tinker
 import transformers.models.llama.modeling_llama, tokenizers
 import steelyard.cli.app, steelyard.engine, steelyard.experiment, steelyard.regularizers.reference
@@ -46,6 +47,7 @@ def child(request):
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)
 
+gc.freeze()  # children share the memory of all that is imported, and never search it for garbage
 print("ready", flush=True)
 for line in sys.stdin:
     request = json.loads(line)
@@ -86,6 +88,9 @@ class Started:
 
     def kill(self, number: int) -> None:
         os.kill(self.pid, number)
+
+
+Spawn: TypeAlias = Callable[..., tuple[Any, Started]]  # of the fixture `spawn`
 
 
 class CommandRunner:

@@ -55,7 +55,9 @@ def noise(data, logprobs):
 
 
 def slow(data, logprobs):
-    time.sleep(0.3)
+    """Leave a test time to act, until it writes the file `hurry`."""
+    if not pathlib.Path("hurry").exists():
+        time.sleep(0.3)
     return torch.cat(logprobs).square().mean()
 
 

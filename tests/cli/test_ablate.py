@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from .command import CommandRunner, wait_for
-from .project import assert_same
+from .project import assert_same, write_project
 
 SMALL = ("train.steps=3", "train.save_every=1")
 
@@ -28,8 +29,9 @@ def ablation_json(folder: Path) -> Any:
     return json.loads((folder / "ablation.json").read_text())
 
 
-@pytest.fixture
-def ablated(command: CommandRunner, project: Path) -> Path:
+@pytest.fixture(scope="module")
+def ablated(command: CommandRunner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = write_project(tmp_path_factory.mktemp("ablated"))
     done = command.run("ablate", "c.toml", *SMALL, "--run", "whole", cwd=project)
     assert done.code == 0, done.err
     assert "Done: 6 runs in whole" in done.out
@@ -63,9 +65,9 @@ def test_an_ablation_compares_the_same_run_with_and_without_each_term(ablated: P
 def test_an_interrupted_ablation_continues(
     command: CommandRunner, ablated: Path, end: signal.Signals
 ) -> None:
-    args = ("ablate", "c.toml", *SMALL, "--run", "r")
+    args = ("ablate", "c.toml", *SMALL, "--run", end.name)
     started = command.start(*args, cwd=ablated)
-    wait_for(ablated / "r" / "without-drift" / "metrics.jsonl")
+    wait_for(ablated / end.name / "without-drift" / "metrics.jsonl")
     started.kill(end)
     stopped = started.wait()
     assert stopped.code in (130, -signal.SIGKILL)
@@ -73,16 +75,16 @@ def test_an_interrupted_ablation_continues(
     assert again.code == 0, again.err
     assert "run 1 of 6: all" not in again.out, "finished runs are not repeated"
     for slug in RUNS.values():
-        assert_same(ablated / "r" / slug, ablated / "whole" / slug)
+        assert_same(ablated / end.name / slug, ablated / "whole" / slug)
 
 
-def test_parallel_runs_give_the_same_results(command: CommandRunner, project: Path) -> None:
-    small_project(project)
-    one = command.run("ablate", "c.toml", "--run", "one", cwd=project)
-    two = command.run("ablate", "c.toml", "--run", "two", "--jobs", "2", cwd=project)
-    assert (one.code, two.code) == (0, 0), two.err
-    for slug in ("all", "none"):
-        assert_same(project / "one" / slug, project / "two" / slug)
+def test_parallel_runs_give_the_same_results(command: CommandRunner, ablated: Path) -> None:
+    folder = shutil.copytree(ablated / "whole", ablated / "jobs")
+    shutil.rmtree(folder / "none")
+    done = command.run("ablate", "c.toml", *SMALL, "--run", "jobs", "--jobs", "2", cwd=ablated)
+    assert done.code == 0, done.err
+    assert (folder / "none" / "output.txt").exists(), "it had a process of its own"
+    assert_same(folder / "none", ablated / "whole" / "none")
 
 
 def test_another_config_in_the_same_folder_is_refused(

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import pty
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import pytest
-from pexpect import fdpexpect
 
 from tests.experiment.trained_runs import train_on_chats
 
-from .command import CommandRunner, Started
+from .command import CommandRunner, Spawn
 
-ENVIRONMENT = {"TERM": "xterm-256color", "NO_COLOR": "1", "COLUMNS": "100", "LINES": "40"}
 CTRL_C, CTRL_D = "\x03", "\x04"
-
-Spawn: TypeAlias = Callable[..., tuple[Any, Started]]
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +21,8 @@ def endless_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_on_chats(folder, *overrides, std=0.5, context=30_000)
 
 
-@pytest.fixture
-def spawn(command: CommandRunner, tmp_path: Path) -> Iterator[Spawn]:
-    """Start a chat on a terminal of its own; the terminal's other end, and the process."""
-    outer, inner = pty.openpty()
-
-    def start(*args: str) -> tuple[Any, Started]:
-        terminal = Path(os.ttyname(inner))
-        started = command.start("chat", *args, cwd=tmp_path, env=ENVIRONMENT, terminal=terminal)
-        screen = fdpexpect.fdspawn(outer, timeout=600, encoding="utf-8", codec_errors="replace")
-        return screen, started
-
-    yield start
-    os.close(inner)
-    os.close(outer)
-
-
 def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(spawn: Spawn, endless_run: Path) -> None:
-    screen, chat = spawn(str(endless_run), "--max-tokens", "20000", "--temperature", "0")
+    screen, chat = spawn("chat", str(endless_run), "--max-tokens", "20000", "--temperature", "0")
     screen.expect("trained for 1 of 1 steps")
     screen.expect("Ctrl-C ends an answer")
     for text in ("hello", "/new", "", "again"):
@@ -64,7 +40,9 @@ def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(spawn: Spawn, endless
 def test_a_terminal_shows_the_base_model_beside_the_trained_one(
     spawn: Spawn, endless_run: Path
 ) -> None:
-    screen, chat = spawn(str(endless_run), "--base", "--max-tokens", "30", "--temperature", "0")
+    screen, chat = spawn(
+        "chat", str(endless_run), "--base", "--max-tokens", "30", "--temperature", "0"
+    )
     screen.expect("> ")
     screen.sendline("hello")
     for heading in ("┃", "trained", "┃", "base", "┃"):
@@ -78,7 +56,7 @@ def test_a_terminal_shows_the_base_model_beside_the_trained_one(
 def test_an_answer_that_cannot_be_given_does_not_end_the_chat(
     spawn: Spawn, trained_run: Path
 ) -> None:
-    screen, chat = spawn(str(trained_run), "--max-tokens", "2")
+    screen, chat = spawn("chat", str(trained_run), "--max-tokens", "2")
     screen.expect("> ")
     screen.sendline("e" * 600)
     screen.expect("prompt must hold 1 to 512 tokens")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import pexpect
 import pytest
 from rich.console import Console
 
@@ -16,13 +13,9 @@ from steelyard.cli import live_display
 from steelyard.cli.live_display import LiveDisplay, step_table, step_tables
 from steelyard.experiment.flags import FLAGS
 
+from .command import Spawn
 from .example_metrics import metrics, on_policy, skipping
 from .project import metrics_of
-
-STEELYARD = Path(sys.executable).with_name("steelyard")
-
-IMPORTS = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
-TERMINAL = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
 def shown_table(line: dict[str, Any]) -> str:
@@ -217,39 +210,29 @@ def terminal(project: Path) -> Path:
     return project
 
 
-def test_a_terminal_shows_a_progress_bar_and_a_table(terminal: Path) -> None:
-    child = pexpect.spawn(
-        str(STEELYARD),
-        ["train", "c.toml", "train.steps=40", "--run", "r"],
-        cwd=terminal,
-        timeout=600,
-        dimensions=(50, 140),
-        env={**TERMINAL, "PATH": str(STEELYARD.parent)},
-        encoding="utf-8",
-        codec_errors="replace",  # Ctrl-C makes the terminal drop what it holds, mid-letter too
-    )
+def test_a_terminal_shows_a_progress_bar_and_a_table(spawn: Spawn, terminal: Path) -> None:
+    arguments = ("train", "c.toml", "train.steps=40", "--run", "r")
+    screen, training = spawn(*arguments, columns=140)
     for pattern in ("loading tiny-random", "loss \\d+", "1/40", "left", "\\d:\\d\\d:\\d\\d"):
-        child.expect(pattern)
-    child.expect("┏")
+        screen.expect(pattern)
+    screen.expect("┏")
     # Headings of two lines stand at the bottom: the first line holds the upper halves only.
     headings = ("weight", "gradient", "term", "value", "weight", "× value", "norm", "share")
     for column in (*headings, "cosine", "time"):
-        child.expect(column)
-    child.expect("│ base ")
-    child.expect(" \\d+% │")
-    child.expect("fights the base loss")
-    child.sendintr()
-    child.expect("Finishing this step")
-    child.expect("steelyard resume r")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 130
+        screen.expect(column)
+    screen.expect("│ base ")
+    screen.expect(" \\d+% │")
+    screen.expect("fights the base loss")
+    screen.send("\x03")  # Ctrl-C
+    screen.expect("Finishing this step")
+    screen.expect("steelyard resume r")
+    assert training.wait_for_code() == 130
     made = len(metrics_of(terminal / "r"))
     assert 0 < made < 40
     assert "WorkerDied" not in (terminal / "r" / "log.txt").read_text()
 
 
-def test_a_terminal_of_80_columns_shows_an_on_policy_run(project: Path) -> None:
+def test_a_terminal_of_80_columns_shows_an_on_policy_run(spawn: Spawn, project: Path) -> None:
     tables = [
         '[model]\nbase_model = "tiny-random"\nrank = 2',
         '[rollouts]\nprompts = "prompts.jsonl"\nper_step = 2\ngroup_size = 4\nmax_tokens = 6',
@@ -258,25 +241,15 @@ def test_a_terminal_of_80_columns_shows_an_on_policy_run(project: Path) -> None:
     ]
     (project / "on_policy.toml").write_text("\n".join(tables))
     (project / "prompts.jsonl").write_text('{"prompt": "Name a fruit."}\n' * 6)
-    child = pexpect.spawn(
-        str(STEELYARD),
-        ["train", "on_policy.toml", "--run", "r"],
-        cwd=project,
-        timeout=600,
-        dimensions=(40, 80),
-        env={**TERMINAL, **IMPORTS, "PATH": str(STEELYARD.parent)},
-        encoding="utf-8",
-    )
-    child.expect("sampling answers: 4 to each of 2 prompts a step")
+    screen, training = spawn("train", "on_policy.toml", "--run", "r", columns=80)
+    screen.expect("sampling answers: 4 to each of 2 prompts a step")
     # The display may show the second step at once.
     for word in ("reward [\\d.e-]+ ", "held-out reward", "rewards", "name", "mean", "spread"):
-        child.expect(word)
-    child.expect("short[ │]+[\\d.e-]+[ │]+[\\d.e-]+[ │]+1 ")
-    child.expect("groups without signal \\d+%")
-    child.expect("Held-out reward: [\\d.]+ -> [\\d.]+\\.")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+        screen.expect(word)
+    screen.expect("short[ │]+[\\d.e-]+[ │]+[\\d.e-]+[ │]+1 ")
+    screen.expect("groups without signal \\d+%")
+    screen.expect("Held-out reward: [\\d.]+ -> [\\d.]+\\.")
+    assert training.wait_for_code() == 0
 
 
 def test_a_resumed_run_starts_in_the_middle_of_the_bar() -> None:

@@ -168,6 +168,7 @@ def test_a_second_run_in_the_same_folder_is_refused(command: CommandRunner, proj
         done = command.run(*args, cwd=project)
         assert done.code == 1
         assert "RunError: r must be used by one process at a time" in done.err
+    (project / "hurry").touch()
     assert first.wait().code == 0
     done = command.run("train", "c.toml", "--run", "r", cwd=project)
     assert done.code == 1
@@ -351,7 +352,6 @@ path = "train.jsonl"
 max_length = 48
 [sinks]
 tensorboard = true
-wandb = {{ project = "p" }}
 """
     write_project(folder, terms)
     with (folder / "own_terms.py").open("a") as file:
@@ -373,12 +373,13 @@ def files_with_a_secret(folder: Path) -> list[tuple[str, str]]:
 def test_no_file_and_no_output_holds_a_secret(command: CommandRunner, tmp_path: Path) -> None:
     weight = "regularizers.judge.weight=0.01"
     override = f"regularizers.judge.options.headers.X-Api-Key={SECRETS['override']}"
+    wandb = "sinks.wandb={project = 'p'}"  # takes seconds, so in one run
     with Server() as server:
         project = write_secrets(tmp_path, server.url("check"))
         commands = [
             ("config", "check", "c.toml", override),
-            ("train", "c.toml", override, weight, "--run", "runs/r"),
-            ("ablate", "c.toml", override, weight, "--jobs", "2", "--run", "runs/a"),
+            ("train", "c.toml", override, weight, wandb, "--run", "runs/r"),
+            ("ablate", "c.toml", override, weight, "--run", "runs/a"),
             ("tune", "c.toml", override, "--trials", "1", "--run", "runs/t"),
             ("report", "runs/r", "--output", "runs/r.html"),
             ("report", "runs/a", "--output", "runs/a.html"),

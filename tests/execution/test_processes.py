@@ -94,13 +94,13 @@ def at_most(now: tuple[int, int, int], then: tuple[int, int, int]) -> bool:
     return all(a <= b for a, b in zip(now, then, strict=True))
 
 
-def test_thirty_faults_leave_nothing_behind(workers: Workers) -> None:
+def test_nine_faults_leave_nothing_behind(workers: Workers) -> None:
     def settle() -> tuple[int, int, int]:
         run(workers, *(job(me) for _ in range(6)))
         return footprint()
 
     before = settle()
-    for i in range(10):
+    for i in range(3):
         faults = [job(loop_for_ever, timeout=0.05), job(exit_at_once), job(segfault)]
         run(workers, *faults)
         assert all(fault.error is not None for fault in faults), i

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import torch
-from steelyard import Pipeline, RegularizerSpec
+from steelyard import Pipeline, RegularizerSpec, Workers
 print("imported once")
 factor = 2.0
 def helper(x):
@@ -19,7 +19,9 @@ def term(data, logprobs):
     return helper(logprobs[0])
 specs = [RegularizerSpec(term, 1.0, "f", run_in="process"),
          RegularizerSpec(lambda d, lp: lp[0].sum(), 1.0, "l", run_in="process")]
-output = Pipeline(lambda d, lp: lp[0].sum(), specs).compute([], [torch.ones(3)])
+output = Pipeline(
+    lambda d, lp: lp[0].sum(), specs, workers=Workers(processes=1)
+).compute([], [torch.ones(3)])
 print(output.loss_total, output.gradients[0].tolist())
 """
 

@@ -81,17 +81,10 @@ def compute(workers=None):
     print(Pipeline(base, [spec], workers=workers).compute([], [torch.ones(3)]).loss_total)
     sys.stdout.flush()
 
-if __name__ == "__main__":
-    way, used = sys.argv[1:]
-    workers = Workers(processes=1)
-    if way == "none":
-        spec = RegularizerSpec(term, 1.0, "t", run_in="process")
-        pipelines = [Pipeline(base, [spec], workers=each) for each in (None, workers)]
-        sys.exit()
-    if used == "used":
-        compute()
-        compute(workers)
-    if way == "os.fork":
+def run_child(name, used):
+    print(name, used)
+    sys.stdout.flush()
+    if name == "os.fork":
         pid = os.fork()
         if not pid:
             compute()
@@ -99,31 +92,32 @@ if __name__ == "__main__":
             sys.exit(7)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     else:
-        child = multiprocessing.get_context(way).Process(target=compute)
+        child = multiprocessing.get_context(name).Process(target=compute)
         child.start()
         child.join()
         print(child.exitcode)
+
+if __name__ == "__main__":
+    workers = Workers(processes=1)
+    if sys.argv[1:] == ["unused"]:
+        spec = RegularizerSpec(term, 1.0, "t", run_in="process")
+        pipelines = [Pipeline(base, [spec], workers=each) for each in (None, workers)]
+        sys.exit()
+    for name in ("spawn", "fork", "os.fork"):
+        run_child(name, "new")
+    compute()
+    compute(workers)
+    for name in ("fork", "os.fork"):
+        run_child(name, "used")
 """
 
 
-@pytest.mark.parametrize(
-    ("way", "used", "expected"),
-    [
-        ("none", "new", ""),
-        ("spawn", "new", "9.0 0"),
-        ("fork", "new", "9.0 0"),
-        ("fork", "used", "9.0 9.0 9.0 0"),
-        ("os.fork", "new", "9.0 9.0 7"),
-        ("os.fork", "used", "9.0 9.0 9.0 9.0 7"),
-    ],
-)
-def test_a_child_process_runs_process_terms_and_ends(
-    way: str, used: str, expected: str, tmp_path: Path
-) -> None:
-    (tmp_path / "script.py").write_text(CHILD)
+def run_script(folder: Path, *arguments: str) -> list[str]:
+    """Lines that the script prints."""
+    (folder / "script.py").write_text(CHILD)
     done = subprocess.run(
-        [sys.executable, "script.py", way, used],
-        cwd=tmp_path,
+        [sys.executable, "script.py", *arguments],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=600,
@@ -131,4 +125,19 @@ def test_a_child_process_runs_process_terms_and_ends(
     )
     assert done.returncode == 0
     assert done.stderr == ""
-    assert done.stdout.split() == expected.split()
+    return done.stdout.splitlines()
+
+
+def test_workers_that_were_not_used_end(tmp_path: Path) -> None:
+    assert run_script(tmp_path, "unused") == []
+
+
+def test_a_child_process_runs_process_terms_and_ends(tmp_path: Path) -> None:
+    assert run_script(tmp_path) == [
+        *("spawn new", "9.0", "0"),
+        *("fork new", "9.0", "0"),
+        *("os.fork new", "9.0", "9.0", "7"),
+        *("9.0", "9.0"),
+        *("fork used", "9.0", "0"),
+        *("os.fork used", "9.0", "9.0", "7"),
+    ]

@@ -45,7 +45,7 @@ class Page:
 
     def wait(self, until: Callable[[], Any]) -> None:
         """Wait until a condition holds; raise after ten minutes."""
-        WebDriverWait(self.driver, 600).until(lambda _: until())
+        WebDriverWait(self.driver, 600, poll_frequency=0.02).until(lambda _: until())
 
     def scheme(self, scheme: str) -> None:
         """Set the preferred colour scheme, `"light"` or `"dark"`."""

@@ -1,4 +1,4 @@
-"""Runs in their own processes; two at once are tested with the command."""
+"""Runs in their own processes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,26 @@ def ended() -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_run_in_a_process_gives_the_same_metrics(folder: Path) -> None:
-    config, recorder = small_config(folder, "train.steps=2"), Recorder()
-    begun: list[Path] = []
-
-    def begin(path: Path) -> Recorder:
-        begun.append(path)
-        return recorder
-
-    run_in_parallel({folder / "there": config}, 2, begin, lambda: False)
-    assert begun == [folder / "there"]
-    assert [metrics["step"] for metrics in recorder.steps] == [0, 1]
-    train(config, folder / "here")
-    there, here = (RunFolder(folder / name).metrics() for name in ("there", "here"))
-    assert [without_clock(line) for line in there] == [without_clock(line) for line in here]
+def test_runs_in_processes_give_the_same_metrics(folder: Path) -> None:
+    (folder / "keyed_term.py").write_text(
+        "def f(data, logprobs, password):\n"
+        "    assert password == 'literal-6502'\n"
+        "    return logprobs[0].square().mean()\n"
+    )
+    entry = {**L2, "use": "keyed_term:f", "options": {"password": "literal-6502"}}
+    configs = {
+        folder / "with": small_config(folder, "train.steps=2", regularizers=[entry]),
+        folder / "without": small_config(folder, "train.steps=2", regularizers=[]),
+    }
+    recorders = {path: Recorder() for path in configs}
+    run_in_parallel(configs, 2, recorders.__getitem__, lambda: False)
+    for path, config in configs.items():
+        assert [metrics["step"] for metrics in recorders[path].steps] == [0, 1]
+        train(config, folder / f"{path.name} here")
+        there, here = (RunFolder(p).metrics() for p in (path, folder / f"{path.name} here"))
+        assert [without_clock(line) for line in there] == [without_clock(line) for line in here]
+        files = [file for file in path.rglob("*") if file.is_file()]
+        assert not [file for file in files if b"literal-6502" in file.read_bytes()]
 
 
 def test_a_run_that_fails_is_named_and_no_other_is_started(folder: Path) -> None:

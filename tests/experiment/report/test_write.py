@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from steelyard.errors import RunError
 from steelyard.experiment.report import summary, write_report
 from tests.experiment.folders import write_run
+from tests.missing_modules import errors_without
 
 from .parsed_page import text_of
 
@@ -50,18 +49,11 @@ def test_a_target_that_cannot_be_written_is_an_error(run: Path) -> None:
     assert not list(run.parent.glob(".taken*"))
 
 
-@pytest.mark.parametrize("module", ["jinja2", "plotly"])
-def test_without_the_extra_the_error_names_it(module: str) -> None:
-    code = f"""
-import sys; sys.modules[{module!r}] = None
-from steelyard.errors import MissingExtraError
-try:
-    import steelyard.experiment.report
-except MissingExtraError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == (
-        f"steelyard.experiment.report needs {module}, which is not installed: "
-        f'pip install "steelyard[report]".'
-    )
+def test_without_the_extra_the_error_names_it() -> None:
+    importing = "import steelyard.experiment.report"
+    found = errors_without(("jinja2", "plotly"), "import steelyard.experiment", importing)
+    for module, (error,) in found.items():
+        assert error == (
+            f"steelyard.experiment.report needs {module}, which is not installed: "
+            'pip install "steelyard[report]".'
+        )

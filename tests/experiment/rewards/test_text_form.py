@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.errors import SpecError
@@ -86,6 +86,7 @@ def test_valid_json(options: dict[str, Any], answer: str, reward: float) -> None
         max_leaves=10,
     )
 )
+@settings(max_examples=30)
 def test_everything_that_json_writes_is_valid(value: Any) -> None:
     text = json.dumps(value)
     assert ValidJSON()({}, text) == 1.0
