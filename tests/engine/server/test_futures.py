@@ -108,6 +108,18 @@ def test_an_error_of_the_engine_becomes_a_failed_result(
     assert asyncio.run(run()) == {"error": message, "category": category, "status": status}
 
 
+def test_a_call_that_the_engine_cancels_as_it_closes_fails_as_one_of_a_server_that_stops() -> None:
+    async def run() -> dict[str, Any]:
+        future, engine = make(), Future[int]()
+        future.settle_from(engine, lambda _: pytest.fail("encoded"))
+        engine.cancel()
+        await future.wait(600)
+        return body_of(future)
+
+    stopping = {"error": "the server is stopping.", "category": "server", "status": 500}
+    assert asyncio.run(run()) == stopping
+
+
 def test_a_result_that_cannot_be_encoded_is_a_failure_of_the_engine() -> None:
     async def run() -> dict[str, Any]:
         future, engine = make(), Future[int]()

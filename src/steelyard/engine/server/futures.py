@@ -230,10 +230,8 @@ def _encode_outcome(
 ) -> EncodedResult:
     try:
         return encode(engine_future.result())
-    except CancelledError:
-        return failed_result(
-            "the request was cancelled before it began.", RequestErrorCategory.User
-        )
+    except CancelledError:  # the engine was closed: `ServerFuture.cancel` sets its own reason first
+        return failed_result(STOPPING, RequestErrorCategory.Server)
     except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
         return _encode_error(error)
 
