@@ -118,8 +118,7 @@ def test_a_killed_client_does_not_disturb_others(server: RunningServer) -> None:
             killed = out.readline().strip()
         until(
             lambda: any(
-                t.request_id.startswith(killed) and t.engine_future
-                for t in server._state.futures
+                t.request_id.startswith(killed) and t.engine_future for t in server._state.futures
             )
         )
     finally:
