@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from xdist.scheduler import LoadFileScheduling
 
 # Without a GPU the kernels run in Triton's interpreter. The variable must be set before Triton is
 # imported.
@@ -32,6 +34,30 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["README.md", "docs/*.md"],
 ).pytest()
+
+
+# Beginnings of the names of the test files that use the Ray cluster.
+ON_RAY = (
+    "tests/cli/test_ray_options.py",
+    "tests/execution/test_batch.py",
+    "tests/execution/test_contract.py",
+    "tests/execution/test_ray_",
+    "tests/experiment/on_ray/",
+    "tests/experiment/rewards/test_scoring.py",
+)
+
+
+class OneRayCluster(LoadFileScheduling):
+    """As `--dist=loadfile`, with all tests that use Ray in one process, and so on one cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if nodeid.startswith(ON_RAY) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Use that scheduler."""
+    return OneRayCluster(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -26,6 +26,8 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "steelyard"
 EXAMPLES = ROOT / "examples"
+# The head of a page that a search lists after the guides.
+AFTER_GUIDES = "---\nsearch:\n  boost: 0.3\n---\n"
 
 # From the bottom up, as in docs/architecture.md.
 STAGES = (
@@ -101,12 +103,12 @@ def example_page(path: Path) -> str:
     title = path.stem.replace("_", " ").capitalize()
     saved = path.parent / "outputs" / f"{path.stem}.txt"
     output = f"\n```text\n{saved.read_text(encoding='utf-8')}```\n" if saved.exists() else ""
-    return f"# {title}\n\n```{{.python}}\n{source}```\n{output}"
+    return f"{AFTER_GUIDES}# {title}\n\n```{{.python}}\n{source}```\n{output}"
 
 
 def api_page(name: str) -> str:
     """Page with the docstrings of a module."""
-    return f"# `{name}`\n\n::: {name}\n    options:\n      show_root_heading: false\n"
+    return f"{AFTER_GUIDES}# `{name}`\n\n::: {name}\n    options:\n      show_root_heading: false\n"
 
 
 def command_reference() -> str:

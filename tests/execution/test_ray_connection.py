@@ -19,10 +19,13 @@ from .tickets import wait_until
 
 # Its terms are functions of the main script, which no worker can import.
 SCRIPT = """
-import logging, os, sys, time
+import logging, os, signal, sys, time
 import torch
 from steelyard import Pipeline, RegularizerSpec, Workers
 from steelyard.errors import TermError
+
+# Without job control a shell starts programs in the background with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def double(x):
     return 2 * x.sum()
@@ -149,6 +152,13 @@ print(ray.is_initialized())
     assert failure.startswith("regularizer 't' failed: ")
     assert "and was shut down" in failure or "SystemExit" in failure
     assert (again, ended) == ("9.0", "False")
+
+
+def test_the_example_prints_what_it_did(ray_cluster: RayCluster) -> None:
+    example = Path(__file__).parents[2] / "examples" / "ray_terms.py"
+    environment = {**os.environ, **QUIET, "RAY_ADDRESS": ray_cluster.address}
+    printed = subprocess.check_output([sys.executable, example], env=environment, text=True)
+    assert printed == (example.parent / "outputs" / "ray_terms.txt").read_text(encoding="utf-8")
 
 
 def test_ctrl_c_kills_the_tasks(ray_cluster: RayCluster, tmp_path: Path) -> None:
