@@ -19,6 +19,12 @@ from xdist.scheduler import LoadFileScheduling
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# JAX compiles every operation for every shape, and almost all of them run once: that is what most
+# of its tests' time is for, and without optimization it is half as much.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
+
 # By default Hypothesis fails an example that takes 200 ms, which happens on a loaded machine.
 settings.register_profile(
     "unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -160,8 +160,8 @@ def check_training(rank: int, kind: str, device: str = "cpu") -> None:
     for saves_memory, accumulation, every_sync in (
         (False, 1, True),
         (True, 1, True),
-        (False, 4, True),
-        (True, 4, False),
+        (False, 2, True),
+        (True, 2, False),
     ):
         alone, model = (Stack(saves_memory).to(device) for _ in range(2))
         wrapped = DistributedDataParallel(model) if kind == "ddp" else shard(model)

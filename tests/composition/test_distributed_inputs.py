@@ -26,9 +26,11 @@ from . import sharded_ranks
 HAS_FSDP = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_training_equals_one_process(kind: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [(2, "ddp"), (2, "fsdp"), (4, "fsdp")],  # of four shards some are empty
+)
+def test_training_equals_one_process(ranks: int, kind: str, tmp_path: Path) -> None:
     run_group(sharded_ranks.check_training, tmp_path, kind, ranks=ranks)
 
 

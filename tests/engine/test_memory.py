@@ -342,7 +342,7 @@ def test_or_none_does_not_hide_other_errors(error: Exception) -> None:
         memory.or_none(broken)
 
 
-# A process of its own, whose address space is limited to what it has and 300 MiB more.
+# A process of its own, whose address space is limited to what it has and 120 MiB more.
 SCRIPT = """
 import json, resource
 import torch
@@ -350,14 +350,14 @@ from tests.engine.data import ragged
 from steelyard.engine import LocalServiceClient
 
 torch.set_num_threads(1)
-with LocalServiceClient(device="cpu", max_tokens=60_000) as service:
+with LocalServiceClient(device="cpu", max_tokens=20_000) as service:
     client = service.create_lora_training_client("tiny-random", rank=4, seed=0)
     client.forward_backward(ragged(0, [8] * 2), "cross_entropy").result()
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, hard))
-    output = client.forward_backward(ragged(0, [500] * 100), "cross_entropy").result()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 120 * 2**20, hard))
+    output = client.forward_backward(ragged(0, [500] * 40), "cross_entropy").result()
     tokens = client._worker.token_budget.tokens(client._trainer.adapter)
     print(json.dumps([len(output.loss_fn_outputs), tokens]))
 """
@@ -376,5 +376,5 @@ def test_a_process_that_the_system_refuses_memory_goes_on_in_smaller_parts() -> 
     )
     assert done.returncode == 0, done.stderr
     count, tokens = json.loads(done.stdout)
-    assert count == 100
-    assert tokens < 60_000
+    assert count == 40
+    assert tokens < 20_000

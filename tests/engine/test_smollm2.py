@@ -24,7 +24,7 @@ UNRELATED = (
     "Water boils at one hundred degrees and freezes at zero.",
     "She opened the door, looked outside and said that it was raining.",
 )
-STEPS = 20
+STEPS, RATE = 8, 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def nll(data: Sequence[types.Datum], logprobs: Sequence[Tensor]) -> tuple[Tensor
 
 
 class Train:
-    """Twenty training steps on the fact, with its probability and the drift on other texts."""
+    """Training steps on the fact, with its probability and the drift on other texts."""
 
     def __init__(self, service: LocalServiceClient, weight: float) -> None:
         self.client = regularize(
@@ -60,7 +60,7 @@ class Train:
         batch = self.data if weight else self.data[:1]
         for _ in range(STEPS):
             self.client.forward_backward_custom(batch, nll, regularizers=terms)
-            self.client.optim_step(types.AdamParams(learning_rate=3e-4)).result()
+            self.client.optim_step(types.AdamParams(learning_rate=RATE)).result()
         self.after = self.logprobs()
 
     def logprobs(self) -> list[Tensor]:

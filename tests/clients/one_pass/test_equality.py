@@ -32,7 +32,7 @@ from steelyard.schedules import cosine, linear
 
 from .batches import STEP, assert_same, batch
 
-STEPS = 20
+STEPS = 6
 
 
 def named(*terms: Any) -> list[RegularizerSpec]:

@@ -95,7 +95,7 @@ SQUARE = call("torch.outer", LOGPROBS, LOGPROBS)
             4096,
             "at most 16777216 elements",
         ),
-        ([call("torch.diff", LOGPROBS, n=2**20)], 2**17, "at most (32768 operations|10 seconds)"),
+        ([call("torch.diff", LOGPROBS, n=2**20)], 2**16, "at most (32768 operations|10 seconds)"),
         ([call("torch.unbind", LOGPROBS)], 2**15, "at most 16384 pieces, got 32768"),
         ([call("split", LOGPROBS, 1, op="call_method")], 2**15, "at most 16384 pieces, got 32768"),
         # 2**36 multiplications, which nothing can interrupt
