@@ -21,9 +21,7 @@ if not torch.cuda.is_available():
 
 # JAX compiles every operation for every shape, and almost all of them run once: that is what most
 # of its tests' time is for, and without optimization it is half as much.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-)
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 # By default Hypothesis fails an example that takes 200 ms, which happens on a loaded machine.
 settings.register_profile(
