@@ -48,7 +48,9 @@ def checked(run):
     return found, left
 
 run = f"{service.session_id}:train:0"
-for number in range(kills):
+number = left = 0
+while number < kills or (left == 0 and number < 10 * kills):  # until one was killed mid-save
+    number += 1
     readable, ready = os.pipe()
     child = os.fork()
     if child == 0:
