@@ -36,7 +36,7 @@ $(DEMO): pyproject.toml constraints.txt hashes-demo.txt | $(BIN)/python
 	touch $@
 
 test: lint browser ## ruff, mypy, every test, doctest and README block, coverage
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --cov --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=2 --cov --cov-report=
 	$(BIN)/python -m coverage report
 	@$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
 	  echo 'Coverage of penalties, spec, output, gradients and composition must be 100 %:'; \

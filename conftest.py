@@ -63,6 +63,25 @@ class OneRayCluster(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return "ray" if nodeid.startswith(ON_RAY) else super()._split_scope(nodeid)
 
+    # Without the next two, xdist waits for ever for the process that replaces a crashed one.
+
+    def remove_node(self, node: Any) -> str | None:
+        """Give the files that a crashed process had left to others, but none that was done."""
+        files = self.assigned_work[node]
+        for name in [name for name, tests in files.items() if all(tests.values())]:
+            del files[name]
+        crashed: str | None = super().remove_node(node)
+        return crashed
+
+    def _assign_work_unit(self, node: Any) -> None:
+        """Give a process a file; and another one, or the end, if it has a single test then.
+
+        A process runs a test when it knows the next one.
+        """
+        super()._assign_work_unit(node)
+        if self._pending_of(self.assigned_work[node]) <= 1:
+            self._reschedule(node)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
