@@ -35,7 +35,9 @@ class RayCluster:
         os.environ.update(QUIET)
         port = _free_port()
         head = {**NODE, "include_dashboard": False, "ray_client_server_port": port}
-        with _without_warnings():
+        with _without_warnings(), pytest.MonkeyPatch.context() as patch:
+            # The head forks a process for each Ray Client, which gRPC can break as it forks.
+            patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")
             self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.add_node(resources={"other": 4})
         self.address: str = self._cluster.address

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from steelyard.errors import ConfigError, RunError
 from steelyard.experiment.config import ModelConfig
@@ -81,3 +84,22 @@ def test_an_address_where_nothing_answers_is_named_soon(
             RayCluster(address).connect(tmp_path),
         ):
             pass
+
+
+@pytest.mark.parametrize(("failures", "connected"), [(0, True), (1, True), (2, False)])
+def test_a_ray_client_whose_process_dies_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, connected: bool
+) -> None:
+    calls: list[str] = []
+
+    def init(**_: Any) -> None:
+        calls.append("init")
+        if calls.count("init") <= failures:
+            raise ConnectionAbortedError("Starting Ray client server failed.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    outcome = contextlib.nullcontext() if connected else pytest.raises(RunError, match="server fai")
+    with outcome, RayCluster("auto").connect(tmp_path):
+        pass
+    assert calls == ["init", "shutdown"] * min(2, failures + 1)

@@ -71,12 +71,11 @@ class RayCluster:
         if self.address != "auto" and not os.environ.get("RAY_USE_TLS"):
             self._check_reachable()
         try:
-            ray.init(
-                address=self.address,
-                runtime_env={"working_dir": str(folder)},
-                log_to_driver=False,  # its lines would break the display; they are in log.txt
-                logging_level="ERROR",
-            )
+            try:
+                self._init(ray, folder)
+            except ConnectionAbortedError:
+                # The cluster forks a process for each Ray Client, which can die as it starts.
+                self._init(ray, folder)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise self._not_connected(" ".join(str(error).split())) from error
         try:
@@ -100,6 +99,18 @@ class RayCluster:
         if not runs_at_once(options, nodes):
             raise RunError(_infeasible(options, nodes))
         return options
+
+    def _init(self, ray: Any, folder: Path) -> None:
+        try:
+            ray.init(
+                address=self.address,
+                runtime_env={"working_dir": str(folder)},
+                log_to_driver=False,  # its lines would break the display; they are in log.txt
+                logging_level="ERROR",
+            )
+        except Exception:
+            ray.shutdown()  # a failed Ray Client would make every later ray.init() fail
+            raise
 
     def _check_reachable(self) -> None:
         # Ray itself tries for minutes.
