@@ -115,8 +115,10 @@ if __name__ == "__main__":
 def run_script(folder: Path, *arguments: str) -> list[str]:
     """Lines that the script prints."""
     (folder / "script.py").write_text(CHILD)
+    # From Python 3.12 on, a fork in a process with threads warns.
+    unwarned = ("-W", "ignore:This process:DeprecationWarning")
     done = subprocess.run(
-        [sys.executable, "script.py", *arguments],
+        [sys.executable, *unwarned, "script.py", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
