@@ -60,6 +60,14 @@ def reads_a_class(x):
 def undefined(x):
     return later * x
 
+def plus_one(x, depth=1):
+    return x + 1
+
+first = second = plus_one
+
+def calls_two(x, depth=1):
+    return first(x) + (second(x, depth - 1) if depth else 0)
+
 def enclosing(inside):
     def enclosed(x):
         return inside
@@ -141,6 +149,13 @@ def test_a_change_is_sent(script: dict[str, Any]) -> None:
     assert sent(script["undefined"])(2) == 10
     twice.cache = {}
     assert pickle_of(twice) is None
+
+
+def test_a_name_that_comes_to_mean_the_function_itself(script: dict[str, Any]) -> None:
+    assert sent(script["calls_two"])(1) == 4
+    script["second"] = script["calls_two"]
+    assert sent(script["calls_two"])(1) == 4
+    assert sent(script["calls_two"])(1, 3) == 8
 
 
 def test_a_cell_without_a_value_and_a_changed_one() -> None:

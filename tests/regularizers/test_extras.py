@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import steelyard.regularizers
 from steelyard._extras import EXTRAS
+from tests.missing_modules import python
 
 EXTRA = {
     "gudhi": ("TopologicalConsistency(points=print)", "topological_consistency"),
@@ -17,15 +16,6 @@ EXTRA = {
     "scipy": ("DemographicParity()", "demographic_parity"),
     "z3": ("LogicalConsistency(constraints=print)", "logical_consistency"),
 }
-
-
-def python(code: str) -> str:
-    """Output of `code` in a new interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_importing_the_package_loads_neither_torch_nor_extras() -> None:

@@ -17,18 +17,18 @@ import cloudpickle
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 _MAIN = {"__main__", "__mp_main__"}
-_UNDEFINED = object()
+_UNDEFINED, _ITSELF = object(), object()
 
 # The pickle of each function, and what it refers to.
 _kept: WeakKeyDictionary[FunctionType, tuple[Sequence[object], bytes]] = WeakKeyDictionary()
 
 
 def pickle_of(thing: object) -> bytes | None:
-    """The pickle of a function by value; the one made before, if it is still the same.
+    """The pickle of a function by value; the one of an earlier call, if it would be the same now.
 
-    It is while the function refers to the same objects and none of them can change in place: to
-    modules, to functions and classes that can be imported, to numbers and strings, and to other
-    functions that are sent by value and for which the same holds.
+    It is the same if the function refers to the same objects as then, and none of them can change
+    in place: modules, functions and classes that can be imported, numbers, strings, and other
+    functions sent by value for which that holds too.
 
     Returns:
         None for all else, which has to be pickled anew.
@@ -38,7 +38,7 @@ def pickle_of(thing: object) -> bytes | None:
     if not cloudpickle.list_registry_pickle_by_value() <= _MAIN:
         return None  # modules of the user's choice are sent by value too
     referred: list[object] = []
-    if not _collect(thing, referred, {id(thing)}):
+    if not _collect(thing, referred, [thing]):
         return None
     before, kept = _kept.get(thing, ((), b""))
     if len(before) == len(referred) and all(map(operator.is_, before, referred)):
@@ -53,17 +53,20 @@ def _is_by_value(thing: Any) -> bool:
     return thing.__module__ in _MAIN or "<" in thing.__qualname__
 
 
-def _collect(function: FunctionType, referred: list[object], seen: set[int]) -> bool:
-    """Append what a function refers to. False if some of it can change in place."""
+def _collect(function: FunctionType, referred: list[object], seen: list[FunctionType]) -> bool:
+    """Append what a function refers to. False if some of it can change in place.
+
+    The first function seen is appended as its place only: what is kept for it must not keep it.
+    """
     if function.__dict__:
         return False
     referred.append(function.__code__)
     for value in _values(function):
-        if id(value) in seen:
+        referred.append(_ITSELF if value is seen[0] else value)
+        if any(value is each for each in seen):
             continue
-        referred.append(value)
         if isinstance(value, FunctionType) and _is_by_value(value):
-            seen.add(id(value))
+            seen.append(value)
             if not _collect(value, referred, seen):
                 return False
         elif not _is_constant(value):
