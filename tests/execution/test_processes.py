@@ -19,7 +19,7 @@ import torch
 from steelyard.errors import ClosedError, TermTimeoutError, UnpicklableError, WorkerDiedError
 from steelyard.execution import Batch, Ticket, Workers, check_picklable
 
-from .tickets import job, memory_files, run, wait_until
+from .tickets import ended, job, memory_files, run, wait_until
 
 
 def loop_for_ever() -> None:
@@ -135,7 +135,7 @@ def test_a_cancelled_task_is_killed(workers: Workers, tmp_path: Path) -> None:
     with Batch([job(announce_and_loop, tmp_path / "pid")], workers.executors, 2):
         wait_until((tmp_path / "pid").exists)
     pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not psutil.pid_exists(pid))
+    wait_until(lambda: ended(pid))
 
 
 def test_what_cannot_travel(workers: Workers) -> None:
@@ -181,10 +181,6 @@ def start_and_loop(path: Path, how: str) -> None:
     loop_for_ever()
 
 
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 def run_until_started(workers: Workers, path: Path, how: str) -> Ticket:
     """Run `start_and_loop` with a timeout in which it reaches its loop, on a slow machine too."""
     for timeout in (1.0, 5.0, 25.0, 125.0):
@@ -204,7 +200,7 @@ def test_processes_that_a_term_starts_end_with_it(
     with pytest.raises(kind):
         failing.result()
     for pid in map(int, (tmp_path / "pids").read_text().split()):
-        wait_until(lambda pid=pid: gone(pid))  # type: ignore[misc]  # mypy: lambda defaults
+        wait_until(lambda pid=pid: ended(pid))  # type: ignore[misc]  # mypy: lambda defaults
 
 
 def test_a_worker_is_killed_and_not_asked_to_end(workers: Workers, tmp_path: Path) -> None:
@@ -235,7 +231,7 @@ def test_a_term_is_run_again_if_the_fork_server_dies(tmp_path: Path) -> None:
             (tmp_path / "go").touch()
             list(batch.settled())
         assert waiting.result() != int(first.stem)
-        wait_until(lambda: gone(int(first.stem)))
+        wait_until(lambda: ended(int(first.stem)))
 
 
 def test_an_idle_worker_that_is_killed_fails_no_term(workers: Workers) -> None:

@@ -8,14 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from steelyard.errors import InputError
 from steelyard.execution.ray_connection import RayConnection, lacking
 from tests.ray_cluster import QUIET, RayCluster
 
-from .tickets import wait_until
+from .tickets import ended, wait_until
 
 # Its terms are functions of the main script, which no worker can import.
 SCRIPT = """
@@ -169,7 +168,7 @@ def test_ctrl_c_kills_the_tasks(ray_cluster: RayCluster, tmp_path: Path) -> None
     _, errors = started.communicate(timeout=600)
     assert "KeyboardInterrupt" in errors
     assert started.returncode not in (0, None)
-    wait_until(lambda: not psutil.pid_exists(int(pid.read_text())))
+    wait_until(lambda: ended(int(pid.read_text())))
 
 
 def test_the_ray_client_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import ray
 import torch
@@ -28,7 +27,7 @@ from steelyard.execution import Batch, Ticket, Workers
 from steelyard.execution.ray_connection import nodes
 from tests.ray_cluster import RayCluster
 
-from .tickets import run, wait_until
+from .tickets import ended, run, wait_until
 
 OTHER = {"resources": {"other": 1}}
 pytestmark = pytest.mark.usefixtures("ray_driver")
@@ -66,10 +65,6 @@ def tell_and_die(folder: Path) -> None:
     os._exit(7)
 
 
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 def test_a_timeout_kills_the_process_of_one_task(workers: Workers, tmp_path: Path) -> None:
     run(workers, *(job(me) for _ in range(4)))  # starts processes
     for timeout in (2.0, 20.0, 200.0):  # until it reaches its loop, on a slow machine too
@@ -82,7 +77,7 @@ def test_a_timeout_kills_the_process_of_one_task(workers: Workers, tmp_path: Pat
         slow.result()
     assert not slow.running
     pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: gone(pid))
+    wait_until(lambda: ended(pid))
 
 
 def test_a_timeout_counts_from_the_start_of_the_task(workers: Workers, tmp_path: Path) -> None:
@@ -199,7 +194,7 @@ def test_closing_kills_running_tasks_and_leaves_the_users_cluster(tmp_path: Path
         with pytest.raises(ClosedError, match="closed while a term ran"):
             busy.result()
     pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: gone(pid))
+    wait_until(lambda: ended(pid))
     assert ray.is_initialized()
 
 
@@ -212,7 +207,7 @@ def test_a_cancelled_task_is_killed_and_a_queued_one_never_starts(
     with Batch([running, queued], workers.executors, 2):
         wait_until((tmp_path / "pid").exists)
     pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: gone(pid))
+    wait_until(lambda: ended(pid))
     after = job(me, placement=whole)
     run(workers, after)
     assert after.result() > 0

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from steelyard.errors import UnpicklableError
 from steelyard.execution import Workers, worker_process
 from steelyard.execution.transport import pack, unpack
 
-from .tickets import job, run, wait_until
+from .tickets import ended, job, run, wait_until
 
 
 def test_an_error_carries_the_traceback_of_the_worker(workers: Workers) -> None:
@@ -93,7 +92,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     worker = int((tmp_path / "pid").read_text())
     parent.kill()
     parent.wait()
-    wait_until(lambda: not psutil.pid_exists(worker))
+    wait_until(lambda: ended(worker))
 
 
 class OnlyHere:

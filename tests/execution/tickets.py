@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from steelyard.execution import Batch, Ticket, Workers
 
 
@@ -25,6 +27,14 @@ def wait_until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, also when its parent has yet to notice."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def memory_files() -> int:
