@@ -144,13 +144,13 @@ with Workers() as workers:
 print(ray.is_initialized())
 """
     output, _ = run(body, tmp_path)
-    value, stays, *shut_down, again, ended = output.splitlines()
+    value, stays, *shut_down, again, connected = output.splitlines()
     assert (value, stays) == ("18.0", "True")
     # Ray asks the process of the task to exit; its answer may be faster than our look.
     failure = " ".join(shut_down)
     assert failure.startswith("regularizer 't' failed: ")
     assert "and was shut down" in failure or "SystemExit" in failure
-    assert (again, ended) == ("9.0", "False")
+    assert (again, connected) == ("9.0", "False")
 
 
 def test_the_example_prints_what_it_did(ray_cluster: RayCluster) -> None:
