@@ -139,7 +139,7 @@ def test_ctrl_c_ends_all_runs_and_keeps_what_they_did(
     started = subprocess.Popen(
         [sys.executable, "-m", "steelyard", *command], cwd=project, stdout=subprocess.PIPE
     )
-    wait_for(project / "r" / "all" / "metrics.jsonl")
+    wait_for(project / "r" / "all" / "metrics.jsonl", lines=1)
     started.send_signal(signal.SIGINT)
     out, _ = started.communicate(timeout=600)
     assert started.returncode == INTERRUPTED
