@@ -195,7 +195,7 @@ class ProcessExecutor(Executor):
         ticket.stop = future.cancel
         future.add_done_callback(partial(self._settle, sent))
         if ticket.settled:  # it was cancelled meanwhile
-            ticket.stop()
+            future.cancel()  # type: ignore[no-untyped-call]  # untyped in pebble
 
     def _send_again(self, sent: _Sent, error: Exception) -> None:
         ticket = sent.ticket
