@@ -116,6 +116,10 @@ def test_cosines_and_norms_of_different_spaces_are_told_apart() -> None:
             "Not comparable, since these norms are with respect to different quantities: a "
             "log-probs and b parameters."
         )
+    # Each space has its own shares, in a chart of its own.
+    by_run = {"shares": [0.5, None], "shares-parameters": [None, 0.5]}
+    for key, expected in by_run.items():
+        assert [trace["y"] for trace in compared(a, both[1])[key].traces] == [expected, expected]
 
 
 def test_runs_without_terms_or_norms_have_the_charts_of_the_loss() -> None:

@@ -226,13 +226,17 @@ def _contributions(runs: Sequence[LoadedRun], terms: Sequence[str]) -> list[Figu
 def _gradients(
     runs: Sequence[LoadedRun], found: Sequence[Findings], terms: Sequence[str]
 ) -> list[Figure]:
-    spaces = dict.fromkeys(space for each in found for space in each.spaces)
+    first, *others = dict.fromkeys(space for each in found for space in each.spaces)
+    shares = [
+        _shares(runs, found, terms, first, "shares"),
+        *(_shares(runs, found, terms, space, f"shares-{space}") for space in others),
+    ]
     charts = {BASE: _line_per_run(runs, "norm-base", "base loss", "base_loss/grad_norm")} | {
         term: _line_per_run(runs, f"norm-{i}", term, f"regularizers/{term}/grad_norm_weighted")
         for i, term in enumerate(terms)
     }
     norms = [replace(chart, note=_spaces_note(runs, found, n)) for n, chart in charts.items()]
-    return _non_empty([*(_shares(runs, found, terms, space) for space in spaces), *norms])
+    return _non_empty([*shares, *norms])
 
 
 def _base_spaces(found: Sequence[Findings]) -> list[str]:
@@ -254,7 +258,11 @@ def _spaces_note(runs: Sequence[LoadedRun], found: Sequence[Findings], name: str
 
 
 def _shares(
-    runs: Sequence[LoadedRun], found: Sequence[Findings], terms: Sequence[str], space: str
+    runs: Sequence[LoadedRun],
+    found: Sequence[Findings],
+    terms: Sequence[str],
+    space: str,
+    key: str,
 ) -> Figure:
     by_run = [
         {term.name: term.share for term in (each.base, *each.terms) if term.space == space}
@@ -272,7 +280,7 @@ def _shares(
         for run, by_term in zip(runs, by_run, strict=True)
     )
     return Figure(
-        "shares" if any(each.base.space == space for each in found) else f"shares-{space}",
+        key,
         f"Share of the gradient, with respect to the {format_space(space)}",
         f"Stacked bar chart, one bar per run. {text}.",
         layers if len(layers) > 1 else [],
