@@ -10,8 +10,8 @@ from typing import Any
 from steelyard.engine import smollm2, tiny
 from steelyard.errors import ModelError
 
-# Names of the known models, with the context of each in tokens.
 KNOWN_MODELS = {smollm2.NAME: smollm2.CONTEXT, tiny.NAME: tiny.CONTEXT}
+"""Names of the known models, with the context of each in tokens."""
 
 
 @dataclass(frozen=True)
