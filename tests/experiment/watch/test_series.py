@@ -57,7 +57,7 @@ def test_columns_are_those_of_the_run(trained: Path) -> None:
     run = RunFolder(trained / "first")
     series = refreshed(run.metrics_file)
     rows = run.metrics()
-    for key in ("loss_total", "regularizers/kl/value", "cosines/base/kl", "held_out/loss"):
+    for key in ("loss_total", "regularizers/kl/value", "cosines/base/l2", "held_out/loss"):
         assert points(series, key) == [(row["step"], row[key]) for row in rows if key in row]
     assert series.steps == STEPS
     assert series.size == run.metrics_file.stat().st_size
@@ -151,6 +151,19 @@ def test_numbers_that_are_not_finite(file: Path) -> None:
     assert added is not None
     (row,), _ = added
     assert numbers(row) == {"step": 0, "a": None, "b": None, "c": None}
+
+
+def test_a_gradient_of_zero_has_no_cosines(file: Path) -> None:
+    norms = {"base_loss/grad_norm": 1.0, "regularizers/l2/grad_norm": 1.0}
+    cosines = {"cosines/base/kl": 0.0, "cosines/kl/l2": 0.0, "cosines/base/l2": -0.5}
+    rows = [
+        {"step": step, **norms, "regularizers/kl/grad_norm": norm, **cosines}
+        for step, norm in enumerate([0.0, 2.0])
+    ]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    series = refreshed(file)
+    assert points(series, "cosines/base/kl") == points(series, "cosines/kl/l2") == [(1, 0.0)]
+    assert points(series, "cosines/base/l2") == [(0, -0.5), (1, -0.5)]
 
 
 def test_a_file_that_is_gone_has_no_rows(file: Path) -> None:

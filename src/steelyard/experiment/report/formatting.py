@@ -75,7 +75,7 @@ def seconds(value: float | None) -> str:
         >>> seconds(0.00042), seconds(0.0421), seconds(3.25), seconds(84), seconds(7384)
         ('0.42 ms', '42 ms', '3.2 s', '1 min 24 s', '2 h 3 min')
     """
-    if value is None or math.isnan(value):
+    if value is None or not math.isfinite(value):
         return NONE
     # Each limit is where the rounded text would reach the next unit: 59.97 is no "60.0 s".
     if value < 0.00995:  # noqa: PLR2004

@@ -180,7 +180,7 @@ def _facts(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[str]:
     facts.append(_count([len(each.terms) for each in found], "regularizer"))
     if any(run.rewards for run in runs):
         facts.append(_count([len(run.rewards) for run in runs], "reward"))
-    times = [row["time"] for run in runs for row in run.rows if "time" in row]
+    times = [time for run in runs for time in run.series("time")[1] if math.isfinite(time)]
     if times:
         facts.append(f"{datetime.fromtimestamp(max(times), UTC):%Y-%m-%d %H:%M} UTC")
     return facts

@@ -274,7 +274,26 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     """Row of a line of metrics; None if it is no JSON object with the number of a step."""
     row = parse_object(line)
     step = None if row is None else row.get("step")
-    return row if type(step) is int and 0 <= step < _MAX_STEP else None
+    if row is None or type(step) is not int or not 0 <= step < _MAX_STEP:
+        return None
+    return _without_undefined_cosines(row)
+
+
+def _without_undefined_cosines(row: dict[str, Any]) -> dict[str, Any]:
+    """Row without the cosines to a gradient that is 0: the metrics have them as 0."""
+    norms = [key for key, value in row.items() if key.endswith("/grad_norm") and value == 0]
+    if not norms:
+        return row
+    names = [
+        "base" if key == "base_loss/grad_norm" else key[len("regularizers/") : -len("/grad_norm")]
+        for key in norms
+    ]
+    starts, ends = tuple(f"cosines/{name}/" for name in names), tuple(f"/{n}" for n in names)
+    return {
+        key: value
+        for key, value in row.items()
+        if not (key.startswith("cosines/") and (key.startswith(starts) or key.endswith(ends)))
+    }
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float | None]:
