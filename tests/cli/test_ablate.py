@@ -92,7 +92,10 @@ def test_another_config_in_the_same_folder_is_refused(
 ) -> None:
     done = command.run("ablate", "c.toml", "train.steps=4", "--run", "whole", cwd=ablated)
     assert done.code == 1
-    assert "must be new or hold runs of this config" in done.err
+    assert (
+        "must be new or hold a run of this config, and it holds one with another train.steps"
+        in done.err
+    )
 
 
 def small_project(project: Path) -> Path:

@@ -264,6 +264,16 @@ def test_a_resumed_run_starts_in_the_middle_of_the_bar() -> None:
     assert "4/8" in shown
 
 
+def test_a_run_that_makes_no_step_leaves_no_bar() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=120, color_system=None, force_terminal=True)
+    with LiveDisplay(console) as display:
+        display.say("loading a model")
+    _, bar, after = output.getvalue().rpartition("waiting")
+    assert bar
+    assert "\x1b[2K" in after, "its line is erased"
+
+
 def test_the_bar_starts_again_with_the_next_run() -> None:
     output = io.StringIO()
     console = Console(file=output, width=120, color_system=None, force_terminal=True)

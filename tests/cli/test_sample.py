@@ -90,6 +90,8 @@ def test_prompts_come_from_standard_input(
         (("-p", "x" * 600), 1, "prompt must hold 1 to 512 tokens"),
         (("--file", "nowhere.txt"), 1, "DataError: nowhere.txt must be a file that can be read"),
         (("--file", "bad.jsonl"), 1, "DataError: bad.jsonl:2: must have the keys of"),
+        (("-p", "x", "--plain", "--system", "Be brief."), 2, "--system must be given with texts"),
+        (("-f", "good.jsonl", "--system", "Be brief."), 2, "--system must be given with texts"),
         (("-p", "x", "--step", "9"), 1, "RunError: step must be that of a checkpoint"),
     ],
 )
@@ -102,6 +104,7 @@ def test_bad_input_is_an_error(
     error: str,
 ) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "One"}\n{"text": "Two"}\n')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "One"}\n')
     done = command.run("sample", str(trained_run), *args, cwd=tmp_path)
     assert (done.code, done.out) == (code, "")
     assert error in done.err

@@ -66,3 +66,14 @@ def test_an_objective_may_combine_several_metrics(command: CommandRunner, projec
     done = command.run(*wrong, cwd=project)
     assert done.code == 2
     assert "[tune]: objective must be made of keys of the metrics, got 'gone'" in done.err
+
+
+def test_a_search_in_which_every_trial_failed_has_failed(
+    command: CommandRunner, project: Path
+) -> None:
+    failing = "regularizers.drift.use=own_terms:broken"
+    args = ("tune", "c.toml", TUNED[0], TUNED[1], failing, "--trials", "1", "--run", "t")
+    done = command.run(*args, cwd=project)
+    assert done.code == 1
+    assert "trial 0 failed: regularizer 'drift' failed" in done.out
+    assert done.err == "No trial was completed, and there are no best weights: t\n"

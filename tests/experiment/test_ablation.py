@@ -298,7 +298,9 @@ def test_seeds_must_be_a_whole_number(folder: Path, seeds: Any) -> None:
 def test_a_folder_of_another_config_is_refused(folder: Path) -> None:
     ablate(small_config(folder, "train.steps=1"), folder / "a", stop=lambda: True)
     RunFolder(folder / "a" / "all").begin(small_config(folder, "train.steps=1"))
-    with pytest.raises(RunError, match=r"must be new or hold runs of this config, and .*a/all is"):
+    with pytest.raises(
+        RunError, match=r"a/all must be new or hold a run of this config, .* another train\.steps:"
+    ):
         ablate(small_config(folder, "train.steps=2"), folder / "a")
 
 
@@ -307,3 +309,16 @@ def test_labels_become_folder_names(folder: Path) -> None:
     ablation = ablate(config, folder / "a", stop=lambda: True)
     assert ablation.runs["without l2 / all"] == "without-l2-all"
     assert (ablation.table, ablation.done) == ([], False)
+
+
+def test_labels_that_differ_in_other_characters_alone_have_folders_of_their_own(
+    folder: Path,
+) -> None:
+    """Otherwise one run would be taken for the other, and one of the two not be trained."""
+    names = ["λ", "μ"]
+    entries = [{**L2, "name": name, "weight": number} for number, name in enumerate(names)]
+    ablation = ablate(small_config(folder, "train.steps=1", regularizers=entries), folder / "r")
+    assert list(ablation.runs.values()) == ["all", "without-", "without--2", "none"]
+    for name in names:
+        config = RunFolder(folder / "r" / ablation.runs[f"without {name}"]).config()
+        assert [entry.name for entry in config.regularizers if not entry.enabled] == [name]

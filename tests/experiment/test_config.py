@@ -34,7 +34,16 @@ def test_only_the_data_file_is_required() -> None:
         ("tune", {"objective": ""}, "must be the key of a metric, or a table of keys"),
         ("tune", {"objective": {}}, "must be the key of a metric, or a table of keys"),
         ("tune", {"objective": {"loss": "1"}}, "must be the key of a metric, or a table of keys"),
-        ("train", {"learning_rate": {"tune": [0, 1]}}, "must be a number >= 0, a schedule"),
+        (
+            "train",
+            {"learning_rate": {"tune": [0, 1]}},
+            r"must be a number >= 0 or a schedule such as { warmup = \[0.1, 10\] }; schedules: ",
+        ),
+        (
+            "train",
+            {"learning_rate": {"linear": [0.1, -0.1, 4]}, "steps": 5},
+            "must have a learning_rate >= 0 at every step, got -0.05 at step 3",
+        ),
         ("train", {"timeout": 301}, "less than or equal to 300"),
         ("train", {"track_every": 0}, "greater than or equal to 1"),
         ("train", {"measure_progress": -1}, "greater than or equal to 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -117,6 +118,18 @@ def test_files_that_are_no_config_are_refused(
         (folder / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_config(folder / name)
+
+
+def test_a_mapping_may_hold_paths_and_other_mappings(folder: Path) -> None:
+    table = MappingProxyType({"path": folder / "train.jsonl"})
+    read = read_config(MappingProxyType({"data": table}))
+    assert read.data is not None
+    assert read.data.path == str(folder / "train.jsonl")
+
+
+def test_a_mapping_that_json_cannot_hold_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a mapping that JSON can hold: it cannot hold a"):
+        read_config({"data": {"path": "train.jsonl"}, "train": {"steps": {5}}}, folder=folder)
 
 
 @pytest.mark.parametrize(

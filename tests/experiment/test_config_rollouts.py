@@ -124,8 +124,9 @@ def test_an_objective_of_rewards_is_maximized(objective: Any, direction: str) ->
         (
             {"rewards": [{"use": "valid_json", "weight": {"at_most": 1.0}}]},
             (
-                "[[rewards]] #1: weight must be a number >= 0, a schedule or { tune = [low, high] }"
-                ", got {'at_most': 1.0}"
+                "[[rewards]] #1: weight must be a number >= 0, a schedule such as { warmup = [0.1, "
+                "10] }, or { tune = [low, high] }; schedules: constant, cosine, exponential, "
+                "linear, piecewise, warmup, got {'at_most': 1.0}"
             ),
         ),
         (

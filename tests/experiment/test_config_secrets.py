@@ -58,6 +58,25 @@ def test_a_secret_comes_from_the_environment_or_a_file(
     assert spec.options == {"a": "env-6101", "b": ["file-6102"]}
 
 
+@pytest.mark.parametrize("table", ["regularizers", "rewards", "evaluations"])
+def test_secrets_of_every_table_start_from_the_folder_and_are_given_again_by_name(
+    folder: Path, table: str
+) -> None:
+    (folder / "prompts.jsonl").write_text("")
+    entry = {"use": "package.module:attr", "name": "probe"}
+    raw: dict[str, Any] = {"rollouts": {"prompts": "prompts.jsonl"}, "rewards": [{"use": "length"}]}
+    entry |= {"weight": 0.1} if table == "regularizers" else {}
+    raw[table] = [{**entry, "options": {"key": {"file": "key.txt"}}}]
+    (read,) = getattr(read_config(raw, folder=folder), table)
+    assert read.options == {"key": {"file": str(folder / "key.txt")}}
+    raw[table] = [{**entry, "options": {"api_key": "s-6108"}}]
+    literal = read_config(raw, folder=folder)
+    key = f"{table}.probe.options.api_key"
+    assert literal_secrets(literal.model_dump(mode="json")) == {key: "s-6108"}
+    with pytest.raises(ConfigError, match=f"^{key} must be given again"):
+        read_config(raw, [f"{key}=***"], folder=folder)
+
+
 @pytest.mark.parametrize(
     ("reference", "message"),
     [

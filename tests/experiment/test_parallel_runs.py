@@ -53,12 +53,12 @@ def test_a_run_that_fails_is_named_and_no_other_is_started(folder: Path) -> None
         folder / "bad": small_config(folder, regularizers=[entry]),
         folder / "next": small_config(folder),
     }
-    with pytest.raises(
-        RunError, match=r"and bad did not: see .*bad/log\.txt and .*bad/output\.txt"
-    ):
+    rule = r"and bad did not: TermError: .*OSError: away.* See .*bad/log\.txt and .*bad/output\.txt"
+    with pytest.raises(RunError, match=rule):
         run_in_parallel(configs, 1, lambda _: Recorder(), lambda: False)
     assert "OSError: away" in (folder / "bad" / "log.txt").read_text()
     assert not (folder / "next").exists()
+    assert not RunFolder(folder / "bad").holds_run, "a corrected config can begin there"
 
 
 def test_nothing_starts_after_a_stop(folder: Path) -> None:

@@ -28,8 +28,12 @@ from .small_runs import (
     KL,
     L2,
     Recorder,
+    brief,
+    letters,
     noise,
+    reward,
     small_config,
+    small_rollouts,
     stop_after,
     term,
     without_clock,
@@ -107,6 +111,65 @@ def test_a_resumed_run_repeats_the_changes_at_their_steps(folder: Path, checkpoi
     assert [line["step"] for line in recorder.steps] == list(range(checkpoint, 7))
     assert metrics(again) == metrics(whole)
     assert len(set(weights(whole, "kl"))) > 3
+
+
+def test_weights_and_switches_of_rewards_hold_from_the_next_step_on(folder: Path) -> None:
+    """The weighted sum that answers are compared by has them, in a resumed run too."""
+    actions = {
+        0: ask("rewards.letters.weight=3", "rewards.brief.enabled=false"),
+        2: ask("rewards.letters.weight={ warmup = [2.0, 4] }", "rewards.brief.enabled=true"),
+    }
+    entries = [reward(letters, name="letters"), reward(brief)]
+    config = small_rollouts(folder, "train.steps=4", "train.keep=9", rewards=entries)
+    run = folder / "r"
+    train(config, run, watch=Steering(run, actions))
+    lines = RunFolder(run).metrics()
+    assert [line["rewards/letters/weight"] for line in lines] == [1.0, 3.0, 3.0, 1.5]
+    assert [line["rewards/brief/weight"] for line in lines] == [1.0, 0.0, 0.0, 1.0]
+    for record in RunFolder(run).rollouts():
+        used = lines[record["step"]]
+        # Held-out answers of step 0 are those before training, with the weights of that step.
+        weighted = [used[f"rewards/{n}/weight"] * v for n, v in record["rewards"].items()]
+        assert record["reward"] == pytest.approx(sum(weighted))
+    again = folder / "again"
+    shutil.copytree(run, again, symlinks=True)
+    for path in (*(again / "checkpoints").glob("step-*[234].json"), again / "result.json"):
+        path.unlink()
+    resume(again)
+    assert metrics(again) == metrics(run)
+
+
+def test_settings_of_rewards_are_described_and_checked(folder: Path) -> None:
+    entries = [reward(letters, name="l2"), reward(brief, weight={"linear": [0, 1, 3]})]
+    config = small_rollouts(folder, rewards=entries, regularizers=[L2])
+    train(config, folder / "r", stop=lambda: True)
+    assert describe_settings(folder / "r") == {
+        "learning_rate": 0.01,
+        "l2.weight": 0.1,
+        "l2.enabled": True,
+        "rewards.l2.weight": 1.0,
+        "rewards.l2.enabled": True,
+        "rewards.brief.weight": {"linear": [0, 1, 3]},
+        "rewards.brief.enabled": True,
+    }
+    request_settings(folder / "r", ["l2.weight=5", "rewards.l2.weight=7"])
+    found = describe_settings(folder / "r")
+    assert (found["l2.weight"], found["rewards.l2.weight"]) == (5, 7)
+    refused = {
+        "brief.weight=1": "got 'brief.weight'; did you mean rewards.brief.weight?",
+        "rewards.brief.at_most=1": (
+            "or that of a reward (l2, brief): rewards.<reward>.weight or rewards.<reward>.enabled, "
+            "got 'rewards.brief.at_most'"
+        ),
+        "rewards.l2.weight=-1": "[[rewards]] #1: weight must be >= 0, got -1",
+        "rewards.l2.weight={ tune = [0, 1] }": "must be one value, not a range to tune",
+    }
+    for setting, message in refused.items():
+        with pytest.raises(ConfigError) as caught:
+            request_settings(folder / "r", [setting])
+        assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="must have at least one enabled entry in"):
+        request_settings(folder / "r", ["rewards.l2.enabled=false", "rewards.brief.enabled=false"])
 
 
 def test_a_change_of_a_stopped_run_holds_when_it_is_resumed(folder: Path) -> None:

@@ -112,8 +112,21 @@ def test_a_folder_without_a_run_has_no_config(tmp_path: Path) -> None:
 
 def test_a_damaged_config_is_an_error(run: RunFolder) -> None:
     (run.path / "config.json").write_text('{"train": ')
-    with pytest.raises(ConfigError, match=r"config\.json must be a whole config"):
+    rule = r"^\S+config\.json must be JSON, and it is damaged: Invalid JSON: [^\n]+\.$"
+    with pytest.raises(ConfigError, match=rule):
         run.config()
+
+
+def test_a_file_is_no_folder_of_a_run(folder: Path) -> None:
+    run = RunFolder(folder / "train.jsonl")
+    with pytest.raises(RunError, match=r"train\.jsonl must be the folder of a run, with a config"):
+        run.config()
+
+
+def test_a_config_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(RunError, match=r"config\.json must be a file that can be read: Is a dir"):
+        RunFolder(tmp_path).config()
 
 
 def test_data_files_must_not_change_during_a_run(run: RunFolder, folder: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from steelyard.errors import RunError
 from steelyard.experiment import RunFolder, train
 from steelyard.experiment.train_or_resume import train_or_resume
 from steelyard.experiment.watcher import SilentWatcher
@@ -24,3 +27,11 @@ def test_a_run_is_trained_then_resumed_then_left_as_it_is(folder: Path) -> None:
     runs = (RunFolder(folder / name).metrics() for name in ("run", "whole"))
     resumed, whole = ([without_clock(line) for line in lines] for lines in runs)
     assert resumed == whole
+
+
+def test_a_run_of_another_config_is_not_resumed(folder: Path) -> None:
+    train(small_config(folder), folder / "run", stop=lambda: True)
+    other = small_config(folder, "train.steps=4", "train.seed=1")
+    rule = r"run must be new or hold a run of this config, .* with another train\.steps: choose"
+    with pytest.raises(RunError, match=rule):
+        train_or_resume(other, folder / "run", watch=SilentWatcher(), stop=lambda: False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,19 @@ def test_steps_after_the_last_checkpoint_are_repeated(folder: Path) -> None:
     resume(folder / "r", watch=recorder)
     assert [line["step"] for line in recorder.steps] == [1, 2]
     assert [without_clock(line) for line in run.metrics()[:2]] == expected
+
+
+def test_a_run_without_a_checkpoint_says_that_it_begins_again(folder: Path) -> None:
+    train(small_config(folder), folder / "r", stop=stop_after(2))
+    shutil.rmtree(folder / "r" / "checkpoints")
+    with (folder / "r" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2')  # as if killed while it was written
+    recorder = Recorder()
+    assert resume(folder / "r", watch=recorder).steps == 3
+    assert recorder.messages.count("no checkpoint to go on from: beginning at the first step") == 1
+    fresh = Recorder()
+    train(small_config(folder), folder / "fresh", watch=fresh)
+    assert not [text for text in fresh.messages if "no checkpoint" in text]
 
 
 def test_a_finished_run_is_not_trained_again(folder: Path) -> None:

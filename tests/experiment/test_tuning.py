@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,48 @@ def test_a_search_keeps_its_number_of_seeds(folder: Path) -> None:
         run_trials(folder, 2, "train.steps=1", seeds=2)
     with pytest.raises(ConfigError, match=r"^seeds must be a whole number >= 1, got 0"):
         run_trials(folder, 2, seeds=0)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("tune.direction=maximize", "tune.direction"),
+        ('tune.objective="base_loss/value"', "tune.objective"),
+        ("train.learning_rate=0.5", "train.learning_rate"),
+        (
+            "regularizers.l2.weight={ tune = [0.2, 10.0], log = true }",
+            "regularizers.0.weight.tune.0",
+        ),
+    ],
+)
+def test_a_search_keeps_its_config(folder: Path, override: str, key: str) -> None:
+    """Otherwise trials of different configs would be compared, in the first one's direction."""
+    run_trials(folder, 1, "train.steps=1")
+    rule = f"must be searched with the config that it began with, and {key} is another: "
+    with pytest.raises(RunError, match=re.escape(rule)):
+        run_trials(folder, 2, "train.steps=1", override)
+    assert run_trials(folder, 1, "train.steps=1").trials == 1
+
+
+def test_runs_of_another_config_are_not_taken_for_those_of_a_trial(folder: Path) -> None:
+    run_trials(folder, 1, "train.steps=1")
+    (folder / "t" / "study.db").unlink()
+    with pytest.raises(RunError, match=r"trial-0000 must be new or hold a run of this config"):
+        run_trials(folder, 1, "train.steps=2")
+
+
+def test_a_damaged_study_is_an_error_that_names_it(folder: Path) -> None:
+    (folder / "t").mkdir()
+    (folder / "t" / "study.db").write_text("not a database")
+    with pytest.raises(RunError, match=r"study\.db must be a study of Optuna, .*[^\n]+\.$"):
+        run_trials(folder, 1)
+
+
+def test_an_unknown_objective_is_an_error_after_the_first_step(folder: Path) -> None:
+    recorder = Recorder()
+    with pytest.raises(ConfigError, match=r"objective must be made of keys .*, got 'gone'; known"):
+        run_trials(folder, 1, "tune.objective=gone", watch=recorder)
+    assert [metrics["step"] for metrics in recorder.steps] == [0]
 
 
 def test_a_held_out_objective_needs_held_out_data(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -15,8 +16,9 @@ def set_(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="New settings: kl.weight=0.2, kl.at_most=0.1, kl.enabled=false, or "
-            "learning_rate=1e-5; without any, the current ones are shown.",
+            help="New settings: kl.weight=0.2, kl.at_most=0.1, kl.enabled=false, "
+            "rewards.short.weight=2 or learning_rate=1e-5; without any, the current ones are "
+            "shown.",
         ),
     ] = None,
 ) -> None:
@@ -39,7 +41,7 @@ def pause(run: Run) -> None:
 
     pause_run(run)
     typer.echo(f"{run} waits after its current step. Let it go on with:")
-    typer.echo(f"  steelyard continue {run}")
+    typer.echo(f"  steelyard continue {shlex.quote(str(run))}")
 
 
 def continue_(run: Run) -> None:

@@ -76,6 +76,7 @@ class LiveDisplay:
     def __exit__(
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
+        self._live.transient = not self._started  # a bar that never moved says nothing
         self._live.stop()
 
     def say(self, text: str) -> None:

@@ -62,6 +62,11 @@ def sample(
 ) -> None:
     """Answer prompts with the model of a run."""
     texts = _read_prompts(prompt or [], file, skip_bad=skip_bad)
+    if system is not None and (chat is False or any(not isinstance(each, str) for each in texts)):
+        raise typer.BadParameter(
+            "--system must be given with texts that are messages of a chat, not with --plain; in a "
+            'file of JSON Lines, write it into the "messages" of each line.'
+        )
     with opened_model(run, chosen_checkpoint(step, checkpoint)) as model:
         is_chat = model.is_chat if chat is None else chat
         prompts = [_record(each, system, is_chat=is_chat or system is not None) for each in texts]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.exit_codes import INTERRUPTED
+from steelyard.cli.exit_codes import FAILED, INTERRUPTED
 from steelyard.cli.ray_options import RayAddress, RayCpus, RayGpus, RayMemory, ray_cluster
 from steelyard.cli.train import Overrides, Seeds, SkipBad
 
@@ -61,11 +62,16 @@ def tune(
         typer.echo(f"Best of {tuned.trials} trials: {tuned.value:.6g}")
         for name, weight in tuned.weights.items():
             typer.echo(f"  {name}: weight = {weight:.6g}")
-        typer.echo(f"Train with it: steelyard train {tuned.config}")
+        typer.echo(f"Train with it: steelyard train {shlex.quote(str(tuned.config))}")
     if not tuned.done:
         typer.echo(f"Stopped after {tuned.trials} trials. Run the same command again to continue:")
         typer.echo(f"  {tuned.folder}")
         raise typer.Exit(INTERRUPTED)
+    if tuned.value is None:
+        typer.echo(
+            f"No trial was completed, and there are no best weights: {tuned.folder}", err=True
+        )
+        raise typer.Exit(FAILED)
 
 
 def _print_table(search: Search) -> None:

@@ -1,6 +1,6 @@
 """The embedded engine: a real model, trained and sampled in this process, with the SDK's methods.
 
-`service_client` finds a base model (`model_sources`, `smollm2`, `tiny`), loads it once (`model`),
+`service_client` finds a base model (`model_sources`, `hub`, `smollm2`, `tiny`), loads it (`model`),
 and starts a `worker_thread` for it. `training_client` and `sampling_client` check their arguments
 (`datum_tensors`) and queue calls on that thread. There, `trainer` packs sequences into rows
 (`packing`) within the token budget (`memory`), runs them forward and backward (`forward`), applies

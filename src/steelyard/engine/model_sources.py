@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.engine import smollm2, tiny
+from steelyard.engine.hub import check_hub_model
 from steelyard.errors import ModelError
 
 KNOWN_MODELS = {smollm2.NAME: smollm2.CONTEXT, tiny.NAME: tiny.CONTEXT}
@@ -67,6 +68,8 @@ def _pretrained(name: str, locate: Callable[[], str | Path]) -> ModelSource:
         import transformers  # noqa: PLC0415 - takes seconds
 
         location = locate()
+        if isinstance(location, str):
+            check_hub_model(location)
         try:
             return getattr(transformers, loader).from_pretrained(location, **options)
         except (OSError, ValueError) as error:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import ConfigError, RunError
+from steelyard.errors import ConfigError
 from steelyard.experiment.build_terms import build_terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.on_ray import RayCluster, open_runs, run_together
@@ -29,7 +29,7 @@ from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
 from steelyard.experiment.step_metrics import weighted_reward
-from steelyard.experiment.train_or_resume import train_or_resume
+from steelyard.experiment.train_or_resume import holds_run_of, train_or_resume
 from steelyard.experiment.watcher import SilentWatcher, Watcher
 
 _HELD_OUT_LOSS, _HELD_OUT_TERM = "held_out/loss", "held_out/regularizers/"
@@ -152,13 +152,14 @@ def ablate(
     seeded = seeded_configs(config, seeds)
     parent, watch = RunFolder(folder), watch or SilentWatcher()
     with parent.locked():
+        runs: list[_Run] = []
         # Seed by seed, so that an interrupted ablation has pairs to compare.
-        runs = [
-            _Run(label, seed, seed_folder(parent.path, config, seed) / _slug(label), variant)
-            for seed, with_seed in seeded.items()
-            for label, variant in variants(with_seed).items()
-        ]
-        _check_same_configs(parent.path, runs)
+        for seed, with_seed in seeded.items():
+            configs, of_seed = variants(with_seed), seed_folder(parent.path, config, seed)
+            names = zip(configs.items(), _folder_names(configs), strict=True)
+            runs += [_Run(label, seed, of_seed / name, each) for (label, each), name in names]
+        for run in runs:
+            holds_run_of(run.config, run.path)  # or raises
         share_reference_logprobs(parent.path)
         if not config.source.held_out:
             watch.say(_NOT_HELD_OUT.format(config.source_key))
@@ -301,20 +302,21 @@ def _quantities(row: Mapping[str, Any]) -> dict[str, float | None]:
     return {REWARD: row["held_out/reward"], **rewards, **row["terms"]}
 
 
-def _check_same_configs(folder: Path, runs: Sequence[_Run]) -> None:
-    for run in runs:
-        existing = RunFolder(run.path)
-        if existing.holds_run and _written(existing.config()) != _written(run.config):
-            raise RunError(
-                f"{folder} must be new or hold runs of this config, and {run.path} is of another: "
-                f"choose another folder."
-            )
+def _folder_names(labels: Iterable[str]) -> list[str]:
+    """Name of the folder of each run, from its label; no two are the same but for their case.
 
-
-def _written(config: Config) -> dict[str, Any]:
-    """Config as it stands in a run folder, without its secrets."""
-    return redact(config.model_dump(mode="json"))
-
-
-def _slug(label: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", label)
+    Example:
+        >>> _folder_names(["without a/b", "without a b"])
+        ['without-a-b', 'without-a-b-2']
+    """
+    names: list[str] = []
+    taken: set[str] = set()
+    for label in labels:
+        plain = name = re.sub(r"[^A-Za-z0-9_.-]+", "-", label)
+        number = 1
+        while name.casefold() in taken:
+            number += 1
+            name = f"{plain}-{number}"
+        taken.add(name.casefold())
+        names.append(name)
+    return names

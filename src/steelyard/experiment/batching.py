@@ -7,7 +7,7 @@ with the same batches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -129,6 +129,10 @@ class FixedData:
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data."""
         return self.dataset.prompt(text)
+
+    def with_terms(self, terms: Terms) -> FixedData:
+        """Copy of the source that evaluates other terms."""
+        return replace(self, terms=terms)
 
 
 def _order(epoch: int, count: int, seed: int) -> list[int]:

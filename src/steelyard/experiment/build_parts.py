@@ -12,8 +12,6 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.secrets import redact
 from steelyard.spec import describe_with_place
 
-MAX_CHECKED_STEPS = 10_000  # of a weight schedule
-
 T = TypeVar("T")
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from steelyard.composition import Aggregator, Pipeline, WeightedSum, aggregator_of
 from steelyard.errors import ConfigError
 from steelyard.experiment.base_losses import POLICY_LOSSES, PolicyLoss
-from steelyard.experiment.build_parts import MAX_CHECKED_STEPS, import_modules, locate_errors
+from steelyard.experiment.build_parts import import_modules, locate_errors
 from steelyard.experiment.config import Config, TermConfig
 from steelyard.experiment.config_secrets import resolve_secrets
-from steelyard.experiment.config_weights import fields_of, range_of
+from steelyard.experiment.config_weights import MAX_CHECKED_STEPS, fields_of, range_of
 from steelyard.experiment.evaluations import EvaluationFunction, build_evaluations
 from steelyard.experiment.rewards import REWARDS, Reward, build_rewards
 from steelyard.spec import BASE, RegularizerSpec, build, did_you_mean, registered

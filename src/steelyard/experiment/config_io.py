@@ -7,7 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -208,7 +208,7 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
             entry.model_copy(update={"options": resolve_files(entry.options, folder)})
             for entry in getattr(config, table)
         ]
-        for table in ("regularizers", "rewards")
+        for table in ("regularizers", "rewards", "evaluations")
     }
     python_path = [str((folder / entry).resolve()) for entry in config.python_path]
     return config.model_copy(
@@ -243,5 +243,17 @@ def _existing_file(table: str, key: str, folder: Path, given: str) -> str:
 
 
 def _copy(source: Mapping[str, Any]) -> dict[str, Any]:
-    copied: dict[str, Any] = json.loads(json.dumps(source))
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(source, default=_as_json))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a config must be a mapping that JSON can hold: {error}.") from error
     return copied
+
+
+def _as_json(value: object) -> str | dict[Any, Any]:
+    """Path or mapping of another class, in a config that is written in Python."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"it cannot hold a {type(value).__name__}")

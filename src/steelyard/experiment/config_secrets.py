@@ -109,6 +109,26 @@ def literal_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _value_at(config, path) for key, path in found.items()}
 
 
+def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Keys, with dots, of the values that differ between two configs, but for their secrets.
+
+    Example:
+        >>> changed_keys({"train": {"steps": 5, "seed": 0}}, {"train": {"steps": 6, "seed": 0}})
+        ['train.steps']
+    """
+
+    def leaves(config: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        secrets.map_leaves(
+            secrets.redact(config), lambda path, leaf, _: found.setdefault(dotted(path), leaf)
+        )
+        return found
+
+    one, other = leaves(before), leaves(after)
+    missing = object()
+    return [key for key in one | other if one.get(key, missing) != other.get(key, missing)]
+
+
 def check_whole(config: Mapping[str, Any]) -> None:
     """Check that redaction removed nothing from a config.
 
@@ -156,7 +176,7 @@ def _override_path(
 ) -> tuple[secrets.Path, secrets.Path]:
     """Path as an override spells it, with the name of an entry for its index; and its prefix."""
     match path:
-        case (("regularizers" | "rewards") as table, int(index), *rest):
+        case (("regularizers" | "rewards" | "evaluations") as table, int(index), *rest):
             entry = config[table][index]
             names: secrets.Path = (table, str(entry.get("name") or entry.get("use")))
             kept: secrets.Path = (table, index)

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from steelyard.experiment.config_types import REFERENCE_FORMS, Options, Rate, Table
+from steelyard.experiment.config_weights import MAX_CHECKED_STEPS, schedule_of
+from steelyard.spec import Schedule, is_finite
 
 _LOWER, _HIGHER = ("loss", "nll", "perplexity"), ("held_out/reward", "rewards/", "rollouts/reward")
 # Metrics of evaluations: measured before the update at step 0, and after it at all other steps.
@@ -153,12 +155,22 @@ class TrainConfig(Table):
                 "must have a number as learning_rate for warmup_steps and decay, got a schedule: "
                 "put them into the schedule, or give the number"
             )
+        if callable(schedule := schedule_of(self.learning_rate)):
+            self._check_rates(schedule)
         if self.warmup_steps > self.steps:
             raise ValueError(
                 f"must have at most train.steps = {self.steps} as warmup_steps, got "
                 f"{self.warmup_steps}"
             )
         return self
+
+    def _check_rates(self, schedule: Schedule) -> None:
+        # A run of hours should not end with an invalid rate.
+        for step in range(min(self.steps, MAX_CHECKED_STEPS)):
+            if not is_finite(rate := schedule(step)) or rate < 0:
+                raise ValueError(
+                    f"must have a learning_rate >= 0 at every step, got {rate:g} at step {step}"
+                )
 
     @model_validator(mode="after")
     def _check_goals(self) -> Self:

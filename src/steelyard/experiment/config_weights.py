@@ -16,9 +16,12 @@ SCHEDULES = {
     "piecewise": '{ "0" = v, "100" = w }',
     "warmup": "[v, steps]",
 }
-_FORMS = (
-    "a number >= 0, a schedule such as { warmup = [0.1, 10] }, { tune = [low, high] }, or a bound "
-    "such as { at_most = 0.1 }"
+MAX_CHECKED_STEPS = 10_000  # of a schedule, before training
+_SCHEDULE = "a schedule such as { warmup = [0.1, 10] }"
+_RATE = f"a number >= 0 or {_SCHEDULE}"
+_SCALAR_WEIGHT = f"a number >= 0, {_SCHEDULE}, or {{ tune = [low, high] }}"
+_WEIGHT = (
+    f"a number >= 0, {_SCHEDULE}, {{ tune = [low, high] }}, or a bound such as {{ at_most = 0.1 }}"
 )
 _BOUNDS = ("at_most", "at_least")
 _BOUND = (
@@ -36,9 +39,7 @@ def check_weight(value: Any) -> Any:
     """
     if _is_bound(value):
         return _check_bound(value)
-    if is_range(value):
-        return _check_range(value)
-    return check_rate(value)
+    return _check_range(value) if is_range(value) else _check_number(value, _WEIGHT)
 
 
 def check_scalar_weight(value: Any) -> Any:
@@ -47,9 +48,7 @@ def check_scalar_weight(value: Any) -> Any:
     Raises:
         ValueError: it is none of these; the message is the rule.
     """
-    if _is_bound(value):
-        raise ValueError("must be a number >= 0, a schedule or { tune = [low, high] }")
-    return check_weight(value)
+    return _check_range(value) if is_range(value) else _check_number(value, _SCALAR_WEIGHT)
 
 
 def check_rate(value: Any) -> Any:
@@ -58,14 +57,7 @@ def check_rate(value: Any) -> Any:
     Raises:
         ValueError: it is neither; the message is the rule.
     """
-    if isinstance(value, Mapping):
-        schedule_of(value)
-        return value
-    if not is_finite(value):
-        raise ValueError(f"must be {_FORMS}")
-    if value < 0:
-        raise ValueError("must be >= 0")
-    return value
+    return _check_number(value, _RATE)
 
 
 def is_range(value: Any) -> bool:
@@ -106,8 +98,7 @@ def schedule_of(value: Any) -> float | Schedule:
     """
     if not isinstance(value, Mapping):
         return float(value)
-    if len(value) != 1 or not value.keys() <= SCHEDULES.keys():
-        raise ValueError(f"must be {_FORMS}; schedules: {', '.join(SCHEDULES)}")
+    _check_kind(value, _RATE)
     ((kind, arguments),) = value.items()
     rule = f"must be {{ {kind} = {SCHEDULES[kind]} }}"
     try:
@@ -119,6 +110,24 @@ def schedule_of(value: Any) -> float | Schedule:
         reason = f" ({error})" if isinstance(error, SpecError) else ""
         raise ValueError(f"{rule}{reason}") from error
     return schedule
+
+
+def _check_number(value: Any, forms: str) -> Any:
+    """Check that `value` is a number >= 0 or a schedule; `forms` are those of the key."""
+    if isinstance(value, Mapping):
+        _check_kind(value, forms)
+        schedule_of(value)
+        return value
+    if not is_finite(value):
+        raise ValueError(f"must be {forms}")
+    if value < 0:
+        raise ValueError("must be >= 0")
+    return value
+
+
+def _check_kind(value: Mapping[str, Any], forms: str) -> None:
+    if len(value) != 1 or not value.keys() <= SCHEDULES.keys():
+        raise ValueError(f"must be {forms}; schedules: {', '.join(SCHEDULES)}")
 
 
 def _is_bound(value: Any) -> bool:
@@ -135,6 +144,7 @@ def _check_bound(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if is_range(limit):
         _check_range(limit)
     elif isinstance(limit, Mapping):
+        _check_kind(limit, _BOUND)
         schedule_of(limit)
     elif not is_finite(limit) or (limit == 0 and "scale" not in value):
         raise ValueError(f"must be {_BOUND}")

@@ -6,10 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from tinker import types
+
+if TYPE_CHECKING:
+    from steelyard.experiment.build_terms import Terms
 
 PREFERENCE = ("chosen", "rejected")  # the parts of a line that is a pair
 
@@ -105,3 +108,6 @@ class DataSource(Protocol):
 
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""
+
+    def with_terms(self, terms: Terms) -> DataSource:
+        """Copy of the source whose data are scored and evaluated with other terms and rewards."""

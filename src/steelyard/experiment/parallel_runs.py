@@ -59,7 +59,7 @@ def run_in_parallel(
     """
     waiting = list(configs.items())
     running: list[_Child] = []
-    failed: list[Path] = []
+    failed: list[tuple[Path, int]] = []  # folder and exit code
     stopping = False
     while running or (waiting and not stopping and not failed):
         if (stop() or failed) and not stopping:
@@ -76,12 +76,15 @@ def run_in_parallel(
                 child.steps.report()  # those between the last look and its end
                 running.remove(child)
                 if code not in (0, _INTERRUPTED):
-                    failed.append(child.folder)
+                    failed.append((child.folder, code))
         time.sleep(_POLL_SECONDS)
-    if failed:
+    for folder in configs if failed else ():
+        # As `train` does: a corrected config can then begin in the same folder.
+        RunFolder(folder).discard_start()
+    for folder, code in failed:
         raise RunError(
-            f"every run must end well, and {failed[0].name} did not: see "
-            f"{failed[0] / 'log.txt'} and {_output_file(failed[0])}."
+            f"every run must end well, and {folder.name} did not: {_reason(folder, code)} See "
+            f"{folder / 'log.txt'} and {_output_file(folder)}."
         )
 
 
@@ -115,6 +118,14 @@ def _memory_is_free(running: list[_Child]) -> bool:
         return False
     largest = max(child.memory for child in running)
     return bool(psutil.virtual_memory().available > _MEMORY_MARGIN * largest)
+
+
+def _reason(folder: Path, code: int) -> str:
+    """Why a run has failed: the last line of its output, which is its error."""
+    if code < 0:
+        return f"signal {-code} ended it."
+    lines = _output_file(folder).read_text("utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"it ended with the exit code {code}."
 
 
 def _output_file(folder: Path) -> Path:

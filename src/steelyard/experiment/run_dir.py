@@ -118,19 +118,24 @@ class RunFolder:
         """Config of the run, in which literal secrets are redacted: see `restore_secrets`.
 
         Raises:
-            RunError: the folder contains no run.
+            RunError: the folder contains no run, or its config cannot be read.
             ConfigError: the config is damaged.
         """
         try:
             return Config.model_validate_json(self._config.read_bytes(), strict=False)
         except ValidationError as error:
-            if error.errors()[0]["type"] != "json_invalid":
+            first = error.errors(include_input=False, include_url=False)[0]
+            if first["type"] != "json_invalid":
                 raise ConfigError(f"{self._config}: {format_errors(error)}") from None
-            raise ConfigError(f"{self._config} must be a whole config: {error}") from None
-        except FileNotFoundError:
+            raise ConfigError(
+                f"{self._config} must be JSON, and it is damaged: {first['msg']}."
+            ) from None
+        except (FileNotFoundError, NotADirectoryError):
             raise RunError(
                 f"{self.path} must be the folder of a run, with a config.json, and it is none."
             ) from None
+        except OSError as error:
+            raise _unreadable(self._config, error) from error
 
     def hold_data(self, files: Sequence[str]) -> None:
         """Record digests of the data files; in a resumed run, check that they are unchanged.
@@ -303,7 +308,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise RunError(f"{path} must be a file that can be read: {error.strerror}.") from error
+        raise _unreadable(path, error) from error
 
 
 def _parse(content: bytes, where: str) -> dict[str, Any]:
@@ -344,7 +349,11 @@ def _digest(file: Path) -> str:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
-        raise RunError(f"{file} must be a file that can be read: {error.strerror}.") from error
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path} must be a file that can be read: {error.strerror}.")
 
 
 def _not_writable(path: Path, error: OSError) -> RunError:

@@ -1,4 +1,9 @@
-"""Settings of a run that can be changed while it goes on: weights, bounds, switches, the rate."""
+"""Settings of a run that can be changed while it goes on.
+
+`learning_rate`; weight, bound and switch of a term, `<term>.weight`, `<term>.at_most`,
+`<term>.at_least` and `<term>.enabled`; weight and switch of a reward, `rewards.<reward>.weight` and
+`rewards.<reward>.enabled`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +19,16 @@ from steelyard.experiment.build_terms import Terms, check_schedule
 from steelyard.experiment.config import Config, TermConfig
 from steelyard.experiment.config_errors import format_errors
 from steelyard.experiment.config_io import parse_value
-from steelyard.experiment.config_weights import fields_of, range_of
+from steelyard.experiment.config_rollouts import RewardConfig
+from steelyard.experiment.config_weights import fields_of, range_of, schedule_of
+from steelyard.experiment.rewards import Reward, check_weights
 from steelyard.spec import RegularizerSpec, lookup
 
 RATE = "learning_rate"
 _BOUNDS = ("at_most", "at_least")
 _KEYS = ("weight", *_BOUNDS, "enabled")
+_REWARD_KEYS = ("weight", "enabled")
+_REWARDS = "rewards."  # begins the keys of rewards
 _NO_WEIGHT = {"weight": None, "at_most": None, "at_least": None, "scale": None}
 
 
@@ -29,6 +38,11 @@ def term_names(config: Config) -> list[str]:
     No module of the user is imported for that: whoever changes a run need not trust its config.
     """
     return [entry.name or _own_name(entry.use) or entry.use for entry in config.regularizers]
+
+
+def _reward_names(config: Config) -> list[str]:
+    """Name of each reward of a config; that of its function if it has none there."""
+    return [entry.name or entry.use.rpartition(":")[2] for entry in config.rewards]
 
 
 def parse_settings(assignments: Iterable[str]) -> dict[str, Any]:
@@ -55,19 +69,19 @@ def changed_config(config: Config, settings: Mapping[str, Any]) -> Config:
 
     Args:
         config: the config.
-        settings: new values by key: `learning_rate`, or `<term>.` with `weight`, `at_most`,
-            `at_least` or `enabled`.
+        settings: new values by key, as above.
 
     Raises:
         ConfigError: a key is unknown, or a value breaks its rule.
     """
-    raw, names = config.model_dump(mode="json"), term_names(config)
+    raw = config.model_dump(mode="json")
+    names = {"regularizers": term_names(config), "rewards": _reward_names(config)}
     for key, value in settings.items():
-        index, field = _find(key, names)
-        if index is None:
+        table, index, field = _find(key, names)
+        if table == "train":
             raw["train"][RATE] = value
             continue
-        entry = raw["regularizers"][index]
+        entry = raw[table][index]
         if field == "enabled":
             entry["enabled"] = value
             continue
@@ -82,7 +96,7 @@ def changed_config(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def changed_terms(terms: Terms, config: Config) -> Terms:
-    """Terms of a run with the weights, bounds and switches of another config.
+    """Terms and rewards of a run with the weights, bounds and switches of another config.
 
     Raises:
         SpecError: a schedule yields an invalid weight.
@@ -91,7 +105,11 @@ def changed_terms(terms: Terms, config: Config) -> Terms:
     specs = tuple(_changed_spec(spec, entry) for spec, entry in pairs)
     for spec in specs:
         check_schedule(spec, config.train.steps)
-    return replace(terms, specs=specs)
+    both = zip(terms.rewards, config.rewards, strict=True)
+    rewards = tuple(_changed_reward(reward, entry) for reward, entry in both)
+    for reward in rewards:
+        check_weights(reward, config.train.steps)
+    return replace(terms, specs=specs, rewards=rewards)
 
 
 def current_settings(config: Config) -> dict[str, Any]:
@@ -103,6 +121,9 @@ def current_settings(config: Config) -> dict[str, Any]:
         settings |= {f"{name}.{key}": weight[key] for key in bounds}
         settings |= {} if bounds else {f"{name}.weight": weight}
         settings[f"{name}.enabled"] = entry.enabled
+    for name, reward in zip(_reward_names(config), config.rewards, strict=True):
+        settings[f"{_REWARDS}{name}.weight"] = reward.weight
+        settings[f"{_REWARDS}{name}.enabled"] = reward.enabled
     return settings
 
 
@@ -119,23 +140,39 @@ def _changed_spec(spec: RegularizerSpec, entry: TermConfig) -> RegularizerSpec:
     return replace(spec, **fields)
 
 
-def _find(key: str, names: Sequence[str]) -> tuple[int | None, str]:
-    """Index of the term and name of the setting; no index for the learning rate."""
+def _changed_reward(reward: Reward, entry: RewardConfig) -> Reward:
+    return replace(reward, weight=schedule_of(entry.weight), enabled=entry.enabled)
+
+
+def _find(key: str, names: Mapping[str, Sequence[str]]) -> tuple[str, int, str]:
+    """Table and index of the entry that a key is about, and the setting in it.
+
+    Args:
+        key: the key.
+        names: names of the entries of `regularizers` and of `rewards`.
+    """
+    terms, rewards = names["regularizers"], names["rewards"]
     plain = key.removeprefix("regularizers.").removeprefix("train.")
     if plain == RATE:
-        return None, RATE
+        return "train", 0, RATE
     name, _, field = plain.rpartition(".")
     name = name.strip('"')
-    known = [RATE, *(f"{each}.{setting}" for each in names for setting in _KEYS)]
-    if name not in names or field not in _KEYS:
-        near = difflib.get_close_matches(plain, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        terms = ", ".join(names) or "none"
-        raise ConfigError(
-            f"a setting must be {RATE}, or that of a term ({terms}): <term>.weight, "
-            f"<term>.at_most, <term>.at_least or <term>.enabled, got {key!r}{hint}"
-        )
-    return names.index(name), field
+    if name in terms and field in _KEYS:
+        return "regularizers", terms.index(name), field
+    name = name.removeprefix(_REWARDS).strip('"')
+    if plain.startswith(_REWARDS) and name in rewards and field in _REWARD_KEYS:
+        return "rewards", rewards.index(name), field
+    known = [RATE, *(f"{each}.{setting}" for each in terms for setting in _KEYS)]
+    known += [f"{_REWARDS}{each}.{setting}" for each in rewards for setting in _REWARD_KEYS]
+    near = difflib.get_close_matches(plain, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    of_rewards = f", or that of a reward ({', '.join(rewards)}): rewards.<reward>.weight or "
+    of_rewards += "rewards.<reward>.enabled"
+    raise ConfigError(
+        f"a setting must be {RATE}, or that of a term ({', '.join(terms) or 'none'}): "
+        f"<term>.weight, <term>.at_most, <term>.at_least or <term>.enabled"
+        f"{of_rewards if rewards else ''}, got {key!r}{hint}"
+    )
 
 
 def _own_name(use: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -20,6 +21,7 @@ STUDY = "study.db"
 STUDY_NAME = "steelyard"
 OBJECTIVES = "objectives"  # attribute of a trial: the objective of each of its runs
 SEEDS = "seeds"  # attribute of the study: number of seeds of a trial
+CONFIG = "config"  # attribute of the study: the config that it began with, without secrets
 REWARDS = "rewards."  # begins the name of the weight of a reward
 _TARGET = 0.25  # importances are for reaching this best part of the trials
 _STATES: Mapping[str, State] = {"COMPLETE": "completed", "PRUNED": "pruned", "FAIL": "failed"}
@@ -97,12 +99,8 @@ def read_search(folder: Path) -> Search:
     optuna = import_optuna()
     if not (folder / STUDY).is_file():
         raise RunError(f"{folder} must be the folder of a search, with {STUDY}, and it is none.")
-    try:
+    with convert_study_errors(folder):
         study = optuna.load_study(study_name=STUDY_NAME, storage=storage_url(folder))
-    except Exception as error:  # SQLAlchemy and Optuna have many; all mean a damaged file
-        raise RunError(
-            f"{folder / STUDY} must be a study of Optuna, and it is not: {error}."
-        ) from error
     direction = study.direction.name.lower()
     sign = 1.0 if direction == "minimize" else -1.0
     order = [*_STATES.values(), "unfinished"]
@@ -133,6 +131,18 @@ def import_optuna() -> Any:
         raise cure("steelyard tune", error) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
+
+
+@contextlib.contextmanager
+def convert_study_errors(folder: Path) -> Iterator[None]:
+    """Raise an error of the file of a study as a `RunError`."""
+    try:
+        yield
+    except Exception as error:  # SQLAlchemy and Optuna have many; all mean a damaged file
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RunError(
+            f"{folder / STUDY} must be a study of Optuna, and it is not: {reason}."
+        ) from error
 
 
 def storage_url(folder: Path) -> str:

@@ -167,6 +167,8 @@ class _TrainingRun:
         source = self._open_source(backend)
         checkpoint = checkpointing.latest_checkpoint(self.run)
         start = 0 if checkpoint is None else checkpoint.step
+        if checkpoint is None and self.run.measured():
+            self._say("no checkpoint to go on from: beginning at the first step")
         self.run.cut(0 if checkpoint is None else checkpoint.metrics_bytes)
         self.run.cut_records(start)
         self.run.paused.unlink(missing_ok=True)  # who resumes a run wants it to go on

@@ -54,7 +54,7 @@ class TrainingSteps:
         config: config of the run; it changes if the run is changed while it goes on.
         terms: its terms, which change too.
         backend: the model.
-        source: the data.
+        source: the data, whose rewards change with the terms.
         goals: best checkpoint and early stopping; None if the config has neither.
         sinks: loggers that receive the metrics.
         watch: notified of each step.
@@ -140,6 +140,7 @@ class TrainingSteps:
         if not repeats and (size <= changes.size or changes.repeated is not None):
             return
         self.config, self.terms = changes.apply(self.config, self.terms, step, self.say)
+        self.source = self.source.with_terms(self.terms)
         self._learning_rate = learning_rate_of(self.config.train)
 
     def _step(self, step: int) -> dict[str, Any]:

@@ -14,18 +14,22 @@ import numpy as np
 from steelyard.errors import ConfigError, RunError, TermError
 from steelyard.experiment.config import Config, TermConfig, TuneConfig
 from steelyard.experiment.config_rollouts import RewardConfig
+from steelyard.experiment.config_secrets import changed_keys
 from steelyard.experiment.config_weights import range_of, with_value
+from steelyard.experiment.held_out import failures
 from steelyard.experiment.on_ray import RayCluster, RayRuns, open_runs, run_together
 from steelyard.experiment.overall_progress import OverallProgress
 from steelyard.experiment.paired_differences import estimate
 from steelyard.experiment.reference_logprobs import share_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder, write_atomic
 from steelyard.experiment.search import (
+    CONFIG,
     OBJECTIVES,
     REWARDS,
     SEEDS,
     STUDY_NAME,
     Search,
+    convert_study_errors,
     import_optuna,
     read_search,
     storage_url,
@@ -33,6 +37,7 @@ from steelyard.experiment.search import (
 )
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.seeds import seed_folder, seeded_configs
+from steelyard.experiment.step_metrics import reward_names, skipped_terms
 from steelyard.experiment.train_or_resume import train_or_resume
 from steelyard.experiment.training_loop import Outcome
 from steelyard.experiment.watcher import SilentWatcher, Watcher
@@ -137,8 +142,8 @@ def tune(
         ConfigError: no weight is a range, the objective is not a metric, it is a sum of rewards
             with the weights that are tuned, the number of seeds is not a whole number >= 1, or
             there is a number of jobs and no Ray cluster.
-        RunError: the folder is in use, or holds a search with another number of seeds; or the
-            cluster cannot be reached, or has no node for a run.
+        RunError: the folder is in use, or holds a search with another config or number of seeds, or
+            a damaged one; or the cluster cannot be reached, or has no node for a run.
         MissingExtraError: Optuna is not installed.
     """
     ranges = weight_ranges(config)
@@ -203,24 +208,26 @@ class _StudyRunner:
         self.optuna = optuna = import_optuna()
         settings = self.config.tune
         pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1)
-        self.study = optuna.create_study(
-            storage=storage_url(self.folder),
-            study_name=STUDY_NAME,
-            load_if_exists=True,
-            direction=settings.direction,
-            pruner=pruner if settings.prune else optuna.pruners.NopPruner(),
-        )
+        with convert_study_errors(self.folder):
+            self.study = optuna.create_study(
+                storage=storage_url(self.folder),
+                study_name=STUDY_NAME,
+                load_if_exists=True,
+                direction=settings.direction,
+                pruner=pruner if settings.prune else optuna.pruners.NopPruner(),
+            )
         # A trial that is RUNNING was interrupted: the folder's lock admits one process.
         running = optuna.trial.TrialState.RUNNING
         self.interrupted = self.study.get_trials(deepcopy=False, states=(running,))
-        self._check_seeds()
+        self._check_same_search()
         trials = settings.trials * self.seeds * self.config.train.steps
         self.progress = OverallProgress(self.watch, trials)
         for trial in self.study.get_trials(deepcopy=False):
             if trial.state.is_finished():
                 self._count_as_done(trial.number)
 
-    def _check_seeds(self) -> None:
+    def _check_same_search(self) -> None:
+        """Check that the trials so far compare with those to come."""
         begun = bool(self.study.get_trials(deepcopy=False))
         before = self.study.user_attrs.get(SEEDS, 1)  # searches of older versions have no attribute
         if begun and before != self.seeds:
@@ -228,7 +235,18 @@ class _StudyRunner:
                 f"{self.folder} must be searched with as many seeds as before, {before}, got "
                 f"{self.seeds}: means over other seeds are not comparable; choose another folder."
             )
+        config = _compared(self.config)
+        known = self.study.user_attrs.get(CONFIG)  # searches of older versions have none
+        if begun and known is not None:
+            # Through the model, which has a default for each key that is younger than the study.
+            known = _compared(Config.model_validate(known, strict=False))
+            for key in changed_keys(known, config):
+                raise RunError(
+                    f"{self.folder} must be searched with the config that it began with, and "
+                    f"{key} is another: the trials so far do not compare; choose another folder."
+                )
         self.study.set_user_attr(SEEDS, self.seeds)
+        self.study.set_user_attr(CONFIG, config)
 
     def _count_as_done(self, number: int) -> None:
         self.progress.done[str(number)] = self.seeds * self.config.train.steps
@@ -398,6 +416,8 @@ class _PruningWatcher:
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
         self.watch.step(step, steps, metrics)
+        if step == 0 and not _any_failed(metrics):  # a failure may be why a metric is missing
+            objective(self.config, metrics)  # raises if it is none
         # The first evaluation precedes training, and the last step ends the trial anyway.
         if step == 0 or step + 1 == steps or not _objective_keys(self.config) <= metrics.keys():
             return
@@ -421,6 +441,18 @@ def objective(config: TuneConfig, metrics: Mapping[str, Any]) -> float:
     if isinstance(config.objective, str):
         return float(metrics[config.objective])
     return float(sum(weight * metrics[key] for key, weight in config.objective.items()))
+
+
+def _any_failed(metrics: Mapping[str, Any]) -> bool:
+    rewards = (f"rewards/{name}/failed" for name in reward_names(metrics))
+    skipped = skipped_terms(metrics) or failures(metrics) or "held_out/dropped" in metrics
+    return bool(skipped) or any(key in metrics for key in rewards)
+
+
+def _compared(config: Config) -> dict[str, Any]:
+    """Config without its secrets, and without what a search may be continued with."""
+    settings = config.tune.model_copy(update={"trials": 1, "prune": True})
+    return redact(config.model_copy(update={"tune": settings}).model_dump(mode="json"))
 
 
 def _objective_keys(config: TuneConfig) -> set[str]:

@@ -24,6 +24,7 @@ from steelyard.experiment.on_ray.package import pack
 from steelyard.experiment.overall_progress import NewSteps
 from steelyard.experiment.reference_logprobs import REFERENCE_FILE, merge_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.experiment.train_or_resume import holds_run_of
 from steelyard.experiment.training_loop import Outcome
 from steelyard.experiment.watcher import Watcher
 
@@ -70,7 +71,7 @@ class RayRuns:
             RunError: a node cannot train it, or too many of its nodes died.
         """
         run, begin = RunFolder(path), cache(begin)  # a retry is no second run
-        if run.holds_run:
+        if holds_run_of(config, path):
             secrets = literal_secrets(config.model_dump(mode="json"))
             config = restore_secrets(run.config(), secrets)
         with run.locked():

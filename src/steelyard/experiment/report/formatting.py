@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from steelyard.experiment.paired_differences import Estimate
 from steelyard.experiment.report.change import Change
@@ -124,6 +124,21 @@ def format_change(value: Change | None) -> str:
 def format_space(space: str | None) -> str:
     """Text of what a gradient is with respect to; a dash if there is none."""
     return NONE if space is None else space_label(space)
+
+
+def cosine_spaces(spaces: Sequence[str]) -> str:
+    """Sentence on the spaces of the gradients between which cosines are, of one run or several.
+
+    Example:
+        >>> cosine_spaces(["parameters"])
+        'With respect to the parameters.'
+    """
+    text = f"With respect to the {join_names(map(format_space, spaces))}"
+    if len(spaces) > 1:
+        return f"{text}: only runs with the same one are comparable."
+    if "parameters" in spaces:
+        return f"{text}."
+    return f"{text}; with respect to the model's weights they may differ, even in sign."
 
 
 def skip_count(term: TermFinding) -> int:

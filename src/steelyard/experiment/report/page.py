@@ -63,7 +63,7 @@ def page(experiment: Experiment) -> str:
         flags=FLAGS,
         skipping=any(each.skipping for each in found),
         search=experiment.search,
-        sentences=_sentences(experiment, found),
+        sentences=sentences_of(experiment, found),
         slowest=first.extreme("seconds", max),
         strongest=first.strongest,
         opposed=first.extreme("cosine", min),
@@ -95,7 +95,8 @@ def _sections(
     return [section for section in sections if section.figures]
 
 
-def _sentences(experiment: Experiment, found: Sequence[Findings]) -> list[str]:
+def sentences_of(experiment: Experiment, found: Sequence[Findings]) -> list[str]:
+    """Sentences of the first paragraph of the report."""
     runs = experiment.runs
     if experiment.search is not None:
         return search_charts.summarize_search(experiment.search, runs[0])

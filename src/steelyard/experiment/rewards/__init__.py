@@ -5,7 +5,7 @@ ones: `text_match` and `text_form` judge the text itself, `logic_check` asks Z3,
 service, and `reward_model` a model.
 """
 
-from steelyard.experiment.rewards.reward import REWARDS, Reward, build_rewards
+from steelyard.experiment.rewards.reward import REWARDS, Reward, build_rewards, check_weights
 from steelyard.experiment.rewards.scoring import Answer, Score, score
 
 __all__ = [  # noqa: RUF022 - sorted as Python sorts
@@ -14,5 +14,6 @@ __all__ = [  # noqa: RUF022 - sorted as Python sorts
     "Reward",
     "Score",
     "build_rewards",
+    "check_weights",
     "score",
 ]

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from steelyard.errors import ConfigError, SpecError, TermError
 from steelyard.execution import default_workers
-from steelyard.experiment.build_parts import MAX_CHECKED_STEPS, import_modules, locate_errors
+from steelyard.experiment.build_parts import import_modules, locate_errors
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_rollouts import RewardConfig
 from steelyard.experiment.config_secrets import resolve_secrets
-from steelyard.experiment.config_weights import range_of, schedule_of
+from steelyard.experiment.config_weights import MAX_CHECKED_STEPS, range_of, schedule_of
 from steelyard.spec import (
     RunIn,
     Schedule,
@@ -193,7 +193,7 @@ def _build(entry: RewardConfig, steps: int, others: Mapping[str, Reward]) -> Rew
     )
     if reward.name in others:
         raise ConfigError(f"name must be unique, and {reward.name!r} stands twice: give it another")
-    _check_schedule(reward, steps)
+    check_weights(reward, steps)
     _prepare(reward)
     return reward
 
@@ -222,8 +222,12 @@ def _own_name(fn: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _check_schedule(reward: Reward, steps: int) -> None:
-    # A run of hours should not end with an invalid weight.
+def check_weights(reward: Reward, steps: int) -> None:
+    """Check the weight of a reward at every step: a run of hours should not end there.
+
+    Raises:
+        SpecError: a schedule yields no valid number.
+    """
     if callable(reward.weight):
         for step in range(min(steps, MAX_CHECKED_STEPS)):
             reward.weight_at(step)

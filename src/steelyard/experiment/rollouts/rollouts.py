@@ -213,6 +213,10 @@ class Rollouts:
         chat = "messages" in self.prompts[0].record
         return self.encoder.prompt(text, "messages" if chat else "completion")
 
+    def with_terms(self, terms: Terms) -> Rollouts:
+        """Copy of the source that scores answers with other rewards, and evaluates other terms."""
+        return replace(self, terms=terms)
+
     @property
     def _held_out_file(self) -> str:
         settings = self.settings
