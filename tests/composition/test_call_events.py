@@ -28,6 +28,14 @@ def named(heard: Heard, name: str) -> list[tuple[dict[str, Any], dict[str, Any]]
     return [(m, meta) for event, m, meta in heard if event == f"steelyard.{name}"]
 
 
+def test_a_step_at_which_norms_are_not_computed_says_so(heard: Heard) -> None:
+    pipeline = Pipeline(nll, track_grad_norms=True, track_every=2)
+    for step in (0, 1):
+        pipeline.compute([], LOGPROBS, step)
+    started = [metadata for _, metadata in named(heard, "custom_loss.start")]
+    assert [metadata["track_grad_norms"] for metadata in started] == [True, False]
+
+
 def test_a_call_from_start_to_stop(heard: Heard) -> None:
     specs = [RegularizerSpec(l2, 0.1, "l2", run_in="inline"), RegularizerSpec(patient, 0.2, "p")]
     pipeline = Pipeline(nll, specs, track_grad_norms=True)

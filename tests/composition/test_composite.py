@@ -410,6 +410,9 @@ def test_a_bad_schedule_is_found_when_the_step_is_set() -> None:
         ({"max_concurrency": 0}, "max_concurrency must be a whole number"),
         ({"aux": {"activity": 1.0}}, "names must be unique, and 'activity' stands twice"),
         ({"aux": {"router": -1.0}}, "weight must be a finite number >= 0, got -1.0"),
+        ({"wrt": 5}, "wrt must be a module, a tensor or a list of tensors, got 5"),
+        ({"wrt": [torch.ones(1, requires_grad=True), "w"]}, "a list of tensors, got 'w'"),
+        ({"wrt": [torch.ones(1)]}, "wrt must hold tensors that require a gradient, and none of"),
     ],
 )
 def test_bad_settings(settings: Any, message: str) -> None:

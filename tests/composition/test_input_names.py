@@ -39,6 +39,14 @@ class Drift:
         self.seen = state["seen"]
 
 
+class NamedByMethod:
+    def name(self) -> str:
+        return "by method"
+
+    def compute(self, hidden: Tensor) -> Tensor:
+        return hidden.sum()
+
+
 class Module(nn.Module):
     def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
         return (prediction - target).abs().mean()
@@ -85,6 +93,8 @@ def test_options_reach_the_function() -> None:
 def test_a_term_takes_over_what_its_function_says_of_itself() -> None:
     assert (term(Drift(), 1.0).name, term(Drift(), 1.0).run_in) == ("drift", "thread")
     assert term(Drift(), 1.0, "mine", run_in="inline").run_in == "inline"
+    assert term(Drift(), 1.0, run_in="auto").run_in == "thread"
+    assert term(NamedByMethod(), 1.0).name == "by method"
     assert term(activity, 1.0).name == "activity"
     assert term(patient, 1.0).is_async
     with pytest.raises(SpecError, match="name must be a non-empty string"):
@@ -99,6 +109,7 @@ def test_a_term_takes_over_what_its_function_says_of_itself() -> None:
         (torch.sum, (), "the inputs must be named for .*sum.*whose parameters have no names"),
         (cross_entropy, ("logits", ""), "the names of inputs must be non-empty strings, got"),
         (cross_entropy, ("logits", 3), "the names of inputs must be non-empty strings, got"),
+        (reads(activity, "x"), ("y",), r"named once, by reads or by inputs=.*reads \['x'\]"),
     ],
 )
 def test_functions_whose_inputs_cannot_be_told(fn: Any, names: Any, message: str) -> None:
@@ -113,13 +124,47 @@ def test_terms_may_be_mappings() -> None:
             {"fn": lambda x: x.mean(), "weight": 0.5, "name": "by parameter"},
             {"fn": torch.sum, "weight": 0.25, "name": "by name", "inputs": "y"},
             {"fn": lambda data, logprobs: logprobs.sum(), "weight": 1.0, "name": "classic"},
+            {"fn": NamedByMethod(), "weight": 2.0, "inputs": "y"},
         ],
     )
     x, y = torch.tensor([1.0, 3.0]), torch.tensor([4.0])
     total = loss(x=x, y=y, data=None, logprobs=torch.tensor([0.5]))
-    assert total.item() == 4.0 + 0.5 * 2.0 + 0.25 * 4.0 + 0.5
-    with pytest.raises(SpecError, match="a regularizer needs the field 'weight'"):
-        loss.add({"fn": cross_entropy})
+    assert total.item() == 4.0 + 0.5 * 2.0 + 0.25 * 4.0 + 0.5 + 2.0 * 4.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fn": cross_entropy}, "a regularizer needs the field 'weight'"),
+        ({"fn": torch.sum, "inputs": "y"}, "a regularizer needs the field 'weight'"),
+        ({"weight": 1.0, "inputs": "y"}, "a regularizer needs the field 'fn'"),
+        ({"fn": activity, "weight": 1.0, "evry": 2}, "a regularizer has no field 'evry'"),
+        ({"fn": 3, "weight": 1.0, "inputs": "y"}, "fn must be callable over named inputs, got 3"),
+    ],
+)
+def test_a_mapping_that_is_no_term(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        CompositeLoss(cross_entropy, [fields])
+
+
+@pytest.mark.parametrize("terms", [term(activity, 1.0), {"fn": activity, "weight": 1.0}, "l2", 3])
+def test_terms_are_in_a_list(terms: Any) -> None:
+    with pytest.raises(SpecError, match="terms must be a list, or a list for each head, got"):
+        CompositeLoss(cross_entropy, terms)
+
+
+def test_a_term_over_named_inputs_has_no_needs() -> None:
+    with pytest.raises(SpecError, match=r"needs must be empty .* got 'logits': name what it reads"):
+        term(activity, 1.0, needs="logits")
+
+
+def test_a_base_loss_with_an_option_that_nobody_gives() -> None:
+    def smoothed(logits: Tensor, *, smoothing: float) -> Tensor:
+        return smoothing * logits.sum()
+
+    for base in (smoothed, {"policy": smoothed}):
+        with pytest.raises(SpecError, match=r"argument: 'smoothing'.*\(the base loss\)"):
+            CompositeLoss(base)
 
 
 # The inputs of a call.
@@ -247,6 +292,19 @@ def test_heads_that_run_apart() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(total, t["logits"]), torch.autograd.grad(by_hand, t["logits"])
     )
+
+
+def test_a_term_of_a_head_that_needs_more_than_log_probs() -> None:
+    def spread(data: Any, logprobs: Any, *, logits: Tensor) -> Tensor:
+        return logits.square().sum()
+
+    spec = RegularizerSpec(spread, 0.5, "spread", needs=("logits",))
+    loss = CompositeLoss({"policy": lambda logits: logits.sum()}, {"policy": [spec]})
+    logits = torch.tensor([1.0, 3.0])
+    total = loss(policy={"logits": logits}, data=[], logprobs=[torch.zeros(1)])
+    assert total.item() == 4.0 + 0.5 * 10.0
+    with pytest.raises(InputError, match="regularizer 'policy/spread' reads the input 'logprobs'"):
+        loss(policy={"logits": logits}, data=[])
 
 
 def test_heads_need_a_base() -> None:

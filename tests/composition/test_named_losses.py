@@ -124,6 +124,10 @@ def test_an_unknown_setting_is_an_error_that_lists_the_known() -> None:
         r"got the key 'clip'",
     ):
         find_loss("ppo", {"clip": 0.2})
+    with pytest.raises(
+        InputError, match=r"clip_low_threshold must be at most .*, got 1\.3 and 1\.2"
+    ):
+        find_loss("ppo", {"clip_low_threshold": 1.3})
     with pytest.raises(InputError, match=r"loss_fn_config of cross_entropy may hold \[\]"):
         find_loss("cross_entropy", {"beta": 0.2})
 

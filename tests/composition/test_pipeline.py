@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -217,6 +218,31 @@ def test_a_schedule_that_goes_wrong_is_named() -> None:
 def test_a_bad_step(step: Any) -> None:
     with pytest.raises(InputError, match="step must be a whole number >= 0"):
         Pipeline(nll).compute([], LOGPROBS, step)
+
+
+NAMES = "shares must be by the names of the terms, 'base', 'l2'"
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ({"bas": 0.5}, f"{NAMES}, got 'bas'; did you mean 'base'?"),
+        ({"z": 0.5}, f"{NAMES}, got 'z'."),
+        ({"l2": -0.5}, "shares['l2'] must be a finite number >= 0, got -0.5."),
+        ({"base": math.nan}, "shares['base'] must be a finite number >= 0, got nan."),
+        ({"l2": "0.5"}, "shares['l2'] must be a finite number >= 0, got '0.5'."),
+    ],
+)
+def test_bad_shares(shares: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Pipeline(nll, [spec()]).compute([], LOGPROBS, shares=shares)
+    assert str(caught.value) == message
+
+
+def test_a_share_of_a_term_that_is_not_due_is_not_used() -> None:
+    pipeline = Pipeline(nll, [spec(every=2)])
+    alone = pipeline.compute([], LOGPROBS, step=1)
+    assert pipeline.compute([], LOGPROBS, step=1, shares={"l2": 0.5}) == alone
 
 
 def test_a_closed_pipeline_refuses() -> None:

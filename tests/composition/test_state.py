@@ -80,6 +80,8 @@ def test_a_state_for_other_terms_is_refused(whole: Whole) -> None:
     other = CompositeLoss(cross_entropy, [term(activity, 1.0, "activity")])
     with pytest.raises(StateError, match=r"exactly the stateful terms \[\], got \['drift'\]"):
         other.load_state_dict(whole.loss.state_dict())
+    with pytest.raises(StateError, match=r"exactly the stateful terms \[\], got None"):
+        Pipeline(nll).load_state_dict(None)  # type: ignore[arg-type]  # the point of it
 
 
 def test_the_parameters_of_a_base_module_are_the_composites() -> None:

@@ -77,6 +77,8 @@ def test_a_change_that_is_refused_changes_nothing(change: Any, message: str) -> 
         ({"max_concurrency": 1.5}, "max_concurrency must be a whole number"),
         ({"regularizers": [spec(name=str(i)) for i in range(101)]}, "at most 100 .* got 101"),
         ({"regularizers": [spec(), spec()]}, "names must be unique, and 'l2' stands twice"),
+        ({"regularizers": spec()}, "regularizers must be a list of specs or of mappings, got Reg"),
+        ({"regularizers": {"fn": l2, "weight": 1.0}}, "put a single one into a list"),
         (
             {"regularizers": [spec(lambda d, lp, logits: 0, needs=("logits",))]},
             "log-probs, and .'logits'. is not",

@@ -100,6 +100,15 @@ def test_a_term_that_was_skipped_in_one_call_has_the_mean_of_the_others() -> Non
     assert step.skipped == {"u": "gone"}
 
 
+def test_a_term_that_ran_without_a_token_that_counts_adds_nothing() -> None:
+    empty = CustomLossOutput(
+        1.0, BaseLossOutput(1.0), {"t": RegularizerOutput("t", 4.0, 0.0, 0.0, grad_norm=2.0)}
+    )
+    skipped = CustomLossOutput(1.0, BaseLossOutput(1.0), skipped={"t": "down"})
+    step = accumulated([empty, skipped], [{"t": 0.0}, {"t": 1.0}]).regularizers["t"]
+    assert (step.value, step.weight, step.contribution, step.grad_norm) == (0.0, 0.0, 0.0, 0.0)
+
+
 def test_metrics_of_a_server_are_combined_by_their_names() -> None:
     calls = [
         CustomLossOutput(

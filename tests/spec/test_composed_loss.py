@@ -114,14 +114,16 @@ def test_only_terms_are_added() -> None:
         nll + L1 + 0.1  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("factor", [float("nan"), "0.1", None, True, l2])
-def test_only_numbers_multiply(factor: Any) -> None:
+@pytest.mark.parametrize("weight", [1.0, schedules.constant(1.0)])
+@pytest.mark.parametrize("factor", [float("nan"), "0.1", None, True, l2, -0.1])
+def test_only_numbers_from_0_on_multiply(factor: Any, weight: Any) -> None:
     with pytest.raises(
-        SpecError, match=r"a term must be multiplied by a finite number, got .* \(regularizer 'l1'"
+        SpecError,
+        match=r"a term must be multiplied by a finite number >= 0, got .* \(regularizer 'l1'",
     ):
-        factor * L1
+        factor * RegularizerSpec(l1, weight, "l1")
 
 
-def test_a_negative_weight_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"weight must be a finite number >= 0, got -0.1"):
-        -0.1 * L1
+def test_a_weight_that_becomes_too_large_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"weight must be a finite number >= 0, got inf"):
+        1e200 * RegularizerSpec(l1, 1e200, "l1")

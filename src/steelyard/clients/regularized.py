@@ -161,8 +161,8 @@ class RegularizedClient:
             track_every: compute them at steps that this divides.
             measure_progress: see `regularize`.
             step: the number of this step; None: `optim_steps`.
-            shares: factors > 0 on the weights in this call, by name, `"base"` for the base loss: to
-                let the calls before an `optim_step` add up to one loss that is a mean.
+            shares: factors >= 0 on the weights in this call, by name, `"base"` for the base loss:
+                to let the calls before an `optim_step` add up to one loss that is a mean.
             loss_type_input: the SDK's; it has one value.
 
         Returns:

@@ -52,7 +52,7 @@ class CompositeLoss(nn.Module):
 
     Called with what the loss functions read, by name; mappings and dataclasses, such as the
     outputs of a model, are opened. It gives a scalar to call `backward` on; `output` has the
-    numbers. Terms stay in the caller's graph, so what they close over is trained as well. A
+    numbers. Terms stay in the caller's graph, so what they close over is trained as well. An
     offloaded term (`run_in`, `timeout`, an async function, a numerical or a score gradient)
     works on copies, and has a gradient with respect to its inputs alone.
 
@@ -483,8 +483,12 @@ def _parameters_of(wrt: nn.Module | Tensor | Iterable[Tensor] | None) -> list[Te
         return None
     if isinstance(wrt, Tensor):
         wrt = [wrt]
-    every = list(wrt.parameters() if isinstance(wrt, nn.Module) else wrt)
-    targets = [each for each in every if isinstance(each, Tensor) and each.requires_grad]
+    tensors = wrt.parameters() if isinstance(wrt, nn.Module) else wrt
+    every = list(tensors) if isinstance(tensors, Iterable) else [tensors]
+    for each in every:
+        if not isinstance(each, Tensor):
+            raise SpecError(f"wrt must be a module, a tensor or a list of tensors, got {each!r}.")
+    targets = [each for each in every if each.requires_grad]
     if not targets:
         raise SpecError(
             f"wrt must hold tensors that require a gradient, and none of the {len(every)} does."

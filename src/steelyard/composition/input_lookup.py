@@ -9,10 +9,10 @@ from steelyard.errors import InputError
 from steelyard.gradients import fields_of
 
 # Tensors as a rule, and any other object that a term reads.
-Inputs: TypeAlias = Mapping[str, Any]
+NamedInputs: TypeAlias = Mapping[str, Any]
 
 
-def gather(outputs: Sequence[object], inputs: Inputs) -> dict[str, Any]:
+def gather(outputs: Sequence[object], inputs: NamedInputs) -> dict[str, Any]:
     """Merge the arguments of a call into one mapping: fields of each output, then keywords.
 
     Raises:
@@ -33,7 +33,7 @@ def gather(outputs: Sequence[object], inputs: Inputs) -> dict[str, Any]:
     return found
 
 
-def within(inputs: Inputs, head: str) -> dict[str, Any]:
+def within(inputs: NamedInputs, head: str) -> dict[str, Any]:
     """Inputs visible to the terms of a head: its own, and those that all heads share.
 
     A mapping or dataclass with an entry for the head gives that entry, so that both
@@ -46,7 +46,7 @@ def within(inputs: Inputs, head: str) -> dict[str, Any]:
     return {**seen, **(fields_of(inputs.get(head)) or {})}
 
 
-def find(inputs: Inputs, name: str) -> Any:
+def find(inputs: NamedInputs, name: str) -> Any:
     """Find an input by name; dots lead into mappings and dataclasses.
 
     Raises:
@@ -61,7 +61,7 @@ def find(inputs: Inputs, name: str) -> Any:
     raise KeyError(name)
 
 
-def names_in(inputs: Inputs, prefix: str = "") -> Iterator[str]:
+def names_in(inputs: NamedInputs, prefix: str = "") -> Iterator[str]:
     """All names that `find` accepts, for error messages."""
     for name, value in inputs.items():
         fields = fields_of(value)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from steelyard.composition.input_lookup import Inputs, find, names_in, within
+from steelyard.composition.input_lookup import NamedInputs, find, names_in, within
 from steelyard.errors import InputError, SpecError
 from steelyard.spec import (
     BASE,
     RegularizerSpec,
     Schedule,
     Stateful,
+    check_fields,
     entry_point,
     is_async,
     listed,
@@ -30,11 +31,11 @@ class Named(ABC):
     """A callable with the signature of a term, where `data` is the mapping of named inputs."""
 
     @abstractmethod
-    def __call__(self, data: Inputs, logprobs: object = None) -> Any:
+    def __call__(self, data: NamedInputs, logprobs: object = None) -> Any:
         """Call the term on the named inputs; returns a loss, or a loss and metrics."""
 
     @abstractmethod
-    def check(self, term: str, inputs: Inputs) -> None:
+    def check(self, term: str, inputs: NamedInputs) -> None:
         """Check that every input it reads is present.
 
         Raises:
@@ -70,12 +71,12 @@ class Reads(Named):
         required = (*self.names, *(name for _, name in self.keywords))
         object.__setattr__(self, "required", required)  # the class is frozen
 
-    def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
+    def __call__(self, data: NamedInputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
         """Call the function on the named inputs."""
         positional, extra = self.arguments(data)
         return self.fn(*positional, **{**extra, **options})
 
-    def arguments(self, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, inputs: NamedInputs) -> tuple[list[Any], dict[str, Any]]:
         """Arguments of the function: positional, and by keyword."""
         seen = self.seen(inputs)
         extra = {name: seen[name] for name in self.optional if name in seen}
@@ -83,11 +84,11 @@ class Reads(Named):
             extra[keyword] = seen[name] if name in seen else find(seen, name)
         return [seen[name] if name in seen else find(seen, name) for name in self.names], extra
 
-    def seen(self, inputs: Inputs) -> Inputs:
+    def seen(self, inputs: NamedInputs) -> NamedInputs:
         """The inputs visible to the head."""
         return inputs if self.head is None else within(inputs, self.head)
 
-    def check(self, term: str, inputs: Inputs) -> None:
+    def check(self, term: str, inputs: NamedInputs) -> None:
         """Check that every input it reads is present."""
         seen = self.seen(inputs)
         for name in self.required:
@@ -110,7 +111,7 @@ class Reads(Named):
 class AsyncReads(Reads):
     """`Reads` for an async function."""
 
-    async def __call__(self, data: Inputs, logprobs: object = None, **options: Any) -> Any:
+    async def __call__(self, data: NamedInputs, logprobs: object = None, **options: Any) -> Any:
         """Call the function on the named inputs."""
         return await super().__call__(data, logprobs, **options)
 
@@ -138,7 +139,7 @@ class BaseOfHeads(Named):
 
     heads: tuple[Reads, ...]
 
-    def __call__(self, data: Inputs, logprobs: object = None) -> Any:  # noqa: ARG002
+    def __call__(self, data: NamedInputs, logprobs: object = None) -> Any:  # noqa: ARG002
         """Sum the losses of the heads; each one is a metric as well."""
         metrics = {}
         total = None
@@ -150,7 +151,7 @@ class BaseOfHeads(Named):
             total = loss if total is None else total + loss
         return total, metrics
 
-    def check(self, term: str, inputs: Inputs) -> None:
+    def check(self, term: str, inputs: NamedInputs) -> None:
         """Check that every input of every head is present."""
         for fn in self.heads:
             fn.check(term, inputs)
@@ -159,13 +160,33 @@ class BaseOfHeads(Named):
 def base_of(base: Any) -> Named:
     """Build the base loss from one function, or from one for each head."""
     if not isinstance(base, Mapping):
-        return reads(base)
+        return _checked(reads(base))
     if not base:
         raise SpecError("base must be a function, or have one for at least one head, got {}.")
     for head, fn in base.items():
         if is_async(fn):
             raise SpecError(f"the base loss of a head must not be async, got {fn!r} ({head!r}).")
-    return BaseOfHeads(tuple(replace(reads(fn), head=head) for head, fn in base.items()))
+    return BaseOfHeads(tuple(replace(_checked(reads(fn)), head=head) for head, fn in base.items()))
+
+
+def _checked(base: Reads) -> Reads:
+    _check_call(base, (), title(BASE))
+    return base
+
+
+def _check_call(read: Reads, options: Iterable[str], where: str) -> None:
+    """Check that a function accepts the inputs it reads, and options by keyword.
+
+    Raises:
+        SpecError: it does not.
+    """
+    named = (*options, *(keyword for keyword, _ in read.keywords))
+    why = rejects(_signed(read.fn), named, positional=len(read.names))
+    if why is not None:
+        raise SpecError(
+            f"fn must accept {len(read.names)} inputs and the keywords {listed(named)}: {why} "
+            f"({where})."
+        )
 
 
 def reads(fn: Any, *names: str, **keywords: str) -> Reads:
@@ -178,7 +199,7 @@ def reads(fn: Any, *names: str, **keywords: str) -> Reads:
         keywords: the inputs for parameters that are given by keyword.
 
     Raises:
-        SpecError: the names cannot be inferred from the signature.
+        SpecError: the names cannot be inferred from the signature, or were given before.
 
     Example:
         >>> from torch import nn
@@ -188,6 +209,11 @@ def reads(fn: Any, *names: str, **keywords: str) -> Reads:
         ('logits', 'labels')
     """
     if isinstance(fn, Reads):
+        if names or keywords:
+            raise SpecError(
+                f"the inputs must be named once, by reads or by inputs=, got {(names, keywords)!r} "
+                f"for a function that reads {list(fn.required)}."
+            )
         return fn
     if not callable(_called(fn)):
         raise SpecError(f"fn must be callable over named inputs, got {fn!r}.")
@@ -236,9 +262,14 @@ def term(
     """
     if isinstance(fn, str):
         name, fn = name or fn, lookup_penalty(fn)
-    for key in ("run_in", "gradient"):
-        if isinstance(own := getattr(fn, key, None), str):
-            settings.setdefault(key, own)
+    for key in ("run_in", "gradient"):  # as in a spec, "auto" is what `fn` says of itself
+        if settings.get(key, "auto") == "auto" and isinstance(own := getattr(fn, key, None), str):
+            settings[key] = own
+    if settings.get("needs"):
+        raise SpecError(
+            f"needs must be empty for a term over named inputs, got {settings['needs']!r}: name "
+            f"what it reads in inputs=... (regularizer {name!r})."
+        )
     if isinstance(inputs, Mapping):
         read = reads(fn, **inputs)
     else:
@@ -249,21 +280,24 @@ def term(
             f"{list(read.required)}: name both, inputs=('data', 'logprobs') (regularizer {name!r})."
         )
     spec = RegularizerSpec(read, weight, name or _own_name(fn), **settings)
-    named = (*spec.call_options, *(keyword for keyword, _ in read.keywords))
-    why = rejects(_signed(read.fn), named, positional=len(read.names))
-    if why is not None:
-        raise SpecError(
-            f"fn must accept {len(read.names)} inputs and the keywords {listed(named)}: {why} "
-            f"(regularizer {spec.name!r})."
-        )
+    _check_call(read, spec.call_options, title(spec.name))
     return spec
 
 
 def specs_of(terms: Any) -> list[RegularizerSpec]:
-    """Build the specs of a list of terms, or of one list for each head."""
-    if isinstance(terms, Mapping):
-        return [spec_of(like, head) for head, own in terms.items() for like in own]
-    return [spec_of(like) for like in terms]
+    """Build the specs of a list of terms, or of one list for each head.
+
+    Raises:
+        SpecError: the terms are not in a list, or one of them breaks a rule.
+    """
+    by_head = terms if isinstance(terms, Mapping) else {None: terms}
+    for own in by_head.values():
+        if isinstance(own, Mapping | str) or not isinstance(own, Iterable):
+            raise SpecError(
+                f"terms must be a list, or a list for each head, got {terms!r}: put a single one "
+                f"into a list."
+            )
+    return [spec_of(like, head) for head, own in by_head.items() for like in own]
 
 
 def spec_of(like: RegularizerSpec | Mapping[str, Any], head: str | None = None) -> RegularizerSpec:
@@ -271,17 +305,22 @@ def spec_of(like: RegularizerSpec | Mapping[str, Any], head: str | None = None) 
 
     A mapping has the fields of `RegularizerSpec`, and may have `inputs`.
     """
-    fn = like.get("fn") if isinstance(like, Mapping) else None
-    weighed = isinstance(like, Mapping) and like.keys() & {"weight", "at_most", "at_least"}
-    if isinstance(like, Mapping) and (callable(fn) or isinstance(fn, str)) and weighed:
-        fields = dict(like)
-        if "inputs" in fields or not (isinstance(fn, str) or _takes_data(fn)):
-            like = term(fields.pop("fn"), fields.pop("weight", None), **fields)
-    spec = RegularizerSpec.of(like)
+    spec = _spec_of_mapping(like) if isinstance(like, Mapping) else RegularizerSpec.of(like)
     if head is None:
         return spec
-    fn = spec.fn if isinstance(spec.fn, Reads) else reads(spec.fn, "data", "logprobs")
-    return replace(spec, fn=replace(fn, head=head), name=f"{head}/{spec.name}")
+    fn = spec.fn
+    if not isinstance(fn, Reads):
+        fn = reads(fn, "data", "logprobs", **{need: need for need in spec.needs})
+    return replace(spec, fn=replace(fn, head=head), name=f"{head}/{spec.name}", needs=())
+
+
+def _spec_of_mapping(like: Mapping[str, Any]) -> RegularizerSpec:
+    fields, fn = dict(like), like.get("fn")
+    inputs = fields.pop("inputs", None)
+    if inputs is None and (isinstance(fn, str) or not callable(entry_point(fn)) or _takes_data(fn)):
+        return RegularizerSpec.of(like)
+    check_fields(fields)
+    return term(fields.pop("fn"), fields.pop("weight", None), inputs=inputs or (), **fields)
 
 
 def itself(value: Any) -> Any:
@@ -329,5 +368,6 @@ def _called(fn: Any) -> Callable[..., Any]:
 
 
 def _own_name(fn: object) -> str:
-    name: str = getattr(fn, "name", "") or getattr(fn, "__name__", "")
-    return "" if name == "<lambda>" else name
+    name = getattr(fn, "name", "") or getattr(fn, "__name__", "")
+    own: str = name() if callable(name) else name
+    return "" if own == "<lambda>" else own

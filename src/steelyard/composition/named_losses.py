@@ -62,7 +62,8 @@ def find_loss(
     """Find a loss and complete its settings with the defaults.
 
     Raises:
-        InputError: the name is unknown, or a setting is unknown or no finite number.
+        InputError: the name is unknown, or a setting is unknown, no finite number, or a lower
+            clip above the upper one.
     """
     loss = LOSSES.get(name) if isinstance(name, str) else None
     if loss is None:
@@ -76,6 +77,12 @@ def find_loss(
         if not is_finite(value):
             raise InputError(f"loss_fn_config[{key!r}] must be a finite number, got {value!r}.")
         settings[key] = float(value)
+    low, high = (settings.get(f"clip_{end}_threshold", 0.0) for end in ("low", "high"))
+    if low > high:
+        raise InputError(
+            f"clip_low_threshold must be at most clip_high_threshold, got {low:g} and {high:g} "
+            f"(loss_fn_config of {name})."
+        )
     return loss, settings
 
 

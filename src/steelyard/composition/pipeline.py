@@ -21,12 +21,18 @@ from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term
 from steelyard.errors import ClosedError, InputError
 from steelyard.execution import Ticket
-from steelyard.gradients import (
-    LogProbs,
-    Nest,
-)
+from steelyard.gradients import LogProbs, Nest
 from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, ComposedLoss, Regularizer, RegularizerSpec, TermFn, is_whole
+from steelyard.spec import (
+    BASE,
+    ComposedLoss,
+    Regularizer,
+    RegularizerSpec,
+    TermFn,
+    did_you_mean,
+    is_finite,
+    is_whole,
+)
 
 
 class Pipeline(TermSet):
@@ -94,12 +100,13 @@ class Pipeline(TermSet):
             to_parameters: computes d term / d parameters of each term from its d term / d logprobs
                 and d term / d `given`. With it, norms and cosines, and the Gram matrix that an
                 aggregator reads, are with respect to the parameters, which `given` must hold.
-            shares: factors > 0 on the weights in this call, by name, `"base"` for the base loss;
+            shares: factors >= 0 on the weights in this call, by name, `"base"` for the base loss;
                 for a call that is one of several before an optimizer step. The output has the
                 weights with them, and values without.
 
         Raises:
-            InputError: the log-probs or the step break a rule, or a needed extra input is missing.
+            InputError: the log-probs, the step or the shares break a rule, or a needed extra input
+                is missing.
             SpecError: a schedule yields a bad weight at this step.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
             ClosedError: the pipeline is closed.
@@ -168,7 +175,7 @@ class Pipeline(TermSet):
     ) -> CustomLossOutput:
         terms, events = self._terms, None
         if telemetry.listening(*CALL_EVENTS):
-            tracked = self._settings.track_grad_norms
+            tracked = is_whole(step, at_least=0) and self.settings.tracks(step)
             events = CallEvents(self.model_id, data, len(terms), tracked=tracked)
         try:
             # Terms are differentiated, also if the caller is in no_grad or inference mode.
@@ -196,7 +203,9 @@ class Pipeline(TermSet):
         self.check_open()
         if (type(step) is not int and not is_whole(step, at_least=0)) or step < 0:
             raise InputError(f"step must be a whole number >= 0, got {step!r}.")
-        settings = self._settings
+        if shares:
+            _check_shares(shares, [BASE, *(term.name for term in terms)])
+        settings = self.settings
         due = [self._base, *(term for term in terms if term.due(step))]
         _check_given(due, given)
         needs = dict.fromkeys(need for term in due for need in term.spec.needs)
@@ -229,6 +238,17 @@ class Pipeline(TermSet):
         if events is not None:
             events.stop(results, output, began)
         return output
+
+
+def _check_shares(shares: Mapping[str, float], names: Sequence[str]) -> None:
+    for name, share in shares.items():
+        if name not in names:
+            raise InputError(
+                f"shares must be by the names of the terms, {', '.join(map(repr, names))}, "
+                f"got {name!r}{did_you_mean(str(name), names) or '.'}"
+            )
+        if not is_finite(share) or share < 0:
+            raise InputError(f"shares[{name!r}] must be a finite number >= 0, got {share!r}.")
 
 
 def _check_given(due: Sequence[Term], given: Mapping[str, Nest]) -> None:

@@ -35,7 +35,13 @@ _RESERVED = {BASE: "is the base loss", _AGGREGATE: "is the aggregator"}
 
 
 class TermSet:
-    """A base loss, its regularizers, and how they run; see `Pipeline` for the arguments."""
+    """A base loss, its regularizers, and how they run; see `Pipeline` for the arguments.
+
+    Attributes:
+        settings: of the evaluation.
+        model_id: the model of a training client, for telemetry; None elsewhere.
+        own_workers: the pools that run offloaded terms; None is those that the process shares.
+    """
 
     def __init__(
         self,
@@ -60,7 +66,7 @@ class TermSet:
             )
         if not is_whole(track_every, at_least=1):
             raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
-        self._settings = EvaluatorSettings(
+        self.settings = EvaluatorSettings(
             track_grad_norms=track_grad_norms,
             parallel=parallel,
             timeout=check_timeout(timeout, "the pipeline"),
@@ -89,11 +95,6 @@ class TermSet:
     def specs(self) -> tuple[RegularizerSpec, ...]:
         """The specs of the regularizers, in order."""
         return tuple(term.spec for term in self._terms)
-
-    @property
-    def settings(self) -> EvaluatorSettings:
-        """Settings of the evaluation."""
-        return self._settings
 
     @property
     def workers(self) -> Workers:
@@ -147,7 +148,7 @@ class TermSet:
     def stateful(self) -> dict[str, Stateful]:
         """Objects that keep state between batches, by name: terms, bounds, and the aggregator."""
         named = [(term.name, term.stateful) for term in (self._base, *self._terms)]
-        named.append((_AGGREGATE, self._settings.aggregator.stateful))
+        named.append((_AGGREGATE, self.settings.aggregator.stateful))
         return {name: stateful for name, stateful in named if stateful is not None}
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,10 +162,10 @@ class TermSet:
             StateError: its names are not exactly those of the stateful terms.
         """
         stateful = self.stateful
-        if set(state) != set(stateful):
+        if not isinstance(state, Mapping) or set(state) != set(stateful):
+            got = sorted(state) if isinstance(state, Mapping) else repr(state)
             raise StateError(
-                f"state must hold exactly the stateful terms {sorted(stateful)}, "
-                f"got {sorted(state)}."
+                f"state must hold exactly the stateful terms {sorted(stateful)}, got {got}."
             )
         for name, term in stateful.items():
             term.load_state_dict(state[name])

@@ -145,7 +145,7 @@ class GramWeighting(Aggregator):
             # A call creates statistics of the right size, which the saved ones then replace.
             self._call(torch.eye(rows, dtype=torch.float64))
             self.weighting.load_state_dict(statistics)
-        self._generator = state["generator"]
+        self._generator = state["generator"].cpu()  # torch.load may have put it on a GPU
 
     @property
     def _with_memory(self) -> list[Any]:

@@ -117,7 +117,7 @@ class IsolatedCall:
             leaf = leaf_over(self.flat)
             logprobs = self.layout.split(leaf)
             extra = {need: leaves_of(nest) for need, nest in self.extra.items()}
-        else:  # copies: the term may write to them
+        else:  # the log-probs as a copy, to which the term may write
             logprobs = self.layout.split(self.flat.clone())
             extra = mapped(self.extra, Tensor.detach)
         result, custom = split_metrics(self.term, await self._call(logprobs, extra))

@@ -87,7 +87,8 @@ def _term(calls: Sequence[tuple[RegularizerOutput, float | None]]) -> Regularize
     """Output of a term over the calls in which it ran, each with its share; None for a sum."""
     outputs = [output for output, _ in calls]
     own = [1.0 if share is None else share for _, share in calls]
-    total = math.fsum(own)
+    # 0 if it ran in calls without a token that counts alone, and was skipped in the others.
+    total = math.fsum(own) or 1.0
     # A mean over the calls in which it ran, if it was skipped in others.
     scale = 1.0 if calls[0][1] is None else total
     value = math.fsum(s * call.value for s, call in zip(own, outputs, strict=True)) / scale

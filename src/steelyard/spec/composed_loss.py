@@ -59,14 +59,14 @@ def scaled(spec: RegularizerSpec, factor: object) -> RegularizerSpec:
     """The spec with `factor` times its weight.
 
     Raises:
-        SpecError: the spec has a bound, or the weight becomes negative or is not finite.
+        SpecError: the spec has a bound, the factor is not a finite number >= 0, or the weight is
+            too large.
     """
-    if not is_finite(factor):
+    if not is_finite(factor) or (number := float(factor)) < 0:  # type: ignore[arg-type]  # finite
         raise SpecError(
-            f"a term must be multiplied by a finite number, got {factor!r} "
+            f"a term must be multiplied by a finite number >= 0, got {factor!r} "
             f"(regularizer {spec.name!r})."
         )
-    number = float(factor)  # type: ignore[arg-type]  # it is finite
     if spec.weight is None:
         raise SpecError(
             f"a term with a bound must not be multiplied, because it has no weight: add it as it "
