@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -129,7 +129,7 @@ def test_torch_compile_makes_one_graph(name: str) -> None:
     """fullgraph=True raises on a graph break; warnings are errors here."""
     fn, arrays = CASES[name]
     torch.compiler.reset()
-    compiled = torch.compile(fn, fullgraph=True)
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
     inputs = [TORCH.array(x, "float32") for x in arrays]
     torch.testing.assert_close(
         compiled(*inputs).detach(), fn(*inputs).detach(), rtol=1e-5, atol=1e-6
@@ -140,14 +140,38 @@ def test_torch_compile_makes_one_graph(name: str) -> None:
         np.testing.assert_allclose(ours, eager, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["l1", "kl forward", "orthogonality soft", "pipeline"])
-def test_torch_compile_of_bfloat16(name: str) -> None:
-    fn, arrays = CASES[name]
+# The compiler takes most of the time, whatever it compiles, so that it gets one graph of all cases.
+
+
+def values_of(names: Iterable[str]) -> Call:
+    """Function of two arrays with the values of cases, each of as many arrays as it takes."""
+    cases = [CASES[name] for name in names]
+    return lambda *arrays: [fn(*arrays[: len(own)]) for fn, own in cases]
+
+
+def test_code_that_inductor_generates() -> None:
     torch.compiler.reset()
-    inputs = [TORCH.array(x, "bfloat16") for x in arrays]
-    value = torch.compile(fn, fullgraph=True)(*inputs)
-    assert value.dtype == torch.bfloat16
-    torch.testing.assert_close(value, fn(*inputs), rtol=2**-7, atol=1e-3)
+    values = values_of(CASES)
+    inputs = [TORCH.array(x, "float32").requires_grad_() for x in TWO]
+    both = (torch.compile(values, fullgraph=True)(*inputs), values(*inputs))
+    for name, *pair in zip(CASES, *both, strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6, msg=name)
+        gradients = [
+            torch.autograd.grad(
+                value, inputs, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for value in pair
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_code_that_inductor_generates_for_bfloat16() -> None:
+    torch.compiler.reset()
+    values = values_of(["l1", "kl forward", "orthogonality soft", "pipeline"])
+    inputs = [TORCH.array(x, "bfloat16") for x in TWO]
+    compiled = torch.compile(values, fullgraph=True)(*inputs)
+    assert {value.dtype for value in compiled} == {torch.bfloat16}
+    torch.testing.assert_close(compiled, values(*inputs), rtol=2**-7, atol=1e-3)
 
 
 def test_torch_compile_of_masks_and_changing_options() -> None:

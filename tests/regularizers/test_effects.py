@@ -122,7 +122,7 @@ PROMPT = [3, 0]  # the second is not read
 
 def on_policy(trained: Trained, generator: torch.Generator) -> list[Any]:
     probabilities = next_tokens(trained, PROMPT)[0].exp()
-    tokens = torch.multinomial(probabilities, 64, replacement=True, generator=generator)
+    tokens = torch.multinomial(probabilities, 32, replacement=True, generator=generator)
     gains = (tokens < 100).float()
     gains -= gains.mean()
     return [
@@ -139,8 +139,8 @@ def test_a_bonus_raises_entropy_and_a_penalty_lowers_it() -> None:
     without = entropy_with()
     assert entropy_with(term(Entropy(mode="bonus"), 0.5)) > without + 1.0
     assert entropy_with(term(ConfidencePenalty(threshold=5.9), 1.0)) > without + 1.0
-    # A sampled penalty takes 30 to 60 steps, by the luck of the draw, to settle on one token.
-    lowered = entropy_with(term(Entropy(mode="penalty"), 0.5), steps=80)
+    # A sampled penalty takes 30 to 50 steps, by the luck of the draw, to settle on one token.
+    lowered = entropy_with(term(Entropy(mode="penalty"), 0.5), steps=60)
     assert lowered < without - 1.0
 
 
@@ -173,7 +173,7 @@ def test_with_importance_a_bonus_raises_entropy_off_policy() -> None:
     truncated = TruncatedImportanceSampling(regularizer=Entropy(mode="bonus"))
 
     def entropy_off_policy(*specs: RegularizerSpec) -> float:
-        return entropy(train(Stale(), base, specs, steps=32), PROMPT)
+        return entropy(train(Stale(), base, specs, steps=24), PROMPT)
 
     without = entropy_off_policy()
     assert entropy_off_policy(term(bonus, 1.0)) > without + 1.0
@@ -232,15 +232,20 @@ def referenced() -> list[Any]:
 
 
 @cache
-def likeliest() -> Trained:
-    """Model trained by maximum likelihood alone."""
-    return train(referenced(), nll)
+def likeliest(*tokens: tuple[int, ...]) -> Trained:
+    """Model trained by maximum likelihood alone, which reads nothing but the tokens."""
+    return train([sequence(each) for each in tokens], nll)
 
 
 def distance(trained: Trained) -> float:
     """KL divergence from the initial model, over all tokens of the data."""
     began = Trained()
     return sum(kl(trained, began, tokens) for tokens in SEQUENCES) / len(SEQUENCES)
+
+
+@cache
+def distance_of_likeliest() -> float:
+    return distance(likeliest(*map(tuple, SEQUENCES)))
 
 
 @pytest.mark.parametrize(
@@ -255,15 +260,10 @@ def distance(trained: Trained) -> float:
 )
 def test_divergence_from_the_reference_is_smaller(regularizer: Any, weight: float) -> None:
     with_it = train(referenced(), nll, [term(regularizer, weight)])
-    assert distance(with_it) < 0.5 * distance(likeliest())
+    assert distance(with_it) < 0.5 * distance_of_likeliest()
 
 
-@pytest.mark.parametrize(
-    ("regularizer", "weight"), [(KLToReference(), 1.0), (JSToReference(), 8.0)], ids=["kl", "js"]
-)
-def test_divergence_from_the_reference_is_smaller_by_classes(
-    regularizer: Any, weight: float
-) -> None:
+def test_divergence_from_the_reference_is_smaller_by_classes() -> None:
     listed = [[[token, *range(100, 400)] for token in s[1:]] for s in SEQUENCES]
     bare = [sequence(s, target_tokens=k) for s, k in zip(SEQUENCES, listed, strict=True)]
     data = [
@@ -271,7 +271,8 @@ def test_divergence_from_the_reference_is_smaller_by_classes(
         for s, k, row in zip(SEQUENCES, listed, Trained().logprobs(bare), strict=True)
     ]
     without = distance(train(data, first_class))
-    assert distance(train(data, first_class, [term(regularizer, weight)])) < 0.5 * without
+    for spec in (term(KLToReference(), 1.0), term(JSToReference(), 8.0)):
+        assert distance(train(data, first_class, [spec])) < 0.5 * without
 
 
 @pytest.mark.parametrize("metric", ["mse", "l1"])
@@ -293,7 +294,7 @@ def test_persistence_of_the_log_probs_falls() -> None:
     def persistence(trained: Trained) -> float:
         return float(shape.compute(HELD, trained.logprobs(HELD))[0])
 
-    with_it = train(HELD, held, [term(shape, 1.0)])
+    with_it = train(HELD, held, [term(shape, 1.0, run_in="inline")])
     assert persistence(with_it) < 0.6 * persistence(held_alone())
 
 
@@ -301,10 +302,16 @@ def test_data_with_large_persistence_become_less_likely() -> None:
     spread = [torch.eye(4) * size for size in (0.1, 0.1, 3.0, 3.0)]
     data = [sequence(s, points=p) for s, p in zip(SEQUENCES, spread, strict=True)]
     shape = TopologicalConsistency(points=points_field, dimensions=0, differentiable=False)
-    assert_less_likely(data, [2, 3], shape, 0.1)
+    assert_less_likely(data, [2, 3], shape, 0.1, run_in="inline")
 
 
-def assert_less_likely(data: Any, worse: list[int], regularizer: Any, weight: float) -> None:
+def tokens_of(datum: Any) -> tuple[int, ...]:
+    return (*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].data[-1]))
+
+
+def assert_less_likely(
+    data: Any, worse: list[int], regularizer: Any, weight: float, run_in: Any = "auto"
+) -> None:
     """Check that the `worse` data become less likely than the rest only with the term."""
     better = [index for index in range(len(data)) if index not in worse]
 
@@ -312,8 +319,8 @@ def assert_less_likely(data: Any, worse: list[int], regularizer: Any, weight: fl
         found = means(trained, data)
         return float(found[better].mean() - found[worse].mean())
 
-    without = lead(train(data, nll))
-    with_it = lead(train(data, nll, [term(regularizer, weight)]))
+    without = lead(likeliest(*map(tokens_of, data)))
+    with_it = lead(train(data, nll, [term(regularizer, weight, run_in=run_in)]))
     assert abs(without) < 1.0
     assert with_it > without + 1.0
 
@@ -377,7 +384,7 @@ def test_the_difference_between_groups_is_no_longer_significant() -> None:
 def test_contradictory_data_become_less_likely() -> None:
     tokens = [SEQUENCES[0], SEQUENCES[1], [13, 17, 15, 16, 14, 18], [19, 24, 21, 22, 23, 20]]
     logic = LogicalConsistency(constraints=ascending)
-    assert_less_likely([sequence(s) for s in tokens], [2, 3], logic, 0.5)
+    assert_less_likely([sequence(s) for s in tokens], [2, 3], logic, 0.5, run_in="inline")
 
 
 def test_data_that_the_validator_penalises_become_less_likely() -> None:
@@ -411,19 +418,19 @@ def test_adaptive_holds_its_target() -> None:
         values.append(loss.item())
         return loss
 
-    def typical(fn: Any, weight: float) -> float:
+    def typical(fn: Any, weight: float, steps: int) -> float:
         """Median of the divergence over the last half of the steps.
 
         The multiplier follows the divergence with a lag, so the divergence swings around its
         target between a tenth and three times of it, and any single step may lie anywhere there.
         """
         values.clear()
-        train(referenced(), nll, [term(fn, weight)], steps=100)
-        return statistics.median(values[50:])
+        train(referenced(), nll, [term(fn, weight)], steps=steps)
+        return statistics.median(values[steps // 2 :])
 
     controller = Adaptive(regularizer=recorded, target=1.0, rate=0.5, initial=0.1)
-    assert 0.5 < typical(controller, 1.0) < 2.0
-    assert typical(recorded, 0.1) > 5.0
+    assert 0.5 < typical(controller, 1.0, steps=100) < 2.0
+    assert typical(recorded, 0.1, steps=40) > 5.0
 
 
 # Preference.
