@@ -41,6 +41,7 @@ RENAMED = {
     **{
         ("steelyard.gradients", old): f"steelyard.{new}"
         for old, new in {
+            "Evaluation": "gradients.ValueAndGradient",
             "Gradients": "gradients.Row",
             "Leaf": "gradients.leaf_over",
             "Pull": "composition.aggregate.Combined",

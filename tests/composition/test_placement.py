@@ -14,7 +14,7 @@ from steelyard.composition.placement import Job
 from steelyard.composition.terms import Term
 from steelyard.errors import GradientError, InputError, NonFiniteError, SpecError, TermTimeoutError
 from steelyard.execution import Executor, Ticket
-from steelyard.gradients import Evaluation, IsolatedCall, flatten
+from steelyard.gradients import IsolatedCall, ValueAndGradient, flatten
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients, listening, patient
 from .terms import LOGPROBS, l2, nll
@@ -300,7 +300,9 @@ def test_terms_run_on_whatever_executor_the_workers_have() -> None:
 def test_what_an_executor_gives_comes_to_the_device_of_the_inputs() -> None:
     layout, flat = flatten(torch.zeros(2))
     call = IsolatedCall("t", l2, {}, "auto", [], layout, flat.to("meta"))
-    given = Evaluation(1.0, {}, torch.ones(2), "autograd", 1.0, 1.0, {"logits": [torch.ones(1)]})
+    given = ValueAndGradient(
+        1.0, {}, torch.ones(2), "autograd", 1.0, 1.0, {"logits": [torch.ones(1)]}
+    )
     ticket = Ticket("t", "process", lambda: given, ())
     ticket.run()
     result = TermResult(Term(RegularizerSpec(l2, 1.0, "t")), 1.0)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from steelyard.clients import state_io
 from steelyard.clients.built_terms import BuiltTerms, TermLike
-from steelyard.clients.custom_call import CustomCall
-from steelyard.clients.one_pass import Explanation, OnePass
+from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
+from steelyard.clients.one_pass import Explanation, OnePass, TwoPassCall
 from steelyard.clients.step_progress import StepProgress
 from steelyard.clients.term_settings import TermSettings
 from steelyard.clients.term_states import TermStates
-from steelyard.composition import NamedBaseLoss, Pipeline, loss_names
+from steelyard.composition import NamedBaseLoss, Pipeline, ToParameters, loss_names
 from steelyard.errors import InputError, SpecError, StateError
+from steelyard.output import CustomLossOutput
 from steelyard.spec import ComposedLoss, Regularizer, RegularizerSpec, TermFn, is_whole, split_loss
 
 # The name under which a client that can `attach` saves our state with its own checkpoints.
 _ATTACHED_AS = "steelyard"
+_LOSS = "elementwise_loss"  # of each token, among the outputs of a datum
 
 
 class RegularizedClient:
@@ -53,6 +58,8 @@ class RegularizedClient:
         # Any base loss does: each call brings its own.
         pipeline = self._build(NamedBaseLoss.of("cross_entropy"), specs, settings, after=None)
         self._states.add_all(pipeline.stateful)
+        # The base loss and the specs whose states are kept.
+        self._with_state: list[Any] = [pipeline.loss_fn, *specs]
         # Of the last call: its pipeline, its settings, and the names of the terms that it added.
         # One attribute, because calls in several threads must see the three together.
         self._last: tuple[Pipeline, TermSettings, frozenset[str]] = pipeline, settings, frozenset()
@@ -331,7 +338,7 @@ class RegularizedClient:
         step: int | None,
         shares: Mapping[str, float] | None,
         **asked: Any,
-    ) -> CustomCall:
+    ) -> _CustomCall:
         """The call with its pipeline: the last one if nothing changed.
 
         Args:
@@ -347,12 +354,12 @@ class RegularizedClient:
             SpecError: a spec or a setting breaks a rule.
         """
         step = self.optim_steps if step is None else step
-        if not is_whole(step, at_least=0):
+        if (type(step) is not int and not is_whole(step, at_least=0)) or step < 0:
             raise InputError(f"step must be a whole number >= 0, got {step!r}.")
         pipeline, settings = self._update_pipeline(loss_fn, regularizers, asked)
-        return CustomCall(self.client, pipeline, settings, data, step, shares)
+        return _CustomCall(self.client, pipeline, settings, data, step, shares)
 
-    def _one_pass_arguments(self, call: CustomCall) -> tuple[Any, ...]:
+    def _one_pass_arguments(self, call: _CustomCall) -> tuple[Any, ...]:
         again = call.in_two_passes(lambda: self.optim_steps)
         return call.pipeline, call.data, call.step, again, call.why_two_passes()
 
@@ -362,16 +369,23 @@ class RegularizedClient:
         """The pipeline of a call, the last one if nothing changed; and its settings."""
         if isinstance(loss_fn, ComposedLoss):
             loss_fn, regularizers = split_loss(loss_fn, regularizers)
-        given = [self._built_terms.spec_of(regularizer) for regularizer in regularizers]
+        given = [
+            each if isinstance(each, RegularizerSpec) else self._built_terms.spec_of(each)
+            for each in regularizers
+        ]
         last = pipeline, last_settings, _ = self._last
         specs = [*_standing(*last), *given]
         changes: Any = {key: value for key, value in asked.items() if value is not None}
         settings = replace(self._settings, **changes)
         if isinstance(loss_fn, NamedBaseLoss) and loss_fn == pipeline.loss_fn:
             loss_fn = pipeline.loss_fn
-        if settings != last_settings or not _same_terms(pipeline, loss_fn, specs):
+        if settings != last_settings or not _same(
+            [loss_fn, *specs], [pipeline.loss_fn, *pipeline.specs]
+        ):
             pipeline = self._build(loss_fn, specs, settings, after=pipeline)
-        self._states.add_all(pipeline.stateful)  # `pipeline.add` may have brought another
+        if not _same([loss_fn, *specs], self._with_state):  # `pipeline.add` may have brought one
+            self._states.add_all(pipeline.stateful)
+            self._with_state = [loss_fn, *specs]
         self._last = pipeline, settings, frozenset(spec.name for spec in given)
         return pipeline, settings
 
@@ -404,10 +418,8 @@ def _standing(
     return tuple(spec for spec in pipeline.specs if spec.name not in given)
 
 
-def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:
-    wanted = [loss_fn, *specs]
-    current = [pipeline.loss_fn, *pipeline.specs]
-    return len(wanted) == len(current) and all(a is b for a, b in zip(wanted, current, strict=True))
+def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
 def _named_base(
@@ -448,3 +460,148 @@ def _is_traced(loss_fn: Any, regularizers: Iterable[Any]) -> bool:
 def _check_input_type(loss_type_input: str | None) -> None:
     if loss_type_input not in (None, "logprobs"):
         raise InputError(f"loss_type_input must be 'logprobs' or None, got {loss_type_input!r}.")
+
+
+@dataclass(frozen=True)
+class _CustomCall:
+    """A call of a custom loss.
+
+    Attributes:
+        client: the wrapped client.
+        pipeline: the base loss and the terms.
+        settings: of the terms.
+        data: the batch.
+        step: the number of the step.
+        shares: factors on the weights, by name.
+    """
+
+    client: Any
+    pipeline: Pipeline
+    settings: TermSettings
+    data: Sequence[Any]
+    step: int
+    shares: Mapping[str, float] | None
+
+    @property
+    def has_open_pass(self) -> bool:
+        """Whether the client keeps the graph of a forward pass for the backward pass."""
+        return hasattr(self.client, "open_pass")
+
+    def why_two_passes(self) -> str | None:
+        """Reason for which a server cannot run the call in one pass, whatever its terms."""
+        if self.settings.grad_space != "logprobs":
+            return f"gradients are compared with respect to the {self.settings.grad_space}"
+        if self._is_measured:
+            return "measure_progress needs the log-probs before the optimizer step is submitted"
+        if self.shares:
+            return "shares of an accumulated mean change from call to call"
+        return None
+
+    def in_two_passes(self, optim_steps: Callable[[], int]) -> TwoPassCall:
+        """The call in two passes, for a request in one that fails.
+
+        Args:
+            optim_steps: gives the number of optimizer steps so far.
+        """
+
+        def evaluate() -> tuple[ClientPass, CustomLossOutput]:
+            forward, _ = self.open_pass()
+            return forward, self.compute(forward)
+
+        return TwoPassCall(
+            evaluate,
+            lambda found: self.submit_backward(*found),
+            optim_steps,
+            partial(_with_client_fields, self.data, self.pipeline.loss_fn),
+        )
+
+    def open_pass(self) -> tuple[ClientPass, ToParameters | None]:
+        """The forward pass, and its `parameter_gradients` if gradients are compared there."""
+        if not self.has_open_pass:
+            return TwoPasses(self.client, self.data), None
+        needs = self.pipeline.needs(self.step)
+        compares = self.pipeline.settings.compares_gradients(self.step)
+        if self.settings.grad_space == "logprobs" or not compares:
+            return self.client.open_pass(self.data, needs), None
+        needs = tuple(dict.fromkeys((*needs, "parameters")))
+        forward = self.client.open_pass(self.data, needs, per_term=True)
+        return forward, forward.parameter_gradients
+
+    def compute(
+        self, forward: ClientPass, to_parameters: ToParameters | None = None
+    ) -> CustomLossOutput:
+        """Evaluate the terms after a forward pass."""
+        inputs = self._inputs(forward, to_parameters)
+        return self.pipeline.compute(self.data, forward.logprobs, self.step, **inputs)
+
+    async def acompute(
+        self, forward: ClientPass, to_parameters: ToParameters | None
+    ) -> CustomLossOutput:
+        """Do the same as `compute`, without blocking the event loop."""
+        inputs = self._inputs(forward, to_parameters)
+        return await self.pipeline.acompute(self.data, forward.logprobs, self.step, **inputs)
+
+    def measurement(self, forward: ClientPass, output: CustomLossOutput) -> StepProgress | None:
+        """Measurement of the optimizer step that follows; None if it is not to be measured."""
+        if not self._is_measured:
+            return None
+        specs = [term.spec for term in self.pipeline.due(self.step)]
+        timeout, workers = self.settings.timeout, self.settings.workers
+        return StepProgress(self.data, forward.logprobs, specs, output, timeout, workers)
+
+    def submit_backward(
+        self,
+        forward: Any,  # a ClientPass; only the engine's takes a total
+        output: CustomLossOutput,
+    ) -> Any:
+        """Submit the backward pass; its future has the output with the client's own fields."""
+        output = replace(output, passes=1 if self.has_open_pass else 2)
+        extra = output.extra_gradients
+        # Compared with respect to the parameters, the gradient is whole: no pass is left to run.
+        whole = {"total": extra.get("parameters")} if output.grad_space == "parameters" else {}
+        data, loss_fn = self.data, self.pipeline.loss_fn
+        return forward.backward(
+            output.gradients,
+            extra,
+            lambda result: _with_client_fields(data, loss_fn, output, result, forward.logprobs),
+            **whole,
+        )
+
+    def _inputs(self, forward: ClientPass, to_parameters: ToParameters | None) -> dict[str, Any]:
+        return {"given": forward.given, "to_parameters": to_parameters, "shares": self.shares}
+
+    @property
+    def _is_measured(self) -> bool:
+        every = self.settings.measure_progress
+        return bool(every) and self.step % every == 0
+
+
+def _with_client_fields(
+    data: Sequence[Any],
+    loss_fn: Any,
+    output: CustomLossOutput,
+    result: Any,
+    logprobs: Sequence[Tensor] | None,
+) -> CustomLossOutput:
+    """The output with the fields of the client's own."""
+    metrics, outputs = dict(result.metrics), result.loss_fn_outputs
+    # The server's loss is a linear one with the same gradient; see `TwoPasses`.
+    if "loss:sum" in metrics:
+        metrics.setdefault("surrogate_loss:sum", metrics["loss:sum"])
+    metrics["loss:sum"] = output.loss_total
+    if isinstance(loss_fn, NamedBaseLoss) and logprobs is not None:
+        outputs = _with_losses(outputs, loss_fn.elementwise(data, list(logprobs)))
+    return replace(
+        output,
+        loss_fn_outputs=outputs,
+        loss_fn_output_type=result.loss_fn_output_type,
+        server_metrics=metrics,
+    )
+
+
+def _with_losses(outputs: Sequence[Any], losses: Sequence[Tensor]) -> list[Any]:
+    """Outputs in which the loss of each token is the base loss's, not that of the linear loss."""
+    return [
+        {**each, _LOSS: tensor_like(each[_LOSS], values)} if _LOSS in each else each
+        for each, values in zip(outputs, losses, strict=True)
+    ]

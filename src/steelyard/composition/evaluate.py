@@ -26,8 +26,8 @@ from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import GradientError, InputError, TermError
 from steelyard.execution import Batch, Ticket, Workers, default_workers
 from steelyard.gradients import (
-    Evaluation,
     IsolatedCall,
+    ValueAndGradient,
     as_scalar,
     check_finite,
     check_gradient,
@@ -307,14 +307,14 @@ class Evaluator:
             events=self._stop,
         )
 
-    def _accept(self, result: TermResult, evaluation: Evaluation) -> None:
+    def _accept(self, result: TermResult, evaluation: ValueAndGradient) -> None:
         if self._whole is not None and result.term.spec.ranks == "one":
             self._whole.settle(result, evaluation)
             return
         self._record(result, evaluation)
         self._inputs.accept(result, evaluation)
 
-    def _record(self, result: TermResult, evaluation: Evaluation) -> None:
+    def _record(self, result: TermResult, evaluation: ValueAndGradient) -> None:
         result.number, result.custom = evaluation.value, evaluation.custom
         result.method, result.duration = evaluation.method, evaluation.duration
         if evaluation.method is not None:

@@ -20,7 +20,6 @@ from steelyard.composition.input_names import Named, Reads
 from steelyard.composition.terms import Group, Term, TermResult
 from steelyard.errors import GradientError
 from steelyard.gradients import (
-    Evaluation,
     IsolatedCall,
     Joint,
     Layout,
@@ -28,6 +27,7 @@ from steelyard.gradients import (
     Nest,
     Row,
     SplitOnRead,
+    ValueAndGradient,
     differentiate,
     filled,
     flatten,
@@ -159,7 +159,7 @@ class Inputs:
             spec.is_async,
         )
 
-    def accept(self, result: TermResult, evaluation: Evaluation) -> None:
+    def accept(self, result: TermResult, evaluation: ValueAndGradient) -> None:
         """Attach the gradient of an isolated call to its value, for the caller's backward pass.
 
         The value gets an autograd node whose backward returns the known gradients, so that the
@@ -180,7 +180,7 @@ class Inputs:
     def attach(
         self,
         result: TermResult,
-        evaluation: Evaluation,
+        evaluation: ValueAndGradient,
         pairs: Sequence[tuple[Tensor, Tensor]],
         *,
         like: Tensor,
@@ -355,7 +355,7 @@ class FlatInputs(Inputs):
         if result.gradients:
             result.method, result.gradient_duration = "autograd", perf_counter() - began
 
-    def accept(self, result: TermResult, evaluation: Evaluation) -> None:
+    def accept(self, result: TermResult, evaluation: ValueAndGradient) -> None:
         """Store the gradient of an isolated call."""
         gradient, by_need = evaluation.gradient, evaluation.extra
         result.gradients = by_need if gradient is None else {LOGPROBS: [gradient], **by_need}

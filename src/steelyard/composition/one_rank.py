@@ -23,7 +23,7 @@ from steelyard.composition.ranks import Ranks
 from steelyard.composition.skips import as_term_error
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import InputError
-from steelyard.gradients import Evaluation, IsolatedCall, Nest, mapped, tensors_in
+from steelyard.gradients import IsolatedCall, Nest, ValueAndGradient, mapped, tensors_in
 from steelyard.spec import title
 
 
@@ -55,7 +55,7 @@ class WholeBatch:
     def __init__(self, inputs: Inputs, ranks: Ranks) -> None:
         self._inputs, self._ranks = inputs, ranks
         self._gathered: dict[str, _Gathered] = {}
-        self._outcomes: dict[str, Evaluation | BaseException] = {}
+        self._outcomes: dict[str, ValueAndGradient | BaseException] = {}
 
     def isolated(self, result: TermResult, *, check_finite: bool) -> IsolatedCall | None:
         """Gather the inputs of a term; the call on all of them, or None in other processes.
@@ -87,11 +87,11 @@ class WholeBatch:
         finally:
             self._gathered[term.name] = _Gathered(inputs, leaves, shares)
 
-    def settle(self, result: TermResult, outcome: Evaluation | BaseException) -> None:
+    def settle(self, result: TermResult, outcome: ValueAndGradient | BaseException) -> None:
         """Keep the evaluation of a term, or its error, until it is sent."""
         self._outcomes[result.term.name] = outcome
 
-    def deliver(self, result: TermResult) -> Evaluation:
+    def deliver(self, result: TermResult) -> ValueAndGradient:
         """Send the evaluation of a term to all processes, each with its own gradients.
 
         The gradient is attached to the result.
@@ -103,7 +103,7 @@ class WholeBatch:
         parts = self._parts(result) if name in self._gathered else None
         received: list[Any] = [None]
         dist.scatter_object_list(received, parts, group=group, group_src=0)
-        evaluation: Evaluation | BaseException
+        evaluation: ValueAndGradient | BaseException
         evaluation, gradients = received[0]
         if isinstance(evaluation, BaseException):
             raise evaluation

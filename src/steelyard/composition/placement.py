@@ -11,7 +11,7 @@ import torch
 
 from steelyard.composition.terms import Term, TermResult
 from steelyard.execution import Batch, Executor, Ticket
-from steelyard.gradients import Evaluation, IsolatedCall, check_count, mapped, tensors_in
+from steelyard.gradients import IsolatedCall, ValueAndGradient, check_count, mapped, tensors_in
 
 # Submitting work to a thread and joining it costs about 0.1 ms, and terms made of tensor
 # operations gain nothing from threads, so a term has to take much longer than that.
@@ -51,11 +51,11 @@ class Job:
         """Whether every ticket is settled."""
         return all(ticket.settled for ticket in self.tickets)
 
-    def evaluation(self, last: Ticket) -> Evaluation:
+    def evaluation(self, last: Ticket) -> ValueAndGradient:
         """Result of the term, after `last` was settled; raises the error it ended with."""
         last.result()
         first, *rest = self.tickets
-        evaluation: Evaluation = first.result()
+        evaluation: ValueAndGradient = first.result()
         if rest:
             begun = [t.started for t in self.tickets if t.started is not None]
             ended = [t.ended for t in self.tickets if t.ended is not None]
@@ -124,7 +124,7 @@ def job_for(
 def gather(
     jobs: Sequence[Job],
     batch: Batch,
-    succeed: Callable[[TermResult, Evaluation], object],
+    succeed: Callable[[TermResult, ValueAndGradient], object],
     fail: Callable[[TermResult, BaseException], object],
 ) -> None:
     """Wait for the jobs; call `succeed` or `fail` for each as soon as it ends.

@@ -31,7 +31,7 @@ from steelyard.gradients.fully_sharded import (
     named_shards,
 )
 from steelyard.gradients.fusable import Fusable, Joint
-from steelyard.gradients.isolated import Evaluation, IsolatedCall, Method
+from steelyard.gradients.isolated import IsolatedCall, Method, ValueAndGradient
 from steelyard.gradients.layout import Layout, LogProbs, SplitOnRead, flatten, leaf_over
 from steelyard.gradients.nested_tensors import (
     Nest,
@@ -56,7 +56,6 @@ from steelyard.gradients.sharded import (
 )
 
 __all__ = [
-    "Evaluation",
     "FullyShardedParameters",
     "Fusable",
     "IsolatedCall",
@@ -67,6 +66,7 @@ __all__ = [
     "Nest",
     "Row",
     "SplitOnRead",
+    "ValueAndGradient",
     "as_scalar",
     "as_tensor",
     "awaited",
@@ -108,6 +108,7 @@ __all__ = [
 _leave_aliases(
     __name__,
     {
+        "Evaluation": "steelyard.gradients:ValueAndGradient",
         "Gradients": "steelyard.gradients:Row",
         "Leaf": "steelyard.gradients:leaf_over",
         "Pull": "steelyard.composition.aggregate:Combined",

@@ -29,7 +29,7 @@ REQUESTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ValueAndGradient:
     """Value and gradient of a term, as plain data.
 
     Attributes:
@@ -79,7 +79,7 @@ class IsolatedCall:
     extra: Mapping[str, Nest] = field(default_factory=dict)
     is_async: bool = False
 
-    def run(self) -> Evaluation:
+    def run(self) -> ValueAndGradient:
         """Evaluate the term once and differentiate it once; without a numerical gradient.
 
         Raises:
@@ -87,7 +87,7 @@ class IsolatedCall:
         """
         return self._now(self.arun())
 
-    def run_whole(self) -> Evaluation:
+    def run_whole(self) -> ValueAndGradient:
         """As `run`, with the numerical gradient if `gradient` is `"numerical"`."""
         if self.gradient != "numerical":
             return self.run()
@@ -110,7 +110,7 @@ class IsolatedCall:
         at_once = REQUESTS_AT_ONCE if self.is_async else 1
         return await numerical.differences(value, self.flat, start, stop, at_once)
 
-    async def arun(self) -> Evaluation:
+    async def arun(self) -> ValueAndGradient:
         """As `run`, awaited."""
         began, leaf = perf_counter(), None
         if self.gradient in ("auto", "autograd"):
@@ -138,9 +138,11 @@ class IsolatedCall:
         if self.check_finite:
             check_gradient(self.term, [gradient, *(g for row in by_need.values() for g in row)])
         now = perf_counter()
-        return Evaluation(value, custom, gradient, method, now - began, now - called, by_need)
+        return ValueAndGradient(value, custom, gradient, method, now - began, now - called, by_need)
 
-    def with_slopes(self, evaluation: Evaluation, slopes: Tensor, seconds: float) -> Evaluation:
+    def with_slopes(
+        self, evaluation: ValueAndGradient, slopes: Tensor, seconds: float
+    ) -> ValueAndGradient:
         """Add the numerical gradient, computed by other calls, to an evaluation.
 
         Raises:

@@ -34,7 +34,7 @@ from .training import (
 from .trl_trainers import build
 
 LENGTHS = [5, 9, 7, 3, 6, 8, 4, 10, 12, 3, 5, 6, 7, 7, 11, 4] * 8
-STEPS = 4
+STEPS = 3
 
 
 def mean_square(data: Sequence[Mapping[str, Any]], logprobs: Sequence[Tensor]) -> Tensor:
@@ -221,7 +221,7 @@ def everything(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     run("ddp 4", 4)
     run("fsdp 1", fsdp=True)
     run("fsdp 4", 4, fsdp=True, checkpointing=True)
-    run("bf16", fsdp=True, bf16=True)
+    run("bf16", fsdp=True, bf16=True, max_steps=2)
     run("half, first", 4, fsdp=True, max_steps=2, save_strategy="steps", save_steps=2)
     run("half, then", 4, fsdp=True, save_strategy="steps", save_steps=2, resume=True)
     return {**found, "trl": trl(rank, ranks, folder), "accelerate": save_and_load(folder)}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -228,13 +229,13 @@ class Memory:
         self.calls = state["calls"]
 
 
-def with_memory(folder: Path, **changed: Any) -> RegularizedTrainer:
+def with_memory(folder: Path, fn: Any = None, **changed: Any) -> RegularizedTrainer:
     return RegularizedTrainer(
         model=tiny.build(torch.float32),
         args=arguments(folder, max_steps=4, **changed),
         train_dataset=rows([6] * 8),
         data_collator=Collator(),
-        terms=[RegularizerSpec(Memory(), schedules.linear(0.0, 0.1, 4))],
+        terms=[RegularizerSpec(fn or Memory(), schedules.linear(0.0, 0.1, 4))],
     )
 
 
@@ -257,6 +258,50 @@ def test_a_resumed_run_without_the_state_of_its_terms_is_refused(tmp_path: Path)
     (tmp_path / "checkpoint-2" / "steelyard.pt").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint-2/steelyard\.pt cannot be read"):
         with_memory(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_damaged_state_of_the_terms_names_its_file(tmp_path: Path) -> None:
+    with_memory(tmp_path, save_strategy="steps", save_steps=2).train()
+    file = tmp_path / "checkpoint-2" / "steelyard.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"checkpoint-2/steelyard\.pt is damaged"):
+        with_memory(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+class Histogram(Memory):
+    """A term whose state has NumPy's arrays and numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": np.int64(self.calls), "counts": np.full(3, self.calls / 2)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.calls = int(state["calls"])
+        np.testing.assert_array_equal(state["counts"], self.calls / 2)
+
+
+def test_a_state_with_arrays_is_resumed(tmp_path: Path) -> None:
+    def trainer() -> RegularizedTrainer:
+        return with_memory(tmp_path, Histogram(), save_strategy="steps", save_steps=2)
+
+    trainer().train()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.regularizers.composite.specs[0].fn.calls == 4
+
+
+def test_a_second_training_logs_its_own_steps_only(tmp_path: Path) -> None:
+    """The last step of the first is not logged: there are three, and every second is."""
+    trainer = mixed_in(
+        model=tiny.build(torch.float32),
+        args=arguments(tmp_path, logging_steps=2),
+        train_dataset=rows([6] * 6),
+        data_collator=Collator(),
+    )
+    for _ in range(2):
+        trainer.train()
+        (log,) = [log for log in trainer.state.log_history if "loss" in log]
+        contributions = [value for name, value in log.items() if name.endswith("/contribution")]
+        assert log["base_loss/value"] + sum(contributions) == pytest.approx(log["loss"], rel=1e-5)
 
 
 def with_adaptive(folder: Path, accumulation: int, **changed: Any) -> RegularizedTrainer:

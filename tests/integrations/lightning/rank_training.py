@@ -20,6 +20,7 @@ from steelyard.integrations.lightning import RegularizedModule, RegularizerCallb
 from tests.whole_batch import whole
 
 from .models import Batches, Recorder, batches, cross_entropy
+from .uneven_ranks import train_unevenly
 
 ROWS = batches(*[8] * 16, seed=3)
 STEPS = 4
@@ -189,10 +190,11 @@ WAYS = [
 ]
 
 
-def everything(_rank: int, folder: Path) -> dict[Any, Any]:
+def everything(rank: int, folder: Path) -> dict[Any, Any]:
     found: dict[Any, Any] = {
         (how, n, called): train(how, n, called=called) for how, n, called in WAYS
     }
+    found["uneven"] = train_unevenly(rank)
     found["checkpointed"] = train("fsdp", checkpointed=True)
     found["bf16"] = train("fsdp", precision="bf16-mixed")
     for called in (False, True):

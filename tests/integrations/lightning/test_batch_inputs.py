@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from steelyard.errors import InputError
 from steelyard.integrations.lightning.batch_inputs import batch_fields, merge_sources
@@ -43,6 +44,11 @@ def test_more_items_than_names_are_refused() -> None:
         InputError, match=r"name each item of a batch, got 1 names \(x\) for 2 items"
     ):
         batch_fields((1, 2), ("x",))
+
+
+def test_several_names_for_one_tensor_are_refused() -> None:
+    with pytest.raises(InputError, match=r"got 2 names \(x, y\) for 1 items"):
+        batch_fields(torch.ones(3), ("x", "y"))
 
 
 def test_a_name_with_two_values_gets_its_source() -> None:

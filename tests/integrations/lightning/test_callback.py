@@ -49,6 +49,13 @@ class ReturnsMore(Plain):
         return {"loss": cross_entropy(logits, batch[1]), "hidden": hidden}
 
 
+class OfTensors(Plain):
+    """A training step whose batch is one tensor."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.net(batch)[0].square().mean()
+
+
 def saturation(before: Tensor) -> Tensor:
     return before.square().mean()
 
@@ -112,6 +119,24 @@ def test_training_equals_the_same_by_hand(kind: type[Plain], accumulate: int) ->
         for name, value in rows[i].items():
             contribution = logged[f"train/regularizers/{name}/contribution"]
             assert contribution == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize("named", ["pixels", ("pixels",)])
+def test_a_batch_of_one_tensor_has_one_name(named: Any) -> None:
+    seen = []
+
+    def mean(pixels: Tensor) -> Tensor:
+        seen.append(pixels)
+        return pixels.mean()
+
+    added = RegularizerCallback(
+        [term(mean, 0.0, "seen", gradient="none")],
+        aux={"router": 0.2},
+        batch=named,
+    )
+    data: Any = Batches([x for x, _ in DATA])  # type: ignore[misc]
+    trainer(callbacks=[added], epochs=1).fit(OfTensors(), data)
+    assert [len(each) for each in seen] == [4, 3, 5, 4, 2]
 
 
 def test_activations_outside_the_training_step_are_not_captured() -> None:

@@ -324,6 +324,18 @@ def test_a_prediction_is_not_logged() -> None:
     )
 
 
+def test_a_prediction_does_not_change_the_state_of_the_terms() -> None:
+    class Predicts(Model):
+        def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            logits, hidden = self.net(batch[0])
+            return self.compose(logits=logits, hidden=hidden, labels=batch[1])
+
+    drift = Drift()
+    model = Predicts(CompositeLoss(cross_entropy, [term(drift, 0.5)], aux={"router": 0.1}))
+    trainer().predict(model, HELD_OUT)
+    assert drift.average.item() == 0.0
+
+
 # Auxiliary losses.
 
 

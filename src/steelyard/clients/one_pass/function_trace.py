@@ -2,8 +2,8 @@
 
 The function is called with stand-ins for the data and the log-probs of two data. From the
 operations that it records follows whether it is a sum over data: up to the last additions, each
-depends on the log-probs of one datum alone. Then it is called for real, on random log-probs of the
-batch and of each datum by itself, to find by what it divides that sum.
+depends on the log-probs and fields of one datum. Then it is called for real, on random log-probs of
+the batch and of each datum by itself, to find by what it divides that sum.
 """
 
 from __future__ import annotations

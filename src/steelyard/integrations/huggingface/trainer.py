@@ -8,6 +8,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,13 @@ except ModuleNotFoundError as error:
     raise _cure("steelyard.integrations.huggingface", error, extra="hf") from error
 
 _STATE_FILE = "steelyard.pt"
+# What a state with NumPy's arrays and numbers is pickled with, and `weights_only` must allow.
+_NUMPY: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    *(each.__reduce__()[0] for each in (np.zeros(1), np.float64(0))),
+    *{type(np.dtype(kind)) for kind in "?bhilqBHILQefd"},
+]
 
 
 class RegularizerCallback(TrainerCallback):
@@ -170,6 +178,8 @@ class RegularizerCallback(TrainerCallback):
         if kind is not None and kind.keep_reference is not None and names & REFERENCE:
             kind.keep_reference(self._trainer)
             self._kind = replace(kind, keep_reference=None)  # it is kept from now on
+        # An earlier `train` may have left a step that was not logged, or one that failed.
+        self._metrics = MetricAccumulator()
         self._step_state = StepState(self.composite)
         if state.global_step > 0:
             self._load(Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE_FILE)
@@ -266,13 +276,21 @@ class RegularizerCallback(TrainerCallback):
 
     def _load(self, path: Path) -> None:
         try:
-            self.composite.set_extra_state(torch.load(path, weights_only=True))
+            with torch.serialization.safe_globals(_NUMPY):
+                state = torch.load(path, weights_only=True)
         except OSError as error:
             if self.composite.get_extra_state()["terms"]:
                 raise CheckpointError(
                     f"a resumed run needs the state of its terms, and {path} cannot be read: "
                     f"resume from the run's own output_dir."
                 ) from error
+            return
+        except Exception as error:  # torch and pickle raise many kinds for a damaged file
+            raise CheckpointError(
+                f"a resumed run needs the state of its terms, and {path} is damaged, or holds more "
+                f"than numbers, strings, tensors, arrays, lists and mappings of them: {error}"
+            ) from error
+        self.composite.set_extra_state(state)
 
 
 class RegularizerMixin:

@@ -14,7 +14,7 @@ def batch_fields(batch: object, names: Sequence[str]) -> Mapping[str, Any]:
     """Fields of a batch, by name.
 
     The items of a tuple are called by `names`, or else `batch.0`, `batch.1`, …; a single tensor
-    is called by the first of `names`, or else `batch`.
+    is called by the only one of `names`, or else `batch`.
 
     Raises:
         InputError: there are more or fewer items than names.
@@ -23,7 +23,7 @@ def batch_fields(batch: object, names: Sequence[str]) -> Mapping[str, Any]:
     if fields is not None:
         return fields
     if not isinstance(batch, tuple | list):
-        return {names[0] if names else "batch": batch}
+        batch, names = (batch,), names or ("batch",)
     names = names or getattr(batch, "_fields", [f"batch.{i}" for i in range(len(batch))])
     if len(names) != len(batch):
         raise InputError(

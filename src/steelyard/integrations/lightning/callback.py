@@ -34,7 +34,7 @@ class RegularizerCallback(Callback):
         terms: as for `CompositeLoss`.
         aux: the weights of auxiliary losses, by name.
         capture: paths of modules whose outputs terms read, with wildcards.
-        batch: names for the items of a batch that is a tuple.
+        batch: names for the items of a batch that is a tuple, or the name of one that is a tensor.
         log: arguments for `log_dict`; `sync_dist` is on unless they say otherwise.
         settings: the other arguments of `CompositeLoss`.
 
@@ -60,13 +60,13 @@ class RegularizerCallback(Callback):
         *,
         aux: Mapping[str, float | Schedule] | None = None,
         capture: str | Sequence[str] = (),
-        batch: Sequence[str] = (),
+        batch: str | Sequence[str] = (),
         log: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.composite = CompositeLoss(reads(itself, "loss"), terms, aux=aux, **settings)
         self._capture = capture
-        self._batch_names = tuple(batch)
+        self._batch_names = (batch,) if isinstance(batch, str) else tuple(batch)
         self._log_settings = check_log_settings(log or {})
         self._cleanup = ExitStack()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,10 +28,10 @@ class RegularizedModule(_Mixed):
     """Mixin whose `compose` computes the composite loss in a step and logs every component.
 
     Put it before `LightningModule`, and set `composite` in `__init__`. In training, schedules
-    and `every` follow the trainer's optimizer steps; validation and test use the weights of the
-    last training step, and do not change the state of the terms. Auxiliary losses that modules
-    report with `aux_loss` during a step are collected. The composite is a submodule, so the step
-    and the state of the terms are in every checkpoint.
+    and `every` follow the trainer's optimizer steps; validation, test and prediction use the
+    weights of the last training step, and do not change the state of the terms. Auxiliary losses
+    that modules report with `aux_loss` during a step are collected. The composite is a submodule,
+    so the step and the state of the terms are in every checkpoint.
 
     Attributes:
         composite: the loss.
@@ -95,15 +95,13 @@ class RegularizedModule(_Mixed):
             inputs.setdefault("aux", dict(self._aux))
             self._aux.clear()  # a step may compose twice
         trainer = self._attached_trainer()
-        if trainer is None or trainer.predicting:
-            total: Tensor = composite(*outputs, **inputs)
-            return total
-        if trainer.training:
+        if trainer is not None and trainer.training:
             composite.step = trainer.global_step
-            total = composite(*outputs, **inputs)
-        else:
-            with _state_restored(composite):
-                total = composite(*outputs, **inputs)
+        evaluates = trainer is not None and not trainer.training
+        with _state_restored(composite) if evaluates else nullcontext():
+            total: Tensor = composite(*outputs, **inputs)
+        if trainer is None or trainer.predicting:  # which has no logs
+            return total
         settings = check_log_settings(self.log_settings)
         if batch_size is not None:
             settings["batch_size"] = batch_size
