@@ -21,10 +21,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
-QUIET = {
+ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else it warns about its next release
     "RAY_memory_monitor_refresh_ms": "0",  # other tests may use the memory of this machine
+    # A node that died refuses five checks in a row and is given up: after 2.5 seconds, not 15. One
+    # that is alive and busy has ten seconds for each, as always.
+    "RAY_health_check_period_ms": "500",
 }
 
 
@@ -32,7 +35,7 @@ class RayCluster:
     """The cluster, its addresses, and nodes that come and go."""
 
     def __init__(self) -> None:
-        os.environ.update(QUIET)
+        os.environ.update(ENVIRONMENT)
         port = _free_port()
         head = {**NODE, "include_dashboard": False, "ray_client_server_port": port}
         with _without_warnings(), pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,7 @@ import steelyard.gradients
 from steelyard import RegularizerSpec, regularize, schedules
 from steelyard.clients import RegularizedClient
 from steelyard.engine import LocalServiceClient
-from steelyard.integrations import CompositeLoss
+from steelyard.integrations import CompositeLoss, term
 from steelyard.regularizers import Adaptive, EMADrift
 
 from .cli.command import CommandRunner
@@ -262,6 +262,23 @@ def resolved(path: str) -> Any:
             thing = getattr(thing, part)
         return thing
     raise AssertionError(path)
+
+
+def test_the_readings_of_a_composite_are_its_results() -> None:
+    loss = CompositeLoss(lambda x: x.sum(), [term(lambda x: x.square().sum(), 0.5, "l2")])
+    loss(x=torch.tensor([1.0, 2.0]))
+    with pytest.warns(DeprecationWarning, match=r"^CompositeLoss\.readings is deprecated: use"):
+        readings = loss.readings
+    assert [(each.term.name, each.weight) for each in readings] == [("base", 1.0), ("l2", 0.5)]
+
+
+def test_the_upgrade_note_has_every_alias() -> None:
+    changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    note = changelog.partition("### Upgrading from 0.1.0")[2].partition("\n### ")[0]
+    for (_, old), new in RENAMED.items():
+        lines = [line for line in note.splitlines() if re.search(rf"`([\w.]+\.)?{old}`", line)]
+        assert lines, old
+        assert any(new.rpartition(".")[2] in line for line in lines), new
 
 
 def test_every_alias_is_of_a_name_that_there_was() -> None:

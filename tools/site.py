@@ -54,13 +54,20 @@ API = (
     "steelyard.output",
     "steelyard.telemetry",
     "steelyard.regularizers",
+    "steelyard.composition",
+    "steelyard.clients",
     "steelyard.engine",
-    "steelyard.integrations.torch",
+    "steelyard.integrations",
     "steelyard.integrations.huggingface",
     "steelyard.integrations.lightning",
     "steelyard.integrations.optim",
     "steelyard.integrations.jax",
     "steelyard.experiment",
+    "steelyard.experiment.report",
+    "steelyard.experiment.rewards",
+    "steelyard.experiment.rewards.text_form",
+    "steelyard.experiment.rewards.text_match",
+    "steelyard.experiment.watch",
 )
 
 
@@ -108,7 +115,20 @@ def example_page(path: Path) -> str:
 
 def api_page(name: str) -> str:
     """Page with the docstrings of a module."""
-    return f"{AFTER_GUIDES}# `{name}`\n\n::: {name}\n    options:\n      show_root_heading: false\n"
+    page = f"{AFTER_GUIDES}# `{name}`\n\n::: {name}\n    options:\n      show_root_heading: false\n"
+    heading = "    options:\n      show_root_heading: true\n"
+    return page + "".join(f"\n::: {path}\n{heading}" for path in hidden_functions(name))
+
+
+def hidden_functions(name: str) -> Iterator[str]:
+    """Paths of the functions that a package exports, and that have the name of their file.
+
+    The reference of the package takes the file in their place, and so leaves them out.
+    """
+    package = SOURCE.parent.joinpath(*name.split("."))
+    exports = (package / "__init__.py").read_text(encoding="utf-8") if package.is_dir() else ""
+    for stem in re.findall(rf"^ *from {name}\.(\w+) import .*\b\1\b", exports, re.MULTILINE):
+        yield f"{name}.{stem}.{stem}"
 
 
 def command_reference() -> str:
@@ -135,7 +155,7 @@ def config_reference() -> str:
     lines = [
         "# Config reference",
         "",
-        "Generated from the schema; `steelyard config --help` shows it in a terminal.",
+        "Generated from the schema; `steelyard config schema` prints it as JSON Schema.",
         "",
     ]
     lines += _section("(top level)", Config, [n for n, f in _fields(Config) if not _model_in(f)])

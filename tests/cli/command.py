@@ -154,9 +154,6 @@ class CommandRunner:
         self._process.stdout.close()
 
 
-Kitchen = CommandRunner  # the name under which tests/test_compatibility.py imports it
-
-
 def wait_for(path: Path, lines: int = 0) -> None:
     """Wait until a running command has written a file with this many lines."""
     while not path.exists() or path.read_bytes().count(b"\n") < lines:

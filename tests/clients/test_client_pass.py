@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,6 +38,27 @@ def test_the_result_is_transformed_once() -> None:
 
     future = MappedFuture(Plain(), transform)
     assert future.result() == future.result(5.0) == 1
+    assert results == [20]
+
+
+def test_the_result_is_transformed_once_for_all_threads() -> None:
+    """Each result would be another object, and what the transform does would be done again."""
+    begun, results = threading.Barrier(2, timeout=600), []
+
+    class Together:
+        def result(self) -> int:
+            begun.wait()  # both threads have the result before one of them transforms it
+            return 20
+
+    def transform(result: int) -> object:
+        results.append(result)
+        time.sleep(0)  # lets the other thread run
+        return object()
+
+    future = MappedFuture(Together(), transform)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: future.result(), range(2)))
+    assert found[0] is found[1]
     assert results == [20]
 
 

@@ -305,6 +305,38 @@ def test_terms_that_stay_can_be_changed_between_steps(either: Any) -> None:
         assert weights == {"l2": 0.7, "other": 0.3}
 
 
+class Calls:
+    """A stateful term that counts its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def compute(self, _: Any, logprobs: Sequence[Tensor]) -> Tensor:
+        self.count += 1
+        return logprobs[0].sum()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_the_state_of_a_term_that_was_added_later_is_saved_and_restored(either: Any) -> None:
+    data, client = sampled(either), regularize(either)
+    client.forward_backward_custom(data, nll).result()
+    client.pipeline.add(spec(Calls(), 0.3, "calls"))
+    client.forward_backward_custom(data, nll).result()
+    saved = client.state_dict()
+    assert saved["terms"] == {"calls": {"count": 1}}
+    again, calls = regularize(either), Calls()
+    again.load_state_dict(saved)
+    again.forward_backward_custom(data, nll).result()
+    again.pipeline.add(spec(calls, 0.3, "calls"))
+    again.forward_backward_custom(data, nll).result()
+    assert calls.count == 2
+
+
 def test_a_traced_loss_with_terms_that_stay_is_an_error(remote: Answered) -> None:
     def traced(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return -logprobs.sum(), {}

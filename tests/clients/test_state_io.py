@@ -48,9 +48,22 @@ def test_a_tuple_is_decoded_as_a_list() -> None:
     assert through_json((1, 2)) == [1, 2]
 
 
-@pytest.mark.parametrize("state", [{1: "a"}, {"a": object()}, [{1, 2}]])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {1: "a"},
+        {"a": object()},
+        [{1, 2}],
+        torch.ones(2, dtype=torch.complex64),
+        torch.eye(2).to_sparse(),
+        np.ones(2, dtype=np.complex128),
+        np.array([object()]),
+        np.array([b"a"]),
+        np.complex64(1),
+    ],
+)
 def test_other_types_are_refused(state: Any) -> None:
-    with pytest.raises(StateError, match="the state of 'ema' must be made of numbers"):
+    with pytest.raises(StateError, match="the state of 'ema' must be made of real numbers"):
         state_io.encode("ema", state)
 
 
@@ -60,6 +73,12 @@ def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     state_io.write(path, {"a": 2})
     assert state_io.read(path) == {"a": 2}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        state_io.write(tmp_path / "state.json", {"a": object()})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from steelyard.errors import ClosedError, TermTimeoutError, UnpicklableError, WorkerDiedError
 from steelyard.execution import Batch, Ticket, Workers, check_picklable
+from steelyard.execution.processes import ProcessExecutor
 
 from .tickets import ended, job, memory_files, run, wait_until
 
@@ -138,6 +140,49 @@ def test_a_cancelled_task_is_killed(workers: Workers, tmp_path: Path) -> None:
     wait_until(lambda: ended(pid))
 
 
+def test_a_task_that_is_cancelled_while_it_is_sent_is_killed(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket, running_pool = job(loop_for_ever), workers.processes._running_pool
+
+    def cancel_meanwhile(*broken: Any) -> Any:
+        ticket.cancel()
+        return running_pool(*broken)
+
+    monkeypatch.setattr(workers.processes, "_running_pool", cancel_meanwhile)
+    workers.processes.submit(ticket)
+    wait_until(lambda: not ticket.running)
+
+
+class WaitingPool:
+    """Takes tasks and never runs them."""
+
+    active = True
+
+    def schedule(self, *_: object, **__: object) -> Future[Any]:
+        return Future()
+
+
+class YieldingTicket(Ticket):
+    """Lets other threads run wherever it is looked up."""
+
+    def __hash__(self) -> int:
+        time.sleep(0)
+        return id(self)
+
+
+def test_closing_in_several_threads_ends_each_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, pool = ProcessExecutor(1), WaitingPool()
+    monkeypatch.setattr(executor, "_running_pool", lambda *_: pool)
+    tickets = [YieldingTicket("t", "process", me, ()) for _ in range(200)]
+    for ticket in tickets:
+        executor.submit(ticket)
+    with ThreadPoolExecutor(4) as threads:
+        for closing in [threads.submit(executor.close) for _ in range(4)]:
+            closing.result()
+    assert not any(ticket.running for ticket in tickets)
+
+
 def test_what_cannot_travel(workers: Workers) -> None:
     lock = threading.Lock()
     with pytest.raises(UnpicklableError, match=r"must pickle.*regularizer 't'.*run_in='thread'"):
@@ -183,7 +228,8 @@ def start_and_loop(path: Path, how: str) -> None:
 
 def run_until_started(workers: Workers, path: Path, how: str) -> Ticket:
     """Run `start_and_loop` with a timeout in which it reaches its loop, on a slow machine too."""
-    for timeout in (1.0, 5.0, 25.0, 125.0):
+    # One that crashes needs no timeout to end, and must not reach it before its crash is noticed.
+    for timeout in (300.0,) if how == "crashes" else (1.0, 5.0, 25.0, 125.0):
         failing = job(start_and_loop, path, how, timeout=timeout)
         run(workers, failing)
         if path.exists():

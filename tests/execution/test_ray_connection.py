@@ -12,7 +12,7 @@ import pytest
 
 from steelyard.errors import InputError
 from steelyard.execution.ray_connection import RayConnection, lacking
-from tests.ray_cluster import QUIET, RayCluster
+from tests.ray_cluster import ENVIRONMENT, RayCluster
 
 from .tickets import ended, wait_until
 
@@ -53,7 +53,7 @@ def start(body: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "script.py"],
         cwd=folder,
-        env={**os.environ, **QUIET, **environment},
+        env={**os.environ, **ENVIRONMENT, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -155,7 +155,7 @@ print(ray.is_initialized())
 
 def test_the_example_prints_what_it_did(ray_cluster: RayCluster) -> None:
     example = Path(__file__).parents[2] / "examples" / "ray_terms.py"
-    environment = {**os.environ, **QUIET, "RAY_ADDRESS": ray_cluster.address}
+    environment = {**os.environ, **ENVIRONMENT, "RAY_ADDRESS": ray_cluster.address}
     printed = subprocess.check_output([sys.executable, example], env=environment, text=True)
     assert printed == (example.parent / "outputs" / "ray_terms.txt").read_text(encoding="utf-8")
 

@@ -105,6 +105,23 @@ def test_what_was_read_outlives_the_block() -> None:
     assert answer.sum() == 100_000
 
 
+def test_a_late_reply_does_not_reach_the_call_that_has_the_descriptor_now() -> None:
+    cancelled = Parcel(torch.zeros(100_000), reply_bytes=400_000)
+    cancelled.remove()
+    parcel = Parcel(torch.ones(100_000), reply_bytes=400_000)
+    try:
+        assert (now := parcel.message.block) is not None
+        assert (before := cancelled.message.block) is not None
+        assert now.path == before.path
+        answer = reply(parcel.message, torch.full((100_000,), 2.0))
+        assert not reply(cancelled.message, torch.full((100_000,), 3.0)).spans
+        assert parcel.open_reply(answer).eq(2.0).all()
+        with pytest.raises(FileNotFoundError, match="the sender has removed it"):
+            receive(cancelled.message)
+    finally:
+        parcel.remove()
+
+
 def test_lambdas_and_closures_travel() -> None:
     factor = 3
     fn = there_and_back(lambda x: factor * x)

@@ -51,6 +51,15 @@ def test_a_line_without_a_field_is_named(
     read(folder, plain, {**term, "enabled": False})
 
 
+@pytest.mark.parametrize("kind", ["truncated", "masked"])
+def test_importance_weights_need_the_log_probs_of_the_samples(
+    folder: Path, plain: Encoder, kind: str
+) -> None:
+    term = {"use": f"{kind}_importance_sampling", "weight": 0.1, "options": {"regularizer": "l2"}}
+    with pytest.raises(DataError, match=r"train\.jsonl:1: must have the field 'logprobs'"):
+        read(folder, plain, term)
+
+
 def test_reference_logprobs_are_computed_unless_the_config_says_never(
     folder: Path, plain: Encoder
 ) -> None:

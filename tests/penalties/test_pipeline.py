@@ -212,9 +212,21 @@ def test_a_traced_step_gives_the_same_total(schedule: Any) -> None:
         assert float(tensor) == pytest.approx(7 + 25 * weight, rel=1e-6)
 
 
-def test_compute_rejects_a_traced_step() -> None:
-    with pytest.raises(InputError, match=r"call compute_total inside jax.jit"):
-        jax.jit(lambda step: WARMUP.compute(np.array(X), step)[0])(1)
+@pytest.mark.parametrize("tracked", [False, True])
+def test_compute_rejects_what_is_traced(tracked: bool) -> None:
+    def of_input(traced: Any) -> Any:
+        return WARMUP.compute(traced, 1, track_grad_norms=tracked)[0]
+
+    def of_step(traced: Any) -> Any:
+        return WARMUP.compute(JAX.array(X), traced, track_grad_norms=tracked)[0]
+
+    def of_closure(traced: Any) -> Any:
+        pipeline = PenaltyPipeline([(lambda x: (x * traced).sum(), {"name": "product"})])
+        return pipeline.compute(JAX.array(X), track_grad_norms=tracked)[0]
+
+    for compute in (of_input, of_step, of_closure):
+        with pytest.raises(InputError, match=r"call compute_total inside jax.jit"):
+            jax.jit(compute)(1.0)
 
 
 # Names.
@@ -273,6 +285,7 @@ KNOWN = "'l1', 'l2', 'elastic_net', 'kl', 'js', 'entropy', 'orthogonality', 'con
         ([("kl", {"inputs": ("a",)})], "with the inputs 'a' and the options none: missing a requi"),
         ([("l1", {"inputs": ()})], "inputs of penalty 'l1' must be one or more names, got ()"),
         ([("l1", {"inputs": (1,)})], "inputs of penalty 'l1' must be one or more names, got (1,)"),
+        ([("l1", {"inputs": 1})], "inputs of penalty 'l1' must be one or more names, got 1"),
         ([("l1", {"name": ""})], "name must be a non-empty string, got ''"),
         ([("l1", {"differentiable": 1})], "differentiable must be True or False, got 1"),
         (

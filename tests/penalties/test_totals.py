@@ -191,6 +191,16 @@ def test_no_terms_have_no_norms(autodiff: Backend) -> None:
     assert values_and_norms([], {}, autodiff.array(X)) == ({}, {})
 
 
+def test_a_weighted_count_is_not_rounded(backend: Backend) -> None:
+    """Half of three elements is 1.5; as an integer, of the count's dtype, it would be 1."""
+    count = (lambda x: (x < 10).sum(), {"name": "count", "weight": 0.5, "differentiable": False})
+    total, metrics = PenaltyPipeline([count]).compute(backend.array([1.0, 2.0, 3.0]))
+    assert backend.numpy(total) == metrics["total"] == metrics["count_weighted"] == 1.5
+    total = PenaltyPipeline([count, "l1"]).compute_total(backend.array([1.0, 2.0, 3.0], "float32"))
+    assert backend.dtype(total) == "float32"
+    assert backend.numpy(total) == 7.5
+
+
 def test_a_weighted_sum_accumulates_in_float32(backend: Backend) -> None:
     """256 + 8 · 0.5 is 260 in float32; each step is lost in bfloat16, whose spacing there is 2."""
     values = {"large": backend.array(256.0, "bfloat16")}

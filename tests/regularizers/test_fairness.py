@@ -64,6 +64,25 @@ def test_equalized_odds_by_hand(outcome: Any, power: Any) -> None:
     assert_gradients(term, data(), LOGPROBS, by_hand)
 
 
+@pytest.mark.parametrize("outcome", ["logprob", "prob"])
+@pytest.mark.parametrize("cls", [DemographicParity, EqualizedOdds])
+def test_a_datum_without_a_token_is_left_out(cls: Any, outcome: Any) -> None:
+    """Its log-prob would be 0, the best outcome there is."""
+    term = cls(outcome=outcome, test="none")
+    value, gradients = value_and_gradients(term, data(), LOGPROBS)
+    masked = plain(group=[1], label=[0], weights=[0.0, 0.0])
+    with_it, of_all = value_and_gradients(term, [*data(), masked], [*LOGPROBS, LOGPROBS[0]])
+    assert with_it == pytest.approx(value, rel=1e-12)
+    torch.testing.assert_close(of_all, [*gradients, torch.zeros_like(LOGPROBS[0])])
+
+
+def test_a_single_group_has_no_gap_even_where_a_log_prob_is_infinite() -> None:
+    term = DemographicParity(test="none")
+    value, gradients = value_and_gradients(term, [plain(group=[0])], doubles([-np.inf, -1.0]))
+    assert value == 0
+    assert gradients[0].tolist() == [0.0, 0.0]
+
+
 def test_metrics_of_demographic_parity() -> None:
     _, metrics = DemographicParity().compute(data(), LOGPROBS)
     samples = [[OUTCOMES[i] for i in range(6) if GROUPS[i] == g] for g in (0, 1, 2)]

@@ -257,6 +257,17 @@ def test_sequence_level_allows_different_lengths() -> None:
     assert_gradients(term, [], rows, by_hand)
 
 
+def test_sequence_level_leaves_out_pairs_in_which_a_datum_has_no_token() -> None:
+    """The mean of no tokens would be 0, a log-prob that the other one is drawn to."""
+    rows = doubles([-1.0, -3.0], [-5.0], [-4.0], [-6.0])
+    data = [plain(), plain(), plain(), plain(weights=[0.0])]
+    value, gradients = value_and_gradients(Consistency(level="sequence"), data, rows)
+    assert value == pytest.approx(9.0)
+    assert [row.tolist() for row in gradients[2:]] == [[0.0], [0.0]]
+    value, _ = value_and_gradients(Consistency(level="sequence"), data[2:], rows[2:])
+    assert value == 0
+
+
 @pytest.mark.parametrize("metric", ["kl", "js"])
 def test_consistency_of_distributions_agrees_with_scipy(metric: Any) -> None:
     rows = [CLASSES[0], CLASSES_REFERENCE[0]]

@@ -269,6 +269,13 @@ def test_labels(value: Any, label: Any) -> None:
     assert row.read_label("group") == label
 
 
+def test_a_label_that_is_nan_is_an_error() -> None:
+    """It equals no other, so that every datum would be a group of its own."""
+    (row,) = batch_rows([plain(group=math.nan)], [torch.zeros(1)])
+    with pytest.raises(InputError, match=r"group of datum 0 must be one label, got NaN"):
+        row.read_label("group")
+
+
 def test_a_label_with_several_elements_is_an_error() -> None:
     (row,) = batch_rows([plain(group=[1, 2])], [torch.zeros(1)])
     with pytest.raises(
@@ -281,6 +288,13 @@ def test_a_label_with_several_elements_is_an_error() -> None:
 def test_a_number(value: Any) -> None:
     (row,) = batch_rows([plain(reward=value)], [torch.zeros(1)])
     assert row.read_number("reward") == 0.5
+
+
+def test_a_number_that_is_nan_is_an_error() -> None:
+    """It is below every threshold and above none: an answer without a reward would be wrong."""
+    (row,) = batch_rows([plain(reward=math.nan)], [torch.zeros(1)])
+    with pytest.raises(InputError, match=r"reward of datum 0 must be one number, got NaN"):
+        row.read_number("reward")
 
 
 def test_several_numbers_are_an_error() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.spec import describe, describe_with_place, did_you_mean, raised_at
+from steelyard.spec import BASE, describe, describe_with_place, did_you_mean, raised_at, title
 
 
 class UnreadableError(Exception):
@@ -16,6 +16,11 @@ class UnreadableError(Exception):
         if isinstance(self.text, Exception):
             raise self.text
         return self.text  # type: ignore[no-any-return]  # or something else
+
+
+def test_messages_call_a_term_by_its_title() -> None:
+    assert (title(BASE), title("l2")) == ("the base loss", "regularizer 'l2'")
+    assert title(BASE, "reward") == "reward 'base'"
 
 
 def test_an_exception_is_its_type_and_message() -> None:

@@ -10,10 +10,11 @@ from typing import Any, get_args
 import cloudpickle
 import numpy as np
 import pytest
+import torch
 
 from steelyard import RegularizerSpec, schedules
 from steelyard.errors import SpecError
-from steelyard.spec import BASE, Bound, Gradient, OnError, RunIn, check_timeout, check_weight, title
+from steelyard.spec import BASE, Bound, Gradient, OnError, RunIn, check_timeout, check_weight
 
 
 def nothing(data: Any, logprobs: Any) -> float:
@@ -115,6 +116,7 @@ GRADIENT = (
             f"a bound of 0 needs a scale: {SCALE.format(None)}",
         ),
         ({"weight": None, "at_most": 1, "scale": -1}, SCALE.format(-1)),
+        ({"weight": None, "at_most": schedules.constant(1), "scale": "x"}, SCALE.format("'x'")),
         ({"scale": 1.0}, "scale must be left out without a bound, got 1.0 (regularizer 'term')."),
         ({"weight": 1j}, WEIGHT.format("1j")),
         ({"fn": 3}, FN.format("3")),
@@ -166,6 +168,13 @@ GRADIENT = (
                 "fn must accept (data, logprobs) and the keywords ['data']: "
                 "multiple values for argument 'data'; its options are none "
                 "(regularizer 'term')."
+            ),
+        ),
+        (
+            {"fn": anything, "needs": "logits", "options": {"logits": 1}},
+            (
+                "options must not hold what the term needs, which is passed by the same keyword, "
+                "got ['logits'] in both (regularizer 'term')."
             ),
         ),
         (
@@ -241,11 +250,13 @@ def test_a_name_is_required(fn: Any, name: Any) -> None:
     )
 
 
-def test_a_name_is_a_string() -> None:
-    with pytest.raises(
-        SpecError, match=r"name must be a non-empty string, got 5 \(regularizer 5\)"
-    ):
-        RegularizerSpec(nothing, 0.1, 5)  # type: ignore[arg-type]  # the point of it
+@pytest.mark.parametrize("fn", [nothing, Named()])
+@pytest.mark.parametrize("name", [5, 0, False])
+def test_a_name_is_a_string(fn: Any, name: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        RegularizerSpec(fn, 0.1, name)
+    message = f"name must be a non-empty string, got {name!r} (regularizer {name!r})."
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -546,6 +557,7 @@ def test_a_spec_stands_for_itself() -> None:
             "a regularizer needs the field 'fn', got ['weight'] (regularizer None).",
         ),
         ({"fn": nothing, "weight": -1, "name": "term"}, WEIGHT.format("-1")),
+        ({"fn": "l2", "weight": 1, "name": "term", "options": [1]}, OPTIONS.format("[1]")),
         (3, "a regularizer must be a RegularizerSpec or a mapping, got 3."),
     ],
 )
@@ -662,16 +674,18 @@ def test_numerical_gradients_move_log_probs_alone() -> None:
         spec_of(fn=anything, gradient="numerical", needs="logits")
 
 
-def test_messages_call_a_term_by_its_title() -> None:
-    assert (title(BASE), title("l2")) == ("the base loss", "regularizer 'l2'")
-
-
 def test_a_bound_at_a_step() -> None:
     upper = RegularizerSpec(nothing, name="term", at_most=2)
     lower = RegularizerSpec(nothing, name="term", at_least=schedules.linear(-1.0, -3.0, 2))
     assert upper.is_bounded
     assert (upper.weight_at(3), upper.bound_at(3)) == (0.0, Bound(2.0, 2.0, upper=True))
     assert lower.bound_at(1) == Bound(-2.0, 2.0, upper=False)
+
+    def array(step: int) -> Any:
+        return torch.tensor(0.5 * step)
+
+    halves = RegularizerSpec(nothing, name="term", at_most=array)
+    assert halves.bound_at(3) == Bound(1.5, 1.5, upper=True)
     assert RegularizerSpec(nothing, 0.1, "term").bound_at(0) is None
     scaled = RegularizerSpec(nothing, name="term", at_most=0, scale=0.5)
     assert scaled.bound_at(0) == Bound(0.0, 0.5, upper=True)
@@ -688,6 +702,36 @@ def test_a_bound_schedule_must_give_finite_numbers() -> None:
         bad.bound_at(4)
     with pytest.raises(SpecError, match="it raised KeyError: 4 at step 4"):
         RegularizerSpec(nothing, name="term", at_most=failing).bound_at(4)
+
+
+class MeasuredAtOnce:
+    async def compute(self, data: Any, logprobs: Any) -> float:
+        return 1.0
+
+    def measure(self, data: Any, logprobs: Any) -> float:
+        return 2.0
+
+
+class MeasuredLater:
+    def compute(self, data: Any, logprobs: Any) -> float:
+        return 1.0
+
+    async def measure(self, data: Any, logprobs: Any) -> float:
+        return 2.0
+
+
+@pytest.mark.parametrize(
+    ("fn", "run_in", "measured_in"),
+    [
+        (MeasuredAtOnce(), "async", "auto"),
+        (MeasuredLater(), "inline", "auto"),
+        (Named(), "inline", "inline"),
+    ],
+)
+def test_a_term_may_be_measured_by_a_function_of_the_other_kind(
+    fn: Any, run_in: Any, measured_in: str
+) -> None:
+    assert spec_of(fn=fn, run_in=run_in).measuring().run_in == measured_in
 
 
 def scaled(data: Any, logprobs: Any, scale: float = 1.0) -> float:

@@ -217,6 +217,7 @@ TRACEABLE: list[Schedule] = [
     piecewise({0: 0.1}),
     piecewise({0: 0.1, 3: 0.5, 7: -1.0}),
     join({0: warmup(1.0, 3), 3: cosine(1.0, 0.1, 6)}),
+    join({0: exponential(1.0, 1.5), 6: constant(2.0)}),
     by_epoch(linear(0.0, 1.0, 5), 3),
     by_epoch(piecewise({0: 1.0, 1: 2.0, 2: 5.0}), 3),
 ]

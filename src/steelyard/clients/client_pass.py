@@ -8,6 +8,7 @@ is linear in them and has that gradient.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -100,6 +101,7 @@ class MappedFuture(Generic[T]):
     def __init__(self, future: Any, transform: Callable[[Any], T]) -> None:
         self._future, self._transform = future, transform
         self._cached: list[T] = []  # empty, or the one value: None may be a value
+        self._lock = threading.Lock()  # several threads may ask for the result
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the value, at most `timeout` seconds.
@@ -107,23 +109,29 @@ class MappedFuture(Generic[T]):
         Raises:
             TimeoutError: it took longer.
         """
-        # A future of one's own may have a `result` without a timeout.
-        result = self._future.result() if timeout is None else self._future.result(timeout)
-        return self._transformed(result)
+        return self._transformed(self._wait(timeout))
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - the SDK's
         """Await the value, at most `timeout` seconds."""
-        if hasattr(self._future, "result_async"):
-            return self._transformed(await self._future.result_async(timeout))
-        return await asyncio.to_thread(self.result, timeout)
+        return self._transformed(await self._wait_async(timeout))
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
 
+    def _wait(self, timeout: float | None) -> Any:
+        # A future of one's own may have a `result` without a timeout.
+        return self._future.result() if timeout is None else self._future.result(timeout)
+
+    async def _wait_async(self, timeout: float | None) -> Any:  # noqa: ASYNC109 - the SDK's
+        if hasattr(self._future, "result_async"):
+            return await self._future.result_async(timeout)
+        return await asyncio.to_thread(self._wait, timeout)
+
     def _transformed(self, result: Any) -> T:
-        if not self._cached:
-            self._cached.append(self._transform(result))
-        return self._cached[0]
+        with self._lock:
+            if not self._cached:
+                self._cached.append(self._transform(result))
+            return self._cached[0]
 
 
 def submit_forward(client: Any, data: Sequence[Any]) -> Any:

@@ -5,33 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from steelyard.clients import state_io
-from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
-from steelyard.clients.one_pass import Explanation, OnePass, TwoPassCall
+from steelyard.clients.built_terms import BuiltTerms, TermLike
+from steelyard.clients.custom_call import CustomCall
+from steelyard.clients.one_pass import Explanation, OnePass
 from steelyard.clients.step_progress import StepProgress
 from steelyard.clients.term_settings import TermSettings
 from steelyard.clients.term_states import TermStates
-from steelyard.composition import (
-    NamedBaseLoss,
-    Pipeline,
-    ToParameters,
-    loss_names,
-)
+from steelyard.composition import NamedBaseLoss, Pipeline, loss_names
 from steelyard.errors import InputError, SpecError, StateError
-from steelyard.output import CustomLossOutput
 from steelyard.spec import ComposedLoss, Regularizer, RegularizerSpec, TermFn, is_whole, split_loss
 
 # The name under which a client that can `attach` saves our state with its own checkpoints.
 _ATTACHED_AS = "steelyard"
-_LOSS = "elementwise_loss"  # of each token, among the outputs of a datum
-
-TermLike = RegularizerSpec | Mapping[str, Any]
 
 
 class RegularizedClient:
@@ -56,16 +45,14 @@ class RegularizedClient:
     ) -> None:
         self.client = client
         self._one_pass = one_pass
-        # It keeps the graph of a forward pass, and needs no other way to one pass.
-        self._has_open_pass = hasattr(client, "open_pass")
         self.optim_steps = 0
         self._settings = settings
         self._states = TermStates()
-        # Terms built from registry names: {term: (registry name, options, function)}.
-        self._built_terms: dict[str, tuple[object, object, Any]] = {}
-        specs = [self._to_spec(regularizer) for regularizer in regularizers]
+        self._built_terms = BuiltTerms()
+        specs = [self._built_terms.spec_of(regularizer) for regularizer in regularizers]
         # Any base loss does: each call brings its own.
         pipeline = self._build(NamedBaseLoss.of("cross_entropy"), specs, settings, after=None)
+        self._states.add_all(pipeline.stateful)
         # Of the last call: its pipeline, its settings, and the names of the terms that it added.
         # One attribute, because calls in several threads must see the three together.
         self._last: tuple[Pipeline, TermSettings, frozenset[str]] = pipeline, settings, frozenset()
@@ -94,8 +81,7 @@ class RegularizedClient:
     @property
     def regularizers(self) -> tuple[RegularizerSpec, ...]:
         """Specs of the terms that stay, as they are now."""
-        pipeline, _, given = self._last
-        return tuple(spec for spec in pipeline.specs if spec.name not in given)
+        return _standing(*self._last)
 
     def forward_backward(
         self,
@@ -192,9 +178,12 @@ class RegularizedClient:
         if _is_traced(loss_fn, [*self.regularizers, *terms]):
             return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
-        pipeline, settings = self._update_pipeline(
+        call = self._begin_call(
+            data,
             loss_fn,
             terms,
+            step,
+            shares,
             track_grad_norms=track_grad_norms,
             parallel=parallel,
             timeout=timeout,
@@ -202,24 +191,15 @@ class RegularizedClient:
             track_every=track_every,
             measure_progress=measure_progress,
         )
-        step = self.optim_steps if step is None else step
-        if not self._has_open_pass:
-            again = self._two_passes(pipeline, settings, data, step, shares)
-            reason = self._why_two_passes(settings, step, shares)
-            future = self._one_pass.submit(pipeline, data, step, again, reason)
+        if not call.has_open_pass:
+            future = self._one_pass.submit(*self._one_pass_arguments(call))
             if future is not None:
+                self._measurable = None
                 return future
-        forward, to_parameters = self._open_pass(data, pipeline, settings.grad_space, step)
-        output = pipeline.compute(
-            data,
-            forward.logprobs,
-            step,
-            given=forward.given,
-            to_parameters=to_parameters,
-            shares=shares,
-        )
-        self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
-        return self._submit_backward(forward, data, pipeline.loss_fn, output)
+        forward, to_parameters = call.open_pass()
+        output = call.compute(forward, to_parameters)
+        self._measurable = call.measurement(forward, output)
+        return call.submit_backward(forward, output)
 
     async def forward_backward_custom_async(
         self,
@@ -245,9 +225,12 @@ class RegularizedClient:
         if _is_traced(loss_fn, [*self.regularizers, *terms]):
             return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
-        pipeline, settings = self._update_pipeline(
+        call = self._begin_call(
+            data,
             loss_fn,
             terms,
+            step,
+            shares,
             track_grad_norms=track_grad_norms,
             parallel=parallel,
             timeout=timeout,
@@ -255,30 +238,20 @@ class RegularizedClient:
             track_every=track_every,
             measure_progress=measure_progress,
         )
-        step = self.optim_steps if step is None else step
-        if not self._has_open_pass:
-            again = self._two_passes(pipeline, settings, data, step, shares)
-            reason = self._why_two_passes(settings, step, shares)
-            future = await self._one_pass.submit_async(pipeline, data, step, again, reason)
+        if not call.has_open_pass:
+            future = await self._one_pass.submit_async(*self._one_pass_arguments(call))
             if future is not None:
+                self._measurable = None
                 return future
-        forward, to_parameters = await asyncio.to_thread(
-            self._open_pass, data, pipeline, settings.grad_space, step
-        )
-        output = await pipeline.acompute(
-            data,
-            forward.logprobs,
-            step,
-            given=forward.given,
-            to_parameters=to_parameters,
-            shares=shares,
-        )
-        self._keep_for_progress(data, forward.logprobs, pipeline, settings, step, output)
-        return self._submit_backward(forward, data, pipeline.loss_fn, output)
+        forward, to_parameters = await asyncio.to_thread(call.open_pass)
+        output = await call.acompute(forward, to_parameters)
+        self._measurable = call.measurement(forward, output)
+        return call.submit_backward(forward, output)
 
     def explain(self) -> Explanation:
         """How the last call ran: in one pass or in two, and why, by term."""
-        return Explanation(1) if self._has_open_pass else self._one_pass.explanation
+        # A client that keeps the graph of its forward pass needs no other way to one pass.
+        return Explanation(1) if hasattr(self.client, "open_pass") else self._one_pass.explanation
 
     def optim_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the client's `optim_step`, and count it."""
@@ -345,115 +318,60 @@ class RegularizedClient:
         """
         self.load_state_dict(state_io.read(path))
 
-    def _keep_for_progress(
-        self,
-        data: Sequence[Any],
-        logprobs: list[Tensor],
-        pipeline: Pipeline,
-        settings: TermSettings,
-        step: int,
-        output: CustomLossOutput,
-    ) -> None:
-        every = settings.measure_progress
-        self._measurable = None
-        if every and step % every == 0:
-            specs = [term.spec for term in pipeline.due(step)]
-            self._measurable = StepProgress(
-                data, logprobs, specs, output, settings.timeout, settings.workers
-            )
-
     def _begin_measuring(self) -> None:
         self._measuring, self._measurable = self._measurable, None
         if self._measuring is not None:
             self._measuring.begin(self.client)
 
-    def _open_pass(
-        self, data: Sequence[Any], pipeline: Pipeline, grad_space: str, step: int
-    ) -> tuple[ClientPass, ToParameters | None]:
-        """The forward pass, and its `parameter_gradients` if gradients are compared there."""
-        needs = pipeline.needs(step)
-        if not self._has_open_pass:
-            return TwoPasses(self.client, data), None
-        # It keeps the graph for the backward pass.
-        if grad_space == "logprobs" or not pipeline.settings.compares_gradients(step):
-            return self.client.open_pass(data, needs), None
-        needs = tuple(dict.fromkeys((*needs, "parameters")))
-        forward = self.client.open_pass(data, needs, per_term=True)
-        return forward, forward.parameter_gradients
-
-    def _why_two_passes(
-        self, settings: TermSettings, step: int, shares: Mapping[str, float] | None
-    ) -> str | None:
-        self._measurable = None
-        if settings.grad_space != "logprobs":
-            return f"gradients are compared with respect to the {settings.grad_space}"
-        if settings.measure_progress and step % settings.measure_progress == 0:
-            return "measure_progress needs the log-probs before the optimizer step is submitted"
-        if shares:
-            return "shares of an accumulated mean change from call to call"
-        return None
-
-    def _two_passes(
+    def _begin_call(
         self,
-        pipeline: Pipeline,
-        settings: TermSettings,
-        data: Sequence[Any],
-        step: int,
-        shares: Mapping[str, float] | None,
-    ) -> TwoPassCall:
-        """The call in two passes, for a request in one that fails."""
-
-        def evaluate() -> tuple[ClientPass, CustomLossOutput]:
-            forward, _ = self._open_pass(data, pipeline, settings.grad_space, step)
-            return forward, pipeline.compute(data, forward.logprobs, step, shares=shares)
-
-        return TwoPassCall(
-            evaluate,
-            lambda found: self._submit_backward(found[0], data, pipeline.loss_fn, found[1]),
-            lambda: self.optim_steps,
-            partial(_with_client_fields, data, pipeline.loss_fn),
-        )
-
-    def _submit_backward(
-        self,
-        forward: Any,  # a ClientPass; only the engine's takes a total
         data: Sequence[Any],
         loss_fn: Any,
-        output: CustomLossOutput,
-    ) -> Any:
-        """Submit the backward pass; its future has the output with the client's own fields."""
-        output = replace(output, passes=1 if self._has_open_pass else 2)
-        extra = output.extra_gradients
-        # Compared with respect to the parameters, the gradient is whole: no pass is left to run.
-        whole = {"total": extra.get("parameters")} if output.grad_space == "parameters" else {}
-        return forward.backward(
-            output.gradients,
-            extra,
-            lambda result: _with_client_fields(data, loss_fn, output, result, forward.logprobs),
-            **whole,
-        )
-
-    def _update_pipeline(
-        self, loss_fn: Any, regularizers: Iterable[TermLike], **asked: Any
-    ) -> tuple[Pipeline, TermSettings]:
-        """The pipeline of this call, the last one if nothing changed; and its settings.
+        regularizers: Iterable[TermLike],
+        step: int | None,
+        shares: Mapping[str, float] | None,
+        **asked: Any,
+    ) -> CustomCall:
+        """The call with its pipeline: the last one if nothing changed.
 
         Args:
+            data: the batch.
             loss_fn: the base loss.
             regularizers: of this call.
+            step: the number of the step; None: `optim_steps`.
+            shares: factors on the weights, by name.
             asked: fields of `TermSettings`; None is the client's own.
+
+        Raises:
+            InputError: the step breaks a rule.
+            SpecError: a spec or a setting breaks a rule.
         """
+        step = self.optim_steps if step is None else step
+        if not is_whole(step, at_least=0):
+            raise InputError(f"step must be a whole number >= 0, got {step!r}.")
+        pipeline, settings = self._update_pipeline(loss_fn, regularizers, asked)
+        return CustomCall(self.client, pipeline, settings, data, step, shares)
+
+    def _one_pass_arguments(self, call: CustomCall) -> tuple[Any, ...]:
+        again = call.in_two_passes(lambda: self.optim_steps)
+        return call.pipeline, call.data, call.step, again, call.why_two_passes()
+
+    def _update_pipeline(
+        self, loss_fn: Any, regularizers: Iterable[TermLike], asked: Mapping[str, Any]
+    ) -> tuple[Pipeline, TermSettings]:
+        """The pipeline of a call, the last one if nothing changed; and its settings."""
         if isinstance(loss_fn, ComposedLoss):
             loss_fn, regularizers = split_loss(loss_fn, regularizers)
-        given = [self._to_spec(regularizer) for regularizer in regularizers]
-        specs = [*self.regularizers, *given]
+        given = [self._built_terms.spec_of(regularizer) for regularizer in regularizers]
+        last = pipeline, last_settings, _ = self._last
+        specs = [*_standing(*last), *given]
         changes: Any = {key: value for key, value in asked.items() if value is not None}
         settings = replace(self._settings, **changes)
-        pipeline, last_settings, _ = self._last
         if isinstance(loss_fn, NamedBaseLoss) and loss_fn == pipeline.loss_fn:
             loss_fn = pipeline.loss_fn
         if settings != last_settings or not _same_terms(pipeline, loss_fn, specs):
             pipeline = self._build(loss_fn, specs, settings, after=pipeline)
+        self._states.add_all(pipeline.stateful)  # `pipeline.add` may have brought another
         self._last = pipeline, settings, frozenset(spec.name for spec in given)
         return pipeline, settings
 
@@ -476,64 +394,20 @@ class RegularizedClient:
         options = {key: x for key, x in vars(settings).items() if key not in own}
         pipeline = Pipeline(loss_fn, specs, **options, gives=gives, after=after)
         pipeline.model_id = getattr(self.client, "model_id", None)
-        for name, term in pipeline.stateful.items():
-            self._states.add(name, term)
         return pipeline
 
-    def _to_spec(self, regularizer: TermLike) -> RegularizerSpec:
-        """The spec of a regularizer.
 
-        A mapping that gives its `fn` as a registry name, with the same options as in an earlier
-        call, gets the object built then, so that a stateful term keeps its state from call to call.
-        """
-        if isinstance(regularizer, RegularizerSpec):
-            return regularizer
-        spec = RegularizerSpec.of(regularizer)
-        if not isinstance(regularizer["fn"], str):
-            return spec
-        fn, options = regularizer["fn"], regularizer.get("options")
-        built = self._built_terms.get(spec.name)
-        if built is not None and built[:2] == (fn, options):
-            return replace(spec, fn=built[2])
-        self._built_terms[spec.name] = (fn, options, spec.fn)
-        return spec
+def _standing(
+    pipeline: Pipeline, _: TermSettings, given: frozenset[str]
+) -> tuple[RegularizerSpec, ...]:
+    """Specs of the terms of a pipeline, without those that its call added."""
+    return tuple(spec for spec in pipeline.specs if spec.name not in given)
 
 
 def _same_terms(pipeline: Pipeline, loss_fn: Any, specs: Sequence[RegularizerSpec]) -> bool:
     wanted = [loss_fn, *specs]
     current = [pipeline.loss_fn, *pipeline.specs]
     return len(wanted) == len(current) and all(a is b for a, b in zip(wanted, current, strict=True))
-
-
-def _with_client_fields(
-    data: Sequence[Any],
-    loss_fn: Any,
-    output: CustomLossOutput,
-    result: Any,
-    logprobs: Sequence[Tensor] | None,
-) -> CustomLossOutput:
-    """The output with the fields of the client's own."""
-    metrics, outputs = dict(result.metrics), result.loss_fn_outputs
-    # The server's loss is a linear one with the same gradient; see `TwoPasses`.
-    if "loss:sum" in metrics:
-        metrics.setdefault("surrogate_loss:sum", metrics["loss:sum"])
-    metrics["loss:sum"] = output.loss_total
-    if isinstance(loss_fn, NamedBaseLoss) and logprobs is not None:
-        outputs = _with_losses(outputs, loss_fn.elementwise(data, list(logprobs)))
-    return replace(
-        output,
-        loss_fn_outputs=outputs,
-        loss_fn_output_type=result.loss_fn_output_type,
-        server_metrics=metrics,
-    )
-
-
-def _with_losses(outputs: Sequence[Any], losses: Sequence[Tensor]) -> list[Any]:
-    """Outputs in which the loss of each token is the base loss's, not that of the linear loss."""
-    return [
-        {**each, _LOSS: tensor_like(each[_LOSS], values)} if _LOSS in each else each
-        for each, values in zip(outputs, losses, strict=True)
-    ]
 
 
 def _named_base(

@@ -16,6 +16,7 @@ import torch
 from steelyard.errors import CheckpointError, StateError
 
 _TENSOR, _ARRAY = "__tensor__", "__array__"
+_KINDS = "biufU"  # of NumPy's dtypes: booleans, whole and floating-point numbers, strings
 
 
 def encode(term: str, state: Any) -> Any:
@@ -26,12 +27,12 @@ def encode(term: str, state: Any) -> Any:
     """
     if state is None or isinstance(state, bool | int | float | str):
         return state
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, torch.Tensor) and _is_plain(state):
         dtype = str(state.dtype).removeprefix("torch.")
         return {_TENSOR: {"dtype": dtype, "shape": list(state.shape), "data": _flat(state)}}
     if isinstance(state, np.generic):
-        return state.item()
-    if isinstance(state, np.ndarray):
+        return encode(term, state.item())
+    if isinstance(state, np.ndarray) and state.dtype.kind in _KINDS:
         shape = list(state.shape)
         return {_ARRAY: {"dtype": str(state.dtype), "shape": shape, "data": state.ravel().tolist()}}
     if isinstance(state, list | tuple):
@@ -39,8 +40,8 @@ def encode(term: str, state: Any) -> Any:
     if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
         return {key: encode(term, value) for key, value in state.items()}
     raise StateError(
-        f"the state of {term!r} must be made of numbers, strings, tensors, arrays, lists and "
-        f"mappings with string keys, got {state!r}."
+        f"the state of {term!r} must be made of real numbers, strings, dense tensors and arrays "
+        f"of them, lists, and mappings with string keys, got {state!r}."
     )
 
 
@@ -87,10 +88,11 @@ def write(path: str | Path, state: Mapping[str, Any]) -> None:
         temporary.replace(target)
     # A path with a NUL or without a name is a ValueError, "~nobody" a RuntimeError.
     except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"the state must be written to {path}, and: {error}.") from error
+    finally:
         if temporary is not None:
             with contextlib.suppress(OSError, ValueError):
-                temporary.unlink()
-        raise CheckpointError(f"the state must be written to {path}, and: {error}.") from error
+                temporary.unlink()  # gone, if it has replaced the target
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -112,6 +114,10 @@ def read(path: str | Path) -> dict[str, Any]:
             f"{type(state).__name__}."
         )
     return state
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_complex()
 
 
 def _flat(tensor: torch.Tensor) -> list[Any]:

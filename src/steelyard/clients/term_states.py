@@ -18,15 +18,16 @@ class TermStates:
         # Loaded states, encoded, of terms that no call has mentioned since.
         self._pending: dict[str, Any] = {}
 
-    def add(self, name: str, term: Stateful) -> None:
-        """Keep the state of a term from now on, and restore it if one was loaded.
+    def add_all(self, terms: Mapping[str, Stateful]) -> None:
+        """Keep the state of terms, by name, from now on, and restore those that were loaded.
 
         Raises:
-            StateError: the loaded state is not one of this term.
+            StateError: a loaded state is not one of its term.
         """
-        if self._terms.get(name) is not term:
-            self._restore(name, term)
-            self._terms[name] = term
+        for name, term in terms.items():
+            if self._terms.get(name) is not term:
+                self._restore(name, term)
+                self._terms[name] = term
 
     def encoded(self) -> dict[str, Any]:
         """The state of each term, ready for JSON.

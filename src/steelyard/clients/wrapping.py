@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from inspect import signature
 from typing import Any, Literal
 
+from steelyard.clients.built_terms import TermLike
 from steelyard.clients.one_pass import OnePass, ServerSide
-from steelyard.clients.regularized import RegularizedClient, TermLike
+from steelyard.clients.regularized import RegularizedClient
 from steelyard.clients.term_settings import TermSettings
 from steelyard.composition import AggregatorLike, aggregator_of
 from steelyard.errors import InputError, SpecError

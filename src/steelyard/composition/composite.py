@@ -181,6 +181,14 @@ class CompositeLoss(nn.Module):
         """
         return self._last_call().results
 
+    @property
+    def readings(self) -> Sequence[TermResult]:
+        """The name of `results` in 0.1.0; deprecated."""
+        warnings.warn(
+            "CompositeLoss.readings is deprecated: use results.", DeprecationWarning, stacklevel=2
+        )
+        return self.results
+
     def output_across_ranks(self, group: dist.ProcessGroup | None = None) -> CustomLossOutput:
         """The numbers of the last call, each averaged over the processes where the term ran.
 

@@ -11,8 +11,8 @@ from steelyard.engine import smollm2, tiny
 from steelyard.engine.hub import check_hub_model
 from steelyard.errors import ModelError
 
-# Names of the known models, with the context of each in tokens.
 KNOWN_MODELS = {smollm2.NAME: smollm2.CONTEXT, tiny.NAME: tiny.CONTEXT}
+"""Names of the known models, with the context of each in tokens."""
 
 
 @dataclass(frozen=True)

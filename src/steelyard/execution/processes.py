@@ -43,6 +43,7 @@ _CURES = {
 class _Sent:
     """A call on its way: the pool it was sent to, and whether that was the second time."""
 
+    ticket: Ticket
     parcel: Parcel
     pool: ProcessPool | None = None
     again: bool = False
@@ -61,7 +62,8 @@ class ProcessExecutor(Executor):
         self._pool: ProcessPool | None = None
         self._end_pool: Finalize | None = None
         self._pool_ended = threading.Event()
-        self._waiting: dict[Ticket, _Sent] = {}
+        # A dict, whose `pop` is one step: of several threads with news of a call, one handles it.
+        self._waiting: dict[_Sent, Ticket] = {}
         self._closed = False
         self._close_at_exit: Finalize | None = None
 
@@ -104,8 +106,8 @@ class ProcessExecutor(Executor):
         if end is not None:
             end()
         # A stopped pool does not settle the futures of its tasks.
-        for ticket, sent in list(self._waiting.items()):
-            self._finish(ticket, sent, error=ClosedError(_CLOSED))
+        for sent in list(self._waiting):
+            self._finish(sent, error=ClosedError(_CLOSED))
 
     def _register_close(self) -> None:
         """Close this executor when the process ends, before its semaphores are removed.
@@ -171,14 +173,14 @@ class ProcessExecutor(Executor):
         """End a broken pool, and send the tickets again whose futures it did not settle."""
         if end is not None:
             end()
-        for ticket, sent in list(self._waiting.items()):
+        for sent in list(self._waiting):
             if sent.pool is pool:
-                self._send_again(ticket, sent, BrokenProcessPool("its worker pool broke twice."))
+                self._send_again(sent, BrokenProcessPool("its worker pool broke twice."))
 
     def _send(self, ticket: Ticket, parcel: Parcel, broken: ProcessPool | None = None) -> None:
         """Send a call to a worker, the second time if the pool broke that it was sent to."""
-        sent = _Sent(parcel, again=broken is not None)
-        self._waiting[ticket] = sent
+        sent = _Sent(ticket, parcel, again=broken is not None)
+        self._waiting[sent] = ticket
         try:
             sent.pool = self._running_pool(broken)
             future = sent.pool.schedule(
@@ -186,23 +188,25 @@ class ProcessExecutor(Executor):
             )
         except Exception as error:  # noqa: BLE001 - raised where the ticket is waited for
             if isinstance(error, BrokenProcessPool) and sent.pool is not None:
-                self._send_again(ticket, sent, error)  # it broke since it was looked at
+                self._send_again(sent, error)  # it broke since it was looked at
             else:
-                self._finish(ticket, sent, error=error)
+                self._finish(sent, error=error)
             return
         ticket.stop = future.cancel
-        future.add_done_callback(partial(self._settle, ticket, sent))
+        future.add_done_callback(partial(self._settle, sent))
+        if ticket.settled:  # it was cancelled meanwhile
+            future.cancel()  # type: ignore[no-untyped-call]  # untyped in pebble
 
-    def _send_again(self, ticket: Ticket, sent: _Sent, error: Exception) -> None:
-        if self._waiting.get(ticket) is not sent:  # another thread has done so
-            return
+    def _send_again(self, sent: _Sent, error: Exception) -> None:
+        ticket = sent.ticket
         if sent.again or ticket.settled:
-            self._finish(ticket, sent, error=error)
-        else:
+            self._finish(sent, error=error)
+        elif self._waiting.pop(sent, None) is not None:  # else another thread has done so
             self._send(ticket, sent.parcel, broken=sent.pool)
 
-    def _settle(self, ticket: Ticket, sent: _Sent, future: Future[tuple[bool, Message]]) -> None:
+    def _settle(self, sent: _Sent, future: Future[tuple[bool, Message]]) -> None:
         """Read the worker's reply, in the pool's thread."""
+        ticket = sent.ticket
         try:
             value, error = _answer(ticket, sent.parcel, future)
         except TimeoutError:
@@ -211,16 +215,14 @@ class ProcessExecutor(Executor):
         except Exception as failure:  # noqa: BLE001 - raised where the ticket is waited for
             # The death of an idle worker or of the fork server is not a failure of this term.
             if isinstance(failure, BrokenProcessPool):
-                self._send_again(ticket, sent, failure)
+                self._send_again(sent, failure)
                 return
             value, error = None, failure
-        self._finish(ticket, sent, value, error)
+        self._finish(sent, value, error)
 
-    def _finish(
-        self, ticket: Ticket, sent: _Sent, value: Any = None, error: BaseException | None = None
-    ) -> None:
-        if self._waiting.get(ticket) is sent:  # else it was sent again meanwhile
-            del self._waiting[ticket]
+    def _finish(self, sent: _Sent, value: Any = None, error: BaseException | None = None) -> None:
+        ticket = self._waiting.pop(sent, None)
+        if ticket is not None:  # else another thread has ended it, or sent it again
             ticket.end(value, error)
             sent.parcel.remove()
 

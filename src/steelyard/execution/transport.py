@@ -10,6 +10,7 @@ pickle (`pack`); objects that many calls have in common are left out of these an
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import mmap
 import os
@@ -18,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -36,6 +37,31 @@ if "__mp_main__" in sys.modules:
     cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
 
 
+class Block(NamedTuple):
+    """A file in memory: its path, and its inode.
+
+    The path holds the number of a descriptor, which another file may get once the sender has
+    removed this one. A worker whose call was cancelled, and that is still alive for a moment, must
+    not write its reply to the file of another call: it compares the inode.
+    """
+
+    path: str
+    inode: int
+
+    def open(self, mode: Literal["rb", "r+b"]) -> io.FileIO:
+        """Open the file.
+
+        Raises:
+            OSError: it was removed.
+        """
+        # Not by a Path, which costs more; the caller closes it.
+        file = open(self.path, mode, buffering=0)  # noqa: PTH123, SIM115
+        if os.fstat(file.fileno()).st_ino != self.inode:
+            file.close()
+            raise FileNotFoundError(errno.ENOENT, "the sender has removed it", self.path)
+        return file
+
+
 @dataclass(frozen=True)
 class Message:
     """A pickled object; its large buffers are in `block` at `spans`, or in `buffers`."""
@@ -43,7 +69,7 @@ class Message:
     pickled: bytes
     spans: tuple[tuple[int, int], ...] = ()
     buffers: tuple[bytes, ...] = ()
-    block: str | None = None
+    block: Block | None = None
     reply_at: int = 0
 
 
@@ -59,14 +85,15 @@ class Parcel:
             self.message = Message(pickled)
             return
         path = self._create()
+        block = Block(path, os.stat(path).st_ino)  # noqa: PTH116 - a Path made per call costs more
         try:
-            spans = _write(path, 0, buffers)
+            spans = _write(block, 0, buffers)
         except OSError:  # shared memory is full: use the pipe
             self.remove()
             self.message = Message(pickled, buffers=tuple(bytes(b) for b in buffers))
         else:
             reply_at = sum(size for _, size in spans)
-            self.message = Message(pickled, spans, block=path, reply_at=reply_at)
+            self.message = Message(pickled, spans, block=block, reply_at=reply_at)
 
     def open_reply(self, reply: Message) -> Any:
         """Unpickle the worker's reply."""
@@ -100,7 +127,7 @@ def reply(message: Message, thing: object) -> Message:
     """Pickle the reply to `message`; its large buffers follow those of the request in the file."""
     pickled, buffers = _dump(thing)
     if message.block is not None:
-        with contextlib.suppress(OSError):  # shared memory is full: use the pipe
+        with contextlib.suppress(OSError):  # shared memory is full, or removed: use the pipe
             return Message(pickled, _write(message.block, message.reply_at, buffers))
     return Message(pickled, buffers=tuple(bytes(b) for b in buffers))
 
@@ -190,10 +217,10 @@ def _dump(thing: object, left_out: Sequence[object] = ()) -> tuple[bytes, list[m
     return file.getvalue(), buffers
 
 
-def _load(message: Message, block: str | None) -> Any:
+def _load(message: Message, block: Block | None) -> Any:
     buffers: list[bytearray | memoryview] = [bytearray(b) for b in message.buffers]
     if block is not None and message.spans:
-        with open(block, "rb") as file:  # noqa: PTH123 - a Path made per call costs more
+        with block.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         # Not copied: the arrays keep the mapping alive.
         buffers += [memoryview(mapped)[at : at + size] for at, size in message.spans]
@@ -208,10 +235,10 @@ def _loads(
     return pickle.loads(pickled, buffers=buffers)  # noqa: S301 - our own worker's
 
 
-def _write(path: str, at: int, buffers: list[memoryview]) -> tuple[tuple[int, int], ...]:
+def _write(block: Block, at: int, buffers: list[memoryview]) -> tuple[tuple[int, int], ...]:
     spans = []
     # Written, not mapped: without memory a write is an error, a mapped page kills the process.
-    with open(path, "r+b", buffering=0) as file:  # noqa: PTH123 - a Path made per call costs more
+    with block.open("r+b") as file:
         file.seek(at)
         for buffer in buffers:
             spans.append((at, buffer.nbytes))

@@ -108,7 +108,10 @@ class TermConfig(Table):
 
     use: str = Field(min_length=1, description="a registered name, or 'package.module:attr'")
     name: str = Field(default="", description="unique; the regularizer's own name if empty")
-    weight: Weight
+    weight: Weight = Field(
+        description="a number >= 0, a schedule such as { warmup = [0.1, 10] }, a bound such as "
+        "{ at_most = 0.1 }, or { tune = [low, high] }"
+    )
     anchor: bool = Field(
         default=False, description="an aggregator other than the sum leaves this term alone"
     )
@@ -116,13 +119,19 @@ class TermConfig(Table):
         default={},
         description=f"arguments of its constructor, or of the function; {REFERENCE_FORMS}",
     )
-    run_in: RunIn = "auto"
-    gradient: Gradient = "auto"
-    timeout: float | None = Field(default=None, gt=0, le=300)
-    on_error: OnError = "raise"
-    every: int = Field(default=1, ge=1)
-    enabled: bool = True
-    needs: list[Literal["logits", "projection", "hidden_states", "parameters"]] = Field(default=[])
+    run_in: RunIn = Field(default="auto", description="where it runs")
+    gradient: Gradient = Field(default="auto", description="how it is differentiated")
+    timeout: float | None = Field(
+        default=None, gt=0, le=300, description="maximum seconds of a call; None: train.timeout"
+    )
+    on_error: OnError = Field(
+        default="raise", description="fail the run, or skip the term at this step, if it fails"
+    )
+    every: int = Field(default=1, ge=1, description="it runs at steps that this divides")
+    enabled: bool = Field(default=True, description="false: not trained on")
+    needs: list[Literal["logits", "projection", "hidden_states", "parameters"]] = Field(
+        default=[], description="local: what it reads beside the log-probs"
+    )
 
 
 class WandbConfig(Table):
@@ -142,20 +151,28 @@ class SinksConfig(Table):
     """Loggers that receive the metrics in addition to the run folder."""
 
     tensorboard: bool = Field(default=False, description="write to tensorboard/ in the run folder")
-    wandb: WandbConfig | None = None
-    trackio: TrackioConfig | None = None
+    wandb: WandbConfig | None = Field(
+        default=None, description="a table with project ('steelyard') and mode ('offline')"
+    )
+    trackio: TrackioConfig | None = Field(
+        default=None, description="a table with project ('steelyard')"
+    )
 
 
 class TuneConfig(Table):
     """Settings of the search of `steelyard tune`."""
 
-    trials: int = Field(default=20, ge=1)
+    trials: int = Field(default=20, ge=1, description="number of trials in total")
     objective: Objective = Field(
         default="held_out/loss",
         description="a key of the last step's metrics, or a table of keys and weights",
     )
-    direction: Literal["minimize", "maximize"] = "minimize"
-    prune: bool = True
+    direction: Literal["minimize", "maximize"] = Field(
+        default="minimize", description="of the objective; rewards are maximized by default"
+    )
+    prune: bool = Field(
+        default=True, description="end a trial that is worse than the median of the others"
+    )
 
 
 def _is_reward(metric: str) -> bool:

@@ -27,8 +27,13 @@ class RolloutsConfig(Table):
     per_step: int = Field(default=4, ge=1, description="prompts per step")
     group_size: int = Field(default=8, ge=1, description="answers to each prompt")
     max_tokens: int = Field(default=64, ge=1, description="maximum tokens of an answer")
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    temperature: float = Field(default=1.0, ge=0, description="of the sampled answers")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="tokens are sampled from the smallest set with this probability",
+    )
     stop: list[str] = Field(default=[], description="sequences that end an answer")
     advantage: Literal["grpo", "rloo", "none"] = Field(
         default="grpo",
@@ -83,12 +88,14 @@ class RewardConfig(Table):
         min_length=1, description="a ready-made or registered name, or 'package.module:attr'"
     )
     name: str = Field(default="", description="unique; the reward's own name if empty")
-    weight: RewardWeight = 1.0
+    weight: RewardWeight = Field(
+        default=1.0, description="a number >= 0, a schedule, or { tune = [low, high] }"
+    )
     options: Options = Field(
         default={},
         description=f"arguments of its constructor, or of the function; {REFERENCE_FORMS}",
     )
-    run_in: RunIn = "auto"
+    run_in: RunIn = Field(default="auto", description="where it runs")
     timeout: float | None = Field(
         default=None, gt=0, le=300, description="maximum seconds of one answer; None: train.timeout"
     )

@@ -66,13 +66,15 @@ class EvaluationConfig(Table):
     options: Options = Field(
         default={}, description=f"arguments of the function; {REFERENCE_FORMS}"
     )
-    on_error: Literal["raise", "skip"] = "raise"
+    on_error: Literal["raise", "skip"] = Field(
+        default="raise", description="fail the run, or go on without its numbers, if it fails"
+    )
 
 
 class TrainConfig(Table):
     """Settings of the training loop."""
 
-    steps: int = Field(default=20, ge=1)
+    steps: int = Field(default=20, ge=1, description="number of optimizer steps")
     batch_size: int = Field(
         default=4,
         ge=1,
@@ -100,7 +102,7 @@ class TrainConfig(Table):
         default=0, ge=0, description="seed of the adapter, the order of the data and the terms"
     )
     grad_clip_norm: float = Field(default=0.0, ge=0, description="0: no clipping")
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
     save_every: int = Field(
         default=10, ge=0, description="steps between checkpoints; 0: only at the end"
     )
@@ -120,8 +122,10 @@ class TrainConfig(Table):
     sample_prompts: list[str] = Field(
         default=[], description="prompts to sample from before and after training"
     )
-    sample_tokens: int = Field(default=48, ge=1)
-    track_grad_norms: bool = True
+    sample_tokens: int = Field(default=48, ge=1, description="maximum tokens of these answers")
+    track_grad_norms: bool = Field(
+        default=True, description="compute each term's gradient norm, and all cosines"
+    )
     track_every: int = Field(
         default=1, ge=1, description="steps between gradient norms and cosines, if they are tracked"
     )

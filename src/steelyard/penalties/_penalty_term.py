@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
@@ -167,7 +167,8 @@ def _function(name: str, fn: str | Penalty) -> Penalty:
 def _names(name: str, inputs: object) -> tuple[str, ...] | None:
     if inputs is None:
         return None
-    names = (inputs,) if isinstance(inputs, str) else tuple(inputs)  # type: ignore[arg-type]
+    names = (inputs,) if isinstance(inputs, str) else inputs
+    names = tuple(names) if isinstance(names, Iterable) else ()
     if not names or not all(isinstance(each, str) for each in names):
         raise InputError(f"inputs of penalty {name!r} must be one or more names, got {inputs!r}.")
     return names

@@ -15,6 +15,7 @@ from steelyard.penalties._arrays import (
     is_floating,
     is_jax,
     is_torch,
+    is_traced,
     namespace,
     scalar_like,
     widen,
@@ -38,9 +39,10 @@ def values_and_norms(
     gradients while the values stay connected to the caller's graph.
 
     Raises:
-        InputError: the inputs of a term are neither torch nor JAX arrays.
+        InputError: the inputs of a term are neither torch nor JAX arrays, or something is traced.
         GradientError: a term has no gradient.
     """
+    refuse_traced(*weights.values())
     if isinstance(inputs, Mapping):
         inputs = {name: _leaf(x) for name, x in inputs.items()}
     else:
@@ -53,6 +55,7 @@ def values_and_norms(
             values[term.name] = term.evaluate(inputs)
             continue
         values[term.name], gradients = _value_and_gradients(term, term.arguments(inputs))
+        refuse_traced(values[term.name])
         wide = {name: widen(namespace(gradient=x), x) for name, x in gradients.items()}
         norms[term.name] = _joint_norm(wide.values())
         for name, gradient in wide.items():
@@ -70,8 +73,8 @@ def weighted_sum(
 ) -> Array:
     """`Σ wᵢ · valueᵢ`; float16 and bfloat16 are summed in float32 and cast back.
 
-    A term may return a Python number; a sum of such numbers alone becomes an array like the
-    inputs, so that the caller always gets the same type.
+    A term may return a Python number, or a count, an integer array; a sum of Python numbers alone
+    becomes an array like the inputs, so that the caller always gets the same type.
     """
     arrays = {name: value for name, value in values.items() if is_array(value)}
     if not arrays:
@@ -82,7 +85,22 @@ def weighted_sum(
         weights[name] * (widen(xp, value) if name in arrays else value)
         for name, value in values.items()
     )
-    return cast(xp, total, common_dtype(xp, list(arrays.values())))
+    # Integers have no part in the dtype: cast to theirs, half of a count would be rounded.
+    floating = [value for value in arrays.values() if is_floating(value)]
+    return cast(xp, total, common_dtype(xp, floating or [total]))
+
+
+def refuse_traced(*numbers: Array) -> None:
+    """Check that there are values to convert to floats.
+
+    Raises:
+        InputError: a number is traced by JAX.
+    """
+    if any(is_traced(x) for x in numbers):
+        raise InputError(
+            "compute gives metrics as floats, got traced arrays, which have no values yet; "
+            "call compute_total inside jax.jit, jax.grad and jax.vmap."
+        )
 
 
 def _like_inputs(inputs: Array | Mapping[str, Array], total: float) -> Array:

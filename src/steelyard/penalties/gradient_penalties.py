@@ -35,7 +35,8 @@ def gradient_penalty(
 
     Raises:
         InputError: `x` is not a floating-point torch or JAX array; `f` returns another shape
-            or something that does not depend on `x`; an option is not allowed.
+            or, in eager torch, something that does not depend on `x`, whose gradient is 0
+            elsewhere; an option is not allowed.
 
     Example:
         >>> import torch

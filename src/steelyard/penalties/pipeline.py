@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from steelyard import telemetry
 from steelyard.errors import InputError
-from steelyard.penalties._arrays import Array, constant, is_traced
+from steelyard.penalties._arrays import Array, constant
 from steelyard.penalties._options import flag
 from steelyard.penalties._penalty_term import Penalty, PenaltyTerm, TermLike, build_term, term_from
-from steelyard.penalties._totals import values_and_norms, weighted_sum
+from steelyard.penalties._totals import refuse_traced, values_and_norms, weighted_sum
 from steelyard.spec import Schedule, listed
 
 T = TypeVar("T")
@@ -180,11 +180,7 @@ class PenaltyPipeline:
         else:
             values = {each.name: each.evaluate(inputs) for each in terms}
         total = weighted_sum(weights, values, inputs)
-        if is_traced(total):
-            raise InputError(
-                "compute gives metrics as floats, got traced arrays, which have no values yet; "
-                "call compute_total inside jax.jit, jax.grad and jax.vmap."
-            )
+        refuse_traced(total)
         raw = {name: float(constant(value)) for name, value in values.items()}
         metrics = self.metrics(raw, weights, norms, float(constant(total)))
         telemetry.execute(

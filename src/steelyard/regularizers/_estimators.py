@@ -30,6 +30,8 @@ from steelyard.errors import InputError
 from steelyard.regularizers._tokens import DatumRow, Source, mean
 
 TAIL_FLOOR = 1e-8
+# Stands for log 0 in every dtype: its exponential is 0, and 0 · _LOG_ZERO is 0.
+_LOG_ZERO = -1e4
 
 
 def with_gradient_of(surrogate: Tensor, value: Tensor) -> Tensor:
@@ -183,7 +185,8 @@ def sampled_js(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 def js_tokens(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     """Summands of `sampled_js`: of its value, and of what is differentiated."""
-    log_u = reference - logprobs.detach()
+    # f(0) = ½ log 2: where the reference rules the token out, u log u = 0, not 0 · (-inf) = NaN.
+    log_u = (reference - logprobs.detach()).clamp_min(_LOG_ZERO)
     # log((1 + u)/2) by softplus(log u) = log(1 + u), which does not overflow for a large u.
     log_middle = F.softplus(log_u) - math.log(2)
     # Rounding may leave u = 1 slightly below 0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -71,19 +72,19 @@ class DatumRow:
         """Read a label: a string or one number; an integral number becomes an int.
 
         Raises:
-            InputError: it is missing, or has several elements.
+            InputError: it is missing, NaN, or has several elements.
         """
         value = self.read(source)
         if isinstance(value, str):
             return value
         number = self._one(source, value, "label")
-        return int(number) if number == int(number) else number
+        return int(number) if math.isfinite(number) and number == int(number) else number
 
     def read_number(self, source: Source) -> float:
         """Read one number.
 
         Raises:
-            InputError: it is missing, or has several elements.
+            InputError: it is missing, NaN, or has several elements.
         """
         return float(self._one(source, self.read(source), "number"))
 
@@ -94,7 +95,10 @@ class DatumRow:
                 f"{_name(source)} of datum {self.index} must be one {what}, got the shape "
                 f"{list(tensor.shape)}."
             )
-        return tensor.item()
+        number = tensor.item()
+        if math.isnan(number):  # it equals nothing, and is neither above nor below a threshold
+            raise InputError(f"{_name(source)} of datum {self.index} must be one {what}, got NaN.")
+        return number
 
 
 def batch_rows(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[DatumRow]:

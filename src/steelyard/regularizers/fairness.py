@@ -14,7 +14,7 @@ from torch import Tensor
 from steelyard._extras import require
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import DatumRow, Source, batch_rows, mean
+from steelyard.regularizers._tokens import DatumRow, Source, batch_rows
 from steelyard.spec import title
 
 Outcome: TypeAlias = Literal["logprob", "prob"]
@@ -34,9 +34,10 @@ class DemographicParity:
     """Gap between groups in the mean outcome of their data, whatever their labels.
 
     The outcome of a datum is its mean log-prob per token, or the exponential of that with
-    `outcome="prob"` (for an answer of one token, its probability). With m_g the mean outcome of
-    the data of group g, the value is the mean of `|m_g - m_h|^power` over all pairs g < h of
-    groups. It is 0 for a batch with fewer than two groups.
+    `outcome="prob"` (for an answer of one token, its probability); a datum without a token that
+    counts has none, and is left out. With m_g the mean outcome of the data of group g, the value
+    is the mean of `|m_g - m_h|^power` over all pairs g < h of groups. It is 0 for a batch with
+    fewer than two groups.
 
     The gaps of a batch are not those of the data it is drawn from. On average over batches, a
     squared gap of two means over n_g and n_h data is too large by s_g²/n_g + s_h²/n_h, with s_g²
@@ -191,17 +192,18 @@ def _check(regularizer: DemographicParity | EqualizedOdds) -> None:
 def _grouped(
     rows: Sequence[DatumRow], labels: Sequence[Hashable], outcome: Outcome
 ) -> Mapping[Hashable, Tensor]:
-    """Outcomes of the data of each group, `[n]`."""
+    """Outcomes of the data of each group, `[n]`; a datum without a token has no outcome."""
     groups: dict[Hashable, list[Tensor]] = {}
     for row, label in zip(rows, labels, strict=True):
-        logprob = mean(row.kept)
-        groups.setdefault(label, []).append(logprob.exp() if outcome == "prob" else logprob)
+        if row.kept.numel():
+            logprob = row.kept.mean()
+            groups.setdefault(label, []).append(logprob.exp() if outcome == "prob" else logprob)
     return {label: torch.stack(outcomes) for label, outcomes in groups.items()}
 
 
 def _largest_gap(groups: Sequence[Tensor]) -> float:
     means = [group.mean().item() for group in groups]
-    return max(means) - min(means)
+    return max(means, default=0.0) - min(means, default=0.0)
 
 
 def _penalty(
@@ -214,7 +216,7 @@ def _penalty(
     if options.unbiased:
         pairs = [pair for pair in pairs if min(map(len, pair)) > 1]
     if not pairs:
-        return 0.0 * rows[0].kept.sum()  # 0 with a graph, so that the gradient is 0, not missing
+        return rows[0].kept[:0].sum()  # 0 with a graph, so that the gradient is 0, not missing
     gaps = torch.stack([g.mean() - h.mean() for g, h in pairs])
     if options.power == 1:
         return gaps.abs().mean()
@@ -234,6 +236,7 @@ def _warn_if_small(
         return
     object.__setattr__(regularizer, "_warned", True)
     counts = ", ".join(f"{len(group)} of group {label!r}" for label, group in groups.items())
+    counts = counts or "none that has a token"
     warnings.warn(
         f"a batch has few data of a group ({counts}): the gap between their means is mostly "
         f"chance, and training on it reduces the spread within the groups rather than the gap. "

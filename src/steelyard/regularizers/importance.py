@@ -30,7 +30,7 @@ class _ImportanceSampling:
     low: float | None = None
     high: float | None = None
 
-    kind: ClassVar[str]  # first word of the name
+    prefix: ClassVar[str]  # of the name
     _call_options: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,8 +62,7 @@ class _ImportanceSampling:
     @property
     def name(self) -> str:
         """Name of the wrapped term after the kind of weights, such as `truncated_entropy`."""
-        inner = getattr(self.regularizer, "name", None)
-        return f"{self.kind}_{inner}" if inner else f"{self.kind}_importance_sampling"
+        return f"{self.prefix}_{getattr(self.regularizer, 'name', None) or 'importance_sampling'}"
 
     @property
     def run_in(self) -> str:
@@ -163,7 +162,7 @@ class TruncatedImportanceSampling(_ImportanceSampling):
     """
 
     high: float | None = 2.0
-    kind: ClassVar[str] = "truncated"
+    prefix: ClassVar[str] = "truncated"
 
     def _weigh(self, ratio: Tensor) -> Tensor:
         # An infinite bound instead of None: torch.clamp refuses two that are None.
@@ -210,7 +209,7 @@ class MaskedImportanceSampling(_ImportanceSampling):
 
     low: float | None = 0.5
     high: float | None = 5.0
-    kind: ClassVar[str] = "masked"
+    prefix: ClassVar[str] = "masked"
 
     def _weigh(self, ratio: Tensor) -> Tensor:
         high = torch.inf if self.high is None else self.high

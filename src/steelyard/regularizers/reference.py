@@ -263,7 +263,7 @@ class Consistency:
     (a - b)², `"l1"` |a - b|; for `[T, K]`, over K classes and their tail, `"kl"` is the symmetric
     ½ KL(a‖b) + ½ KL(b‖a) and `"js"` the Jensen-Shannon divergence. With `level="sequence"` a and
     b are the mean log-probs of the two data, which may then differ in length, and the mean is
-    over pairs.
+    over pairs; one in which a datum has no token that counts is left out.
 
     The gradient is exact, and flows into both data of a pair.
 
@@ -308,7 +308,8 @@ class Consistency:
         """Disagreement of each token of a pair, `[T]`, or of the two means, `[1]`."""
         a, b = first.kept, second.kept
         if self.level == "sequence":
-            a, b = mean(a).reshape(1), mean(b).reshape(1)
+            pairs = min(len(a), len(b), 1)  # 0 if a datum has no mean
+            a, b = (mean(x).reshape(1)[:pairs] for x in (a, b))
         if a.shape != b.shape:
             raise InputError(
                 f"datum {first.index} and datum {second.index} must have as many tokens that "

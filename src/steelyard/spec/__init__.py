@@ -4,11 +4,13 @@ from steelyard.spec import schedules
 from steelyard.spec.callables import entry_point, is_async, listed, measurement, options_of, rejects
 from steelyard.spec.composed_loss import ComposedLoss, split_loss
 from steelyard.spec.messages import (
+    BASE,
     describe,
     describe_with_place,
     did_you_mean,
     keep_place,
     raised_at,
+    title,
 )
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.option_checks import OptionChecks
@@ -16,14 +18,13 @@ from steelyard.spec.placement import check_placement, split_placement
 from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
-    BASE,
     Gradient,
     OnError,
     RegularizerSpec,
     RunIn,
+    check_fields,
     check_run_in,
     check_timeout,
-    title,
 )
 from steelyard.spec.weights import Bound, check_weight, weight_at
 
@@ -42,6 +43,7 @@ __all__ = [
     "Stateful",
     "TermFn",
     "build",
+    "check_fields",
     "check_placement",
     "check_run_in",
     "check_timeout",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,16 @@ def scaled(spec: RegularizerSpec, factor: object) -> RegularizerSpec:
 
 
 def split_loss(loss_fn: Any, regularizers: Iterable[Any]) -> tuple[Any, list[Any]]:
-    """The base loss itself, and the regularizers: first those of a `ComposedLoss`."""
+    """The base loss itself, and the regularizers: first those of a `ComposedLoss`.
+
+    Raises:
+        SpecError: the regularizers are not in a list.
+    """
+    if isinstance(regularizers, Mapping) or not isinstance(regularizers, Iterable):
+        raise SpecError(
+            f"regularizers must be a list of specs or of mappings, got {regularizers!r}: put a "
+            f"single one into a list."
+        )
     if isinstance(loss_fn, ComposedLoss):
         return loss_fn.loss_fn, [*loss_fn.regularizers, *regularizers]
     return loss_fn, list(regularizers)

@@ -16,6 +16,18 @@ _OTHERS = (
     *(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 _PLACE = "_steelyard_raised_at"
+BASE = "base"  # the name of the base loss among the terms
+
+
+def title(name: str, kind: str = "regularizer") -> str:
+    """Name of a term in messages, after the word for its kind.
+
+    Example:
+        >>> title("l2"), title("short", "reward")
+        ("regularizer 'l2'", "reward 'short'")
+    """
+    is_base = name == BASE and kind == "regularizer"
+    return "the base loss" if is_base else f"{kind} {name!r}"
 
 
 def describe(error: BaseException) -> str:

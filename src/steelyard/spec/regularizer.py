@@ -12,6 +12,7 @@ from steelyard.errors import SpecError
 from steelyard.spec import callables, registry
 from steelyard.spec.built_in import SHORT
 from steelyard.spec.composed_loss import ComposedLoss, scaled
+from steelyard.spec.messages import title
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.placement import check_placement, split_placement
 from steelyard.spec.protocol import Schedule, Stateful, TermFn
@@ -30,7 +31,6 @@ OnError: TypeAlias = Literal["raise", "skip"]
 OnRanks: TypeAlias = Literal["all", "one"]
 
 MAX_TIMEOUT = 300.0
-BASE = "base"
 
 _CHOICES = {
     "run_in": ("auto", "inline", "thread", "process", "async", "ray"),
@@ -204,9 +204,12 @@ class RegularizerSpec:
         """
         # The value of "score" is the mean of one penalty per datum; any other term returns it.
         gradient: Gradient = "score" if self.gradient == "score" else "none"
+        fn = callables.measurement(self.fn)
+        # Of `compute` and `measure`, one may be async and the other not.
+        run_in = self.run_in if callables.is_async(fn) == self.is_async else "auto"
         return replace(
-            self, fn=callables.measurement(self.fn), weight=0.0, at_most=None, at_least=None,
-            scale=None, gradient=gradient, enabled=True, every=1, on_error="skip",
+            self, fn=fn, weight=0.0, at_most=None, at_least=None, scale=None, run_in=run_in,
+            gradient=gradient, enabled=True, every=1, on_error="skip",
         )  # fmt: skip
 
     @classmethod
@@ -222,29 +225,22 @@ class RegularizerSpec:
             >>> RegularizerSpec.from_dict(fields).name
             'topology'
         """
-        if not isinstance(fields_, Mapping):
-            raise SpecError(f"a regularizer must be described by a mapping, got {fields_!r}.")
-        known = [f.name for f in fields(cls)]
-        where = f" (regularizer {fields_.get('name')!r})"
-        for key in fields_:
-            if key not in known:
-                raise SpecError(f"a regularizer has no field {key!r}; known: {known}{where}.")
-        if "fn" not in fields_:
-            raise SpecError(f"a regularizer needs the field 'fn', got {list(fields_)}{where}.")
-        if not fields_.keys() & {"weight", "at_most", "at_least"}:
-            raise SpecError(
-                f"a regularizer needs the field 'weight', or a bound, 'at_most' or 'at_least', "
-                f"got {list(fields_)}{where}."
-            )
+        check_fields(fields_)
         values = dict(fields_)
         if isinstance(values["fn"], str):
             name = values["fn"]
             given = values.get("options") or {}
+            if not isinstance(given, Mapping):
+                raise SpecError(
+                    f"options must be a mapping with string keys, got {given!r} "
+                    f"(regularizer {values.get('name') or name!r})."
+                )
             options, placement = split_placement(values.get("run_in", ""), given)
             values["fn"], left = registry.build(name, options)
             values["options"] = {**left, **placement}
             own = name if name in SHORT else _name_of(values["fn"], "")
-            values["name"] = values.get("name") or own or name
+            if values.get("name") in (None, ""):
+                values["name"] = own or name
         return cls(**values)
 
     @classmethod
@@ -301,7 +297,8 @@ class RegularizerSpec:
             return
         if not callable(limit):
             self._settle(key, check_bound(limit, self.name))
-            check_scale(getattr(self, key), self.scale, self.name)
+        # A schedule needs a scale only where its bound is 0, which `bound_at` checks.
+        check_scale(1.0 if callable(limit) else getattr(self, key), self.scale, self.name)
 
     def _check_needs(self) -> None:
         listed = [self.needs] if isinstance(self.needs, str) else self.needs
@@ -322,6 +319,12 @@ class RegularizerSpec:
         )
         self._settle("options", dict(self.options))
         check_placement(self.placement, title(self.name))
+        twice = [need for need in self.needs if need in self.call_options]
+        if twice:
+            raise SpecError(
+                f"options must not hold what the term needs, which is passed by the same keyword, "
+                f"got {twice} in both (regularizer {self.name!r})."
+            )
         keywords = [*self.call_options, *self.needs]
         why = callables.rejects(self.call, keywords)
         if why is not None:
@@ -354,15 +357,26 @@ class RegularizerSpec:
         object.__setattr__(self, key, value)
 
 
-def title(name: str, kind: str = "regularizer") -> str:
-    """Name of a term in messages, after the word for its kind.
+def check_fields(fields_: Mapping[str, Any]) -> None:
+    """Check that a mapping has the fields of a spec: none that is unknown, `fn`, and a weight.
 
-    Example:
-        >>> title("l2"), title("short", "reward")
-        ("regularizer 'l2'", "reward 'short'")
+    Raises:
+        SpecError: it does not.
     """
-    is_base = name == BASE and kind == "regularizer"
-    return "the base loss" if is_base else f"{kind} {name!r}"
+    if not isinstance(fields_, Mapping):
+        raise SpecError(f"a regularizer must be described by a mapping, got {fields_!r}.")
+    known = [f.name for f in fields(RegularizerSpec)]
+    where = f" (regularizer {fields_.get('name')!r})"
+    for key in fields_:
+        if key not in known:
+            raise SpecError(f"a regularizer has no field {key!r}; known: {known}{where}.")
+    if "fn" not in fields_:
+        raise SpecError(f"a regularizer needs the field 'fn', got {list(fields_)}{where}.")
+    if not fields_.keys() & {"weight", "at_most", "at_least"}:
+        raise SpecError(
+            f"a regularizer needs the field 'weight', or a bound, 'at_most' or 'at_least', "
+            f"got {list(fields_)}{where}."
+        )
 
 
 def check_run_in(run_in: str, fn: Any, timeout: float | None, where: str) -> None:
@@ -401,7 +415,7 @@ def check_timeout(timeout: object, where: str) -> float:
 
 
 def _name_of(fn: object, name: str | None) -> str:
-    if name:
+    if name is not None and name != "":
         return name
     own: str | Callable[[], str] = getattr(fn, "name", "")
     return own() if callable(own) else own

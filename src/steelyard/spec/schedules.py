@@ -97,12 +97,15 @@ class _Join:
         if not is_array(step):
             begin, schedule = [piece for piece in self.pieces if piece[0] <= step][-1]
             return schedule(step - begin)
-        value = self.pieces[0][1](step)
-        for begin, schedule in self.pieces[1:]:
-            # Both are computed, since a traced step cannot take a branch; a piece that has not
-            # begun is at its step 0.
-            later = schedule((step - begin).clip(min=0))
-            value = later * (step >= begin) + value * (step < begin)
+        # All pieces are computed, since a traced step cannot take a branch. A piece that has not
+        # begun stays at its step 0 and one that has ended at its end: far beyond it an exponential
+        # may be infinite, and infinity times 0 is NaN.
+        ends = [begin for begin, _ in self.pieces[1:]]
+        value: Any = 0.0
+        for (begin, schedule), end in zip(self.pieces, [*ends, None], strict=True):
+            own = (step - begin).clip(min=0)
+            found = schedule(own if end is None else own.clip(max=end - begin))
+            value = found * (step >= begin) + value * (step < begin)
         return value
 
 

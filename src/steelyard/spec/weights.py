@@ -148,6 +148,8 @@ def bound_at(bound: float | Callable[[int], Any], step: int, name: str) -> float
         return bound
     try:
         found = bound(step)
+        if is_array(found) and not tuple(found.shape):  # a schedule of optax or torch
+            found = float(found)
     except Exception as error:
         raise SpecError(
             f"a bound must be a schedule that gives a number for every step, and it raised "

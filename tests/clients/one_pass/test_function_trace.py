@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tinker import types
 
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.clients.one_pass.function_trace import FunctionTraces, hash_key
@@ -96,7 +97,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
         lambda data, rows: (
             weighted(data, rows) / sum(d.loss_fn_inputs["weights"].to_torch().sum() for d in data)
         ),
-        "neither the sum nor the mean",
+        "it is no sum over data, for its div",
     ),
     "another metric": (
         lambda _, rows: (torch.cat(rows).sum(), {"m": torch.cat(rows).sum() + 1}),
@@ -156,6 +157,76 @@ def test_operations_that_change_at_every_step_are_not_followed() -> None:
     step[0] = 9
     with pytest.raises(UnsuitableTermError, match="its operations change from step to step"):
         form_of(drifting, traces)
+
+
+def test_many_batch_sizes_are_followed() -> None:
+    traces = FunctionTraces()
+    for count in range(2, 12):
+        data = batch(lengths=[3 + index % 2 for index in range(count)])
+        shapes = [torch.Size([d.model_input.length]) for d in data]
+        spec = RegularizerSpec(ratios, weight=1.0, name="mine")
+        (_, term) = Pipeline(lambda _, rows: rows[0].sum(), [spec]).due()
+        form, _ = traces.form_of(term, data, shapes)
+        assert form.reduction == sum(shape.numel() for shape in shapes)
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1.0])
+def test_a_mean_over_values_is_told_from_one_over_data(scale: float) -> None:
+    """With data of equal sizes both are the same; the next batch may have others."""
+
+    def mean(_: Any, rows: Any) -> Any:
+        return scale * torch.cat(rows).square().mean()
+
+    traces = FunctionTraces()
+    equal = batch(lengths=[LENGTHS[0]] * len(LENGTHS))
+    shapes = [torch.Size([LENGTHS[0]])] * len(LENGTHS)
+    spec = RegularizerSpec(mean, weight=1.0, name="mine")
+    (_, term) = Pipeline(lambda _, rows: rows[0].sum(), [spec]).due()
+    traces.form_of(term, equal, shapes)
+    expected = scale * torch.cat(LOGPROBS).square().mean().item()
+    assert value_of(form_of(mean, traces)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_mean_by_weights_is_refused_also_where_all_weights_are_equal() -> None:
+    """On such a batch it is a mean over values; on the next one it may not be."""
+    data = batch(weights=False)
+    for datum, length in zip(data, LENGTHS, strict=True):
+        datum.loss_fn_inputs["weights"] = types.TensorData.from_torch(torch.ones(length))
+    fn, reason = OTHERS["weighted mean"]
+    with pytest.raises(UnsuitableTermError, match=reason):
+        form_of(fn, data=data)
+
+
+def test_a_batch_that_does_not_tell_a_sum_from_a_mean_takes_two_passes_and_the_next_one() -> None:
+    threshold = [-100.0]
+
+    def hinge(_: Any, rows: Any) -> Any:
+        return sum((threshold[0] - row).clamp_min(0).sum() for row in rows) / len(rows)
+
+    traces = FunctionTraces()
+    with pytest.raises(UnsuitableTermError, match="could be a sum or a mean over the data"):
+        form_of(hinge, traces)  # 0 on random log-probs
+    threshold[0] = -2.0
+    expected = hinge(None, LOGPROBS).item()
+    assert value_of(form_of(hinge, traces)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_functions_with_the_same_operations_have_keys_of_their_own() -> None:
+    """Both divide by 2 when they are traced, one of them because there are two data."""
+
+    def key(fn: Any) -> Any:
+        spec = RegularizerSpec(fn, weight=1.0, name="mine")
+        (_, term) = Pipeline(lambda _, rows: rows[0].sum(), [spec]).due()
+        return FunctionTraces().form_of(term, DATA, SHAPES)[1]
+
+    by_count = key(lambda data, rows: sum(row.sum() for row in rows) / len(data))
+    by_two = key(lambda data, rows: sum(row.sum() for row in rows) / 2)
+    assert by_count != by_two
+    one, other = (
+        key(lambda _, rows, name=name: (torch.cat(rows).sum(), {name: torch.cat(rows).mean()}))
+        for name in ("one", "other")
+    )
+    assert one != other
 
 
 @pytest.mark.parametrize(

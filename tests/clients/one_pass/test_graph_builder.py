@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from steelyard.clients.one_pass import graph_builder
+from steelyard.clients.one_pass.derivatives import ELEMENTWISE
 from steelyard.clients.one_pass.graph_builder import build_graph
 from steelyard.clients.one_pass.loss_graph import GraphTerm, LossGraph, UnsuitableTermError
 from steelyard.clients.one_pass.reverse_mode import add_gradient
@@ -94,6 +95,14 @@ def test_a_term_that_does_not_fit_is_named(values: Any, reason: str, tracked: bo
     with pytest.raises(UnsuitableTermError, match=reason) as caught:
         build_graph([BASE, SQUARE, term], RANKS, tracked=tracked)
     assert caught.value.term == "odd"
+
+
+def test_a_gradient_that_fails_on_the_sample_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A term that no rule foresaw must cost one pass, not the call."""
+    monkeypatch.setitem(ELEMENTWISE, "square", lambda g, _: [g[:3] + g[:2]])
+    with pytest.raises(UnsuitableTermError, match="The size of tensor a") as caught:
+        build_graph([BASE, SQUARE], RANKS, tracked=False)
+    assert caught.value.term == "square"
 
 
 def test_a_graph_is_compared_with_autograd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,25 @@ def test_missing_fields_and_empty_batches_are_reasons() -> None:
         lower([KL], data=[*batch(), *batch(width=3)])
 
 
+def test_functions_with_the_same_operations_have_results_of_their_own() -> None:
+    """Both divide by 2 when they are traced, one of them because there are two data."""
+    logprobs = [torch.linspace(-7, -3, length) for length in LENGTHS]
+    lowering, total = Lowering(), torch.cat(logprobs).sum().item()
+
+    def by_count(data: Any, rows: Any) -> Any:
+        return sum(row.sum() for row in rows) / len(data), {"mean": torch.cat(rows).mean()}
+
+    def by_two(_: Any, rows: Any) -> Any:
+        return sum(row.sum() for row in rows) / 2, {"average": torch.cat(rows).mean()}
+
+    for fn, by in ((by_count, len(LENGTHS)), (by_two, 2)):
+        lowered = lower([RegularizerSpec(fn, weight=1.0, name="mine")], lowering)
+        results = lowered.results(served(lowered, logprobs))
+        assert results.values[1] == pytest.approx(total / by, rel=1e-6)
+        (metric,) = results.metrics[1].values()
+        assert metric == pytest.approx(total / sum(LENGTHS), rel=1e-6)
+
+
 def test_too_many_inputs_are_a_reason() -> None:
     specs = [RegularizerSpec(L2(), weight=1.0, name=f"l2 {index}") for index in range(13)]
     with pytest.raises(NotLoweredError, match="at most 16 inputs, and this one has 17"):

@@ -172,6 +172,8 @@ def test_a_wrong_step_and_a_closed_pipeline_are_errors(training: tinker.Training
     client = regularize(training, TERMS)
     with pytest.raises(InputError, match="step must be a whole number >= 0, got -1"):
         client.forward_backward_custom(batch(), lambda _, rows: rows[0].sum(), step=-1)
+    with pytest.raises(InputError, match="step must be a whole number >= 0, got '3'"):
+        client.forward_backward_custom(batch(), lambda _, rows: rows[0].sum(), step="3")  # type: ignore[arg-type]
     client.pipeline.close()
     with pytest.raises(ClosedError, match="a pipeline must be open to compute"):
         client.forward_backward_custom(batch(), client.pipeline.loss_fn)
@@ -284,7 +286,7 @@ def test_a_server_that_does_not_run_losses(monkeypatch: pytest.MonkeyPatch, tmp_
         client = regularize(training, TERMS, service=service)
         assert client.forward_backward(batch(), "cross_entropy").result().passes == 2
         strict = regularize(training, TERMS, service=service, server_side=True)
-        with pytest.raises(SpecError, match="the server does not run uploaded losses"):
+        with pytest.raises(SpecError, match="in one pass, and the server does not run uploaded"):
             strict.forward_backward(batch(), "cross_entropy")
 
 
@@ -348,6 +350,35 @@ def test_events_are_those_of_a_call(training: tinker.TrainingClient) -> None:
     [(_, measured)] = events
     assert measured["loss_total"] == output.loss_total
     assert measured["total_grad_norm"] == output.total_grad_norm
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_call_that_cannot_be_sent_ends_with_an_event(
+    training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ConnectionError("no route")
+
+    for name in ("forward_backward_custom", "forward_backward_custom_async"):
+        monkeypatch.setattr(training, name, broken)
+    client, events = regularize(training, TERMS, server_side=True), list[str]()
+    names = [f"steelyard.custom_loss.{name}" for name in ("start", "stop", "exception")]
+    for name in names:
+        telemetry.attach(name, name, lambda event, *_: events.append(event))
+
+    def call() -> None:
+        if asynchronous:
+            asyncio.run(client.forward_backward_async(batch(), "cross_entropy"))
+        else:
+            client.forward_backward(batch(), "cross_entropy")
+
+    try:
+        with pytest.raises(ConnectionError, match="no route"):
+            call()
+    finally:
+        for name in names:
+            telemetry.detach(name)
+    assert events == [names[0], names[2]]
 
 
 def test_progress_is_measured_in_two_passes(training: tinker.TrainingClient) -> None:

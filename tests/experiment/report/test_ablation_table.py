@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,18 @@ def test_on_policy_runs_are_compared_by_rewards_with_the_weights_of_the_full_run
         "none": [(1.5, 0.5), (0.5, 0.0), (0.5, 0.25), kl, seconds],
         "without reward kind": [(0.75, -0.25), (0.75, 0.25), (0.0, -0.25), kl, seconds],
     }
+
+
+def test_a_term_is_no_reward_whatever_its_name() -> None:
+    run = ablated_run("all", [9.0, 1.0], held_out__loss=4.0)
+    renamed = [
+        {key.replace("/kl/", "/reward model/"): value for key, value in row.items()}
+        for row in run.rows
+    ]
+    table = ablation_table(Experiment([replace(run, rows=renamed)], full="all"))
+    assert table is not None
+    assert table.columns == ["held-out loss", "reward model", "seconds per step"]
+    assert table.rewards == []
 
 
 def test_on_policy_runs_without_held_out_prompts_are_compared_in_training() -> None:

@@ -11,7 +11,7 @@ from steelyard.experiment.report import charts, write_report
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import findings
 from steelyard.experiment.report.sentences import summarize
-from tests.experiment.folders import write_run
+from tests.experiment.folders import write_lines, write_run
 
 from .conftest import Report
 from .parsed_page import page_charts, series, text_of, trace_points
@@ -71,6 +71,27 @@ def test_cosines_equal_the_metrics(report: Report) -> None:
     assert [matrix[i][i] for i in range(4)] == [1, 1, 1, 1]
     assert matrix[1][3] == matrix[3][1] == rows[10]["cosines/evenness/judge"]
     assert matrix[0][2] == rows[11]["cosines/base/confidence"]
+
+
+def test_steps_without_norms_are_left_out_of_shares_and_cosines(tmp_path: Path) -> None:
+    rows = write_run(tmp_path / "run")
+    of_gradients = ("cosines/", "total_grad_norm")
+    rows = [
+        row
+        if row["step"] % 5 == 0
+        else {k: v for k, v in row.items() if "/grad_" not in k and not k.startswith(of_gradients)}
+        for row in rows
+    ]
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    drawn = page_charts(write_report([tmp_path / "run"], tmp_path / "report.html"))
+    assert drawn["cosines"]["data"][0]["x"] == [0, 5, 10]
+    assert {tuple(steps) for steps, _ in trace_points(drawn["shares"]).values()} == {(0, 5, 10)}
+
+
+def test_the_base_loss_is_below_the_contributions(report: Report) -> None:
+    # Plotly stacks bars in the order of the traces, beginning at 0.
+    traces = page_charts(report.page)["contributions"]["data"]
+    assert (traces[0]["name"], traces[0]["visible"]) == ("base loss", "legendonly")
 
 
 def test_plotly_accepts_every_chart(report: Report) -> None:
@@ -139,6 +160,8 @@ def test_a_bound_is_drawn_with_the_value_and_its_multiplier() -> None:
         "“kl” went from 0.100 to 0.201, with a bound of 0.200: it was beyond it by more than 5 % "
         "at 1 of 3 steps."
     )
+    (section,) = [each for each in charts.sections(run, found) if each.key == "contributions"]
+    assert section.intro.endswith("Under a lower bound it is subtracted.")
 
 
 def test_the_factors_of_an_aggregator_are_drawn() -> None:

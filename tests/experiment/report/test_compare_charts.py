@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,51 @@ def test_runs_with_different_terms_share_the_charts() -> None:
     assert (cosines["x"], cosines["y"]) == (["kl", "l1"], ["a", "b"])
     assert cosines["z"] == [[0.25, None], [None, 0.25]]
     assert found["time-steps"].traces[0]["y"] == [1.0, 1.0]
+
+
+def test_evaluations_have_a_chart_with_a_line_for_each_run() -> None:
+    rows = {name: [{"step": 0, "eval/f1": 0.25}, {"step": 1, "eval/f1": end}] for name, end in
+            (("a", 0.5), ("b", 0.75))}  # fmt: skip
+    runs = [LoadedRun(name, Path(), {}, own) for name, own in rows.items()]
+    figure = compared(*runs)["eval-0"]
+    assert figure.title == "f1"
+    assert [(trace["name"], trace["y"]) for trace in figure.traces] == [
+        ("a", [0.25, 0.5]),
+        ("b", [0.25, 0.75]),
+    ]
+
+
+def intro_of_cosines(*runs: LoadedRun) -> str:
+    sections = compare_charts.sections(runs, [findings(run) for run in runs])
+    (found,) = [section.intro for section in sections if section.key == "cosines"]
+    return found
+
+
+def in_parameters(run: LoadedRun) -> LoadedRun:
+    spaces = {"base_loss/grad_space": "parameters", "regularizers/kl/grad_space": "parameters"}
+    return replace(run, rows=[{**row, **spaces} for row in run.rows])
+
+
+def test_cosines_and_norms_of_different_spaces_are_told_apart() -> None:
+    a, b = run_with("a", "kl"), run_with("b", "kl")
+    assert intro_of_cosines(a, b).endswith("log-probs; with respect to the model's weights they "
+                                           "may differ, even in sign.")  # fmt: skip
+    assert compared(a, b)["norm-0"].note == ""
+    both = in_parameters(a), in_parameters(b)
+    assert intro_of_cosines(*both).endswith("opposite. With respect to the parameters.")
+    assert compared(*both)["norm-0"].note == ""
+    assert intro_of_cosines(a, both[1]).endswith(
+        "With respect to the log-probs and parameters: only runs with the same one are comparable."
+    )
+    for key in ("norm-base", "norm-0"):
+        assert compared(a, both[1])[key].note == (
+            "Not comparable, since these norms are with respect to different quantities: a "
+            "log-probs and b parameters."
+        )
+    # Each space has its own shares, in a chart of its own.
+    by_run = {"shares": [0.5, None], "shares-parameters": [None, 0.5]}
+    for key, expected in by_run.items():
+        assert [trace["y"] for trace in compared(a, both[1])[key].traces] == [expected, expected]
 
 
 def test_runs_without_terms_or_norms_have_the_charts_of_the_loss() -> None:

@@ -64,6 +64,14 @@ def test_charts_show_the_metrics(tmp_path: Path) -> None:
     }
 
 
+def test_evaluations_say_which_are_of_the_model_before_training(tmp_path: Path) -> None:
+    page, rows = page_of(tmp_path, "run", extra=lambda step: {"eval/f1": 0.1 * step})
+    assert trace_points(page_charts(page)["eval-0"]) == {"f1": series(rows, "eval/f1")}
+    assert "returned; the first ones are of the model before training." in text_of(page)
+    page, _ = page_of(tmp_path, "one", extra=lambda step: {"eval/f1": 0.5} if step == 0 else {})
+    assert "Numbers that your evaluation functions returned." in text_of(page)
+
+
 def test_without_clipping_there_is_no_limit(tmp_path: Path) -> None:
     page, _ = page_of(tmp_path, "run", grad_clip_norm=0.0)
     assert list(trace_points(page_charts(page)["optimizer-grad-norm"])) == ["gradient norm"]

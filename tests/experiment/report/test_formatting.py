@@ -150,12 +150,12 @@ def test_cosines_names_and_changes() -> None:
 
 def findings_of(*terms: TermFinding, loss: Change | None = None, tracked: bool = True) -> Findings:
     base = TermFinding("base", gradient=Gradient(1.0, "logprobs"))
-    return Findings(4, 4, loss, None, None, tracked, base, terms)
+    return Findings(4, 4, loss, None, None, 4 if tracked else 0, base, terms)
 
 
 def test_summary_of_an_unfinished_run_whose_loss_did_not_change() -> None:
     base = TermFinding("base", value=Change(2.0, 2.0))
-    found = Findings(1, 3, Change(2.0, 2.0), Change(3.0, 1.0), 90.0, True, base)
+    found = Findings(1, 3, Change(2.0, 2.0), Change(3.0, 1.0), 90.0, 1, base)
     assert summarize(found) == [
         "1 of 3 steps in 1 min 30 s.",
         "The base loss stayed at 2.000.",
@@ -218,7 +218,7 @@ def test_a_cut_reason_is_not_followed_by_a_full_stop() -> None:
 def test_summary_of_several_runs_names_the_best_and_the_worst() -> None:
     runs = [LoadedRun(name, Path(), {}, []) for name in "abc"]
     found = [
-        Findings(2, None, None, held_out, None, False, TermFinding("base"))
+        Findings(2, None, None, held_out, None, 0, TermFinding("base"))
         for held_out in (Change(3.0, 2.0), None, Change(3.0, 1.0))
     ]
     assert summarize_runs(runs, found) == [
@@ -228,15 +228,21 @@ def test_summary_of_several_runs_names_the_best_and_the_worst() -> None:
     assert summarize_runs(runs[:2], found[:2]) == ["2 runs, 4 steps in all."]
 
 
+def test_equal_losses_have_no_best() -> None:
+    runs = [LoadedRun(name, Path(), {}, []) for name in "ab"]
+    found = [Findings(2, None, None, Change(3.0, 2.0), None, 0, TermFinding("base")) for _ in runs]
+    assert (
+        summarize_runs(runs, found)[1] == "The held-out loss ends at 2.000 in each run that has it."
+    )
+
+
 def test_runs_with_other_data_or_losses_are_not_compared() -> None:
     configs = [
         {"data": {"path": "a.jsonl"}, "loss": {"use": "cross_entropy"}},
         {"data": {"path": "b.jsonl"}, "loss": {"use": "dpo"}},
     ]
     runs = [LoadedRun(name, Path(), given, []) for name, given in zip("ab", configs, strict=True)]
-    found = [
-        Findings(2, None, None, Change(3.0, 2.0), None, False, TermFinding("base")) for _ in runs
-    ]
+    found = [Findings(2, None, None, Change(3.0, 2.0), None, 0, TermFinding("base")) for _ in runs]
     assert summarize_runs(runs, found)[1] == (
         "Their data and base losses differ, so held-out losses are not compared."
     )
@@ -245,7 +251,7 @@ def test_runs_with_other_data_or_losses_are_not_compared() -> None:
 def test_runs_of_different_length_are_compared_with_their_steps() -> None:
     runs = [LoadedRun(name, Path(), {}, []) for name in "ab"]
     found = [
-        Findings(steps, None, None, Change(3.0, loss), None, False, TermFinding("base"))
+        Findings(steps, None, None, Change(3.0, loss), None, 0, TermFinding("base"))
         for steps, loss in ((10, 2.0), (40, 1.0))
     ]
     assert summarize_runs(runs, found)[1] == (

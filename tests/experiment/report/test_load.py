@@ -95,6 +95,19 @@ def test_an_ablation_among_other_runs_gives_its_runs(tmp_path: Path) -> None:
         (lambda run: (run / "metrics.jsonl").write_text(""), r"must have at least one step, got"),
         (lambda run: (run / "metrics.jsonl").write_text("{\n{}\n"), r"line 1, must be JSON: "),
         (lambda run: (run / "metrics.jsonl").write_text("{}\n"), r"line 1, must .* with 'step'"),
+        (
+            lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": null}\n'),
+            r"metrics\.jsonl must have a number as each step, got None",
+        ),
+        (
+            lambda run: (run / "config.json").write_text('{"train": 3}'),
+            r"config\.json must have a table 'train', got a int",
+        ),
+        (lambda run: (run / "config.json").write_text("[" * 100_000), r"config\.json must be JSON"),
+        (
+            lambda run: (run / "changes.jsonl").write_text('{"step": 1}\n'),
+            r"changes\.jsonl must hold records as a run writes them, and one is damaged: KeyError",
+        ),
         (lambda run: (run / "config.json").write_text("["), r"config\.json must be JSON, got"),
         (lambda run: (run / "config.json").write_text("[]"), r"must be a JSON object, got a list"),
         (lambda run: (run / "ablation.json").write_text("{}"), r"must have 'runs', .* got None"),

@@ -12,9 +12,10 @@ from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import (
     Findings,
     TermFinding,
-    cosine_key,
     findings,
+    last_cosine,
     shares,
+    tracked_rows,
 )
 from steelyard.experiment.step_metrics import Gradient
 from tests.experiment.folders import flaky, specs, write_lines, write_run
@@ -98,7 +99,7 @@ def test_totals_are_compared_only_between_steps_with_the_same_terms_and_weights(
 def test_statistics_of_a_term() -> None:
     rows = [term_row(4.0), {"base_loss/value": 4.0}, term_row(2.0, weight=0.25)]
     found = findings(loaded(*rows, steps=5))
-    assert (found.steps, found.planned, found.tracked) == (3, 5, True)
+    assert (found.steps, found.planned, found.tracked) == (3, 5, 2)
     assert found.base.contribution == pytest.approx(8 / 3)
     (term,) = found.terms
     assert term == TermFinding(
@@ -121,16 +122,34 @@ def test_statistics_of_a_term() -> None:
 
 def test_shares_are_norms_divided_by_their_sum() -> None:
     run = loaded(term_row(4.0), {"base_loss/grad_norm": 3.0})
-    assert shares(run, ["base", "kl"]) == {
+    assert shares(run.rows, ["base", "kl"]) == {
         "base": [0.75, 1.0],
         "kl": [0.25, None],
     }
 
 
-def test_cosine_key_finds_either_order() -> None:
-    run = loaded({"cosines/base/kl": 0.1, "cosines/l1/kl": 0.2})
-    assert cosine_key(run, "base", "kl") == "cosines/base/kl"
-    assert cosine_key(run, "kl", "l1") == cosine_key(run, "l1", "kl") == "cosines/l1/kl"
+def cosines(norm: float, **cosine: float) -> dict[str, float]:
+    """A step at which the gradients of `kl` and `l1` have norm 1 and `norm`."""
+    norms = {"regularizers/kl/grad_norm": 1.0, "regularizers/l1/grad_norm": norm}
+    pairs = {f"cosines/{pair.replace('_', '/')}": value for pair, value in cosine.items()}
+    return {"base_loss/grad_norm": 2.0, **norms, **pairs}
+
+
+def test_the_last_cosine_is_of_gradients_that_are_not_zero() -> None:
+    rows = [
+        cosines(1.0, base_kl=0.1, base_l1=-0.5, l1_kl=0.2),
+        cosines(0.0, base_kl=0.3, base_l1=0.0, l1_kl=0.0),
+    ]
+    assert last_cosine(rows, "base", "kl") == 0.3
+    assert last_cosine(rows, "l1", "base") == -0.5
+    assert last_cosine(rows, "kl", "l1") == last_cosine(rows, "l1", "kl") == 0.2
+    assert last_cosine(rows[1:], "kl", "l1") is None
+    assert last_cosine(rows, "kl", "other") is None
+
+
+def test_steps_without_norms_are_not_tracked() -> None:
+    run = loaded(cosines(1.0), {"base_loss/value": 1.0}, cosines(0.0))
+    assert tracked_rows(run) == [run.rows[0], run.rows[2]]
 
 
 def gradient(share: float, cosine: float, cancelled: float, *, alone: bool = False) -> Gradient:

@@ -135,6 +135,13 @@ def test_a_term_has_no_gradient() -> None:
     assert not any("no gradient" in sentence for sentence in found)
 
 
+def test_factors_of_an_aggregator_are_not_in_the_norms() -> None:
+    sentence = "Norms, shares and cosines are those of the weighted gradients, before the factors"
+    factors: dict[str, Any] = {"factors/base": 1.0, "factors/confidence": 0.5}
+    assert said(sentence, sentences(term(confidence, 1.6), **factors))
+    assert not said(sentence, sentences(term(confidence, 1.6)))
+
+
 def test_no_term_dominates_and_none_fights() -> None:
     sentence = "No term dominates, and none fights the base loss."
     assert sentence in sentences(term(evenness, 0.01))
@@ -146,6 +153,29 @@ def test_norms_were_not_tracked(tracked: bool) -> None:
     rows = metrics([term(evenness, 0.1)], 4, tracked=tracked)
     found = summarize(findings(LoadedRun("run", Path(), {}, rows)))
     assert said("Gradient norms were not tracked", found) is not tracked
+
+
+def test_norms_were_tracked_at_some_of_the_steps() -> None:
+    rows = metrics([term(evenness, 0.1)], 6, tracked=True)
+    plain = metrics([term(evenness, 0.1)], 6, tracked=False)
+    some = [row if row["step"] % 3 == 0 else plain[row["step"]] for row in rows]
+    found = summarize(findings(LoadedRun("run", Path(), {}, some)))
+    assert said("Gradient norms were tracked at 2 of 6 steps, and shares", found)
+    assert not said("Gradient norms were tracked", sentences(term(evenness, 0.1)))
+
+
+def test_a_bound_of_zero_has_no_five_percent() -> None:
+    at = "regularizers/kl"
+    rows = [
+        {"step": step, f"{at}/contribution": 0.0, f"{at}/value": value, f"{at}/bound": 0.0,
+         f"{at}/violation": value}
+        for step, value in enumerate([0.25, 0.0, 0.5])
+    ]  # fmt: skip
+    found = summarize(findings(LoadedRun("run", Path(), {}, rows)))
+    assert (
+        "“kl” went from 0.250 to 0.500, with a bound of 0: it was beyond it at 2 of 3 steps."
+        in found
+    )
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from steelyard.errors import RunError
 from steelyard.experiment.report import summary, write_report
-from tests.experiment.folders import write_run
+from tests.experiment.folders import write_ablation, write_run
 from tests.missing_modules import errors_without
 
 from .parsed_page import text_of
@@ -21,6 +22,29 @@ def test_summary_is_the_first_paragraph_of_the_report(tmp_path: Path) -> None:
     assert sentences[0] == "4 steps in 1.1 s."
     assert sentences[1].startswith("The base loss fell from ")
     assert " ".join(sentences) in text_of(page)
+
+
+def test_summary_has_what_happened_to_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=4)
+    change = {"step": 2, "set": [{"kl.weight": 0.2}], "requests": 9}
+    (tmp_path / "run" / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    sentences = summary(tmp_path / "run")
+    assert sentences[-1] == "From step 2 on, kl.weight was set to 0.2."
+    assert " ".join(sentences) in text_of(page)
+
+
+def test_there_is_no_summary_of_an_ablation(tmp_path: Path) -> None:
+    write_ablation(tmp_path / "terms")
+    with pytest.raises(RunError, match=r"terms must be the folder of one run, got that of an abl"):
+        summary(tmp_path / "terms")
+
+
+def test_text_that_cannot_be_encoded_is_replaced(tmp_path: Path) -> None:
+    samples = [{"when": "before", "step": 0, "prompt": "cut \ud83d here", "completion": ""}]
+    write_run(tmp_path / "run", steps=2, samples=samples)
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    assert "cut ? here" in text_of(page)
 
 
 @pytest.fixture

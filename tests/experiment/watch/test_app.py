@@ -42,8 +42,8 @@ def test_unknown_records_are_not_found(client: TestClient) -> None:
     assert response.status_code == 404
 
 
-@pytest.mark.parametrize("query", ["run=first", "run=first&version=x&size=0", "version=1&size=0"])
-def test_a_followed_run_must_have_a_version_and_a_size(client: TestClient, query: str) -> None:
+@pytest.mark.parametrize("query", ["run=first", "run=first&position=x", "position=0-0-a"])
+def test_a_followed_run_must_have_a_position(client: TestClient, query: str) -> None:
     assert client.get(f"/api/events?{query}").status_code == 400
 
 

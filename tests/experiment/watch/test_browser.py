@@ -118,6 +118,58 @@ def test_two_runs_are_compared(browser: Chrome, watched: WatchPage) -> None:
     assert page.complaints() == []
 
 
+def test_a_comparison_has_the_cosines_and_the_answers_of_each_run(
+    browser: Chrome, watched: WatchPage
+) -> None:
+    for name in ("first", "second"):
+        run = RunFolder(watched.folder / name)
+        run.append({**run.metrics()[-1], "step": STEPS, "rollouts/reward": 0.5})
+        chat = [{"role": "user", "content": f"Who is {name}?"}]
+        run.append_rollouts([{"step": STEPS, "prompt": chat, "answer": "I.", "rewards": {}}])
+    other = watched.folder / "second" / "metrics.jsonl"
+    other.write_text(other.read_text().replace('"logprobs"', '"parameters"'))
+    page = opened(browser, watched, "first", "second")
+    headings = (
+        "return [...document.querySelectorAll('#cosines h3')].map((each) => each.textContent)"
+    )
+    assert page.run(headings) == ["first", "second"]
+    assert text(page, "#cosines").count("base · kl") == 2
+    page.run("document.querySelectorAll('section details').forEach((e) => { e.open = true; })")
+    for at, name in enumerate(("first", "second")):
+        asked = f"user: Who is {name}?"
+        page.wait(lambda s=f"#text-rollouts-{at}", a=asked: a in text(page, s))  # type: ignore[misc]
+    # Norms of different spaces have no common scale.
+    assert "first" in legend(page, "Weighted gradient norms, log-probs: kl")
+    assert "second" in legend(page, "Weighted gradient norms, parameters: kl")
+    assert page.complaints() == []
+
+
+def test_a_field_of_the_heat_map_names_its_steps(browser: Chrome, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "long")
+    run.path.mkdir()
+    (run.path / "config.json").write_text("{}")
+    rows = [{"step": n, "loss_total": 1.0, "cosines/base/kl": n % 2} for n in range(800)]
+    run.metrics_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def read(page: Page, share: float) -> str:
+        page.run(
+            "const canvas = document.querySelector('.heat canvas');"
+            "const {left, top, width} = canvas.getBoundingClientRect();"
+            f"const place = {{clientX: left + {share} * width, clientY: top + 3}};"
+            "canvas.dispatchEvent(new PointerEvent('pointermove', place));"
+        )
+        return text(page, ".scale span")
+
+    with serve_page(tmp_path) as watched:
+        page = opened(browser, watched, "long")
+        assert read(page, 0.2605) == "base · kl, mean of steps 208 to 209: 0.5"
+        run.append({"step": 800, "loss_total": 1.0, "cosines/base/kl": -0.25})
+        page.wait(lambda: "801 steps" in text(page, "#about-run"))
+        # A step that is added is as wide as any other.
+        assert read(page, 0.9995) == "base · kl, step 800: -0.25"
+        assert read(page, 0.9975) == "base · kl, mean of steps 798 to 799: 0.5"
+
+
 def test_all_sections_open_with_smoothing_and_a_log_scale(
     browser: Chrome, watched: WatchPage
 ) -> None:

@@ -32,10 +32,13 @@ def test_a_bound_is_drawn_with_its_term() -> None:
 def test_gradient_norms_of_different_spaces_are_apart() -> None:
     keys = ["base_loss/grad_norm"]
     for name in ("kl", "deep"):
-        keys += [f"regularizers/{name}/{f}" for f in ("contribution", "grad_norm_weighted")]
+        fields = ("contribution", "grad_norm", "grad_norm_weighted")
+        keys += [f"regularizers/{name}/{field}" for field in fields]
     found = titles(keys, **{"regularizers/deep/grad_space": "hidden_states"})
     assert found["Weighted gradient norms, log-probs"] == ["base", "kl"]
     assert found["Weighted gradient norms, hidden states"] == ["deep"]
+    assert found["Gradient norms before the weight, log-probs"] == ["kl"]
+    assert found["Gradient norms before the weight, hidden states"] == ["deep"]
 
 
 def test_rewards_factors_and_metrics_of_terms() -> None:

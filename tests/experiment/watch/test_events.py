@@ -10,9 +10,11 @@ import pytest
 
 from steelyard.experiment import RunFolder
 from steelyard.experiment.watch import events as watch_events
+from steelyard.experiment.watch import run_view
 from steelyard.experiment.watch.events import Followed, events
 from steelyard.experiment.watch.run_index import RunIndex
 from steelyard.experiment.watch.run_view import RunViews
+from steelyard.experiment.watch.series import Position
 
 from .conftest import STEPS
 
@@ -29,14 +31,14 @@ def follow(
     run: str | None,
     use: Callable[[Next], Awaitable[None]],
     *,
-    size: int | None = None,
+    position: Position | None = None,
 ) -> None:
     """Call `use` with a function that waits for the next event, from what a view has."""
     views = RunViews(RunIndex(folder))
     following = []
     if run is not None:
-        view = views.view(run, smoothing=0.0)
-        following = [Followed(run, view["version"], view["size"] if size is None else size)]
+        shown = Position.parse(views.view(run, smoothing=0.0)["position"])
+        following = [Followed(run, position or shown)]
 
     async def main() -> None:
         stopping = asyncio.Event()
@@ -75,9 +77,11 @@ def test_new_rows_are_sent_once(runs: Path) -> None:
         await receive()
         run.append({"step": STEPS, "loss_total": float("nan"), "text": "x"})
         found = dict([await receive(), await receive()])
+        whole = run.metrics_file.read_bytes()
+        last = whole.splitlines(keepends=True)[-1]
         assert found["rows"] == {
             "run": "first",
-            "size": run.metrics_file.stat().st_size,
+            "position": str(Position.after(last, len(whole))),
             "rows": [{"step": STEPS, "loss_total": None}],
             "skipped": [],
         }
@@ -95,7 +99,7 @@ def test_a_page_that_lost_its_connection_gets_what_it_lacks(runs: Path) -> None:
         found = dict([await receive(), await receive()])
         assert [row["step"] for row in found["rows"]["rows"]] == list(range(STEPS))
 
-    follow(runs, "first", use, size=0)
+    follow(runs, "first", use, position=Position.after(b"", 0))
 
 
 def test_a_run_that_was_cut_must_be_loaded_again(runs: Path) -> None:
@@ -108,6 +112,33 @@ def test_a_run_that_was_cut_must_be_loaded_again(runs: Path) -> None:
         assert found["reset"] == {"run": "first"}
 
     follow(runs, "first", use)
+
+
+def test_a_run_before_its_first_step_is_not_loaded_again_and_again(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    async def use(receive: Next) -> None:
+        assert (await receive())[0] == "runs"
+        (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss_total": 1.0}\n')
+        kinds = {(await receive())[0], (await receive())[0]}
+        assert kinds == {"runs", "rows"}, "no reset while there are no metrics yet"
+
+    follow(tmp_path, ".", use)
+
+
+def test_more_runs_are_followed_than_are_kept_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "_MAX_RUNS", 1)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "loss_total": 1.0}\n')
+    views = RunViews(RunIndex(tmp_path))
+    following = [
+        Followed(name, Position.parse(views.view(name, smoothing=0.0)["position"])) for name in "ab"
+    ]
+    assert watch_events._news(views, following) == []
 
 
 def test_a_run_that_is_removed_ends_nothing(runs: Path) -> None:

@@ -9,10 +9,14 @@ from steelyard.experiment.watch.plain_files import (
     open_plain,
     parse_object,
     read_first_line,
-    read_last_line,
+    read_last,
     read_last_objects,
     read_tail,
 )
+
+
+def last_line(path: Path) -> bytes | None:
+    return read_last(path, lambda line: line or None)
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
         path.mkdir()
     with pytest.raises(OSError, match=r".+"):
         open_plain(path)
-    assert read_first_line(path) == read_last_line(path) == b""
+    assert (read_first_line(path), last_line(path)) == (b"", None)
     assert read_tail(path, 99) == (b"", True)
 
 
@@ -41,14 +45,22 @@ def test_first_and_last_line(file: Path, length: int) -> None:
     first, last = b"a" * length, b"b" * length
     file.write_bytes(first + b"\nmiddle\n" + last + b"\n")
     assert read_first_line(file) == first + b"\n"
-    assert read_last_line(file) == last
+    assert last_line(file) == last
 
 
 def test_an_incomplete_line_is_left_out(file: Path) -> None:
     file.write_bytes(b'{"step": 0}')
-    assert read_first_line(file) == read_last_line(file) == b""
+    assert (read_first_line(file), last_line(file)) == (b"", None)
     file.write_bytes(b'{"step": 0}\n{"step"')
-    assert read_last_line(file) == b'{"step": 0}'
+    assert last_line(file) == b'{"step": 0}'
+
+
+@pytest.mark.parametrize("damaged", [1, 40_000])
+def test_the_last_object_stands_before_damaged_lines(file: Path, damaged: int) -> None:
+    file.write_bytes(b'{"step": 0}\n{"step": 1}\n' + b"rubbish\n" * damaged)
+    assert read_last(file, parse_object) == {"step": 1}
+    file.write_bytes(b"rubbish\n" * damaged)
+    assert read_last(file, parse_object) is None
 
 
 def test_last_objects_leave_out_what_is_cut_or_damaged(file: Path) -> None:

@@ -116,6 +116,14 @@ def test_damaged_metrics_have_no_steps(tmp_path: Path, line: str) -> None:
     assert only(tmp_path).steps == 0
 
 
+def test_a_damaged_last_line_is_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rows=3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("rubbish\n")
+    found = only(tmp_path)
+    assert (found.steps, found.last) == (3, {"loss_total": 3.0})
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     outside = write_run(tmp_path / "outside")
     watched = tmp_path / "watched"

@@ -48,6 +48,10 @@ def test_a_comparison_asks_for_some_groups(trained: Path) -> None:
     view = RunViews(RunIndex(trained)).view("first", smoothing=0.0, groups=["loss"])
     assert set(view["curves"]) == {"loss_total", "base_loss/value", "held_out/loss"}
     assert view["cosines"] is None
+    both = RunViews(RunIndex(trained)).view("first", smoothing=0.0, groups=["loss", "cosines"])
+    assert both["curves"] == view["curves"]
+    whole = RunViews(RunIndex(trained)).view("first", smoothing=0.0)
+    assert both["cosines"] == whole["cosines"]
 
 
 def test_a_long_run_is_thinned(tmp_path: Path) -> None:
@@ -65,6 +69,7 @@ def test_a_long_run_is_thinned(tmp_path: Path) -> None:
         assert each["steps"][-1] == steps - 1
     assert max(curve["values"]) == 1e9, "a peak of one step stays"
     assert len(view["cosines"]["steps"]) <= 400
+    assert view["cosines"]["end"] == steps
 
 
 def test_the_metrics_of_few_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

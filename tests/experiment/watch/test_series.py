@@ -14,8 +14,8 @@ from hypothesis.extra.numpy import arrays
 
 from steelyard.experiment import RunFolder
 from steelyard.experiment.watch.series import (
+    Position,
     RunSeries,
-    Skips,
     bucket_means,
     numbers,
     rows_after,
@@ -30,6 +30,7 @@ CURVES = arrays(
     st.integers(0, 300),
     elements=st.floats(-1e6, 1e6, allow_subnormal=False) | st.just(math.nan) | st.just(math.inf),
 )
+START = Position.after(b"", 0)
 
 
 @pytest.fixture
@@ -56,26 +57,26 @@ def test_columns_are_those_of_the_run(trained: Path) -> None:
     run = RunFolder(trained / "first")
     series = refreshed(run.metrics_file)
     rows = run.metrics()
-    for key in ("loss_total", "regularizers/kl/value", "cosines/base/kl", "held_out/loss"):
+    for key in ("loss_total", "regularizers/kl/value", "cosines/base/l2", "held_out/loss"):
         assert points(series, key) == [(row["step"], row[key]) for row in rows if key in row]
     assert series.steps == STEPS
     assert series.size == run.metrics_file.stat().st_size
     assert series.texts["base_loss/grad_space"] == "logprobs"
-    reason = "TermError: regularizer 'failing' failed: RuntimeError: the knowledge base is down"
-    assert series.skipped == {("failing", reason): Skips(STEPS, STEPS - 1)}
+    ((why, at),) = series.skipped.items()
+    assert why == ("failing", "RuntimeError: the knowledge base is down")
+    assert list(at) == list(range(STEPS))
 
 
 def test_only_what_was_added_is_read(file: Path) -> None:
     file.write_text(lines(range(2)))
     series = refreshed(file)
-    version = series.version
     whole = file.read_bytes()
     file.write_bytes(b"x" * (len(whole) - len(b'{"step": 1, "loss": 1.0}\n')) + whole[-25:])
     with file.open("a") as opened:
         opened.write(lines(range(2, 3)) + '{"step": 3, "lo')
     series.refresh()
     assert points(series) == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    assert (series.version, series.damaged) == (version, 0)
+    assert series.damaged == 0
     with file.open("a") as opened:
         opened.write('ss": 3.0}\n')
     series.refresh()
@@ -85,22 +86,22 @@ def test_only_what_was_added_is_read(file: Path) -> None:
 def test_a_file_that_was_cut_is_read_again(file: Path) -> None:
     file.write_text(lines(range(5)))
     series = refreshed(file)
-    version = series.version
+    position = series.position
     file.write_text(lines(range(2)))
     series.refresh()
     assert (len(points(series)), series.steps, series.last_step) == (2, 2, 1)
-    assert series.version != version
+    assert rows_after(file, position, 10_000) is None
 
 
 def test_a_file_that_was_cut_and_has_grown_again_is_read_again(file: Path) -> None:
     file.write_text(lines(range(5)))
     series = refreshed(file)
-    version = series.version
+    position = series.position
     file.write_text(lines(range(3)) + lines(range(3, 9), other=1.0))
     series.refresh()
     assert len(points(series)) == 9
     assert len(points(series, "other")) == 6
-    assert series.version != version
+    assert rows_after(file, position, 10_000) is None
 
 
 def test_a_repeated_step_replaces_the_earlier_ones(file: Path) -> None:
@@ -108,6 +109,23 @@ def test_a_repeated_step_replaces_the_earlier_ones(file: Path) -> None:
     series = refreshed(file)
     assert points(series) == [(0, 0.0), (1, 1.0), (2, 9.0)]
     assert series.steps == 3
+
+
+def skip(step: int, reason: str) -> str:
+    return json.dumps({"step": step, "skipped/judge": 1.0, "skipped/judge/reason": reason}) + "\n"
+
+
+def test_skips_of_repeated_steps_count_once(file: Path) -> None:
+    file.write_text("".join(skip(step, "OSError: away") for step in (0, 1, 2, 1)))
+    skipped = refreshed(file).skipped
+    assert {why: list(at) for why, at in skipped.items()} == {("judge", "OSError: away"): [0, 1]}
+
+
+def test_skips_are_counted_by_the_reason_that_is_shown(file: Path) -> None:
+    words = "OSError: " + "word " * 20
+    file.write_text("".join(skip(step, f"{words} request {step}") for step in range(3)))
+    (at,) = refreshed(file).skipped.values()
+    assert list(at) == [0, 1, 2]
 
 
 def test_damaged_lines_are_counted_and_left_out(file: Path) -> None:
@@ -129,8 +147,23 @@ def test_numbers_that_are_not_finite(file: Path) -> None:
     series = refreshed(file)
     assert [math.isfinite(series.column(key)[1][0]) for key in "abc"] == [False] * 3
     assert "d" not in series.keys
-    (row,), _ = rows_after(file, 0, 10_000)
+    added = rows_after(file, START, 10_000)
+    assert added is not None
+    (row,), _ = added
     assert numbers(row) == {"step": 0, "a": None, "b": None, "c": None}
+
+
+def test_a_gradient_of_zero_has_no_cosines(file: Path) -> None:
+    norms = {"base_loss/grad_norm": 1.0, "regularizers/l2/grad_norm": 1.0}
+    cosines = {"cosines/base/kl": 0.0, "cosines/kl/l2": 0.0, "cosines/base/l2": -0.5}
+    rows = [
+        {"step": step, **norms, "regularizers/kl/grad_norm": norm, **cosines}
+        for step, norm in enumerate([0.0, 2.0])
+    ]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    series = refreshed(file)
+    assert points(series, "cosines/base/kl") == points(series, "cosines/kl/l2") == [(1, 0.0)]
+    assert points(series, "cosines/base/l2") == [(0, -0.5), (1, -0.5)]
 
 
 def test_a_file_that_is_gone_has_no_rows(file: Path) -> None:
@@ -145,16 +178,43 @@ def test_a_file_that_is_a_link_has_no_rows(file: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").write_text(lines(range(2)))
     file.symlink_to(tmp_path / "outside")
     assert refreshed(file).keys == []
-    assert rows_after(file, 0, 10_000) == ([], 0)
+    assert rows_after(file, START, 10_000) == ([], START)
 
 
-def test_rows_after_an_offset(file: Path) -> None:
+def test_rows_after_a_position(file: Path) -> None:
     first, rest = lines(range(2)), lines(range(2, 4))
     file.write_text(first + rest + '{"step": 4')
-    rows, end = rows_after(file, len(first), 10_000)
-    assert ([row["step"] for row in rows], end) == ([2, 3], len(first + rest))
-    rows, end = rows_after(file, 0, len(first) + 3)
-    assert ([row["step"] for row in rows], end) == ([0, 1], len(first))
+    for limit, steps, size in (
+        (len(first) + 3, [0, 1], len(first)),
+        (10_000, [0, 1, 2, 3], len(first + rest)),
+        (5, [], 0),
+    ):
+        added = rows_after(file, START, limit)
+        assert added is not None
+        rows, position = added
+        assert ([row["step"] for row in rows], position.size) == (steps, size)
+    file.write_text(first)
+    position = refreshed(file).position
+    file.write_text(first + rest)
+    added = rows_after(file, position, 10_000)
+    assert added is not None
+    assert [row["step"] for row in added[0]] == [2, 3]
+    assert added[1] == refreshed(file).position
+
+
+def test_a_file_that_is_not_there_yet_is_the_one_read_before(file: Path) -> None:
+    position = refreshed(file).position
+    assert rows_after(file, position, 10_000) == ([], position)
+    file.write_text(lines(range(2)))
+    position = refreshed(file).position
+    file.unlink()
+    assert rows_after(file, position, 10_000) is None
+
+
+@pytest.mark.parametrize("text", ["", "1", "x-0-a", "0-1-a", "-1-0-a", "0--1-a", f"{2**63}-0-a"])
+def test_what_is_no_position(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Position.parse(text)
 
 
 @given(CURVES, st.integers(6, 60))

@@ -50,7 +50,7 @@ def test_a_stream_gets_rows_and_ends_when_the_server_stops(runs: Path) -> None:
     with serve_page(runs) as page:
         client.get(page.url())
         view = client.get(f"{page.base_url}/api/run?run=first").json()
-        url = f"{page.base_url}/api/events?run=first&version={view['version']}&size={view['size']}"
+        url = f"{page.base_url}/api/events?run=first&position={view['position']}"
         reader = threading.Thread(target=read, args=(url,))
         reader.start()
         with (runs / "first" / "metrics.jsonl").open("a") as file:

@@ -231,6 +231,17 @@ def test_the_default_shape(
     check(launch, names, inputs(31, rows, classes, torch.bfloat16), tolerance=ROUGH)
 
 
+def test_strided_targets(launch: ModuleType) -> None:
+    """A column of a matrix, and one target for all rows."""
+    logits, reference, targets = inputs(34, 3, 40, torch.float32)
+    column = torch.stack([targets, 39 - targets], 1).to(DEVICE)[:, 0]
+    for each in (column, targets[:1].to(DEVICE).expand(3)):
+        found = run_sweep(launch, ["cross_entropy"], (logits, reference, each), None, logits=True)
+        wanted = torch.nn.functional.cross_entropy(logits, each.cpu(), reduction="none")
+        torch.testing.assert_close(found.values[0].cpu(), wanted, rtol=1e-5, atol=1e-6)
+        assert (found.logits.cpu() < 0).long().argmax(1).tolist() == each.tolist()
+
+
 def test_mixed_floats() -> None:
     logits, _, targets = inputs(26, 2, 64, torch.float32)
     reference = inputs(27, 2, 64, torch.bfloat16)[1]

@@ -229,3 +229,15 @@ def test_a_second_derivative_is_refused(reduction: Any) -> None:
     value = entropy(case.projection, reduction=reduction).sum()
     with pytest.raises(GradientError, match="must be differentiated once"):
         torch.autograd.grad(value, case.leaves[0], create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_does_not_round_a_projection(reduction: Any) -> None:
+    """Nor do the forward and the backward pass disagree about the dtype of the logits."""
+    case = Case(34, torch.float32)
+    wanted = call("reverse", case.projection, case, reduction=reduction).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = call("reverse", case.projection, case, reduction=reduction).sum()
+        ours = gradients(found, case)
+    assert found == wanted
+    torch.testing.assert_close(ours, gradients(wanted, case), rtol=0, atol=0)

@@ -47,6 +47,14 @@ def test_a_target_that_is_no_class_is_named(kind: Any) -> None:
         from_logits.cross_entropy(kind(np.zeros((2, 3))), kind(np.array([0, 3])))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_targets_of_narrow_integers(backend: Backend, dtype: str) -> None:
+    """300 classes do not fit into 8 bits, and 40000 not into 16."""
+    z = backend.array(np.zeros((2, 40000 if dtype == "int16" else 300)))
+    found = from_logits.cross_entropy(z, backend.array([5, 127], dtype), reduction="none")
+    np.testing.assert_allclose(backend.numpy(found), math.log(z.shape[1]))
+
+
 def test_strided_inputs() -> None:
     logits, reference, _ = inputs(5, 12, 10, torch.float32)
     turned = logits.t().contiguous().t().requires_grad_()

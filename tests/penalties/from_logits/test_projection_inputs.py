@@ -32,6 +32,7 @@ X = torch.zeros
         (Projection(X(2, 3), X(4, 3), X(3)), X(2, 4), "bias must have the shape (4,), got (3,)"),
         (Projection(X(2, 3), X(4, 3)), X(2, 3), "reference must have the shape (2, 4), got (2, 3)"),
         (Projection(X(2, 3), X(4, 3)), np.zeros((2, 4)), "reference must be a torch tensor or a"),
+        (Projection(X(2, 3), X(4, 3)), X(2, 4).int(), "reference must hold floating-point numbers"),
         (
             Projection(X(2, 3), X(4, 3)),
             Projection(X(2, 3), X(4, 3), X(5)),

@@ -26,12 +26,14 @@ class Operation:
         kwargs: the named ones.
         result: its result y.
         rank: the number of dimensions of its first argument.
+        is_method: whether it was called as a method of that argument.
     """
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     result: Symbol
     rank: int
+    is_method: bool = False
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument that may be given by its position or by its name."""
@@ -81,8 +83,10 @@ def _binary(derivative: Callable[[Symbol, Any, Any, Symbol], Sequence[Any]]) -> 
 
 
 def _where(g: Symbol, op: Operation) -> Sequence[Gradient]:
-    condition = op.args[0]
-    return [None, torch.where(condition, g, 0.0), torch.where(condition, 0.0, g)]
+    # torch.where(condition, a, b), and a.where(condition, b)
+    condition = op.args[1 if op.is_method else 0]
+    of_a, of_b = torch.where(condition, g, 0.0), torch.where(condition, 0.0, g)
+    return [of_a, None, of_b] if op.is_method else [None, of_a, of_b]
 
 
 def _clamp(g: Symbol, op: Operation) -> Sequence[Gradient]:

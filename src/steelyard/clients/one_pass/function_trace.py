@@ -37,7 +37,17 @@ class _Known:
     """Knowledge about a function: its traces so far, or why it cannot be traced."""
 
     reason: str | None = None
-    kinds: dict[Hashable, dict[str, Kind]] = field(default_factory=dict)
+    # By the operations, the number of data, and whether all data have the same size.
+    kinds: dict[tuple[str, int, bool], dict[str, Kind]] = field(default_factory=dict)
+
+    @property
+    def traces(self) -> set[str]:
+        """Operations of its traces so far."""
+        return {code for code, *_ in self.kinds}
+
+
+class _UndecidedError(ValueError):
+    """A batch does not show whether a result is a sum or a mean; another batch may."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,8 @@ class FunctionTraces:
         call = partial(term.spec.call, **term.spec.options)
         try:
             return self._form_of(known, call, data, shapes)
+        except _UndecidedError as error:
+            raise UnsuitableTermError(term.name, str(error)) from error
         except Exception as error:  # a function is anyone's
             known.reason = f"it cannot be traced: {' '.join(str(error).split())[:200]}"
             raise UnsuitableTermError(term.name, known.reason) from error
@@ -112,14 +124,18 @@ class FunctionTraces:
     ) -> tuple[PerDatum, Hashable]:
         with _without_randomness():
             trace = _trace(call, data, rank=len(shapes[0]))
-        # The functions of one batch size may divide by it.
-        key = (trace.code, len(data))
+        # A function may divide by the number of data. With data of the same size the mean over
+        # data is that over values, and which one it is shows at another batch.
+        key = (trace.code, len(data), len({shape.numel() for shape in shapes}) == 1)
         if key not in known.kinds:
-            if len(known.kinds) >= _MAX_TRACES:
+            if trace.code not in known.traces and len(known.traces) >= _MAX_TRACES:
                 raise ValueError("its operations change from step to step")
             _require_sum(trace)
             known.kinds[key] = _find_kinds(call, data, shapes, trace)
-        return _form(call, trace, known.kinds[key], data, shapes), key
+        kinds = known.kinds[key]
+        # With the kinds: of two functions that divide by 2, one may divide by the number of the
+        # data that it was traced with.
+        return _form(call, trace, kinds, data, shapes), (trace.code, tuple(kinds.items()))
 
 
 def _form(
@@ -224,11 +240,16 @@ def _find_kinds(
     shapes: Sequence[torch.Size],
     trace: _Trace,
 ) -> dict[str, Kind]:
-    """Relation of each result to those of single data, found on random log-probs."""
-    sizes = torch.tensor([float(shape.numel()) for shape in shapes])
+    """Relation of each result to those of single data, found on random log-probs.
+
+    Raises:
+        ValueError: it is neither a sum nor a mean of them.
+        _UndecidedError: it could be one or the other, as a result that is 0.
+    """
+    sizes = torch.tensor([shape.numel() for shape in shapes], dtype=torch.float64)
     weights: dict[Kind, Tensor] = {
-        "sum": torch.ones(len(data)),
-        "mean over data": torch.ones(len(data)) / len(data),
+        "sum": torch.ones_like(sizes),
+        "mean over data": torch.ones_like(sizes) / len(data),
         "mean over values": sizes / sizes.sum(),
     }
     names = [name for name, each in trace.results.items() if isinstance(each, fx.Node)]
@@ -241,22 +262,28 @@ def _find_kinds(
         for name in names:
             each = torch.tensor([float(one[name]) for one in alone], dtype=torch.float64)
             whole = float(together[name])
-            near = [
-                kind
-                for kind in fits[name]
-                if abs(float((weights[kind] * each).sum()) - whole) <= 1e-5 * (1 + abs(whole))
-            ]
-            fits[name] = near
-    missing = [name for name in names if not fits[name]]
-    if missing:
-        what = f"the metric {missing[0]!r}" if missing[0] else "it"
-        raise ValueError(f"{what} is neither the sum nor the mean of those of single data")
+            fits[name] = [kind for kind in fits[name] if _adds_up(weights[kind] * each, whole)]
+    for name, kinds in fits.items():
+        what = f"the metric {name!r}" if name else "it"
+        if not kinds:
+            raise ValueError(f"{what} is neither the sum nor the mean of those of single data")
+        if any(not torch.equal(weights[kind], weights[kinds[0]]) for kind in kinds):
+            raise _UndecidedError(f"{what} could be a sum or a mean over the data of this batch")
     return {name: kinds[0] for name, kinds in fits.items()}
 
 
+def _adds_up(summands: Tensor, whole: float) -> bool:
+    # Relative to the summands: a loss may be scaled by 1e-6, and its summands may cancel.
+    return abs(float(summands.sum()) - whole) <= 1e-5 * float(summands.abs().sum())
+
+
 def _random(shapes: Sequence[torch.Size], scale: float) -> list[Tensor]:
+    """Log-probs of another scale for each datum, so that a sum and the means differ."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.rand(shape, generator=generator) * scale - 1e-3 for shape in shapes]
+    return [
+        torch.rand(shape, generator=generator) * scale * (1 + index / len(shapes)) - 1e-3
+        for index, shape in enumerate(shapes)
+    ]
 
 
 def _split(returned: Any) -> dict[str, Any]:

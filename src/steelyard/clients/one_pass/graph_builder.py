@@ -51,7 +51,13 @@ def build_graph(
         UnsuitableTermError: a term cannot be traced or differentiated.
     """
     graph = _Builder(terms, ranks).build(tracked=tracked)
-    check_on_sample(graph, terms)
+    try:
+        check_on_sample(graph, terms)
+    except Exception as error:
+        for term in terms if len(terms) > 1 else ():  # to know which
+            build_graph([term], ranks, tracked=tracked)
+        name = terms[0].name if len(terms) == 1 else ""
+        raise UnsuitableTermError(name, _brief(error)) from error
     return graph
 
 
@@ -93,8 +99,8 @@ class _Builder:
         else:
             pairs = zip(self._terms, self._factors, strict=True)
             total = self._gradient({term.name: (term, factor) for term, factor in pairs})
-        pull = ((self._inputs[LOGPROBS] - self._leaf) * total).sum()
-        loss = _weighted(self._factors, sums) + pull
+        linear = ((self._inputs[LOGPROBS] - self._leaf) * total).sum()
+        loss = _weighted(self._factors, sums) + linear
         metrics = {key: symbol.node for key, symbol in self._metrics.items()}
         self._graph.output((loss.node, metrics))
         _merge_equal_nodes(self._graph)

@@ -26,7 +26,8 @@ class NotLoweredError(Exception):
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
-        super().__init__("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+        listed = (f"{name}: {why}" if name else why for name, why in reasons.items())
+        super().__init__("; ".join(listed))
         self.reasons = reasons
 
 

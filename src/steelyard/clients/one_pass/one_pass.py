@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +14,6 @@ from steelyard.clients.one_pass.results import OnePassFuture, SentCall, TwoPassC
 from steelyard.clients.one_pass.upload import RefusedError, Uploader
 from steelyard.composition import Pipeline, RemoteCall, WeightedSum
 from steelyard.errors import SpecError
-from steelyard.spec import is_whole
 
 ServerSide: TypeAlias = Literal["auto", True, False]
 
@@ -108,8 +108,8 @@ class OnePass:
         prepared = self.prepare(pipeline, data, step, reason)
         if prepared is None:
             return None
-        prepared.call.start()
-        sent = self._client.forward_backward_custom(list(prepared.batch.data), prepared.handle)
+        with _reported(prepared.call):
+            sent = self._client.forward_backward_custom(list(prepared.batch.data), prepared.handle)
         return self._future(sent, prepared, data, pipeline, again)
 
     async def submit_async(
@@ -124,9 +124,9 @@ class OnePass:
         prepared = await asyncio.to_thread(self.prepare, pipeline, data, step, reason)
         if prepared is None:
             return None
-        prepared.call.start()
         request = list(prepared.batch.data)
-        sent = await self._client.forward_backward_custom_async(request, prepared.handle)
+        with _reported(prepared.call):
+            sent = await self._client.forward_backward_custom_async(request, prepared.handle)
         return self._future(sent, prepared, data, pipeline, again)
 
     def prepare(
@@ -162,8 +162,6 @@ class OnePass:
         reason = reason or self._uploader.why_not()
         if reason is None and not isinstance(pipeline.settings.aggregator, WeightedSum):
             reason = "the aggregator needs this step's gradients before it knows the weights"
-        if not is_whole(step, at_least=0):
-            reason = f"step must be a whole number >= 0, got {step!r}"
         if reason is not None:
             raise NotLoweredError({"": reason})
         call = RemoteCall(pipeline, data, step)
@@ -212,3 +210,14 @@ class OnePass:
                 UploadRefusedWarning,
                 stacklevel=2,
             )
+
+
+@contextmanager
+def _reported(call: RemoteCall) -> Iterator[None]:
+    """Emit the start events of a call, and the exception event if it cannot be sent."""
+    call.start()
+    try:
+        yield
+    except BaseException as error:
+        call.fail(error)
+        raise

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,8 +81,11 @@ class SentCall:
         described = self.again.describe(output, replace(result, metrics=metrics), logprobs)
         return replace(described, passes=1)
 
-    def recover(self, error: BaseException) -> CustomLossOutput:
-        """Run the call in two passes, after its request failed; nothing was accumulated.
+    def repeat(self, error: BaseException) -> Any:
+        """Submit the call in two passes, after its request failed; nothing was accumulated.
+
+        Returns:
+            A future of the output.
 
         Raises:
             TermError: a term fails, which is then the reason.
@@ -98,8 +102,7 @@ class SentCall:
                 "have been accumulated."
             )
             raise error
-        output: CustomLossOutput = self.again.submit(evaluated).result()
-        return output
+        return self.again.submit(evaluated)
 
     def _without_metrics(self, logprobs: Sequence[Tensor] | None) -> CustomLossOutput:
         if logprobs is None:
@@ -115,7 +118,10 @@ class OnePassFuture(MappedFuture[CustomLossOutput]):
     def __init__(self, future: Any, sent: SentCall) -> None:
         super().__init__(future, sent.output)
         self._sent = sent
-        self._recovery = threading.Lock()  # a call is repeated once, whoever asks for its result
+        # A call is repeated once, whoever asks for its result, and however often: a second
+        # repetition would accumulate its gradient twice.
+        self._repeating = threading.Lock()
+        self._repeated: Any = None
 
     def result(self, timeout: float | None = None) -> CustomLossOutput:
         """Wait for the output, at most `timeout` seconds for the request.
@@ -125,26 +131,37 @@ class OnePassFuture(MappedFuture[CustomLossOutput]):
             TermError: the request failed because of a term.
         """
         try:
-            return super().result(timeout)
+            result = self._wait(timeout)
         except Exception as error:
             if not _is_refusal(error):
                 raise
-            return self._recovered(error)
+            return self._repeat(error)
+        return self._transformed(result)
 
     async def result_async(self, timeout: float | None = None) -> CustomLossOutput:  # noqa: ASYNC109 - the SDK's
         """Await the output, at most `timeout` seconds for the request."""
         try:
-            return await super().result_async(timeout)
+            result = await self._wait_async(timeout)
         except Exception as error:
             if not _is_refusal(error):
                 raise
-            return await asyncio.to_thread(self._recovered, error)
+            return await asyncio.to_thread(self._repeat, error)
+        return self._transformed(result)
 
-    def _recovered(self, error: Exception) -> CustomLossOutput:
-        with self._recovery:
-            if not self._cached:
-                self._cached.append(self._sent.recover(error))
-            return self._cached[0]
+    def _repeat(self, error: Exception) -> CustomLossOutput:
+        with self._repeating:
+            if self._repeated is None:
+                self._repeated = self._submit_again(error)
+        output: CustomLossOutput = self._repeated.result()
+        return output
+
+    def _submit_again(self, error: Exception) -> Any:
+        try:
+            return self._sent.repeat(error)
+        except Exception as failure:  # noqa: BLE001 - whatever it is, later calls of `result` raise it too
+            failed: Future[CustomLossOutput] = Future()
+            failed.set_exception(failure)
+            return failed
 
 
 def _is_refusal(error: BaseException) -> bool:

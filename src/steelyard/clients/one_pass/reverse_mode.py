@@ -115,7 +115,8 @@ def _pass_on(node: fx.Node, gradient: Symbol, tracer: fx.proxy.TracerBase) -> li
         raise NoDerivativeError(f"{name} has no derivative here")
     args, kwargs = _replaced(node, lambda each: fx.Proxy(each, tracer))
     first = node.all_input_nodes[0].meta[_SAMPLE]
-    operation = Operation(args, kwargs, fx.Proxy(node, tracer), first.dim())
+    is_method = node.op == "call_method"
+    operation = Operation(args, kwargs, fx.Proxy(node, tracer), first.dim(), is_method)
     try:
         found = rule(gradient, operation)
     except NoDerivativeError as error:

@@ -1,9 +1,10 @@
 """Whether a traced function of two data is a sum over data.
 
-Each operation depends on the log-probs of no datum, of one, or of both. An operation may join both
-only by addition: `+`, `-`, and `sum` or `mean` of log-probs that `cat` or `stack` has put side by
-side, on which all operations before were elementwise. What follows must be linear: a product with,
-or a division by, something that depends on no log-probs.
+Each operation depends on no datum, on one, or on both, by their log-probs or by their fields. An
+operation may join both only by addition: `+`, `-`, and `sum` or `mean` of tensors that `cat` or
+`stack` has put side by side, on which all operations before were elementwise. What follows must be
+linear: a product with, or a division by, something that depends on no datum. The sum of the weights
+of all data is no such divisor: the values of a datum would depend on the fields of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def mixing_operation(graph: fx.Graph, results: Sequence[fx.Node]) -> str | None:
     """Name of an operation that mixes data otherwise than by a sum; None if there is none.
 
     Args:
-        graph: its inputs with log-probs are named `logprobs_0…` and `logprobs_1…`.
+        graph: its inputs are named `logprobs_0…`, `field_0…`, `logprobs_1…` and `field_1…`.
         results: must be sums over data, each.
     """
     states: dict[fx.Node, State] = {}
@@ -33,10 +34,7 @@ def mixing_operation(graph: fx.Graph, results: Sequence[fx.Node]) -> str | None:
         if node.op == "output":
             continue
         if node.op == "placeholder":
-            known = str(node.target).startswith("logprobs_")
-            states[node] = "one" if known else "none"
-            if known:
-                owners[node] = int(str(node.target).split("_")[1])
+            states[node], owners[node] = "one", int(str(node.target).split("_")[1])
             continue
         state = _state(node, states, owners)
         if state is None:

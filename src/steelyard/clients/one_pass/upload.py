@@ -88,7 +88,8 @@ class Uploader:
             # Present: `why_not` has been asked.
             handle = self._create(graph.function(), dict(graph.ranks)).result()  # type: ignore[misc]
         except Exception as error:  # the SDK is alpha: whatever it raises, two passes still work
-            raise RefusedError(" ".join(str(error).split())) from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RefusedError(reason) from error
         if handle.loss_id is None:
             raise RefusedError(NOT_RUN)
         return handle

@@ -14,7 +14,6 @@ from steelyard.experiment.paired_differences import (
     Comparison,
     compare,
     conclusions,
-    is_reward,
     reward_quantity,
 )
 from steelyard.experiment.report.load import Experiment, LoadedRun
@@ -66,9 +65,9 @@ def ablation_table(experiment: Experiment) -> AblationTable | None:
     full = by_name.get(experiment.full or "")
     if full is None:
         return None
-    held_out = _held_out_quantities(full)
+    held_out, main = _held_out_quantities(full), _main_quantities(full)
     columns: dict[str, Quantity] = {
-        **_main_quantities(full),
+        **main,
         **{name: partial(_final_value, key=_value_key(full, name)) for name in full.terms},
         "seconds per step": partial(_final_value, key="seconds"),
     }
@@ -91,7 +90,7 @@ def ablation_table(experiment: Experiment) -> AblationTable | None:
         held_out=held_out,
         seeds=len(experiment.seeds) or 1,
         sentences=conclusions(effects) if has_held_out else [not_held_out],
-        rewards=[each for each in columns if is_reward(each) or each == _TRAINING_REWARD],
+        rewards=list(main) if full.rewards else [],
     )
 
 

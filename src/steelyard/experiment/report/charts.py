@@ -23,6 +23,7 @@ from steelyard.experiment.report.figure import (
 )
 from steelyard.experiment.report.formatting import (
     cosine,
+    cosine_spaces,
     format_change,
     format_space,
     join_names,
@@ -31,9 +32,16 @@ from steelyard.experiment.report.formatting import (
     seconds,
 )
 from steelyard.experiment.report.load import LoadedRun
-from steelyard.experiment.report.metrics import Findings, TermFinding, cosine_key, shares
+from steelyard.experiment.report.metrics import (
+    Findings,
+    TermFinding,
+    last_cosine,
+    shares,
+    tracked_rows,
+)
 from steelyard.experiment.report.reward_charts import reward_sections
 from steelyard.experiment.step_metrics import cosine_to_base
+from steelyard.spec import BASE
 
 STACKED = {"barmode": "relative", "bargap": 0}
 SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s"}
@@ -62,7 +70,8 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
         Section(
             "contributions",
             "Contributions",
-            "Weight × value of each regularizer, stacked: what it adds to the loss.",
+            "Weight × value of each regularizer, stacked: what it adds to the loss."
+            + (" Under a lower bound it is subtracted." if found.bounded else ""),
             _contributions(run, found),
         ),
         Section(
@@ -83,12 +92,7 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "cosines",
             "Cosines between gradients",
             "Between the gradients of two terms: +1 same direction, 0 orthogonal, −1 opposite. "
-            f"With respect to the {format_space(found.base.space)}"
-            + (
-                "."
-                if found.base.space == "parameters"
-                else "; with respect to the model's weights they may differ, even in sign."
-            ),
+            + cosine_spaces(found.spaces[:1]),
             _cosines(run, found),
         ),
         optimizer_section(run),
@@ -96,7 +100,7 @@ def sections(run: LoadedRun, found: Findings) -> list[Section]:
             "time",
             "Time per term",
             "Duration of a call in seconds, gradient included.",
-            [*_time(run), *throughput(run)],
+            [*_time(run, found), *throughput(run)],
         ),
     ]
     return [section for section in sections if section.figures]
@@ -187,7 +191,7 @@ def _contributions(run: LoadedRun, found: Findings) -> list[Figure]:
             "contributions",
             "Contributions to the loss",
             f"Stacked bar chart over steps. On average: {means}.",
-            [*traces, base],
+            [base, *traces],
             note="Click “base loss” in the legend to put it under the others.",
             layout=over_steps("weight × value") | STACKED,
             size="wide",
@@ -211,6 +215,7 @@ def _factors(run: LoadedRun, found: Findings) -> list[Figure]:
                     "base loss" if index == 0 else term.name,
                     run.series(f"factors/{term.name}"),
                     "base" if index == 0 else color(index - 1),
+                    index=max(0, index - 1),
                 )
                 for index, term in enumerate(terms)
                 if term.factor is not None
@@ -252,8 +257,9 @@ def _norms(run: LoadedRun, found: Findings, space: str) -> Figure:
 
 def _shares(run: LoadedRun, found: Findings, space: str) -> Figure:
     terms = _gradient_terms(found, space)
-    by_term = shares(run, [term.name for *_, term in terms])
-    steps = [row["step"] for row in run.rows]
+    rows = tracked_rows(run)
+    by_term = shares(rows, [term.name for *_, term in terms])
+    steps = [row["step"] for row in rows]
     layers = [
         bars(label, steps, by_term[term.name], color_name, unit=".0%")
         for _, label, _, color_name, term in terms
@@ -280,8 +286,9 @@ def _gradient_terms(found: Findings, space: str) -> list[tuple[int, str, str, st
 
 
 def _cosines(run: LoadedRun, found: Findings) -> list[Figure]:
-    steps = [row["step"] for row in run.rows]
-    by_step = {name: [cosine_to_base(row, name) for row in run.rows] for name in run.terms}
+    tracked = tracked_rows(run)
+    steps = [row["step"] for row in tracked]
+    by_step = {name: [cosine_to_base(row, name) for row in tracked] for name in run.terms}
     rows = {
         name: cosines
         for name, cosines in by_step.items()
@@ -293,8 +300,8 @@ def _cosines(run: LoadedRun, found: Findings) -> list[Figure]:
         f"{term.name} {cosine(term.cosine)}" for term in found.terms if term.cosine is not None
     )
     height = 130 + 34 * len(rows)
-    names = ["base", *rows]
-    matrix = [[1.0 if a == b else _last_cosine(run, a, b) for b in names] for a in names]
+    names = [BASE, *rows]
+    matrix = [[1.0 if a == b else last_cosine(tracked, a, b) for b in names] for a in names]
     pairs = heatmap(names, names, matrix) | {
         "texttemplate": "%{z:.2f}",
         "showscale": False,
@@ -313,8 +320,8 @@ def _cosines(run: LoadedRun, found: Findings) -> list[Figure]:
         ),
         Figure(
             "pairs",
-            "All pairs, at the last step",
-            f"Heat map of the cosines between {join_names(names)} at the last step.",
+            "All pairs, at the end",
+            f"Heat map of the cosines between {join_names(names)} at the end.",
             [pairs],
             note="For each pair: the last step at which both terms had a gradient.",
             layout={"yaxis": top_down, "xaxis": {"showgrid": False}},
@@ -323,17 +330,11 @@ def _cosines(run: LoadedRun, found: Findings) -> list[Figure]:
     ]
 
 
-def _last_cosine(run: LoadedRun, a: str, b: str) -> float | None:
-    values = run.series(cosine_key(run, a, b))[1]
-    return values[-1] if values else None
-
-
-def _time(run: LoadedRun) -> list[Figure]:
-    durations = {name: run.series(f"regularizers/{name}/duration") for name in run.terms}
-    by_term = {name: points for name, points in durations.items() if points[0]}
-    if not by_term:
+def _time(run: LoadedRun, found: Findings) -> list[Figure]:
+    means = {term.name: term.seconds for term in found.terms if term.seconds is not None}
+    if not means:
         return []
-    means = {name: sum(values) / len(values) for name, (_, values) in by_term.items()}
+    by_term = {name: run.series(f"regularizers/{name}/duration") for name in means}
     indices = {name: index for index, name in enumerate(run.terms)}
     mean_bars = [
         bars(name, [means[name]], [name], color(indices[name]))
@@ -355,7 +356,7 @@ def _time(run: LoadedRun) -> list[Figure]:
             "Mean time of a call",
             f"Bar chart: {means_text}.",
             mean_bars,
-            note="Terms run in parallel: their times do not add up to the step's.",
+            note="Terms may run at the same time: their times do not add up to the step's.",
             layout={
                 "showlegend": False,
                 "xaxis": {"range": [0, 1.25 * max(means.values())], **SECONDS},

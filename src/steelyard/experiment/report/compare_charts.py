@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from steelyard.experiment.report.ablation_table import AblationTable
-from steelyard.experiment.report.detail_charts import GRAD_NORM
+from steelyard.experiment.report.change import mean_of
+from steelyard.experiment.report.detail_charts import EVALUATION, GRAD_NORM, evaluation_keys
 from steelyard.experiment.report.figure import (
     Figure,
     Section,
@@ -19,6 +20,7 @@ from steelyard.experiment.report.figure import (
 )
 from steelyard.experiment.report.formatting import (
     cosine,
+    cosine_spaces,
     format_space,
     join_names,
     number,
@@ -28,6 +30,7 @@ from steelyard.experiment.report.formatting import (
 from steelyard.experiment.report.load import LoadedRun
 from steelyard.experiment.report.metrics import Findings
 from steelyard.experiment.report.reward_charts import ANSWER_METRICS, ANSWERS_INTRO
+from steelyard.spec import BASE
 
 BY_RUN = {"barmode": "relative", "bargap": 0.4}
 SECONDS = {"exponentformat": "SI", "minexponent": 0, "ticksuffix": "s", "rangemode": "tozero"}
@@ -55,6 +58,12 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
                        for i, name in enumerate(terms)),
         ),
         Section(
+            "evaluations",
+            "Evaluations",
+            "Numbers that your evaluation functions returned.",
+            _evaluations(runs),
+        ),
+        Section(
             "contributions",
             "Contributions",
             "Weight × value of each regularizer, mean over all steps of a run: 0 where it did not "
@@ -70,8 +79,8 @@ def sections(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[Secti
         Section(
             "cosines",
             "Cosines to the base loss",
-            "Mean cosine to the gradient of the base loss: +1 same direction, −1 opposite. With "
-            "respect to the model's weights the sign may differ.",
+            "Mean cosine to the gradient of the base loss: +1 same direction, −1 opposite. "
+            + cosine_spaces(_base_spaces(found)),
             _cosines(runs, found, terms) if tracked else [],
         ),
         Section(
@@ -135,6 +144,14 @@ def _line_per_run(
     )
 
 
+def _evaluations(runs: Sequence[LoadedRun]) -> list[Figure]:
+    keys = dict.fromkeys(key for run in runs for key in evaluation_keys(run))
+    return [
+        _line_per_run(runs, f"eval-{index}", key.removeprefix(EVALUATION), key)
+        for index, key in enumerate(keys)
+    ]
+
+
 def _rewards(runs: Sequence[LoadedRun]) -> list[Section]:
     """Sections with the rewards and the answers of on-policy runs."""
     totals = {
@@ -190,7 +207,9 @@ def _contributions(runs: Sequence[LoadedRun], terms: Sequence[str]) -> list[Figu
              color(i))
         for i, term in enumerate(terms)
     ]  # fmt: skip
-    totals = join_names(f"{run.name} {number(_mean(run, 'regularizer_total'))}" for run in runs)
+    totals = join_names(
+        f"{run.name} {number(mean_of(run.series('regularizer_total')[1]))}" for run in runs
+    )
     return [
         Figure(
             "contributions",
@@ -207,16 +226,43 @@ def _contributions(runs: Sequence[LoadedRun], terms: Sequence[str]) -> list[Figu
 def _gradients(
     runs: Sequence[LoadedRun], found: Sequence[Findings], terms: Sequence[str]
 ) -> list[Figure]:
-    spaces = dict.fromkeys(space for each in found for space in each.spaces)
-    norms = [_line_per_run(runs, "norm-base", "base loss", "base_loss/grad_norm")] + [
-        _line_per_run(runs, f"norm-{i}", term, f"regularizers/{term}/grad_norm_weighted")
-        for i, term in enumerate(terms)
+    first, *others = dict.fromkeys(space for each in found for space in each.spaces)
+    shares = [
+        _shares(runs, found, terms, first, "shares"),
+        *(_shares(runs, found, terms, space, f"shares-{space}") for space in others),
     ]
-    return _non_empty([*(_shares(runs, found, terms, space) for space in spaces), *norms])
+    charts = {BASE: _line_per_run(runs, "norm-base", "base loss", "base_loss/grad_norm")} | {
+        term: _line_per_run(runs, f"norm-{i}", term, f"regularizers/{term}/grad_norm_weighted")
+        for i, term in enumerate(terms)
+    }
+    norms = [replace(chart, note=_spaces_note(runs, found, n)) for n, chart in charts.items()]
+    return _non_empty([*shares, *norms])
+
+
+def _base_spaces(found: Sequence[Findings]) -> list[str]:
+    return list(dict.fromkeys(each.base.space for each in found if each.base.space is not None))
+
+
+def _spaces_note(runs: Sequence[LoadedRun], found: Sequence[Findings], name: str) -> str:
+    """Note that the norms of a term are not comparable; empty if all runs have the same space."""
+    spaces = {
+        run.name: term.space
+        for run, each in zip(runs, found, strict=True)
+        for term in (each.base, *each.terms)
+        if term.name == name and term.space is not None
+    }
+    if len(set(spaces.values())) < 2:  # noqa: PLR2004 - nothing differs
+        return ""
+    named = join_names(f"{run} {format_space(space)}" for run, space in spaces.items())
+    return f"Not comparable, since these norms are with respect to different quantities: {named}."
 
 
 def _shares(
-    runs: Sequence[LoadedRun], found: Sequence[Findings], terms: Sequence[str], space: str
+    runs: Sequence[LoadedRun],
+    found: Sequence[Findings],
+    terms: Sequence[str],
+    space: str,
+    key: str,
 ) -> Figure:
     by_run = [
         {term.name: term.share for term in (each.base, *each.terms) if term.space == space}
@@ -234,7 +280,7 @@ def _shares(
         for run, by_term in zip(runs, by_run, strict=True)
     )
     return Figure(
-        "shares" if any(each.base.space == space for each in found) else f"shares-{space}",
+        key,
         f"Share of the gradient, with respect to the {format_space(space)}",
         f"Stacked bar chart, one bar per run. {text}.",
         layers if len(layers) > 1 else [],
@@ -281,7 +327,7 @@ def _cosines(
 
 def _time(runs: Sequence[LoadedRun], terms: Sequence[str]) -> list[Figure]:
     names = [run.name for run in runs]
-    steps = [_mean(run, "seconds") for run in runs]
+    steps = [mean_of(run.series("seconds")[1]) for run in runs]
     means = join_names(f"{run.name} {seconds(mean)}" for run, mean in zip(runs, steps, strict=True))
     whole_step = Figure(
         "time-steps",
@@ -292,14 +338,15 @@ def _time(runs: Sequence[LoadedRun], terms: Sequence[str]) -> list[Figure]:
         height=320,
     )
     durations = {
-        term: [_mean(run, f"regularizers/{term}/duration") for run in runs] for term in terms
+        term: [mean_of(run.series(f"regularizers/{term}/duration")[1]) for run in runs]
+        for term in terms
     }
     each_term = Figure(
         "time-terms",
         "Time per term",
         f"Bar chart, a group of bars per run, for {join_names(terms)}.",
         [bars(term, names, times, color(i)) for i, (term, times) in enumerate(durations.items())],
-        note="Terms run in parallel: their times do not add up to the step's.",
+        note="Terms may run at the same time: their times do not add up to the step's.",
         layout={"yaxis": SECONDS, "barmode": "group", "bargap": 0.3},
         height=320,
     )
@@ -307,11 +354,6 @@ def _time(runs: Sequence[LoadedRun], terms: Sequence[str]) -> list[Figure]:
         *([whole_step] if any(steps) else []),
         *([each_term] if terms else []),
     ]
-
-
-def _mean(run: LoadedRun, key: str) -> float | None:
-    values = run.series(key)[1]
-    return sum(values) / len(values) if values else None
 
 
 def _mean_over_all_steps(run: LoadedRun, key: str) -> float | None:

@@ -8,6 +8,7 @@ from steelyard.experiment.report.figure import Figure, Section, color, line, ove
 from steelyard.experiment.report.formatting import number
 from steelyard.experiment.report.load import LoadedRun
 
+EVALUATION = "eval/"  # begins the key of a number of an evaluation function
 LEARNING_RATE, GRAD_NORM = "optim/learning_rate", "optim/unclipped_grad_l2:mean"
 _MAX_CHARTS = 24  # of the terms' own metrics; a browser draws hundreds only slowly
 # Keys of a line of metrics that the base loss did not return: see `CustomLossOutput.metrics`.
@@ -18,7 +19,7 @@ _TOTALS = (
 )
 _FAMILIES = (
     *("base_loss/", "regularizers/", "cosines/", "factors/", "skipped/", "optim/", "held_out/"),
-    *("rewards/", "rollouts/", "eval/", "clip_fraction"),
+    *("rewards/", "rollouts/", EVALUATION, "clip_fraction"),
 )
 
 
@@ -38,18 +39,25 @@ def held_out_section(run: LoadedRun) -> Section:
     )
 
 
+def evaluation_keys(run: LoadedRun) -> list[str]:
+    """Keys of the numbers of the evaluation functions."""
+    seen = dict.fromkeys(key for row in run.rows for key in row if key.startswith(EVALUATION))
+    return [key for key in seen if run.series(key)[0]]
+
+
 def evaluation_section(run: LoadedRun) -> Section:
     """Section with the numbers of the evaluation functions."""
-    keys = dict.fromkeys(key for row in run.rows for key in row if key.startswith("eval/"))
+    keys = evaluation_keys(run)
+    # A run of a single step is evaluated after it only; elsewhere the first evaluation may fail.
+    before = all(run.series(key)[0][0] == 0 and len(run.series(key)[0]) > 1 for key in keys)
+    first = "; the first ones are of the model before training" if before else ""
     return Section(
         "evaluations",
         "Evaluations",
-        "Numbers that your evaluation functions returned; the first ones are of the model before "
-        "training.",
+        f"Numbers that your evaluation functions returned{first}.",
         [
-            small_chart(run, f"eval-{index}", key.removeprefix("eval/"), key, color(index))
+            small_chart(run, f"eval-{index}", key.removeprefix(EVALUATION), key, color(index))
             for index, key in enumerate(keys)
-            if run.series(key)[0]
         ],
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from steelyard.experiment.paired_differences import Estimate
 from steelyard.experiment.report.change import Change
@@ -75,7 +75,7 @@ def seconds(value: float | None) -> str:
         >>> seconds(0.00042), seconds(0.0421), seconds(3.25), seconds(84), seconds(7384)
         ('0.42 ms', '42 ms', '3.2 s', '1 min 24 s', '2 h 3 min')
     """
-    if value is None or math.isnan(value):
+    if value is None or not math.isfinite(value):
         return NONE
     # Each limit is where the rounded text would reach the next unit: 59.97 is no "60.0 s".
     if value < 0.00995:  # noqa: PLR2004
@@ -124,6 +124,21 @@ def format_change(value: Change | None) -> str:
 def format_space(space: str | None) -> str:
     """Text of what a gradient is with respect to; a dash if there is none."""
     return NONE if space is None else space_label(space)
+
+
+def cosine_spaces(spaces: Sequence[str]) -> str:
+    """Sentence on the spaces of the gradients between which cosines are, of one run or several.
+
+    Example:
+        >>> cosine_spaces(["parameters"])
+        'With respect to the parameters.'
+    """
+    text = f"With respect to the {join_names(map(format_space, spaces))}"
+    if len(spaces) > 1:
+        return f"{text}: only runs with the same one are comparable."
+    if "parameters" in spaces:
+        return f"{text}."
+    return f"{text}; with respect to the model's weights they may differ, even in sign."
 
 
 def skip_count(term: TermFinding) -> int:

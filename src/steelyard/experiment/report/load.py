@@ -25,6 +25,8 @@ CONFIG, METRICS, DRIVERS, ROLLOUTS, SAMPLES, ABLATION = (
     "ablation.json",
 )
 
+_TABLES = ("model", "train", "loss", "rollouts")  # of a config, which the report reads
+
 
 @dataclass(frozen=True)
 class LoadedRun:
@@ -177,11 +179,8 @@ def _load_run(name: str, folder: Path, *, answers: bool = False) -> LoadedRun:
             f"{folder} {what}: a run has {CONFIG} and {METRICS}, missing {' and '.join(missing)}. "
             f"Give the folder that 'steelyard train', 'ablate' or 'tune' made."
         )
-    # A resumed run may have written a step twice: the later line replaces the earlier one.
-    by_step = {row["step"]: row for row in _read_lines(folder / METRICS, required="step")}
-    if not by_step:
-        raise RunError(f"{folder / METRICS} must have at least one step, got none yet.")
-    config = _read_json(folder / CONFIG)
+    by_step = _read_metrics(folder / METRICS)
+    config = _read_config(folder / CONFIG)
     remember(config)  # a run of an older version, or a config edited since, may hold secrets
     return LoadedRun(
         name,
@@ -195,6 +194,29 @@ def _load_run(name: str, folder: Path, *, answers: bool = False) -> LoadedRun:
     )
 
 
+def _read_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    """Metrics by step, without an order of the steps."""
+    by_step = {}
+    for row in _read_lines(path, required="step"):
+        step = row["step"]
+        if not _is_number(step):
+            raise RunError(f"{path} must have a number as each step, got {step!r}.")
+        # A resumed run may have written a step twice: the later line replaces the earlier one.
+        by_step[step] = row
+    if not by_step:
+        raise RunError(f"{path} must have at least one step, got none yet.")
+    return by_step
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = _read_json(path)
+    for table in _TABLES:
+        found = config.get(table)
+        if found is not None and not isinstance(found, dict):
+            raise RunError(f"{path} must have a table {table!r}, got a {type(found).__name__}.")
+    return config
+
+
 def _read_records(path: Path, required: str) -> list[dict[str, Any]]:
     """Objects of a JSON-lines file without secrets; none if there is no such file."""
     return redact(list(_read_lines(path, required))) if path.is_file() else []
@@ -203,7 +225,7 @@ def _read_records(path: Path, required: str) -> list[dict[str, Any]]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path} must be JSON, got something else: {error}.") from error
     if not isinstance(value, dict):
         raise RunError(f"{path} must be a JSON object, got a {type(value).__name__}.")
@@ -222,7 +244,7 @@ def _read_lines(path: Path, required: str) -> Iterator[dict[str, Any]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):  # no newline follows it
                 return
             raise RunError(f"{path}, line {number}, must be JSON: {error}.") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from steelyard.experiment.flags import DOMINATES, FIGHTS, flags_of
 from steelyard.experiment.report.change import Change, change_of, mean_of
-from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.load import LoadedRun, Row
 from steelyard.experiment.report.reward_metrics import RolloutFindings, rollout_findings
 from steelyard.experiment.step_metrics import (
     Gradient,
@@ -19,6 +19,7 @@ from steelyard.experiment.step_metrics import (
     skipped_terms,
     terms_that_ran,
 )
+from steelyard.spec import BASE
 
 _UNMET = 0.05  # of a bound: a violation below this is the noise of a batch
 
@@ -41,7 +42,8 @@ class TermFinding:
             first.
         bound: its last bound; None for a term with a weight.
         factor: mean factor that an aggregator put on its weighted gradient; None for the plain sum.
-        unmet: number of steps at which its value was beyond the bound by more than 5 % of it.
+        unmet: number of steps at which its value was beyond the bound by more than 5 % of it,
+            for a bound of 0 at all.
     """
 
     name: str
@@ -93,7 +95,7 @@ class Findings:
         tokens: smallest and largest number of tokens of a batch, where the base loss is their sum.
         held_out: change of the held-out loss; None if it was not measured.
         seconds: time of all steps.
-        tracked: whether gradient norms were tracked.
+        tracked: number of steps at which gradient norms were tracked.
         base: statistics of the base loss.
         terms: statistics of the regularizers.
         rollouts: statistics of the rewards and answers; None unless it is an on-policy run.
@@ -105,7 +107,7 @@ class Findings:
     loss: Change | None
     held_out: Change | None
     seconds: float | None
-    tracked: bool
+    tracked: int
     base: TermFinding
     terms: Sequence[TermFinding] = field(default=())
     per_token: Change | None = None
@@ -146,6 +148,11 @@ class Findings:
         return every if any(term.factor is not None for term in every) else []
 
     @property
+    def bounded(self) -> list[TermFinding]:
+        """Terms with a bound instead of a weight."""
+        return [term for term in self.terms if term.bound is not None]
+
+    @property
     def skipping(self) -> list[TermFinding]:
         """Terms that were skipped at one step or more."""
         return [term for term in self.terms if term.skipped]
@@ -166,13 +173,13 @@ def findings(run: LoadedRun) -> Findings:
         loss=_comparable_change(run),
         held_out=change_of(run.series("held_out/loss")[1], fraction=0),
         seconds=math.fsum(seconds) if seconds else None,
-        tracked="base" in by_name,
+        tracked=len(tracked_rows(run)),
         base=TermFinding(
-            "base",
+            BASE,
             value=change_of(run.series("base_loss/value")[1]),
             contribution=mean_of(run.series("base_loss/value")[1]),
             grad_norm=mean_of(run.series("base_loss/grad_norm")[1]),
-            gradient=by_name.get("base"),
+            gradient=by_name.get(BASE),
             steps=len(run.series("base_loss/value")[1]),
             factor=mean_of(run.series("factors/base")[1]),
         ),
@@ -184,18 +191,34 @@ def findings(run: LoadedRun) -> Findings:
     )
 
 
-def shares(run: LoadedRun, names: Sequence[str]) -> dict[str, list[float | None]]:
+def tracked_rows(run: LoadedRun) -> list[Row]:
+    """Metrics of the steps at which gradient norms were tracked."""
+    return [row for row in run.rows if "base_loss/grad_norm" in row]
+
+
+def shares(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[float | None]]:
     """Share of each term at each step in the sum of the norms of these terms, of one space."""
-    by_step = [gradients([row], names) for row in run.rows]
+    by_step = [gradients([row], names) for row in rows]
     return {
         name: [each[name].share if name in each else None for each in by_step] for name in names
     }
 
 
-def cosine_key(run: LoadedRun, a: str, b: str) -> str:
-    """Key of the metric with the cosine of two terms; the metrics hold one order of each pair."""
-    forward, backward = f"cosines/{a}/{b}", f"cosines/{b}/{a}"
-    return backward if any(backward in row for row in run.rows) else forward
+def last_cosine(rows: Sequence[Row], a: str, b: str) -> float | None:
+    """Cosine of two terms at the last step at which both had a gradient; None without one.
+
+    Where the gradient of a term is 0 the metrics have a cosine of 0, which says nothing.
+    """
+    norms = [
+        "base_loss/grad_norm" if name == BASE else f"regularizers/{name}/grad_norm"
+        for name in (a, b)
+    ]
+    keys = f"cosines/{a}/{b}", f"cosines/{b}/{a}"  # the metrics have one order of each pair
+    for row in reversed(rows):
+        found = next((row[key] for key in keys if key in row), None)
+        if found is not None and all(row.get(norm) for norm in norms):
+            return float(found)
+    return None
 
 
 def _term(run: LoadedRun, name: str, gradient: Gradient | None) -> TermFinding:

@@ -78,7 +78,10 @@ function draw() {
 // Print layout is applied before printing, while the charts can still be measured and resized.
 function setPrintLayout(on) {
   document.documentElement.classList.toggle("paper", on);
-  document.querySelectorAll("details").forEach((details) => { details.open = on; });
+  document.querySelectorAll("details").forEach((details) => {
+    if (on) details.dataset.opened = details.open; // by the reader
+    details.open = on || details.dataset.opened === "true";
+  });
   draw();
   figures.forEach((figure) => Plotly.Plots.resize(document.getElementById(figure.key)));
 }

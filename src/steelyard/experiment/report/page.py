@@ -63,7 +63,7 @@ def page(experiment: Experiment) -> str:
         flags=FLAGS,
         skipping=any(each.skipping for each in found),
         search=experiment.search,
-        sentences=_sentences(experiment, found),
+        sentences=sentences_of(experiment, found),
         slowest=first.extreme("seconds", max),
         strongest=first.strongest,
         opposed=first.extreme("cosine", min),
@@ -95,7 +95,8 @@ def _sections(
     return [section for section in sections if section.figures]
 
 
-def _sentences(experiment: Experiment, found: Sequence[Findings]) -> list[str]:
+def sentences_of(experiment: Experiment, found: Sequence[Findings]) -> list[str]:
+    """Sentences of the first paragraph of the report."""
     runs = experiment.runs
     if experiment.search is not None:
         return search_charts.summarize_search(experiment.search, runs[0])
@@ -179,7 +180,7 @@ def _facts(runs: Sequence[LoadedRun], found: Sequence[Findings]) -> list[str]:
     facts.append(_count([len(each.terms) for each in found], "regularizer"))
     if any(run.rewards for run in runs):
         facts.append(_count([len(run.rewards) for run in runs], "reward"))
-    times = [row["time"] for run in runs for row in run.rows if "time" in row]
+    times = [time for run in runs for time in run.series("time")[1] if math.isfinite(time)]
     if times:
         facts.append(f"{datetime.fromtimestamp(max(times), UTC):%Y-%m-%d %H:%M} UTC")
     return facts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.experiment.report.change import Change, change_of, mean_of
-from steelyard.experiment.report.load import LoadedRun
+from steelyard.experiment.report.load import LoadedRun, configured_terms
 from steelyard.experiment.step_metrics import short_reason
 
 NO_TOKENS = "no tokens"
@@ -120,7 +120,8 @@ def _total(run: LoadedRun, key: str) -> int:
 
 
 def _drop_counts(sampled: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, int]:
-    enabled = [bool(entry.get("enabled", True)) for entry in config.get("rewards") or ()]
+    rewards = configured_terms(config, "rewards")
+    enabled = [bool(entry.get("enabled", True)) for entry in rewards]
     reasons = [_drop_reason(each, enabled) for each in sampled if each.get("reward") is None]
     return dict(Counter(reasons).most_common())
 

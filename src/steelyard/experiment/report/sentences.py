@@ -37,12 +37,17 @@ def summarize(found: Findings) -> list[str]:
         sentences.append(f"“{term.name}” was skipped at {steps}: {reasons}{end}")
     sentences += [
         f"“{term.name}” went {format_change(term.value)}, with a bound of {number(term.bound)}: it "
-        f"was beyond it by more than 5 % at {term.unmet} of {term.steps} steps."
-        for term in found.terms
-        if term.bound is not None
+        f"was beyond it{' by more than 5 %' if term.bound else ''} at {term.unmet} of {term.steps} "
+        f"steps."
+        for term in found.bounded
     ]
     if not found.tracked:
         return [*sentences, "Gradient norms were not tracked: shares and cosines are unknown."]
+    if found.tracked < found.steps:
+        sentences.append(
+            f"Gradient norms were tracked at {found.tracked} of {found.steps} steps, and shares "
+            f"and cosines are those of these steps."
+        )
     return [*sentences, *_gradient_sentences(found)]
 
 
@@ -114,6 +119,10 @@ def _compared(
         return f"“{run.name}” ({number(value)}{'' if same_length else f' after {steps} steps'})"
 
     lowest, highest = (pick(measured, key=lambda each: each[1]) for pick in (min, max))
+    if lowest[1] == highest[1]:
+        return [
+            f"The held-out {quantity.name} ends at {number(lowest[1])} in each run that has it."
+        ]
     best, worst = (lowest, highest) if quantity.best == "lowest" else (highest, lowest)
     ends = f"{quantity.best} in {describe(*best)} and {quantity.worst} in {describe(*worst)}"
     return [f"The held-out {quantity.name} ends {ends}."]
@@ -233,6 +242,11 @@ def _gradient_sentences(found: Findings) -> list[str]:
         sentences.append(f"{names} {has} no gradient: measured, but without effect on training.")
     if not any(term.flags for term in found.terms):
         sentences.append("No term dominates, and none fights the base loss.")
+    if found.aggregated:
+        sentences.append(
+            "Norms, shares and cosines are those of the weighted gradients, before the factors of "
+            "the aggregator."
+        )
     elsewhere = [term for term in found.terms if term.space not in (None, found.base.space)]
     sentences += [
         f"The gradient of “{term.name}” is with respect to the {format_space(term.space)} and "

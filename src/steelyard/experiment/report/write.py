@@ -10,25 +10,29 @@ from pathlib import Path
 from steelyard.errors import RunError
 from steelyard.experiment.report.load import load_runs
 from steelyard.experiment.report.metrics import findings
-from steelyard.experiment.report.page import page
-from steelyard.experiment.report.sentences import summarize
+from steelyard.experiment.report.page import page, sentences_of
 
 
 def summary(run: Path | str) -> list[str]:
     """Sentences that summarize a run: the first paragraph of its report.
 
     Raises:
-        RunError: the folder is not a run.
+        RunError: the folder is not that of one run.
     """
-    (loaded,) = load_runs([Path(run)]).runs
-    return summarize(findings(loaded))
+    experiment = load_runs([Path(run)])
+    if experiment.seeds or experiment.search is not None:
+        raise RunError(
+            f"{run} must be the folder of one run, got that of an ablation or a search: give one "
+            f"of the run folders in it."
+        )
+    return sentences_of(experiment, [findings(each) for each in experiment.runs])
 
 
 def write_report(runs: Sequence[Path | str], target: Path | str) -> Path:
     """Write one self-contained HTML file about runs, and return its path.
 
-    The report of one run shows every term; that of several runs, or of an ablation, has the same
-    charts with one line per run. The file loads nothing over the network.
+    The report of one run shows every term; the charts of several runs, or of an ablation, have
+    one line per run. The file loads nothing over the network.
 
     Args:
         runs: run folders, or the folder of an ablation or of a search.
@@ -43,7 +47,9 @@ def write_report(runs: Sequence[Path | str], target: Path | str) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(html, encoding="utf-8")
+        # A folder name that is not UTF-8, or a text cut inside a pair of UTF-16 surrogates, has
+        # characters that cannot be encoded: they become question marks.
+        temporary.write_text(html, encoding="utf-8", errors="replace")
         temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):  # a folder that cannot be written holds none

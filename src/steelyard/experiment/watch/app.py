@@ -25,6 +25,7 @@ from steelyard.experiment.watch.events import Followed, events, list_runs
 from steelyard.experiment.watch.records import RECORDS
 from steelyard.experiment.watch.run_view import RunViews
 from steelyard.experiment.watch.security import AccessControl, Tokens
+from steelyard.experiment.watch.series import Position
 
 STATIC = Path(__file__).parent / "static"
 _MAX_FOLLOWED = 32
@@ -100,17 +101,16 @@ def _smoothing(text: str) -> float:
 
 
 def _followed(request: Request) -> list[Followed]:
-    """Runs of the query: `run`, `version` and `size`, each as often as there are runs."""
+    """Runs of the query: `run` and `position`, each as often as there are runs."""
     query = request.query_params
-    names, versions, sizes = (query.getlist(key) for key in ("run", "version", "size"))
     try:
         found = [
-            Followed(name, int(version), max(0, int(size)))
-            for name, version, size in zip(names, versions, sizes, strict=True)
+            Followed(name, Position.parse(position))
+            for name, position in zip(query.getlist("run"), query.getlist("position"), strict=True)
         ]
     except ValueError:
         raise HTTPException(
-            HTTPStatus.BAD_REQUEST, "each run must have a version and a size, whole numbers."
+            HTTPStatus.BAD_REQUEST, "each run must have a position, that of its view or event."
         ) from None
     return found[:_MAX_FOLLOWED]
 

@@ -101,22 +101,21 @@ def _values(terms: Sequence[str]) -> list[Chart]:
 
 def _gradients(terms: Sequence[str], texts: Mapping[str, str]) -> list[Chart]:
     """A chart for each space, since norms of different spaces cannot be compared."""
-    by_space: dict[str, dict[str, str]] = {}
-    named = {"base_loss/grad_norm": ("base_loss/grad_space", "base")} | {
-        f"regularizers/{name}/grad_norm_weighted": (f"regularizers/{name}/grad_space", name)
-        for name in terms
-    }
-    for key, (space_key, label) in named.items():
-        by_space.setdefault(texts.get(space_key, "logprobs"), {})[key] = label
     main = texts.get("base_loss/grad_space", "logprobs")
-    by_space.setdefault(main, {})["total_grad_norm"] = "total"
-    weighted = [
-        Chart("gradients", f"Weighted gradient norms, {space_label(space)}", curves)
-        for space, curves in by_space.items()
-    ]
+    spaces = {name: texts.get(f"regularizers/{name}/grad_space", "logprobs") for name in terms}
+    weighted: dict[str, dict[str, str]] = {main: {"base_loss/grad_norm": "base"}}
+    plain: dict[str, dict[str, str]] = {}
+    for name, space in spaces.items():
+        weighted.setdefault(space, {})[f"regularizers/{name}/grad_norm_weighted"] = name
+        plain.setdefault(space, {})[f"regularizers/{name}/grad_norm"] = name
+    weighted[main]["total_grad_norm"] = "total"
     return [
-        *weighted,
-        Chart("gradients", "Gradient norms before the weight", _of_terms(terms, "grad_norm")),
+        Chart("gradients", f"{title}, {space_label(space)}", curves)
+        for title, by_space in (
+            ("Weighted gradient norms", weighted),
+            ("Gradient norms before the weight", plain),
+        )
+        for space, curves in by_space.items()
     ]
 
 

@@ -13,8 +13,9 @@ from starlette.concurrency import run_in_threadpool
 from steelyard.errors import RunError
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.step_metrics import short_reason, skipped_terms
+from steelyard.experiment.watch.run_index import METRICS
 from steelyard.experiment.watch.run_view import RunViews
-from steelyard.experiment.watch.series import numbers, rows_after
+from steelyard.experiment.watch.series import Position, numbers, rows_after
 
 _POLL_SECONDS = 0.5
 _TICKS_OF_SILENCE = 30  # after which a comment is sent, so that a proxy keeps the connection
@@ -23,11 +24,10 @@ _MAX_BYTES = 2**21  # of the metrics of a run in one event
 
 @dataclass
 class Followed:
-    """A run whose new rows are sent, and what the page has of it: see `RunViews.view`."""
+    """A run whose new rows are sent, and up to where the page has its metrics."""
 
     name: str
-    version: int
-    size: int
+    position: Position
 
 
 async def events(
@@ -72,22 +72,20 @@ def _news(views: RunViews, following: list[Followed]) -> list[bytes]:
     found = []
     for run in list(following):
         try:
-            series = views.series(run.name)
+            path = views.index.path(run.name) / METRICS
         except RunError:  # removed: the list says so
             following.remove(run)
             continue
-        with series.lock:
-            series.refresh()
-            current = series.version == run.version
-        if not current:
+        added = rows_after(path, run.position, _MAX_BYTES)
+        if added is None:
             found.append(_event("reset", {"run": run.name}))
             following.remove(run)
             continue
-        rows, end = rows_after(series.path, run.size, _MAX_BYTES)
-        run.size = end
+        rows, run.position = added
         if rows:
-            data = {"run": run.name, "size": end, "rows": [numbers(row) for row in rows]}
-            found.append(_event("rows", {**data, "skipped": _skipped(rows)}))
+            data = {"run": run.name, "position": str(run.position)}
+            shown = {"rows": [numbers(row) for row in rows], "skipped": _skipped(rows)}
+            found.append(_event("rows", data | shown))
     return found
 
 

@@ -6,8 +6,11 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 _CHUNK = 2**16
 
@@ -36,16 +39,23 @@ def read_first_line(path: Path) -> bytes:
     return line if line.endswith(b"\n") else b""
 
 
-def read_last_line(path: Path) -> bytes:
-    """Last complete line of a file; empty if there is none, or if it cannot be read."""
+def read_last(path: Path, parse: Callable[[bytes], T | None]) -> T | None:
+    """What `parse` makes of the last complete line of a file from which it makes something.
+
+    Returns:
+        None if there is no such line, or if the file cannot be read.
+    """
     size = _CHUNK
     while True:
         tail, whole = read_tail(path, size)
         lines = tail.split(b"\n")[:-1]
         # The first line of a tail may have begun before it.
-        complete = lines if whole else lines[1:]
-        if complete or whole:
-            return next((line for line in reversed(complete) if line.strip()), b"")
+        for line in reversed(lines if whole else lines[1:]):
+            found = parse(line)
+            if found is not None:
+                return found
+        if whole:
+            return None
         size *= 4
 
 

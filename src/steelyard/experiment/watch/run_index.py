@@ -17,11 +17,13 @@ from steelyard.experiment.watch.plain_files import (
     open_plain,
     parse_object,
     read_first_line,
-    read_last_line,
+    read_last,
 )
+from steelyard.experiment.watch.series import parse_row
 
 State: TypeAlias = Literal["running", "paused", "stopped", "done"]
 
+METRICS = "metrics.jsonl"
 _MAX_DEPTH = 4  # seeds of a trial of a search lie two folders below the search
 _NO_RUNS = ("checkpoints", "tensorboard", "wandb")
 _SHOWN = ("loss_total", "base_loss/value", "held_out/loss", "rollouts/reward", "seconds")
@@ -122,7 +124,7 @@ class RunIndex:
                 yield from self._find(Path(entry.path), depth - 1)
 
     def _summary(self, name: str, path: Path, locked: frozenset[int]) -> RunSummary:
-        files = [path / each for each in ("metrics.jsonl", "config.json", "result.json", ".lock")]
+        files = [path / each for each in (METRICS, "config.json", "result.json", ".lock")]
         signature = tuple(_signature(file) for file in files)
         known = self._rows.get(name)
         if known is None or known[0] != signature:
@@ -139,14 +141,14 @@ class RunIndex:
 
 def _read_summary(name: str, path: Path) -> RunSummary:
     config = read_config_file(path)
-    first = parse_object(read_first_line(path / "metrics.jsonl")) or {}
-    last = parse_object(read_last_line(path / "metrics.jsonl")) or first
-    changed = _signature(path / "metrics.jsonl") or _signature(path / "config.json")
+    first = parse_row(read_first_line(path / METRICS)) or {}
+    last = read_last(path / METRICS, parse_row) or {}
+    changed = _signature(path / METRICS) or _signature(path / "config.json")
     train = config.get("train")
     planned = train.get("steps") if isinstance(train, dict) else None
     return RunSummary(
         name=name,
-        steps=int(last["step"]) + 1 if is_number(last.get("step")) else 0,
+        steps=last.get("step", -1) + 1,
         planned=planned if isinstance(planned, int) else None,
         state="done" if _signature(path / "result.json") else "stopped",
         began=first["time"] if is_number(first.get("time")) else None,

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.experiment.step_metrics import short_reason
 from steelyard.experiment.watch.chart_groups import chart_groups, cosine_pairs
-from steelyard.experiment.watch.run_index import RunIndex
+from steelyard.experiment.watch.run_index import METRICS, RunIndex
 from steelyard.experiment.watch.series import Floats, RunSeries, bucket_means, smooth, thin
 
 _MAX_RUNS = 16  # whose metrics are kept in memory; 10,000 steps of 7 terms take 15 MB
@@ -33,7 +32,7 @@ class RunViews:
         Raises:
             RunError: there is no such run.
         """
-        path = self.index.path(name) / "metrics.jsonl"
+        path = self.index.path(name) / METRICS
         with self._lock:
             found = self._series.pop(name, None) or RunSeries(path)
             self._series[name] = found  # the last one is the one used last
@@ -47,7 +46,7 @@ class RunViews:
         Args:
             name: name of the run in the index.
             smoothing: factor of the moving average, from 0 (none) to below 1.
-            groups: groups of charts, see `Chart`; all if empty, and the heat-map.
+            groups: groups of charts, see `Chart`, and `"cosines"`, the heat-map; all if empty.
         """
         series = self.series(name)
         with series.lock:
@@ -57,18 +56,17 @@ class RunViews:
             keys = [key for chart in shown for key in chart.curves]
             return {
                 "name": name,
-                "version": series.version,
-                "size": series.size,
+                "position": str(series.position),
                 "steps": series.steps,
                 "last_step": series.last_step,
                 "damaged": series.damaged,
                 "keys": series.keys,
                 "charts": [asdict(chart) for chart in shown],
                 "curves": {key: _curve(*series.column(key), smoothing) for key in keys},
-                "cosines": None if groups else _heat_map(series),
+                "cosines": _heat_map(series) if not groups or "cosines" in groups else None,
                 "skipped": [
-                    {"term": term, "reason": short_reason(term, reason), **asdict(skips)}
-                    for (term, reason), skips in series.skipped.items()
+                    {"term": term, "reason": reason, "count": len(at), "last_step": at[-1]}
+                    for (term, reason), at in series.skipped.items()
                 ],
             }
 
@@ -92,8 +90,9 @@ def _heat_map(series: RunSeries) -> dict[str, Any] | None:
     if not pairs:
         return None
     columns = [series.column(key) for key in pairs]
-    starts, rows = bucket_means(columns, series.last_step + 1, _HEAT_COLUMNS)
-    return {"pairs": pairs, "steps": starts, "rows": rows}
+    end = series.last_step + 1
+    starts, rows = bucket_means(columns, end, _HEAT_COLUMNS)
+    return {"pairs": pairs, "steps": starts, "end": end, "rows": rows}
 
 
 def _rounded(values: Floats) -> list[float | None]:

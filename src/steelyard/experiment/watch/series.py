@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import threading
@@ -9,13 +10,13 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.experiment.secrets import redact
-from steelyard.experiment.step_metrics import skipped_terms
+from steelyard.experiment.step_metrics import short_reason, skipped_terms
 from steelyard.experiment.watch.plain_files import open_plain, parse_object
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -23,15 +24,59 @@ Floats: TypeAlias = NDArray[np.float64]
 MAX_POINTS = 2000  # of a curve
 _NOT_CURVES = ("step", "time")
 _MAX_STEP = 2**53  # the whole numbers that JavaScript has
-_versions = itertools.count(1)
 
 
-@dataclass
-class Skips:
-    """How often a term was skipped for one reason, and when last."""
+@dataclass(frozen=True)
+class Position:
+    r"""How far a growing file was read: the end of a line, and what identifies that line.
 
-    count: int = 0
-    last_step: int = 0
+    A resumed run cuts its metrics back to its checkpoint. Even if they have grown past `size`
+    again, another line ends there, or none.
+
+    Attributes:
+        size: number of bytes up to the end of the line.
+        length: number of bytes of the line; 0 before the first one.
+        digest: digest of the line.
+
+    Example:
+        >>> position = Position.after(b"one\n", 4)
+        >>> Position.parse(str(position)) == position
+        True
+    """
+
+    size: int
+    length: int
+    digest: str
+
+    @classmethod
+    def after(cls, line: bytes, size: int) -> Self:
+        """Position after a line that ends at byte `size`."""
+        return cls(size, len(line), _digest(line))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Position in the text that `str` made of it.
+
+        Raises:
+            ValueError: the text is not of that form.
+        """
+        size, length, digest = text.split("-")
+        found = cls(int(size), int(length), digest)
+        if not 0 <= found.length <= found.size < 2**63:
+            raise ValueError(f"a line of {length} bytes cannot end at byte {size}")
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.size}-{self.length}-{self.digest}"
+
+    def seek(self, file: BinaryIO) -> bool:
+        """Go to this position in a file, and return whether the same line ends there."""
+        file.seek(self.size - self.length)
+        return _digest(file.read(self.length)) == self.digest
+
+
+def _digest(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()[:16]
 
 
 @dataclass
@@ -46,13 +91,12 @@ class RunSeries:
     Hold `lock` while it is refreshed and read: requests are served by several threads.
 
     Attributes:
-        version: a number that changes, and never comes again, when rows were removed or replaced.
         size: number of bytes read, the end of the last complete line.
         steps: number of steps read.
         last_step: number of the last step; -1 before the first.
         damaged: number of lines that are no JSON object with a step; they are left out.
         texts: the last text of each key that has texts, such as `base_loss/grad_space`.
-        skipped: by name of the term and reason.
+        skipped: steps at which a term was skipped, by its name and the shortened reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,13 +105,12 @@ class RunSeries:
         self._reset()
 
     def _reset(self) -> None:
-        self.version = next(_versions)
         self.size = 0
         self.steps = 0
         self.last_step = -1
         self.damaged = 0
         self.texts: dict[str, str] = {}
-        self.skipped: dict[tuple[str, str], Skips] = {}
+        self.skipped: dict[tuple[str, str], array[int]] = {}
         self._columns: dict[str, _Column] = {}
         self._last_line = b""
 
@@ -75,10 +118,7 @@ class RunSeries:
         """Read the lines that were added; all of them if the file is not the one read before."""
         try:
             with open_plain(self.path) as file:
-                # A resumed run cuts the file back to its checkpoint. It may have grown past
-                # `size` again: then the last line that was read stands no longer where it was.
-                file.seek(self.size - len(self._last_line))
-                if file.read(len(self._last_line)) != self._last_line:
+                if not self.position.seek(file):
                     self._reset()
                     file.seek(0)
                 for line in file:
@@ -87,6 +127,11 @@ class RunSeries:
                     self._add(line)
         except OSError:  # removed, not readable, or a link
             self._reset()
+
+    @property
+    def position(self) -> Position:
+        """How far the file was read."""
+        return Position.after(self._last_line, self.size)
 
     @property
     def keys(self) -> list[str]:
@@ -122,16 +167,19 @@ class RunSeries:
                 self.texts[key] = value
         if b'"skipped/' in line:
             for name, reason in skipped_terms(row).items():
-                skips = self.skipped.setdefault((name, redact(reason)), Skips())
-                skips.count += 1
-                skips.last_step = step
+                # Shortened, since a long reason may differ from step to step.
+                why = name, short_reason(name, redact(reason))
+                self.skipped.setdefault(why, array("q")).append(step)
 
     def _drop_from(self, step: int) -> None:
-        self.version = next(_versions)
         for column in self._columns.values():
             while column.steps and column.steps[-1] >= step:
                 column.steps.pop()
                 column.values.pop()
+        for steps in self.skipped.values():
+            while steps and steps[-1] >= step:
+                steps.pop()
+        self.skipped = {why: steps for why, steps in self.skipped.items() if steps}
         self.steps = len({each for c in self._columns.values() for each in c.steps})
 
 
@@ -194,30 +242,58 @@ def bucket_means(
     return [bucket * width for bucket in range(count)], rows
 
 
-def rows_after(path: Path, size: int, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Rows of the complete lines after the first `size` bytes, and where they end.
+def rows_after(
+    path: Path, position: Position, limit: int
+) -> tuple[list[dict[str, Any]], Position] | None:
+    """Rows of the complete lines after a position, and the position after them.
 
     Args:
-        path: a JSON Lines file.
-        size: where a line begins.
+        path: a JSON Lines file; one that does not exist is empty.
+        position: end of a line.
         limit: largest number of bytes to read.
+
+    Returns:
+        None if another line ends at the position: the file is not the one read before.
     """
     try:
         with open_plain(path) as file:
-            file.seek(size)
+            if not position.seek(file):
+                return None
             block = file.read(limit)
     except OSError:
-        return [], size
-    complete, newline, _ = block.rpartition(b"\n")
-    found = (parse_row(line) for line in complete.split(b"\n"))
-    return [row for row in found if row is not None], size + len(complete) + len(newline)
+        return None if position.size else ([], position)
+    *lines, _ = block.split(b"\n")
+    if not lines:
+        return [], position
+    rows = [row for line in lines if (row := parse_row(line)) is not None]
+    size = position.size + sum(len(line) + 1 for line in lines)
+    return rows, Position.after(lines[-1] + b"\n", size)
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Row of a line of metrics; None if it is no JSON object with the number of a step."""
     row = parse_object(line)
     step = None if row is None else row.get("step")
-    return row if type(step) is int and 0 <= step < _MAX_STEP else None
+    if row is None or type(step) is not int or not 0 <= step < _MAX_STEP:
+        return None
+    return _without_undefined_cosines(row)
+
+
+def _without_undefined_cosines(row: dict[str, Any]) -> dict[str, Any]:
+    """Row without the cosines to a gradient that is 0: the metrics have them as 0."""
+    norms = [key for key, value in row.items() if key.endswith("/grad_norm") and value == 0]
+    if not norms:
+        return row
+    names = [
+        "base" if key == "base_loss/grad_norm" else key[len("regularizers/") : -len("/grad_norm")]
+        for key in norms
+    ]
+    starts, ends = tuple(f"cosines/{name}/" for name in names), tuple(f"/{n}" for n in names)
+    return {
+        key: value
+        for key, value in row.items()
+        if not (key.startswith("cosines/") and (key.startswith(starts) or key.endswith(ends)))
+    }
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float | None]:

@@ -99,6 +99,8 @@ def sweep(
     """
     z = _rows(logits)
     r = z if reference is None else _rows(reference)
+    # The kernel reads row i's target at address i: a column of a matrix has a stride.
+    targets = None if targets is None else targets.contiguous()
     rows, classes = z.shape
     vector = 16 // z.element_size()
     kinds = [each.kind for each in components]

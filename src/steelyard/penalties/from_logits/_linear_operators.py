@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ _PROBLEM = (
     "int[] kinds, float[] temperatures, float[] limits, float[] weights, int chunk"
 )
 _TENSORS = 8
+T = TypeVar("T")
 
 
 class _Problem(NamedTuple):
@@ -121,6 +124,22 @@ def _add_product(total: Tensor, gradients: Tensor, rows: Tensor) -> None:
         total.addmm_(gradients.t().to(total.dtype), rows.to(total.dtype))
 
 
+def _without_autocast(fn: Callable[..., T]) -> Callable[..., T]:
+    """Compute in the dtype of the projection.
+
+    Autocast would round float32 hidden states and weights to 16 bits, and so the logits, whose
+    gradient could then not be multiplied with the weight.
+    """
+
+    @functools.wraps(fn)
+    def run(*given: Any) -> T:
+        with torch.autocast(given[0].device.type, enabled=False):
+            return fn(*given)
+
+    return run
+
+
+@_without_autocast
 def _compose_linear(*given: Any) -> tuple[Tensor, ...]:
     """Total, values of the components, gradients, and inner products in logit space."""
     problem, (share, wants) = _Problem(*given[:-2]), given[-2:]
@@ -184,6 +203,7 @@ compose_linear = operator(
 )
 
 
+@_without_autocast
 def _rows(*given: Any) -> tuple[Tensor, Tensor]:
     """Weighted sum by row, and the components by row, each times the row's scale."""
     problem = _Problem(*given)
@@ -234,6 +254,7 @@ rows = operator(
 )
 
 
+@_without_autocast
 def _rows_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, wants = _Problem(*given[:-1]), given[-1]
     gradients = _Gradients(problem, wants)

@@ -18,6 +18,7 @@ from steelyard.penalties._arrays import (
 from steelyard.penalties._reduction import accept_mask
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+_NARROW_INTEGERS = ("int8", "int16", "uint8")
 
 
 class Rows(NamedTuple):
@@ -119,7 +120,7 @@ def accept_rows(
         xp,
         _matrix(xp, logits),
         None if reference is None else _matrix(xp, reference),
-        None if targets is None else xp.reshape(targets, (-1,)),
+        None if targets is None else _vector(xp, targets),
         None if mask is None else xp.reshape(mask, (-1,)),
         shape[:-1],
         widened_dtype(xp, logits),
@@ -158,6 +159,13 @@ def _matrix(xp: Namespace, x: Array) -> Array:
     if x.ndim == 2:  # noqa: PLR2004
         return x
     return xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+def _vector(xp: Namespace, targets: Array) -> Array:
+    """Reshape to `[rows]`; the number of classes, which targets are compared with, has to fit."""
+    if dtype_name(targets) in _NARROW_INTEGERS:
+        targets = xp.astype(targets, xp.int32)
+    return xp.reshape(targets, (-1,))
 
 
 def _check_shape(targets: Array, shape: tuple[int, ...]) -> None:

@@ -118,6 +118,11 @@ def accept_projection(
                 f"reference must be a torch tensor or a Projection, as hidden is one, got "
                 f"{type(reference).__qualname__}."
             )
+        if not is_floating(reference):
+            raise InputError(
+                f"reference must hold floating-point numbers, got {dtype_name(reference)}; cast it "
+                "first."
+            )
         _check_shape("reference", reference, (*rows.shape, classes))
     return Projected(
         rows,

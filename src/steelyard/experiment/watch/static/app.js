@@ -92,8 +92,7 @@ function connect() {
   if (document.hidden) return;
   const query = page.views.flatMap((view) => [
     ["run", view.name],
-    ["version", view.version],
-    ["size", view.size],
+    ["position", view.position],
   ]);
   const source = new EventSource(`/api/events?${new URLSearchParams(query)}`);
   events = source;
@@ -108,9 +107,9 @@ function connect() {
     if (page.views.length < chosen().length && !chosen().some(isMissing)) reloadSoon();
   });
   source.addEventListener("rows", (event) => {
-    const { run, rows, size, skipped } = JSON.parse(event.data);
+    const { run, rows, position, skipped } = JSON.parse(event.data);
     const view = page.views.find((each) => each.name === run);
-    if (view) view.size = size;
+    if (view) view.position = position;
     if (!page.append(run, rows, skipped)) reloadSoon();
     page.changed();
     showTitle();

@@ -5,17 +5,20 @@ import { colour, el, formatNumber } from "./dom.js";
 const ROW = 16;
 
 export class HeatMap {
-  constructor(cosines) {
-    this.cosines = cosines; // {pairs: {key: label}, steps, rows}; the caller appends to it
+  // cosines: {pairs: {key: label}, steps, end, rows}; the caller appends to it. A column covers
+  // the steps from its own to the next, the last one those before `end`.
+  constructor(cosines, run = null) {
+    this.cosines = cosines;
     this.canvas = el("canvas", {
       role: "img",
-      "aria-label": "Cosines between gradients over time",
+      "aria-label": `Cosines between gradients over time${run === null ? "" : `, ${run}`}`,
     });
     this.hover = el("span", {}, "Point at a field to read it.");
     const labels = Object.values(cosines.pairs).map((label) => el("div", { title: label }, label));
     this.element = el(
       "div",
       {},
+      run === null ? null : el("h3", { class: "of-run" }, run),
       el("div", { class: "heat" }, el("div", { class: "labels" }, ...labels), this.canvas),
       el(
         "div",
@@ -36,7 +39,7 @@ export class HeatMap {
   }
 
   changed() {
-    const { rows, steps } = this.cosines;
+    const { rows, steps, end } = this.cosines;
     const width = this.canvas.clientWidth;
     if (width === 0 || steps.length === 0) return;
     const scale = window.devicePixelRatio || 1;
@@ -55,8 +58,7 @@ export class HeatMap {
     const [against, neutral, along, gap] = ["against", "neutral", "with", "gap"].map((name) =>
       rgb(colour(name)),
     );
-    const bounds = steps.map((_, at) => Math.round((at * width) / steps.length));
-    bounds.push(width);
+    const bounds = [...steps, end].map((step) => Math.round((step * width) / end));
     rows.forEach((row, place) => {
       row.forEach((value, at) => {
         context.fillStyle =
@@ -74,14 +76,17 @@ export class HeatMap {
   }
 
   read(event) {
-    const { pairs, rows, steps } = this.cosines;
+    const { pairs, rows, steps, end } = this.cosines;
     const area = this.canvas.getBoundingClientRect();
-    const at = Math.floor(((event.clientX - area.left) / area.width) * steps.length);
+    const step = Math.floor(((event.clientX - area.left) / area.width) * end);
+    const at = steps.findLastIndex((each) => each <= step);
     const place = Math.floor((event.clientY - area.top) / ROW);
     const value = rows[place]?.[at];
     if (value === undefined) return;
     const shown = value === null ? "no value" : formatNumber(value);
-    this.hover.textContent = `${Object.values(pairs)[place]}, step ${steps[at]}: ${shown}`;
+    const last = (steps[at + 1] ?? end) - 1;
+    const where = last > steps[at] ? `mean of steps ${steps[at]} to ${last}` : `step ${last}`;
+    this.hover.textContent = `${Object.values(pairs)[place]}, ${where}: ${shown}`;
   }
 }
 

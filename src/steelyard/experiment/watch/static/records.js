@@ -40,6 +40,14 @@ function samples({ records }) {
   );
 }
 
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+// A prompt is a text, or a chat: its messages with their roles.
+function promptText(prompt) {
+  if (!Array.isArray(prompt)) return asText(prompt ?? "");
+  return prompt.map((each) => `${each?.role ?? ""}: ${asText(each?.content ?? "")}`).join("\n");
+}
+
 function rollouts({ records }) {
   const rewards = (each) =>
     Object.entries(each.rewards ?? {})
@@ -52,7 +60,7 @@ function rollouts({ records }) {
         "tr",
         {},
         el("td", { class: "number" }, `${each.step ?? "?"}${each.held_out ? ", held out" : ""}`),
-        el("td", {}, each.prompt ?? ""),
+        el("td", { class: "prompt" }, promptText(each.prompt)),
         el("td", {}, el("pre", {}, each.answer ?? "")),
         el("td", {}, rewards(each)),
         number(each.reward),

@@ -6,6 +6,7 @@ import { HeatMap } from "./heatmap.js";
 import { RECORDS, showRecords, skippedTable } from "./records.js";
 
 const COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
+const DASHES = [undefined, [2, 3], [8, 4], [8, 3, 2, 3]]; // of the lines whose colours repeat
 const GROUPS = {
   loss: ["Loss", true],
   rewards: ["Rewards", true],
@@ -21,7 +22,16 @@ const GROUPS = {
   time: ["Time", false],
   other: ["Other metrics", false],
 };
-export const COMPARED = ["loss", "rewards", "values", "contributions", "gradients", "held_out"];
+export const COMPARED = [
+  "loss",
+  "rewards",
+  "values",
+  "contributions",
+  "gradients",
+  "cosines",
+  "rollouts",
+  "held_out",
+];
 const WIDE = ["loss", "contributions", "gradients", "weights", "rewards"];
 const MAX_NEW_POINTS = 2000; // then the server thins the curves again
 const RECORD_SECONDS = 5;
@@ -64,10 +74,17 @@ export class RunPage {
     const charts = views.length === 1 ? this.chartsOfOne(views[0]) : this.chartsOfSeveral(views);
     for (const [group, [title, isOpen]] of Object.entries(GROUPS)) {
       const inside = charts.filter((chart) => chart.group === group);
-      if (group === "cosines") this.addHeatMap(title);
+      if (group === "cosines") this.addHeatMaps(title);
       else if (inside.length) this.addCharts(group, title, isOpen, inside);
     }
-    if (views.length === 1) this.addTexts(views[0]);
+    if (views.length === 1) {
+      this.addSkipped(views[0]);
+      for (const [kind, text] of Object.entries(RECORDS)) this.addText(views[0], kind, text);
+      return;
+    }
+    views
+      .filter((view) => view.keys.some((key) => key.startsWith("rollouts/")))
+      .forEach((view) => this.addText(view, "rollouts", `${RECORDS.rollouts}, ${view.name}`));
   }
 
   chartsOfOne(view) {
@@ -94,7 +111,8 @@ export class RunPage {
     });
   }
 
-  // A chart for each metric, with a line for each run that has it.
+  // A chart for each metric, with a line for each run that has it. The title is part of what is
+  // compared: it names the space of a gradient norm, and norms of two spaces have no common scale.
   chartsOfSeveral(views) {
     const found = new Map();
     views.forEach((view, at) => {
@@ -103,7 +121,8 @@ export class RunPage {
           if (label === "bound") continue;
           const isAlone =
             group === "values" || group === "held_out" || Object.keys(curves).length === 1;
-          const chart = found.get(key) ?? {
+          const compared = `${title} ${key}`;
+          const chart = found.get(compared) ?? {
             group,
             title: isAlone ? title : `${title}: ${label}`,
             lines: [],
@@ -111,9 +130,10 @@ export class RunPage {
           chart.lines.push({
             label: view.name,
             colour: COLOURS[at % COLOURS.length],
+            dash: DASHES[Math.floor(at / COLOURS.length) % DASHES.length],
             curve: view.curves[key],
           });
-          found.set(key, chart);
+          found.set(compared, chart);
         }
       }
     });
@@ -146,32 +166,36 @@ export class RunPage {
     );
   }
 
-  addHeatMap(title) {
-    const cosines = this.views.length === 1 ? this.views[0].cosines : null;
-    if (!cosines) return;
-    const map = new HeatMap(cosines);
-    this.parts.push(map);
-    this.section("cosines", title, true, map.element);
+  // A heat-map for each run that has cosines, under its name if there are several runs.
+  addHeatMaps(title) {
+    const maps = this.views
+      .filter((view) => view.cosines)
+      .map((view) => new HeatMap(view.cosines, this.views.length > 1 ? view.name : null));
+    if (!maps.length) return;
+    this.parts.push(...maps);
+    this.section("cosines", title, true, el("div", {}, ...maps.map((map) => map.element)));
   }
 
-  addTexts(view) {
+  addSkipped(view) {
     this.skipped = el("div", { class: "text" }, skippedTable(view.skipped));
     this.section("skipped", "Skipped terms", true, this.skipped).parentElement.hidden =
       view.skipped.length === 0;
-    for (const [kind, title] of Object.entries(RECORDS)) {
-      const box = el("div", { class: "text" });
-      const details = this.section(`text-${kind}`, title, false, box);
-      const record = { kind, box, details, loaded: 0 };
-      details.addEventListener("toggle", () => this.refresh(record, view.name));
-      this.records.push(record);
-      this.refresh(record, view.name);
-    }
   }
 
-  async refresh(record, run) {
+  addText(view, kind, title) {
+    const at = this.views.length > 1 ? `-${this.views.indexOf(view)}` : "";
+    const box = el("div", { class: "text" });
+    const details = this.section(`text-${kind}${at}`, title, false, box);
+    const record = { kind, run: view.name, box, details, loaded: 0 };
+    details.addEventListener("toggle", () => this.refresh(record));
+    this.records.push(record);
+    this.refresh(record);
+  }
+
+  async refresh(record) {
     if (!record.details.open || Date.now() - record.loaded < RECORD_SECONDS * 1000) return;
     record.loaded = Date.now();
-    const found = await this.loadRecords(record.kind, run).catch((error) => ({
+    const found = await this.loadRecords(record.kind, record.run).catch((error) => ({
       text: error.message,
       whole: true,
     }));
@@ -190,7 +214,7 @@ export class RunPage {
   }
 
   refreshRecords() {
-    for (const record of this.records ?? []) this.refresh(record, this.views[0].name);
+    for (const record of this.records ?? []) this.refresh(record);
   }
 
   // Returns false if the run must be loaded again: a new metric, a repeated step, many points.
@@ -210,6 +234,7 @@ export class RunPage {
       }
       if (view.cosines) {
         view.cosines.steps.push(row.step);
+        view.cosines.end = row.step + 1;
         Object.keys(view.cosines.pairs).forEach((key, at) =>
           view.cosines.rows[at].push(row[key] ?? null),
         );
