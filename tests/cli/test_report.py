@@ -33,6 +33,7 @@ def test_a_report_of_several_runs_is_written_here_or_to_the_given_file(
     ("args", "code", "reason"),
     [
         (["report"], 2, "Missing argument 'RUN...'"),
+        (["report", "nowhere", "-o", "."], 2, "--output must be a file, got the folder ."),
         (["report", "nowhere"], 1, "RunError: nowhere is no folder"),
     ],
 )

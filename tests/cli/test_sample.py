@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from steelyard.experiment import RunFolder
 
-from .command import CommandRunner, Done
+from .command import CommandRunner, Done, wait_for
 
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
 
@@ -119,3 +121,15 @@ def test_bad_lines_can_be_left_out(
     done = command.run("sample", str(trained_run), *args, cwd=tmp_path)
     assert [row["prompt"] for row in rows(done)] == ["One"]
     assert "left out: bad.jsonl:2: must have the keys of" in done.err
+
+
+def test_ctrl_c_does_not_wait_for_the_answers(command: CommandRunner, trained_run: Path) -> None:
+    """All answers would take minutes."""
+    args = ("-p", "x", "-n", "2000", "--max-tokens", "400", "--temperature", "9")
+    started = command.start("sample", str(trained_run), *args, cwd=trained_run)
+    wait_for(started.err, lines=1)  # says which checkpoint, then samples
+    begun = time.monotonic()
+    started.kill(signal.SIGINT)
+    done = started.wait()
+    assert (done.code, done.out) == (130, "")
+    assert time.monotonic() - begun < 60

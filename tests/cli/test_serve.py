@@ -167,6 +167,14 @@ def test_an_invalid_key_is_not_printed(command: CommandRunner, tmp_path: Path) -
     assert "hunter2" not in done.err + done.out
 
 
+def test_a_file_is_no_folder_of_checkpoints(command: CommandRunner, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    args = ("--port", "0", "--base-model", "tiny-random", "--checkpoints", "file")
+    done = command.run("serve", *args, cwd=tmp_path)
+    assert done.code == 2
+    assert "'--checkpoints'" in done.err
+
+
 def test_an_unknown_model_is_an_error(command: CommandRunner, tmp_path: Path) -> None:
     done = command.run("serve", "--port", "0", "--base-model", "no-such", cwd=tmp_path)
     assert done.code == 1

@@ -107,6 +107,8 @@ def test_files_of_every_format_hold_the_same_config(folder: Path, name: str, tex
         ("c.toml", "[data", r"c\.toml must be TOML, and it is not: "),
         ("c.yaml", "a: [", r"c\.yaml must be YAML, and it is not: "),
         ("c.json", "{", r"c\.json must be JSON, and it is not: "),
+        ("c.json", "[" * 100_000, r"c\.json must be JSON that is less nested\.$"),
+        ("c.yaml", "yes: 1", r"^a key must be a string, got True: write it in quotes$"),
         ("c.json", "[]", r"c\.json must hold a table of keys, got list\.$"),
         ("missing.toml", None, r"^a config must be a file that can be read, got .*: No such file"),
     ],
@@ -137,6 +139,7 @@ def test_a_mapping_that_json_cannot_hold_is_refused(folder: Path) -> None:
     [
         ("train.steps", r"must look like train\.steps=5, got 'train\.steps'\.$"),
         ("train..steps=5", r"must look like train\.steps=5"),
+        ("train.\nsteps=5", r"must look like train\.steps=5"),
         ("regularizers.l1.weight=1", r"must name one of \['l2', 'e'\], got 'l1'\.$"),
         ("data.path.x=1", r"the override data\.path\.x must name a key of a table"),
         ("data.path.x.y=1", r"must name a key of a table, and 'x' is in none"),

@@ -63,7 +63,7 @@ def test_secrets_of_every_table_start_from_the_folder_and_are_given_again_by_nam
     folder: Path, table: str
 ) -> None:
     (folder / "prompts.jsonl").write_text("")
-    entry = {"use": "package.module:attr", "name": "probe"}
+    entry: dict[str, Any] = {"use": "package.module:attr", "name": "probe"}
     raw: dict[str, Any] = {"rollouts": {"prompts": "prompts.jsonl"}, "rewards": [{"use": "length"}]}
     entry |= {"weight": 0.1} if table == "regularizers" else {}
     raw[table] = [{**entry, "options": {"key": {"file": "key.txt"}}}]

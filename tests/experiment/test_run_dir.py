@@ -201,6 +201,16 @@ def test_a_damaged_file_is_an_error_that_names_it(
             readers[name]()
 
 
+@pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', '{"step": 1, "requests": 2, "set": 3}'])
+def test_a_damaged_record_of_a_change_is_named(run: RunFolder, line: str) -> None:
+    whole = '{"step": 1, "requests": 20, "set": [{"l2.weight": 1}]}'
+    (run.path / "changes.jsonl").write_text(f"{whole}\n{line}\n")
+    with pytest.raises(RunError, match=r"changes\.jsonl, line 2, must "):
+        run.changes()
+    (run.path / "changes.jsonl").write_text(f"{whole}\n{line}")  # killed while it was written
+    assert run.changes() == [json.loads(whole)]
+
+
 def test_the_line_of_a_damaged_file_is_named(run: RunFolder) -> None:
     run.metrics_file.write_text('{"step": 0}\n\n{"step":\n')
     with pytest.raises(RunError, match=r"metrics\.jsonl, line 3, must be JSON, and it is damaged"):

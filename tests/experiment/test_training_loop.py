@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from steelyard import BaseLossOutput, CustomLossOutput, RegularizerOutput
-from steelyard.errors import ConfigError, InputError, RunError, TermError
+from steelyard.errors import CheckpointError, ConfigError, InputError, RunError, TermError
 from steelyard.experiment import RunFolder, resume, train
 from steelyard.experiment.training_steps import space_metrics
 
@@ -153,6 +153,22 @@ def test_steps_after_the_last_checkpoint_are_repeated(folder: Path) -> None:
     resume(folder / "r", watch=recorder)
     assert [line["step"] for line in recorder.steps] == [1, 2]
     assert [without_clock(line) for line in run.metrics()[:2]] == expected
+
+
+def test_the_error_of_a_damaged_checkpoint_says_how_to_go_on_from_an_older_one(
+    folder: Path,
+) -> None:
+    train(small_config(folder), folder / "r", stop=stop_after(2))
+    run = RunFolder(folder / "r")
+    newest = run.checkpoints / "step-00000002.json"
+    whole = newest.read_text()
+    for damaged in ("{", whole.replace("step-00000002", "step-00000009")):
+        newest.write_text(damaged)
+        with pytest.raises(CheckpointError) as caught:
+            resume(folder / "r")
+        assert caught.value.__notes__ == [f"To go on from the one before it, delete {newest}."]
+    newest.unlink()
+    assert resume(folder / "r").steps == 3
 
 
 def test_a_run_without_a_checkpoint_says_that_it_begins_again(folder: Path) -> None:

@@ -29,4 +29,6 @@ def report(
 
     folder = runs[0] if len(runs) == 1 else Path()
     target = output or folder / "report.html"
+    if target.is_dir():
+        raise typer.BadParameter(f"--output must be a file, got the folder {target}.")
     typer.echo(f"Report: {write_report(runs, target)}")

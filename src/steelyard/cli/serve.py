@@ -34,7 +34,8 @@ def serve(
     checkpoints: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for checkpoints; default: $STEELYARD_CHECKPOINTS, or the user's."
+            help="Folder for checkpoints; default: $STEELYARD_CHECKPOINTS, or the user's.",
+            file_okay=False,
         ),
     ] = None,
     client_timeout: Annotated[

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from steelyard.cli.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
     from steelyard.experiment import TrainedModel
@@ -71,7 +75,12 @@ def opened_model(run: Path, step: int | Literal["best"] | None) -> Iterator[Trai
         steps = model.config.train.steps
         note = describe_checkpoint(model.checkpoint.step, steps, is_finished=model.is_finished)
         typer.echo(f"{model.config.model.base_model}, {note}", err=True)
-        yield model
+        try:
+            yield model
+        except SystemExit:  # Ctrl-C: closing the model would first finish what it is sampling
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
 
 
 def describe_checkpoint(step: int, steps: int, *, is_finished: bool) -> str:

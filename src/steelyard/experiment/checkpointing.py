@@ -7,9 +7,10 @@ are functions of the seed and the step, so the record holds only these two.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -107,6 +108,18 @@ def latest_checkpoint(run: RunFolder) -> RunCheckpoint | None:
     """
     records = _records(run)
     return _read(records[-1]) if records else None
+
+
+@contextlib.contextmanager
+def suggest_older(run: RunFolder) -> Iterator[None]:
+    """Add to an error of the newest checkpoint how to go on from the one before it."""
+    try:
+        yield
+    except CheckpointError as error:
+        records = _records(run)
+        if len(records) > 1:
+            error.add_note(f"To go on from the one before it, delete {records[-1]}.")
+        raise
 
 
 def find_checkpoint(run: RunFolder, step: int | Literal["best"] | None = None) -> RunCheckpoint:

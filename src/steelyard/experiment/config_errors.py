@@ -61,6 +61,8 @@ def _format_error(details: dict[str, Any]) -> str:
     location = format_location(loc)
     if kind == "missing":
         return f"{location} must be given, got nothing"
+    if kind == "invalid_key":  # of YAML, which reads 1 as a number and yes as true
+        return f"a key must be a string, got {details['input']!r}: write it in quotes"
     if kind == "extra_forbidden":  # its value is not shown: it may be a secret
         known = _keys_at(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1]), known, n=1)

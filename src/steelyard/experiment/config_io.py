@@ -131,6 +131,8 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"a config must be a file that can be read, got {path}: {failure}."
         ) from error
+    except RecursionError:
+        raise ConfigError(f"{path} must be {kind[1:].upper()} that is less nested.") from None
     except (ValueError, yaml.YAMLError) as error:  # tomllib's and json's errors are ValueErrors
         reason = _yaml_reason(error) if isinstance(error, yaml.MarkedYAMLError) else error
         raise ConfigError(f"{path} must be {kind[1:].upper()}, and it is not: {reason}.") from None
@@ -167,8 +169,11 @@ def _set(raw: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _split(name: str) -> list[str]:
-    """Split a key at its dots; a part in double quotes may hold dots."""
-    return [part.strip() for part in next(csv.reader([name], delimiter="."), [])]
+    """Split a key at its dots; a part in double quotes may hold dots. Empty if it is no key."""
+    try:
+        return [part.strip() for part in next(csv.reader([name], delimiter="."), [])]
+    except csv.Error:  # a line break
+        return []
 
 
 def _child(node: Any, key: str, name: str) -> Any:

@@ -207,11 +207,25 @@ class RunFolder:
         self._append_records(self._changes, records)
 
     def changes(self) -> list[dict[str, Any]]:
-        """Records of changed settings so far, without an incomplete last line."""
+        """Records of changed settings so far, without an incomplete last line.
+
+        Raises:
+            RunError: the file cannot be read, or a line of it is no such record.
+        """
         if not self._changes.is_file():
             return []
-        lines = _read_bytes(self._changes).split(b"\n")[:-1]
-        return [_parse(line, str(self._changes)) for line in lines]
+        records = []
+        for number, line in enumerate(_read_bytes(self._changes).split(b"\n")[:-1], 1):
+            where = f"{self._changes}, line {number},"
+            record = _parse(line, where)
+            numbers = (record.get("step"), record.get("requests"))
+            if not all(isinstance(n, int) for n in numbers) or not _are_objects(record.get("set")):
+                raise RunError(
+                    f"{where} must have whole numbers as step and requests, and a list of objects "
+                    f"as set, and it is damaged."
+                )
+            records.append(record)
+        return records
 
     def cut_records(self, step: int) -> None:
         """Remove drivers and rollouts of this step and later ones, and an incomplete last line."""
@@ -319,6 +333,10 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RunError(f"{where} must be a JSON object, got a {type(found).__name__}.")
     return found
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def write_atomic(path: Path, content: bytes) -> None:

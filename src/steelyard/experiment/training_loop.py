@@ -165,7 +165,8 @@ class _TrainingRun:
         settings = self.config.train
         # Before the checkpoint is loaded, while the client still predicts as the base model does.
         source = self._open_source(backend)
-        checkpoint = checkpointing.latest_checkpoint(self.run)
+        with checkpointing.suggest_older(self.run):
+            checkpoint = checkpointing.latest_checkpoint(self.run)
         start = 0 if checkpoint is None else checkpoint.step
         if checkpoint is None and self.run.measured():
             self._say("no checkpoint to go on from: beginning at the first step")
@@ -175,7 +176,8 @@ class _TrainingRun:
         if not start:
             self._sample(backend, source, "before", 0)
         if checkpoint is not None:
-            checkpointing.load(backend.client, checkpoint)
+            with checkpointing.suggest_older(self.run):
+                checkpointing.load(backend.client, checkpoint)
             self._say(f"going on after {start} of {settings.steps} steps")
         goals = RunGoals.of(settings, self.run.metrics())
         sinks = Sinks(self.config, self.run, start)
