@@ -328,7 +328,7 @@ def _is_on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _seconds_of_product(func: Any, args: Sequence[Any]) -> float:
     """Estimated time of a product of matrices, or of singular values; 0 for everything else."""
     if func.overloadpacket is _SVD:
-        left = args[0]
+        left: Tensor = args[0]
         columns = min(left.shape[-2:]) * _PRODUCTS_OF_SVD
     elif func.overloadpacket in _PRODUCTS:
         left, right = [each for each in args if isinstance(each, Tensor)][-2:]
