@@ -151,10 +151,11 @@ def test_a_step_without_gradients_equals_a_step_with_zero_gradients() -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-6)
 
 
-def test_a_first_step_without_gradients_changes_no_weight() -> None:
+@pytest.mark.parametrize("params", [SMALL, types.AdamParams(learning_rate=0.1, eps=1e-30)])
+def test_a_first_step_without_gradients_changes_no_weight(params: types.AdamParams) -> None:
     mine = adapter()
     start = mine.weights()
-    assert mine.step(SMALL) == 0.0
+    assert mine.step(check_adam(params)) == 0.0
     assert same(mine.weights(), start)
 
 
@@ -244,7 +245,9 @@ NOT_FINITE = ">= 0 and finite"
         ("learning_rate", -0.1, NOT_FINITE),
         ("learning_rate", math.nan, NOT_FINITE),
         ("learning_rate", math.inf, NOT_FINITE),
-        ("eps", -1e-8, NOT_FINITE),
+        ("eps", -1e-8, ">= 1e-30 and finite"),
+        ("eps", 0.0, ">= 1e-30 and finite"),
+        ("eps", 1e-50, ">= 1e-30 and finite"),
         ("weight_decay", -0.1, NOT_FINITE),
         ("grad_clip_norm", -1.0, NOT_FINITE),
         ("grad_clip_norm", math.nan, NOT_FINITE),

@@ -70,6 +70,32 @@ def test_peft_loads_the_folder(service: LocalServiceClient, trained: Any) -> Non
     assert not torch.allclose(rows, plain, atol=1e-2)
 
 
+def test_a_new_link_is_on_the_disk_before_the_old_folder_is_removed(
+    service: LocalServiceClient, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = folder_of(service, saved(trained))
+    old, done = link.resolve(), list[str]()
+    fsync, rmtree = os.fsync, shutil.rmtree
+
+    def flush(descriptor: int) -> None:
+        done.append(f"flush {Path(f'/proc/self/fd/{descriptor}').resolve().name}")
+        fsync(descriptor)
+
+    def remove(folder: Path, **options: Any) -> None:
+        done.append(f"remove {folder.name}")
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    saved(trained, overwrite=True)
+    files = done.index("flush checkpoint.json")
+    assert done[files + 1 :] == [
+        f"flush {link.resolve().name}",
+        "flush weights",
+        f"remove {old.name}",
+    ]
+
+
 def test_a_name_that_is_taken_is_an_error(trained: Any) -> None:
     path = saved(trained)
     first = trained.weights()

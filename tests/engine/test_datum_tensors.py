@@ -99,6 +99,10 @@ BAD: dict[str, tuple[Any, str]] = {
         [datum([1, 2], torch.zeros(2, 0, dtype=torch.int64))],
         r"\['target_tokens'\] must have the shape.*got \[2, 0\]",
     ),
+    "targets for more classes than there are": (
+        [datum([1], torch.zeros(1, 513, dtype=torch.int64))],
+        r"\['target_tokens'\] must have at most 512 columns, the model's vocabulary, got 513",
+    ),
     "a target above the vocabulary": (
         [datum([1, 2], [1, 512])],
         r"data\[0\]\.loss_fn_inputs\['target_tokens'\] must hold tokens from 0 to 511.*got 512",

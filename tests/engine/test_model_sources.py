@@ -20,6 +20,9 @@ UNKNOWN = [
     "./nowhere",
     "/nowhere/model",
     "~nobody/model",
+    "~no-such-user/model",
+    "n" * 5000,
+    "a\0b",
     "a/b/c",
     "TINY-RANDOM",
 ]

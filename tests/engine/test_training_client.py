@@ -184,6 +184,8 @@ def test_a_custom_loss_that_fails_accumulates_no_gradient(client: LocalTrainingC
 
     with pytest.raises(KeyError, match="mine"):
         client.forward_backward_custom(ragged(0, [5]), broken)
+    with pytest.raises(InputError, match=r"must return \(loss, metrics\), got the metrics None"):
+        client.forward_backward_custom(ragged(0, [5]), lambda _, rows: (rows[0].sum(), None))  # type: ignore[arg-type,return-value]
     steep = client.forward_backward_custom(
         ragged(0, [5]), lambda _, rows: ((rows[0] - rows[0].detach()).sqrt().sum(), {})
     )

@@ -4,6 +4,8 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -297,6 +299,85 @@ def test_the_error_of_a_batch_is_that_of_its_requests_without_a_result(
         with pytest.raises(KeyError, match="mine"):
             future.result(600)
     assert futures[3].result(600) == "T3"
+
+
+def test_a_batch_that_fails_before_it_takes_a_request_leaves_none_without_an_error(
+    worker: WorkerThread,
+) -> None:
+    def run_batch(_: Arrivals[str, str]) -> None:
+        raise KeyError("mine")
+
+    futures = queue_in_order(worker, "aaT", run_batch)
+    for future in futures[:2]:
+        with pytest.raises(KeyError, match="mine"):
+            future.result(600)
+    assert futures[2].result(600) == "T2"
+
+
+def test_the_error_of_a_batch_does_not_keep_what_the_batch_held(worker: WorkerThread) -> None:
+    class Cache:
+        pass
+
+    kept: list[weakref.ref[Cache]] = []
+
+    def run_batch(arrivals: Arrivals[str, str]) -> None:
+        cache = Cache()
+        kept.append(weakref.ref(cache))
+        arrivals.take()
+        raise KeyError("mine")
+
+    future = worker.submit_request(run_batch, "a", "first")
+    assert isinstance(future.exception(600), KeyError)
+    assert kept[0]() is None
+
+
+def test_an_adapter_that_cannot_be_removed_fails_the_call_that_would_hang(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("device lost")
+
+    def run_batch(_: Arrivals[str, str]) -> None: ...
+
+    monkeypatch.setattr(worker.model, "remove_adapter", fail)
+    for submit in (
+        lambda: worker.submit(len, []).future(),
+        lambda: worker.submit_request(run_batch, "a", "first"),
+    ):
+        worker._unused.append(object())  # type: ignore[arg-type]  # any adapter
+        with pytest.raises(RuntimeError, match="device lost"):
+            submit().result(600)
+
+
+def test_closing_beside_a_thread_that_takes_calls_is_no_race(worker: WorkerThread) -> None:
+    """The other thread takes the last call between the look at the queue and the next one."""
+    began, emptied, gate = threading.Event(), threading.Event(), threading.Event()
+
+    class Emptied(deque[Any]):
+        def __bool__(self) -> bool:
+            there = len(self) > 0
+            self.clear()
+            return there
+
+        def clear(self) -> None:
+            super().clear()
+            emptied.set()
+
+    def wait() -> None:
+        began.set()
+        gate.wait()
+
+    worker.submit(wait)
+    queued = worker.submit(len, [])
+    assert began.wait(600)
+    worker._queue = Emptied(worker._queue)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(worker.close)
+        assert emptied.wait(600)
+        gate.set()
+        closing.result(600)
+    with pytest.raises(concurrent.futures.CancelledError):
+        queued.result(600)
 
 
 def test_closing_finishes_a_running_batch_and_cancels_waiting_requests(

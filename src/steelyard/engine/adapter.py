@@ -21,6 +21,9 @@ from steelyard.spec import is_whole
 # As Tinker has it: alpha does not grow with the rank, so the scale alpha / rank makes up for the
 # number of added components, and a learning rate found for one rank suits another.
 ALPHA = 32
+# AdamW divides by sqrt(v) + eps. A gradient of 0 has v = 0, as that of A in the first step, when B
+# is 0; with an eps that float32 rounds to 0, the weight would become 0 / 0.
+_LEAST_EPS = 1e-30
 
 
 @dataclass(frozen=True)
@@ -216,9 +219,10 @@ def check_adam(params: object) -> types.AdamParams:
         )
     for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
         value = getattr(params, name)
-        valid = math.isfinite(value) and value >= 0 and (not name.startswith("beta") or value < 1)
-        if not valid:
-            rule = "in [0, 1)" if name.startswith("beta") else ">= 0 and finite"
+        least = _LEAST_EPS if name == "eps" else 0
+        valid = math.isfinite(value) and value >= least
+        if not valid or (name.startswith("beta") and value >= 1):
+            rule = "in [0, 1)" if name.startswith("beta") else f">= {least} and finite"
             raise InputError(f"{name} must be {rule}, got {value!r}.")
     return params
 

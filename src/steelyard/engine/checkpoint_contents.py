@@ -21,6 +21,9 @@ from steelyard.engine.model import Model
 from steelyard.errors import CheckpointError, InputError, StateError
 from steelyard.spec import Stateful, is_whole
 
+# Seconds, 136 years: a date behind the year 9999 could not be listed.
+_MAX_TTL = 2**32
+
 
 @dataclass(frozen=True)
 class CheckpointContents:
@@ -98,10 +101,7 @@ class TrainingState:
         Raises:
             InputError: `ttl_seconds` breaks a rule.
         """
-        if ttl_seconds is not None and not is_whole(ttl_seconds, at_least=1):
-            raise InputError(
-                f"ttl_seconds must be a whole number >= 1 or None, got {ttl_seconds!r}."
-            )
+        check_ttl(ttl_seconds)
         settings = self._adapter.settings
         now = time.time()
         return {
@@ -165,3 +165,17 @@ class TrainingState:
             raise CheckpointError(f"the checkpoint {path!r} does not fit: {error}") from error
         self._loaded = dict(contents.info.get("companions", {}))
         self._loaded_path = path
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    """Check the time after which a checkpoint expires.
+
+    Raises:
+        InputError: it breaks a rule.
+    """
+    if ttl_seconds is None:
+        return
+    if not (is_whole(ttl_seconds, at_least=1) and ttl_seconds <= _MAX_TTL):
+        raise InputError(
+            f"ttl_seconds must be a whole number from 1 to 2**32 or None, got {ttl_seconds!r}."
+        )

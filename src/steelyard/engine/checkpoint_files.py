@@ -72,7 +72,7 @@ def encode(name: str, contents: CheckpointContents) -> dict[str, bytes]:
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder, and flush them to the disk."""
+    """Write files into a folder, and flush them and their names to the disk."""
     for name, content in files.items():
         with (folder / name).open("wb") as file:
             file.write(content)
@@ -80,6 +80,17 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
             # empty files.
             file.flush()
             os.fsync(file.fileno())
+    flush_names(folder)
+
+
+def flush_names(folder: Path) -> None:
+    """Flush the names in a folder to the disk, on systems that can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read(folder: Path, path: str) -> CheckpointContents:

@@ -91,6 +91,8 @@ class Checkpoints:
             else:
                 replaced = None
                 link.symlink_to(folder.name)  # atomic: it fails if the name was taken meanwhile
+            # Before the old folder is removed: a power cut must leave one of the two.
+            checkpoint_files.flush_names(link.parent)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, FileExistsError) and not overwrite and os.path.lexists(link):
@@ -230,7 +232,7 @@ def check_name(what: str, value: object) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise CheckpointError(
             f"the {what} of a checkpoint must be 1 to 200 letters, digits or ._:- that "
-            f"start with a letter or a digit, got {value!r}."
+            f"start with a letter, a digit or _, got {value!r}."
         )
     return value
 

@@ -98,6 +98,12 @@ def _read(
             f"{where} must have the shape [T] or [T, K] with T = {len(tokens)}, one for each "
             f"token of model_input, got {list(targets.shape)}."
         )
+    # All data of a forward pass are padded to the widest of them.
+    if targets.dim() > 1 and targets.shape[1] > limits.vocabulary:
+        raise InputError(
+            f"{where} must have at most {limits.vocabulary} columns, the model's vocabulary, got "
+            f"{targets.shape[1]}."
+        )
     for target in (targets.min(), targets.max()):
         _check_vocabulary(where, int(target), limits)
     inputs = {

@@ -152,7 +152,8 @@ def forward(
     device = model.device
     columns = max(_columns(examples[s.index].targets.shape) for s in packing.sequences)
     tokens = packing.fill([example.tokens for example in examples])
-    targets = packing.fill([_padded(example.targets, columns) for example in examples])
+    packed = [sequence.index for sequence in packing.sequences]
+    targets = packing.fill({i: _padded(examples[i].targets, columns) for i in packed})
     options: dict[str, Any] = {"output_hidden_states": "hidden_states" in needs}
     if model.supports_packing:
         options["position_ids"] = packing.positions().to(device)

@@ -45,8 +45,12 @@ def find_model(base_model: str) -> ModelSource:
         return _pretrained(base_model, smollm2.fetch)
     if not isinstance(base_model, str) or not base_model:
         raise _unknown(base_model)
-    folder = Path(base_model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(base_model).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long, or the home of nobody
+        raise _unknown(base_model) from error
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise ModelError(
                 f"base_model must be a folder as transformers writes it, with a config.json, "

@@ -7,7 +7,7 @@ a block-diagonal causal mask of that. A `Packing` is one batch `[rows, length]` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +35,11 @@ class Packing:
     length: int
     sequences: tuple[PackedSequence, ...]
 
-    def fill(self, tensors: Sequence[Tensor], value: float = 0) -> Tensor:
+    def fill(self, tensors: Sequence[Tensor] | Mapping[int, Tensor], value: float = 0) -> Tensor:
         """Pack tensors `[T, ...]`, one for each sequence, into `[rows, length, ...]`.
 
         Args:
-            tensors: of all sequences, by their index.
+            tensors: by the index of the sequence; of others than those packed here, too or not.
             value: put where there is no sequence.
         """
         first = tensors[self.sequences[0].index]

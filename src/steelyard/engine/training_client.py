@@ -229,7 +229,7 @@ class LocalTrainingClient:
         which is queued when this returns. A datum that the loss does not use has no gradient.
 
         Raises:
-            InputError: the data break a rule.
+            InputError: the data or the metrics of the loss break a rule.
         """
         if loss_type_input not in (None, "logprobs"):
             raise InputError(
@@ -245,6 +245,10 @@ class LocalTrainingClient:
                 loss, metrics = run_loss_handle(loss_fn, data, leaves)
             else:
                 loss, metrics = loss_fn(data, leaves)
+            if not isinstance(metrics, Mapping):  # here, where no gradient is accumulated yet
+                raise InputError(
+                    f"loss_fn must return (loss, metrics), got the metrics {metrics!r}."
+                )
             loss.backward()  # type: ignore[no-untyped-call]  # torch's has no types
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         total = loss.detach().sum().item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -46,20 +47,22 @@ class Arrivals(Generic[R, T]):
     keep coming ends when requests for other weights wait.
     """
 
-    def __init__(self, queue: deque[_Call], first: _Call) -> None:
+    def __init__(self, queue: deque[_Call], lock: threading.Lock, first: _Call) -> None:
         self._queue = queue
+        self._lock = lock
         self._first: _Call | None = first
         self._key = first.batch_key
         self.taken: list[Future[T]] = []
 
     def take(self) -> list[tuple[R, Future[T]]]:
         """Requests that have arrived, each with the future of its result."""
-        if self._first is not None:
-            calls, self._first = [self._first, *self._waiting()], None
-        else:
-            calls = []
-            while self._queue and self._queue[0].batch_key == self._key:
-                calls.append(self._queue.popleft())
+        with self._lock:
+            if self._first is not None:
+                calls, self._first = [self._first, *self._waiting()], None
+            else:
+                calls = []
+                while self._queue and self._queue[0].batch_key == self._key:
+                    calls.append(self._queue.popleft())
         begun = [call for call in calls if call.begin()]
         if begun:
             # Only those without a result: a batch may go on for days.
@@ -95,7 +98,7 @@ class WorkerThread:
         self.token_budget = TokenBudget(model, max_tokens)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="steelyard-engine")
         self._queue: deque[_Call] = deque()
-        self._lock = threading.Lock()  # of the order of the queue, and of closing
+        self._lock = threading.Lock()  # of the queue, and of closing
         self._closed = False
         self._unused: deque[Adapter] = deque()
 
@@ -135,8 +138,10 @@ class WorkerThread:
         """Finish the running call, cancel the queued ones, and refuse new ones."""
         with self._lock:
             self._closed = True
-        while self._queue:
-            self._queue.popleft().future.cancel()
+            queued = list(self._queue)
+            self._queue.clear()
+        for call in queued:
+            call.future.cancel()
         self._thread.shutdown(wait=True)
 
     def _append(self, call: _Call) -> Future[Any]:
@@ -148,16 +153,15 @@ class WorkerThread:
         return call.future
 
     def _run_next(self) -> None:
-        try:
-            call = self._queue.popleft()
-        except IndexError:  # taken by a batch, or cancelled
+        with self._lock:
+            call = self._queue.popleft() if self._queue else None
+        if call is None:  # taken by a batch, or cancelled
             return
-        while self._unused:
-            self.model.remove_adapter(self._unused.popleft())
         if call.batch_key is not None:
             self._run_batch(call)
         elif call.begin():
             try:
+                self._remove_unused()
                 result = call.run()
             except BaseException as error:  # noqa: BLE001 - belongs to the caller
                 call.future.set_exception(error)
@@ -167,13 +171,21 @@ class WorkerThread:
                 call.future.set_result(result)
 
     def _run_batch(self, call: _Call) -> None:
-        arrivals: Arrivals[Any, Any] = Arrivals(self._queue, call)
+        arrivals: Arrivals[Any, Any] = Arrivals(self._queue, self._lock, call)
         try:
+            self._remove_unused()
             call.run(arrivals)
         except BaseException as error:  # noqa: BLE001 - belongs to the callers
-            for future in arrivals.taken:
+            # The frames of the batch hold the cache of all its samples, and the error holds them.
+            traceback.clear_frames(error.__traceback__)
+            # The first request has no result either if the batch failed before it took any.
+            for future in [*arrivals.taken, call.future]:
                 if not future.done():
                     future.set_exception(error)
+
+    def _remove_unused(self) -> None:
+        while self._unused:
+            self.model.remove_adapter(self._unused.popleft())
 
 
 def completed(value: T) -> AwaitableConcurrentFuture[T]:

@@ -38,6 +38,16 @@ def test_a_checkpoint_is_described() -> None:
     assert sampler.user_metadata == {}
 
 
+def test_no_value_of_a_checkpoint_hides_all_others() -> None:
+    """As version 0.1.0 and clients in their own process could save it."""
+    odd = saved("last", 100.0, expires_at=1e300, user_metadata={"step": 1, "tags": ["a"]})
+    found = listing.checkpoint(odd)
+    assert found.expires_at is not None
+    assert found.expires_at.year == 9999
+    assert found.user_metadata == {"step": "1", "tags": "['a']"}
+    assert listing.training_run("run", [odd], None).user_metadata == found.user_metadata
+
+
 def test_the_adapter_of_a_checkpoint_is_described() -> None:
     info = listing.weights_info(saved("last", 1.0))
     assert (info.base_model, info.is_lora, info.lora_rank) == ("b", True, 3)

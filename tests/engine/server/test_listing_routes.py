@@ -105,7 +105,7 @@ def test_checkpoints_expire_and_are_deleted(
         rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.BadRequestError, match="cannot be published"):
         rest.publish_checkpoint_from_tinker_path(path).result()
-    with pytest.raises(tinker.BadRequestError, match="ttl_seconds must be from 1"):
+    with pytest.raises(tinker.BadRequestError, match="ttl_seconds must be a whole number"):
         rest.set_checkpoint_ttl_from_tinker_path(
             f"tinker://{saved.model_id}/weights/second", -1
         ).result()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from tinker import types
 from steelyard.engine.server.lifecycle import RunningServer
 
 from .comparison import PROMPT
-from .wire_client import Wire, error_of, until
+from .wire_client import Wire, error_of, start, until
 
 
 def create_sampler(wire: Wire) -> str:
@@ -39,6 +41,13 @@ def test_an_invalid_sampling_request_is_rejected(wire: Wire) -> None:
         ({"num_samples": 2048, "sampling_params": {"max_tokens": 2**40}}, 413, "got 1048578"),
         ({"num_samples": 2048, "sampling_params": {}}, 413, "got 1048578"),
         ({"topk_sample_logprobs": 513}, 400, "topk_sample_logprobs"),
+        (
+            {"num_samples": 2000, "topk_sample_logprobs": 512, "sampling_params": {}},
+            413,
+            "at most 67108864 log-probs of other tokens, got 524288000: lower topk_sample",
+        ),
+        ({"topk_prompt_logprobs": 2**40}, 413, "log-probs of other tokens"),
+        ({"prompt_alt_tokens_k": 2**40}, 413, "log-probs of other tokens"),
         ({"sampling_session_id": None}, 400, "must be given"),
         ({"sampling_session_id": "nobody"}, 404, "nobody"),
         ({"seq_id": 10**9}, 404, "join the sampling session first"),
@@ -111,6 +120,54 @@ def test_a_sampler_is_created_once_and_names_its_tokenizer(
     (model,) = running.models.offered
     assert (described["sampler_id"], described["base_model"]) == (sampler_id, model.tokenizer)
     assert described["model_path"] is None
+
+
+def test_a_sampler_of_a_session_that_has_ended_meanwhile_is_not_kept(
+    running: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Wire(running.base_url) as wire, Wire(running.base_url) as other:
+        begin = running._state.service.begin_sampling
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            reason = {"reason": {"type": "success"}}
+            other.post(f"sessions/{wire.session_id}/finish", reason)
+            return begin(*args, **kwargs)
+
+        monkeypatch.setattr(running._state.service, "begin_sampling", slow)
+        body = {"session_id": wire.session_id, "sampling_session_seq_id": 0}
+        response = wire.post("create_sampling_session", {**body, "base_model": "tiny-random"})
+        assert (response.status_code, "has ended" in error_of(response)) == (410, True)
+        assert running._state.samplers.of_session(wire.session_id) == []
+
+
+def test_a_sample_of_a_sampler_that_is_never_made_fails_when_the_server_stops(
+    tmp_path: Path,
+) -> None:
+    with start(tmp_path) as running, ThreadPoolExecutor(2) as pool:
+        wire = Wire(running.base_url)
+        model = wire.model()
+        saved = {"model_id": model, "seq_id": 1, "path": "w"}
+        path = wire.result(wire.ok("save_weights_for_sampler", saved))["path"]
+        (worker,) = running._state.service._workers.values()
+        gate = threading.Event()
+        worker.submit(gate.wait)
+        body = {"session_id": wire.session_id, "sampling_session_seq_id": 0}
+        made = wire.ok("create_sampling_session", {**body, "model_path": path})
+        sample = {
+            "sampling_session_id": made["sampling_session_id"],
+            "seq_id": 0,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": {"max_tokens": 2},
+        }
+        waiting = pool.submit(wire.post, "asample", sample)
+        until(lambda: any(f.request_type == "asample" for f in running._state.futures))
+        stopping = pool.submit(running.stop)
+        until(lambda: worker._closed)
+        gate.set()
+        assert waiting.result(600).status_code == 200
+        stopping.result(600)
+        wire.http.close()
+        running.stop = lambda: None  # type: ignore[method-assign]
 
 
 def test_the_numbers_of_samplers_and_samples_belong_to_one_request(wire: Wire) -> None:

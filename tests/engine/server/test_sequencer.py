@@ -246,3 +246,21 @@ def test_a_request_that_is_being_validated_is_not_missing(
     assert waiting.result is None
     sequencer.mark_ready(1, lambda: None)
     assert waiting.result == EncodedResult(b"done")
+
+
+def test_a_request_that_was_validated_while_those_around_it_failed_fails_too(
+    sequencer: Sequencer, futures: ServerFutures
+) -> None:
+    late, rejected, waiting = (sequencer.create_future(n, "forward", "s") for n in (2, 3, 4))
+    sequencer.mark_ready(4, lambda: pytest.fail("started"))
+    sequencer.fail_stalled(0)
+    assert waiting.result is not None
+    sequencer.skip(3)
+    assert rejected.result is None, "its own error is reported elsewhere"
+    sequencer.mark_ready(2, lambda: pytest.fail("started"))
+    assert late.result is not None
+    assert b"a request before seq_id 2 of m is missing, so" in late.result.body
+    sequencer.fail_stalled(0)
+    started: list[int] = []
+    sequencer.mark_ready(5, lambda: started.append(5))
+    assert started == [5], "the gap stays closed"

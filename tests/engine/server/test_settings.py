@@ -61,11 +61,17 @@ def test_the_defaults_are_valid() -> None:
         ({"gap_seconds": -1.0}, "gap_seconds must be a finite number > 0, got -1.0"),
         ({"keep_seconds": float("inf")}, "keep_seconds must be a finite number > 0, got inf"),
         ({"api_key": "secret"}, "api_key must start with 'tml-'"),
+        ({"api_key": 5}, "api_key must start with 'tml-'"),
+        # As a file that ends with its line has it.
+        ({"api_key": "tml-secret\n"}, "and consist of visible ASCII characters"),
+        ({"api_key": "tml-clé"}, "and consist of visible ASCII characters"),
         ({"max_loss_bytes": 0}, "max_loss_bytes must be a whole number >= 1, got 0"),
         ({"max_connections": 1.5}, "max_connections must be a whole number >= 1, got 1.5"),
         ({"loss_seconds": 0}, "loss_seconds must be a finite number > 0, got 0"),
         ({"request_seconds": None}, "request_seconds must be a finite number > 0, got None"),
         ({"allowed_hosts": "a.org"}, "allowed_hosts must be a list of host names .* got 'a.org'"),
+        ({"allowed_hosts": 5}, "allowed_hosts must be a list .* got 5"),
+        ({"allowed_hosts": [5]}, r"allowed_hosts must be a list .* got \[5\]"),
         ({"allowed_hosts": ["a b"]}, r"allowed_hosts must be a list .* got \['a b'\]"),
     ],
 )

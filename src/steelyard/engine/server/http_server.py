@@ -31,6 +31,9 @@ class HttpServer:
 
     Attributes:
         loop: the event loop that the application runs in.
+
+    Raises:
+        InputError: another server has begun to listen on the port.
     """
 
     def __init__(
@@ -42,6 +45,13 @@ class HttpServer:
         request_seconds: float,
         max_connections: int,
     ) -> None:
+        try:
+            # Linux lets two sockets bind one port as long as neither listens.
+            listener.listen()
+        except OSError as error:
+            host, port, *_ = listener.getsockname()
+            listener.close()
+            raise _not_free(host, port, error) from error
         config = uvicorn.Config(
             app,
             http=limited(request_seconds, max_connections),
@@ -93,11 +103,16 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host.strip("[]"), port))
-    except (OSError, OverflowError) as error:
+    # A name that cannot be one of a host is a ValueError, such as one with a label too long.
+    except (OSError, OverflowError, ValueError) as error:
         listener.close()
-        raise InputError(
-            f"host and port must be free to listen on, and {host}:{port} is not: {error}. "
-            f"Choose another port, or stop what listens there."
-        ) from error
-    url_host = f"[{host}]" if ":" in host else host  # IPv6
+        raise _not_free(host, port, error) from error
+    url_host = f"[{host.strip('[]')}]" if ":" in host else host  # IPv6
     return listener, f"http://{url_host}:{listener.getsockname()[1]}"
+
+
+def _not_free(host: str, port: int, error: Exception) -> InputError:
+    return InputError(
+        f"host and port must be free to listen on, and {host}:{port} is not: {error}. "
+        f"Choose another port, or stop what listens there."
+    )

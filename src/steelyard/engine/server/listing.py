@@ -13,6 +13,7 @@ from steelyard.engine.server.http_errors import not_found
 from steelyard.engine.server.state import TrainingRun
 
 _OWNER = "local"
+_LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 T = TypeVar("T")
 
 
@@ -54,7 +55,7 @@ def training_run(
     else:
         info_saved = saved[0].info
         base, rank = info_saved["base_model"], info_saved["lora"].get("rank")
-        last_used, metadata = info_saved.get("created_at", 0), info_saved.get("user_metadata") or {}
+        last_used, metadata = info_saved.get("created_at", 0), _metadata(saved[0])
     return types.TrainingRun(
         training_run_id=model_id,
         base_model=base,
@@ -77,7 +78,7 @@ def checkpoint(listed: CheckpointEntry) -> types.Checkpoint:
         time=_time(listed.info.get("created_at", 0)),
         tinker_path=listed.path,
         size_bytes=listed.size,
-        user_metadata=listed.info.get("user_metadata") or {},
+        user_metadata=_metadata(listed),
         expires_at=None if expires is None else _time(expires),
     )
 
@@ -101,5 +102,12 @@ def page(items: Sequence[T], offset: int, limit: int) -> tuple[list[T], types.Cu
     return list(items[offset : offset + limit]), cursor
 
 
+def _metadata(listed: CheckpointEntry) -> dict[str, str]:
+    # A client in its own process may save other values; one of them must not hide all checkpoints.
+    metadata = listed.info.get("user_metadata") or {}
+    return {key: str(value) for key, value in metadata.items()}
+
+
 def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
+    # Version 0.1.0 had no limit for `ttl_seconds`, and `datetime` ends with the year 9999.
+    return datetime.fromtimestamp(min(max(seconds, 0), _LAST_SECOND), UTC)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tinker import types
 
+from steelyard.engine.checkpoint_contents import check_ttl
 from steelyard.engine.checkpoints import SCHEME, CheckpointEntry
 from steelyard.engine.server import http_bodies, listing
 from steelyard.engine.server.http_errors import not_found
@@ -81,8 +82,7 @@ async def set_checkpoint_ttl(state: ServerState, request: Request) -> Response:
     """Set or clear the expiry of a checkpoint."""
     body = await http_bodies.read_json(request, SetTtlRequest, state.settings.max_body)
     seconds = body.ttl_seconds
-    if seconds is not None and not 1 <= seconds <= 2**32:
-        raise InputError(f"ttl_seconds must be from 1 to 2**32 or None, got {seconds}.")
+    check_ttl(seconds)
     path = (await _find_checkpoint(state, _requested_path(request))).path
     expires = None if seconds is None else time.time() + seconds
     await asyncio.to_thread(state.service.checkpoints.set_expiry, path, expires)

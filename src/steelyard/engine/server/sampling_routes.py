@@ -15,11 +15,15 @@ from tinker import types
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.server import codec, http_bodies
 from steelyard.engine.server.futures import ServerFuture
-from steelyard.engine.server.http_errors import TOO_LARGE, conflict
+from steelyard.engine.server.http_errors import STOPPING, TOO_LARGE, conflict
 from steelyard.engine.server.model_routes import check_path
 from steelyard.engine.server.sampling_sessions import SEQ_IDS_PER_CLONE, SamplingSession
 from steelyard.engine.server.state import ServerState
-from steelyard.errors import InputError
+from steelyard.errors import ClosedError, InputError
+
+# Log-probs of other tokens that a request may ask for, for each token of the largest request. Each
+# takes twelve bytes until the response is sent.
+_OTHERS_PER_TOKEN = 64
 
 
 async def create_sampling_session(state: ServerState, request: Request) -> Response:
@@ -31,6 +35,7 @@ async def create_sampling_session(state: ServerState, request: Request) -> Respo
     sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
     if sampler_id not in state.samplers:
         sampler = await state.run_detached(_create_sampler(state, body, sampler_id))
+        state.sessions.get(body.session_id)  # raises if it has ended meanwhile
         if sampler_id not in state.samplers:
             state.samplers.add(sampler)
     if state.get_sampler(sampler_id).payload != codec.hash_json(body):
@@ -93,6 +98,10 @@ async def _start(sampler: SamplingSession, body: types.SampleRequest, future: Se
     try:
         client = await asyncio.shield(asyncio.wrap_future(sampler.client))
         engine_future = await asyncio.to_thread(_sample, client, body)
+    except asyncio.CancelledError:
+        if not sampler.client.cancelled():
+            raise
+        future.reject(ClosedError(STOPPING))  # before the engine had made the sampler
     except Exception as error:  # noqa: BLE001 - reported to the client
         future.reject(error)
     else:
@@ -155,6 +164,16 @@ def _check_size(body: types.SampleRequest, context: int, max_tokens: int) -> Non
             TOO_LARGE,
             f"a request must ask for at most {max_tokens} tokens, the prompt's among them, "
             f"got {tokens}.",
+        )
+    # The log-probs of other tokens than those of the prompt and the samples.
+    others = body.prompt.length * max(body.topk_prompt_logprobs, body.prompt_alt_tokens_k, 0)
+    others += max(body.num_samples, 1) * per_sample * max(body.topk_sample_logprobs, 0)
+    if others > _OTHERS_PER_TOKEN * max_tokens:
+        raise HTTPException(
+            TOO_LARGE,
+            f"a request must ask for at most {_OTHERS_PER_TOKEN * max_tokens} log-probs of other "
+            f"tokens, got {others}: lower topk_sample_logprobs, topk_prompt_logprobs, "
+            f"prompt_alt_tokens_k or max_tokens.",
         )
     targets = body.target_prompt_logprobs
     if targets is not None and math.prod(targets.shape or ()) > max_tokens:

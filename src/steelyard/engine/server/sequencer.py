@@ -95,15 +95,20 @@ class Sequencer:
     def mark_ready(self, seq_id: int, start: Start) -> None:
         """Call `start` as soon as all requests with smaller sequence ids have started.
 
-        If one of them returned a future when it was started, this waits until that is done.
+        If one of them returned a future when it was started, this waits until that is done. If the
+        requests around it failed while it was validated, it fails too.
         """
+        if seq_id < self._next:
+            self._fail(seq_id, f"a request before seq_id {seq_id} of {self._model_id} is missing")
+            return
         self._ready[seq_id] = start
         self._advance()
 
     def skip(self, seq_id: int) -> None:
         """Let later requests start without a request that was rejected."""
-        self._ready[seq_id] = None
-        self._advance()
+        if seq_id >= self._next:
+            self._ready[seq_id] = None
+            self._advance()
 
     def fail_stalled(self, seconds: float) -> None:
         """Fail the ready requests if the next one has been missing for `seconds`.
@@ -114,17 +119,18 @@ class Sequencer:
         since = self._blocked_since
         if since is None or arrived or time.monotonic() - since < seconds:
             return
-        reason = (
-            f"seq_id {self._next} of {self._model_id} has not come within {seconds:g} seconds, so "
-            f"the requests after it were not run: send the step again."
-        )
+        reason = f"seq_id {self._next} of {self._model_id} has not come within {seconds:g} seconds"
         for seq_id in self._ready:
-            future = self._futures.get(self._request_id(seq_id))
-            if future is not None:
-                future.settle(failed_result(reason, RequestErrorCategory.User))
+            self._fail(seq_id, reason)
         self._next = max(self._ready) + 1
         self._ready = {}
         self._blocked_since = None
+
+    def _fail(self, seq_id: int, reason: str) -> None:
+        future = self._futures.get(self._request_id(seq_id))
+        if future is not None:
+            message = f"{reason}, so the requests after it were not run: send the step again."
+            future.settle(failed_result(message, RequestErrorCategory.User))
 
     def _advance(self) -> None:
         while self._held_by is None and self._next in self._ready:

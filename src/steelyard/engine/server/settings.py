@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -79,13 +80,23 @@ class ServerSettings:
             if field.name.startswith("max_") and not is_whole(value, at_least=1):
                 raise InputError(f"{field.name} must be a whole number >= 1, got {value!r}.")
         hosts = self.allowed_hosts
-        if isinstance(hosts, str) or any(h != "*" and parse_host(h) is None for h in hosts):
+        is_list = isinstance(hosts, Sequence) and not isinstance(hosts, str)
+        if not is_list or not all(map(_is_host, hosts)):
             raise InputError(
                 f"allowed_hosts must be a list of host names such as ['gpu.example.org'], or "
                 f"['*'] for all, got {hosts!r}."
             )
-        # The SDK accepts no other keys.
-        if self.api_key is not None and not self.api_key.startswith("tml-"):
+        # The SDK accepts no other keys, and a header carries no other characters as they are.
+        if self.api_key is not None and not _is_key(self.api_key):
             raise InputError(
-                "api_key must start with 'tml-', as the SDK wants it, got one that does not."
+                "api_key must start with 'tml-', as the SDK wants it, and consist of visible ASCII "
+                "characters, got one that does not."
             )
+
+
+def _is_host(value: object) -> bool:
+    return isinstance(value, str) and (value == "*" or parse_host(value) is not None)
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"tml-[!-~]*", value) is not None

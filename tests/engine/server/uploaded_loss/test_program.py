@@ -56,3 +56,43 @@ def test_a_failure_names_the_operation() -> None:
         program(call("sum", 3, op="call_method")).run([ROW], "cpu", no_check)
     with pytest.raises(InputError, match="the loss 'loss' must have an output"):
         Program("loss", upload().graph.nodes[:-1]).run([ROW], "cpu", no_check)
+
+
+PIECES = call("torch.unbind", LOGPROBS, name="p")
+COUNT = call("torch.count_nonzero", LOGPROBS, name="n")
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        # A string of as many copies as the tensor says, and one as wide as the format says.
+        [COUNT, call("operator.mul", "ab", {"ref": "n"})],
+        [COUNT, call("operator.mul", {"tuple": [1, 2]}, {"ref": "n"})],
+        [call("operator.mod", "%9s", LOGPROBS)],
+        # Tuples of tensors that grow with each operation.
+        [PIECES, call("operator.add", {"ref": "p"}, {"ref": "p"})],
+        [PIECES, call("operator.mul", {"ref": "p"}, 2)],
+        [call("operator.or_", {"dict": {"a": LOGPROBS}}, {"dict": {"b": LOGPROBS}})],
+    ],
+)
+def test_python_makes_no_strings_and_containers_of_tensors(nodes: list[dict[str, Any]]) -> None:
+    with pytest.raises(InputError, match="that is no tensor must be a number"):
+        program(*nodes).run([ROW], "cpu", no_check)
+
+
+def test_numbers_beside_a_tensor_may_be_of_any_size() -> None:
+    nodes = [
+        call("operator.mul", LOGPROBS, 1e30),
+        call("operator.lt", X, {"float": "inf"}, name="y"),
+        call("operator.pow", 2, LOGPROBS, name="z"),
+    ]
+    torch.testing.assert_close(program(*nodes).run([ROW], "cpu", no_check)[0], 2**ROW)
+
+
+def test_a_value_of_very_many_tensors_is_not_searched_to_its_end() -> None:
+    """2**40 references to one tensor, as many as forty nodes could nest."""
+    nested: Any = ROW
+    for _ in range(40):
+        nested = [nested, nested]
+    with pytest.raises(InputError, match=r"x \(torch.stack\) failed"):
+        program(call("torch.stack", LOGPROBS)).run([nested], "cpu", no_check)

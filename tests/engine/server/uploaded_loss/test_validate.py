@@ -4,10 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from tinker import types
+from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
 from steelyard.engine.server.uploaded_loss.validate import validate_loss
 from steelyard.errors import InputError
+from tests.engine.data import datum
 
 from .graphs import LOGPROBS, call, upload
 
@@ -46,6 +50,10 @@ from .graphs import LOGPROBS, call, upload
         call("Linear", LOGPROBS, op="call_module"),
         call("weight", op="get_attr"),
         call("torch.exp", LOGPROBS, out=LOGPROBS),
+        call("torch.functional.norm", LOGPROBS, 2, 0, False, LOGPROBS),
+        call("torch.nn.functional.normalize", LOGPROBS, 2, 0, 1e-12, LOGPROBS),
+        call("torch.nn.functional.relu", LOGPROBS, inplace=True),
+        call("torch.nn.functional.elu", LOGPROBS, 1.0, True),
     ],
     ids=lambda node: f"{node['op']} {node['target']}",
 )
@@ -64,6 +72,12 @@ def test_an_operation_outside_the_allowlist_is_rejected(node: dict[str, Any]) ->
         (
             lambda: upload(call("operator.getitem", LOGPROBS, {"slice": [1, 2]})),
             "three parts, got 2",
+        ),
+        (lambda: upload(call("to", LOGPROBS, "cuda", op="call_method")), "on the CPU, got 'cuda'"),
+        (lambda: upload(call("torch.zeros_like", LOGPROBS, device="meta")), "the CPU, got 'meta'"),
+        (
+            lambda: upload(call("operator.getitem", [LOGPROBS, LOGPROBS], {"slice": [None] * 3})),
+            "'x' must index the value of an earlier node",
         ),
         (lambda: upload(call("torch.mul", LOGPROBS, 10**40)), "at most 2\\*\\*53"),
         (
@@ -109,3 +123,16 @@ def test_the_output_is_the_last_node_and_the_only_one() -> None:
         graph = request.graph.model_copy(update={"nodes": nodes})
         with pytest.raises(InputError):
             validate_loss(request.model_copy(update={"graph": graph}), 99)
+
+
+def test_the_defaults_of_out_and_inplace_that_the_sdk_records_are_accepted() -> None:
+    def loss(logprobs: Any) -> Any:
+        unit = F.normalize(logprobs, dim=0) + F.relu(logprobs).to("cpu")
+        return unit.sum() + torch.norm(logprobs), {}
+
+    graph = encode_graph(trace_loss(loss, {"logprobs": 1}, "s"))
+    assert {"out", "inplace"} <= {key for node in graph.nodes for key in node.kwargs}
+    request = upload().model_copy(update={"graph": graph})
+    leaf = torch.tensor([-3.0, -4.0], requires_grad=True)
+    value, _ = validate_loss(request, 99).bind([datum([1, 2])])([leaf])
+    assert value.item() == pytest.approx(5 - 0.6 - 0.8)

@@ -34,6 +34,8 @@ _SLOWDOWN_OTHERS = 16
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.mv, _ATEN.addmv}
+# Singular values, of `norm(p="nuc")`, take about as long as so many products of the matrix.
+_SVD, _PRODUCTS_OF_SVD = _ATEN._linalg_svd, 20  # noqa: SLF001 - torch has no other name for it
 
 Sizes = list[tuple[Sequence[int], int]]  # shape and bytes of each tensor
 
@@ -324,11 +326,15 @@ def _is_on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _seconds_of_product(func: Any, args: Sequence[Any]) -> float:
-    """Estimated time of a product of matrices; 0 for everything else."""
-    if func.overloadpacket not in _PRODUCTS:
+    """Estimated time of a product of matrices, or of singular values; 0 for everything else."""
+    if func.overloadpacket is _SVD:
+        left: Tensor = args[0]
+        columns = min(left.shape[-2:]) * _PRODUCTS_OF_SVD
+    elif func.overloadpacket in _PRODUCTS:
+        left, right = [each for each in args if isinstance(each, Tensor)][-2:]
+        columns = right.shape[-1] if right.dim() > 1 else 1
+    else:
         return 0.0
-    left, right = [each for each in args if isinstance(each, Tensor)][-2:]
-    columns = right.shape[-1] if right.dim() > 1 else 1
     slowdown = _SLOWDOWN.get(left.dtype, _SLOWDOWN_OTHERS)
     return left.numel() * columns * slowdown / _MULTIPLICATIONS_PER_SECOND
 

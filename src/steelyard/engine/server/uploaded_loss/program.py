@@ -19,7 +19,6 @@ from steelyard.engine.server.uploaded_loss.allowlist import (
     FUNCTIONS,
     RESULT_FIELDS,
 )
-from steelyard.engine.server.uploaded_loss.budget import find_tensors
 from steelyard.errors import InputError
 
 MAX_INT = 2**53  # integers up to here are exact in float64
@@ -191,16 +190,28 @@ def _function(node: types.CustomLossNode) -> Callable[[list[Any], dict[str, Any]
 
         return call_method
     fn = FUNCTIONS[node.target]
+    if fn in (operator.getitem, torch.arange):
+        return lambda args, kwargs: fn(*args, **kwargs)
+    if node.target.startswith(("math.", "operator.")):
+        return lambda args, kwargs: fn(*_numbers_or_tensors(fn, args), **kwargs)
 
     def call_function(args: list[Any], kwargs: dict[str, Any]) -> Any:
-        # In the usual case a tensor stands among the first arguments.
-        if isinstance(args[0], Tensor) if args else False:
-            return fn(*args, **kwargs)
-        if not find_tensors([args, kwargs]):
-            return _apply_to_numbers(fn, args, kwargs)
+        # In the usual case a tensor stands first.
+        is_usual = bool(args) and isinstance(args[0], Tensor)
+        if not is_usual and not _has_tensor([args, kwargs]):
+            args = _numbers_or_tensors(fn, args)
         return fn(*args, **kwargs)
 
     return call_function
+
+
+def _has_tensor(value: Any) -> bool:
+    """Return whether a value holds a tensor; stops at the first, as there may be very many."""
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, Tensor)
 
 
 def _read_attribute(where: str, value: Any, name: str) -> Any:
@@ -211,16 +222,21 @@ def _read_attribute(where: str, value: Any, name: str) -> Any:
     return builtins.getattr(value, name)
 
 
-def _apply_to_numbers(fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Apply a function to plain numbers, which are sizes as a rule.
+def _numbers_or_tensors(fn: Any, args: list[Any]) -> list[Any]:
+    """Arguments of a function, checked to be tensors and numbers; without a tensor, bounded ones.
 
-    Python's integers, strings and tuples have no size limit, so only bounded numbers are allowed:
-    `"ab" * 2**40` fills the memory. `2**50 ** 2**50` would too; as floats it overflows instead.
+    Python's integers, strings and tuples have no size limit: `"ab" * 2**40` fills the memory, and
+    so do `"%99999999999s" % tensor` and adding up the pieces of a tensor, `pieces + pieces`, again
+    and again. `2**50 ** 2**50` would too; as floats it overflows instead.
+
+    Raises:
+        InputError: an argument is neither, or too large.
     """
-    if fn is operator.getitem or fn is torch.arange:
-        return fn(*args, **kwargs)
-    if not all(isinstance(arg, int | float) and abs(arg) <= MAX_INT for arg in args):
+    tensors = [isinstance(arg, Tensor) for arg in args]
+    numbers = [arg for arg, is_tensor in zip(args, tensors, strict=True) if not is_tensor]
+    is_bounded = all(isinstance(arg, int | float) for arg in numbers) and (
+        any(tensors) or all(abs(arg) <= MAX_INT for arg in numbers)
+    )
+    if not is_bounded:
         raise InputError("an argument that is no tensor must be a number of at most 2**53.")
-    if fn is operator.pow:
-        args = [float(arg) for arg in args]
-    return fn(*args, **kwargs)
+    return [float(arg) for arg in args] if fn is operator.pow and not any(tensors) else args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -61,10 +62,16 @@ def _check_node(node: types.CustomLossNode, known: set[str], *, last: bool) -> N
             f"a custom loss may use torch's elementwise, reducing and indexing operations, "
             f"got {node.op} {node.target!r} in {node.name!r}, which is not on the allowlist."
         )
-    if "out" in node.kwargs:
-        raise InputError(
-            f"a custom loss is not allowed to write into tensors, got out= in {node.name!r}."
-        )
+    for name in ("out", "inplace"):
+        # torch.fx records the defaults, None and False, too.
+        if _given(node, name) not in (None, False):
+            raise InputError(
+                f"a custom loss is not allowed to write into tensors, got {name}= in {node.name!r}."
+            )
+    _check_device(node)
+    if node.target == "operator.getitem" and not _is_reference(node.args[:1]):
+        # Slices of lists of earlier lists would double their contents with each node.
+        raise InputError(f"{node.name!r} must index the value of an earlier node.")
     for arg in [*node.args, *node.kwargs.values()]:
         _check_arg(arg, known, node.name)
 
@@ -79,6 +86,21 @@ def _is_allowed(node: types.CustomLossNode) -> bool:
     if node.op == "call_function":
         return node.target in FUNCTIONS
     return node.op == "call_method" and node.target in METHODS and bool(node.args)
+
+
+def _given(node: types.CustomLossNode, name: str) -> Any:
+    """Argument of a function by its name, wherever it stands; None if it is not given."""
+    fn = FUNCTIONS.get(node.target)
+    # Functions of C take these by name alone.
+    names = [*inspect.signature(fn).parameters] if inspect.isfunction(fn) else []
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
+
+
+def _check_device(node: types.CustomLossNode) -> None:
+    devices = [node.kwargs.get("device"), *(node.args[1:] if node.target == "to" else ())]
+    for device in devices:
+        if isinstance(device, str) and device != "cpu":
+            raise InputError(f"a custom loss runs on the CPU, got {device!r} in {node.name!r}.")
 
 
 def _check_output(node: types.CustomLossNode) -> None:
@@ -125,6 +147,13 @@ def _check_arg(arg: Any, known: set[str], where: str) -> None:  # noqa: C901, PL
             pass
         case _:
             raise InputError(f"an argument of {where!r} must be one that the SDK writes.")
+
+
+def _is_reference(args: list[Any]) -> bool:
+    match args:
+        case [{"ref": str()}]:
+            return True
+    return False
 
 
 def _is_one_of(value: Any, allowed: frozenset[str]) -> bool:
