@@ -119,6 +119,8 @@ def main() -> None:
     dist.broadcast_object_list(folder)  # the processes write into one folder
     run = save_and_load(Path(folder[0]) / "checkpoint", *run)
     train(*run, range(STEPS // 2, STEPS))
+    # gloo's threads free the tensors of the last reductions: let them, before Python ends.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -51,14 +51,19 @@ def test_an_example_prints_what_the_documentation_shows(
 
 def test_the_sharded_example_runs_in_two_processes() -> None:
     example = FOLDER / "sharded.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", example],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", example],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+        # torch 2.13: FSDP2 keeps gloo's threads, and one that frees a tensor while Python ends
+        # aborts the process. It is rare, and was seen on a loaded machine.
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     shown = (example.parent / "outputs" / "sharded.txt").read_text(encoding="utf-8")
     assert words(done.stdout) == words(shown)

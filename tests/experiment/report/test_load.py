@@ -106,7 +106,7 @@ def test_an_ablation_among_other_runs_gives_its_runs(tmp_path: Path) -> None:
         (lambda run: (run / "config.json").write_text("[" * 100_000), r"config\.json must be JSON"),
         (
             lambda run: (run / "changes.jsonl").write_text('{"step": 1}\n'),
-            r"changes\.jsonl must hold records as a run writes them, and one is damaged: KeyError",
+            r"changes\.jsonl, line 1, must have whole numbers as step and requests, and a list",
         ),
         (lambda run: (run / "config.json").write_text("["), r"config\.json must be JSON, got"),
         (lambda run: (run / "config.json").write_text("[]"), r"must be a JSON object, got a list"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from steelyard.errors import RunError
 from steelyard.experiment.checkpointing import best_checkpoint
 from steelyard.experiment.report.formatting import number
 from steelyard.experiment.run_dir import RunFolder
@@ -18,18 +17,12 @@ def run_history(folder: Path) -> list[str]:
         CheckpointError: the record of the best checkpoint is damaged.
     """
     run = RunFolder(folder)
-    try:
-        sentences = [
-            f"From step {change['step']} on, {key} was set to {value}."
-            for change in run.changes()
-            for settings in change["set"]
-            for key, value in settings.items()
-        ]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise RunError(
-            f"{folder / 'changes.jsonl'} must hold records as a run writes them, and one is "
-            f"damaged: {type(error).__name__}: {error}. Report on a copy of the folder without it."
-        ) from error
+    sentences = [
+        f"From step {change['step']} on, {key} was set to {value}."
+        for change in run.changes()
+        for settings in change["set"]
+        for key, value in settings.items()
+    ]
     best = best_checkpoint(run)
     if best is not None:
         sentences.append(
