@@ -37,7 +37,7 @@ if "__mp_main__" in sys.modules:
     cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
 
 
-class Block(NamedTuple):
+class MemoryFile(NamedTuple):
     """A file in memory: its path, and its inode.
 
     The path holds the number of a descriptor, which another file may get once the sender has
@@ -69,7 +69,7 @@ class Message:
     pickled: bytes
     spans: tuple[tuple[int, int], ...] = ()
     buffers: tuple[bytes, ...] = ()
-    block: Block | None = None
+    block: MemoryFile | None = None
     reply_at: int = 0
 
 
@@ -85,7 +85,7 @@ class Parcel:
             self.message = Message(pickled)
             return
         path = self._create()
-        block = Block(path, os.stat(path).st_ino)  # noqa: PTH116 - a Path made per call costs more
+        block = MemoryFile(path, os.stat(path).st_ino)  # noqa: PTH116 - a Path made per call costs more
         try:
             spans = _write(block, 0, buffers)
         except OSError:  # shared memory is full: use the pipe
@@ -217,7 +217,7 @@ def _dump(thing: object, left_out: Sequence[object] = ()) -> tuple[bytes, list[m
     return file.getvalue(), buffers
 
 
-def _load(message: Message, block: Block | None) -> Any:
+def _load(message: Message, block: MemoryFile | None) -> Any:
     buffers: list[bytearray | memoryview] = [bytearray(b) for b in message.buffers]
     if block is not None and message.spans:
         with block.open("rb") as file:
@@ -235,7 +235,7 @@ def _loads(
     return pickle.loads(pickled, buffers=buffers)  # noqa: S301 - our own worker's
 
 
-def _write(block: Block, at: int, buffers: list[memoryview]) -> tuple[tuple[int, int], ...]:
+def _write(block: MemoryFile, at: int, buffers: list[memoryview]) -> tuple[tuple[int, int], ...]:
     spans = []
     # Written, not mapped: without memory a write is an error, a mapped page kills the process.
     with block.open("r+b") as file:
