@@ -53,7 +53,7 @@ ON_GPU := tests/composition/test_traced.py tests/composition/test_composite_fusi
   tests/integrations/huggingface/test_logit_free_loss.py::test_the_same_training_without_logits
 test-gpu: ## kernels, penalties, composites and projections on CUDA; PYTHON= a python with CUDA
 	$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "test-gpu needs a GPU and a torch with CUDA: make test-gpu PYTHON=...")'
-	PYTHONPATH=src JAX_PLATFORMS=cpu $(PYTHON) -m pytest tests/penalties $(ON_GPU)
+	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) JAX_PLATFORMS=cpu $(PYTHON) -m pytest tests/penalties $(ON_GPU)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check --quiet .

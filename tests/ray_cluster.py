@@ -56,26 +56,18 @@ class RayCluster:
         with _without_warnings():
             self._cluster.remove_node(node, allow_graceful=False)
 
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Connect this process to the cluster."""
+        with _without_warnings():
+            ray.init(address=self.address, log_to_driver=False, logging_level=logging.WARNING)
+        yield
+        ray.shutdown()
+
     def shutdown(self) -> None:
         """End all nodes."""
         with _without_warnings():
             self._cluster.shutdown()  # type: ignore[no-untyped-call]  # untyped in Ray
-
-
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[RayCluster]:
-    cluster = RayCluster()
-    yield cluster
-    cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def ray_driver(ray_cluster: RayCluster) -> Iterator[RayCluster]:
-    """The cluster, with this process connected to it."""
-    with _without_warnings():
-        ray.init(address=ray_cluster.address, log_to_driver=False, logging_level=logging.WARNING)
-    yield ray_cluster
-    ray.shutdown()
 
 
 @contextmanager

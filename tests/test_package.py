@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -347,3 +348,17 @@ def test_a_browser_that_cannot_be_brought_is_required_by_ci_alone(
     done = run_script("tools/browser.sh", path, tmp_path, REQUIRE_BROWSER=required)
     assert done.stderr.startswith("No Chromium with its driver here")
     assert done.returncode == code
+
+
+def test_the_gpu_tests_need_no_package_that_they_do_not_test() -> None:
+    # A machine with a GPU has torch, JAX and transformers; these it usually does not have.
+    absent = ("gudhi", "lightning", "optuna", "plotly", "ray", "selenium", "wandb", "z3")
+    command = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    targets = next(line for line in command.splitlines() if line.startswith("ON_GPU :="))
+    collected = python(f"""
+import sys
+sys.modules.update(dict.fromkeys({absent}))
+import pytest
+sys.exit(pytest.main(["--collect-only", *{targets.split()[2:]}]))
+""")
+    assert re.search(r"\d+ tests collected", collected)
