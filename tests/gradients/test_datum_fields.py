@@ -9,7 +9,13 @@ import tinker
 import torch
 
 from steelyard.errors import InputError
-from steelyard.gradients import as_tensor, counted_tokens, loss_fn_input, token_mask
+from steelyard.gradients import (
+    as_tensor,
+    counted_tokens,
+    loss_fn_input,
+    token_mask,
+    were_sampled,
+)
 
 FIELDS: Any = {"group": np.array([2])}
 
@@ -81,3 +87,20 @@ def test_the_mask_of_classes_is_one_of_tokens() -> None:
         InputError, match=r"weights of datum 3 must have one number per token, \[5\]"
     ):
         token_mask(datum, 3, torch.Size([5]))
+
+
+SAMPLED: Any = {"loss_fn_inputs": {"logprobs": [-1.0]}}
+FIXED: Any = {"loss_fn_inputs": {"weights": [1.0]}}
+
+
+@pytest.mark.parametrize(
+    ("data", "sampled"),
+    [([], None), (None, None), ([SAMPLED, SAMPLED], True), ([FIXED], False), ([object()], False)],
+)
+def test_whether_the_tokens_were_sampled(data: Any, sampled: bool | None) -> None:
+    assert were_sampled(data) is sampled
+
+
+def test_a_batch_is_sampled_or_fixed_and_not_both() -> None:
+    with pytest.raises(InputError, match=r"got datum 1 with and datum 0 without"):
+        were_sampled([FIXED, SAMPLED])

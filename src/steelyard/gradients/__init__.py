@@ -24,6 +24,7 @@ from steelyard.gradients.datum_fields import (
     counted_tokens,
     loss_fn_input,
     token_mask,
+    were_sampled,
 )
 from steelyard.gradients.fully_sharded import (
     FullyShardedParameters,
@@ -101,6 +102,7 @@ __all__ = [
     "tensors_in",
     "token_mask",
     "weighted_sum",
+    "were_sampled",
     "whole",
 ]
 

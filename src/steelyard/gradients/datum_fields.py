@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,3 +68,28 @@ def token_mask(datum: Any, index: int, shape: torch.Size) -> Tensor | None:
             f"got {list(mask.shape)}."
         )
     return mask
+
+
+def were_sampled(data: Any) -> bool | None:
+    """Return whether the tokens of a batch were sampled from a model, as their data say.
+
+    Data with the log-probs at which their tokens were sampled, in the field `logprobs`, are those
+    of a rollout; data without them are fixed: their tokens stand in a file, and say nothing about
+    the distribution of the model that is trained on them.
+
+    Returns:
+        None if there are no data to ask.
+
+    Raises:
+        InputError: some data have the field and some do not.
+    """
+    if not isinstance(data, Sequence) or not data:
+        return None
+    sampled = [loss_fn_input(datum, "logprobs") is not None for datum in data]
+    if len(set(sampled)) > 1:
+        raise InputError(
+            f"either all data of a batch must have sampling log-probs, in the field 'logprobs', or "
+            f"none, got datum {sampled.index(True)} with and datum {sampled.index(False)} without: "
+            f"use one batch for sampled and another for fixed data."
+        )
+    return sampled[0]
