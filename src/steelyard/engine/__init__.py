@@ -15,6 +15,7 @@ other libraries. `server` puts all of it behind the wire protocol of the Tinker 
 from steelyard._extras import cure as _cure
 
 try:
+    from steelyard.engine.checkpoints import remove_checkpoint
     from steelyard.engine.model_export import export_checkpoint
     from steelyard.engine.model_sources import KNOWN_MODELS, find_model, model_folder
     from steelyard.engine.sampling_client import LocalSamplingClient
@@ -32,5 +33,6 @@ __all__ = [
     "export_checkpoint",
     "find_model",
     "model_folder",
+    "remove_checkpoint",
     "serve",
 ]

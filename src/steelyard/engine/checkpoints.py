@@ -223,6 +223,25 @@ class Checkpoints:
         return self._link(*parts)
 
 
+def remove_checkpoint(link: Path) -> None:
+    """Remove a checkpoint of a run folder, and nothing that is not its own.
+
+    That is a link with the hidden folder beside it that `write` made; a link to anywhere else
+    without what it leads to; or a folder in the place of a link, of a copy of a run that was made
+    with the files that links lead to.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if not link.is_symlink():
+        shutil.rmtree(link, ignore_errors=True)
+        return
+    folder = _own_folder(link)
+    link.unlink(missing_ok=True)
+    if folder is not None and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def check_name(what: str, value: object) -> str:
     """Check that a run or a checkpoint may have the name `value`, and return it.
 

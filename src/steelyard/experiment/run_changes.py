@@ -181,16 +181,28 @@ def _unfinished(folder: str | Path) -> RunFolder:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Append to a file in one write, so that lines of several processes do not mix."""
+    """Append to a file in one write, so that lines of several processes do not mix.
+
+    A line that an earlier writer left incomplete, on a full disk, is ended first: it asks for
+    nothing, and must not swallow this one.
+    """
     try:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            os.write(file, content)
+            size = os.fstat(file).st_size
+            if content and size and os.pread(file, 1, size - 1) != b"\n":
+                content = b"\n" + content
+            written = os.write(file, content)
             os.fsync(file)
         finally:
             os.close(file)
     except OSError as error:
         raise _not_writable(path.parent, error) from error
+    if written < len(content):
+        raise RunError(
+            f"{path} must take a line of {len(content)} bytes, and took {written}: the disk is "
+            f"full. Make room there, and give the command again; nothing was changed."
+        )
 
 
 def _complete_requests(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
@@ -206,7 +218,7 @@ def _complete_requests(path: Path, start: int) -> tuple[list[dict[str, Any]], in
     for line in whole.split(b"\n"):
         try:
             found = json.loads(line)
-        except ValueError:  # an empty or damaged line asks for nothing
+        except (ValueError, RecursionError):  # an empty or damaged line asks for nothing
             continue
         if isinstance(found, dict) and isinstance(found.get("set"), dict):
             requests.append(found["set"])

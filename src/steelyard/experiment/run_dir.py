@@ -40,6 +40,9 @@ from steelyard.experiment.config_errors import format_errors
 from steelyard.experiment.secrets import redact
 
 
+_WRITTEN_BY_OTHERS = (".lock", "tensorboard", "wandb")  # filelock, sinks
+
+
 class RunFolder:
     """Files of one run. Write to them inside `locked()`."""
 
@@ -69,8 +72,10 @@ class RunFolder:
         """Lock the folder against other processes; the lock ends with the process in any case.
 
         Raises:
-            RunError: another process holds the lock, or the folder cannot be created.
+            RunError: another process holds the lock, the folder cannot be created, or a file of it
+                is a link.
         """
+        self._check_own()
         lock = filelock.FileLock(self.path / ".lock", timeout=0)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -89,6 +94,25 @@ class RunFolder:
             yield
         finally:
             lock.release()
+
+    def _check_own(self) -> None:
+        """Check that what a run writes to, cuts or deletes is in its folder and nowhere else.
+
+        A folder from somebody else could otherwise have a link to any file of the user's there.
+
+        Raises:
+            RunError: a file or folder of the run is a link.
+        """
+        own = (self.checkpoints, self.metrics_file, self.requests, self._changes, self._drivers)
+        own += (self._rollouts, self._log, *(self.path / name for name in _WRITTEN_BY_OTHERS))
+        folders = (*self.checkpoints.glob("*"), *self.checkpoints.glob("*/*weights"))
+        for path in (*own, *folders):  # other files are replaced as a whole, links too
+            if path.is_symlink():
+                raise RunError(
+                    f"{path} must be a file or folder of the run itself, and it is a link to "
+                    f"{path.readlink()}, which the run would write to: put a copy in its place. To "
+                    f"keep a run on another disk, link its whole folder."
+                )
 
     def begin(self, config: Config) -> None:
         """Write the config of a new run.

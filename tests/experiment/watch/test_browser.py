@@ -139,8 +139,8 @@ def test_a_comparison_has_the_cosines_and_the_answers_of_each_run(
         asked = f"user: Who is {name}?"
         page.wait(lambda s=f"#text-rollouts-{at}", a=asked: a in text(page, s))  # type: ignore[misc]
     # Norms of different spaces have no common scale.
-    assert "first" in legend(page, "Weighted gradient norms, log-probs: kl")
-    assert "second" in legend(page, "Weighted gradient norms, parameters: kl")
+    page.wait(lambda: "first" in legend(page, "Weighted gradient norms, log-probs: kl"))
+    page.wait(lambda: "second" in legend(page, "Weighted gradient norms, parameters: kl"))
     assert page.complaints() == []
 
 

@@ -6,10 +6,11 @@ service, and `reward_model` a model.
 """
 
 from steelyard.experiment.rewards.reward import REWARDS, Reward, build_rewards, check_weights
-from steelyard.experiment.rewards.scoring import Answer, Score, score
+from steelyard.experiment.rewards.scoring import LARGEST, Answer, Score, score
 
 __all__ = [  # noqa: RUF022 - sorted as Python sorts
     "Answer",
+    "LARGEST",
     "REWARDS",
     "Reward",
     "Score",

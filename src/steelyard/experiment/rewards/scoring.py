@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 import os
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, Self, TypeAlias
 
 from steelyard.errors import NonFiniteError, SteelyardError, TermError, TermResultError
@@ -20,6 +20,8 @@ from steelyard.spec import describe, is_finite, is_whole, title
 
 Answer: TypeAlias = tuple[Mapping[str, Any], str]
 _MAX_SHOWN = 60  # characters of a value or of a prompt in a message
+# That of float32, in which advantages are trained: sums and squares of rewards cannot overflow.
+LARGEST = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -170,14 +172,14 @@ def _reason(reward: Reward, error: BaseException) -> str:
 def _number(name: str, value: Any) -> float:
     """Convert what a reward returned; scalars of NumPy and torch, and booleans, are numbers."""
     found = value.item() if getattr(value, "shape", None) == () else value
-    if isinstance(found, bool) or is_finite(found):
+    if isinstance(found, bool) or (is_finite(found) and abs(found) <= LARGEST):
         return float(found)
     rule = (
-        f"{title(name, 'reward')} must return a finite number for each answer, got {_shown(value)} "
-        f"({type(value).__name__})."
+        f"{title(name, 'reward')} must return a finite number, of at most 3.4e38, for each answer, "
+        f"got {_shown(value)} ({type(value).__name__})."
     )
-    if isinstance(found, float):
-        kind: Literal["nan", "inf"] = "nan" if math.isnan(found) else "inf"
+    if isinstance(found, Real):
+        kind: Literal["nan", "inf"] = "nan" if found != found else "inf"  # noqa: PLR0124 - NaN
         raise NonFiniteError(rule, term=name, kind=kind)
     raise TermResultError(rule, term=name)
 

@@ -23,7 +23,7 @@ from steelyard.experiment.data_source import StepData, TrainingBatch
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.failure_log import FailureLog
 from steelyard.experiment.held_out import evaluate_terms
-from steelyard.experiment.rewards import Score, score
+from steelyard.experiment.rewards import LARGEST, Score, score
 from steelyard.experiment.rollouts.advantages import advantages, fewest_answers
 from steelyard.experiment.rollouts.answer_data import add_base_logprobs, datum_of
 from steelyard.experiment.rollouts.answers import (
@@ -329,8 +329,15 @@ def _scored(
     values = {name: scores[name].value for name in weights if name in scores}
     if not scores or any(value is None for value in values.values()):
         return ScoredAnswer(answer, scores, None)
-    terms = [weights[name] * value for name, value in values.items() if value is not None]
-    return ScoredAnswer(answer, scores, math.fsum(terms))
+    terms = {name: weights[name] * value for name, value in values.items() if value is not None}
+    for name, weighted in terms.items():
+        if not abs(weighted) <= LARGEST / len(terms):
+            raise RunError(
+                f"reward {name!r} times its weight must be a number of at most "
+                f"{LARGEST / len(terms):.2g}, got {values[name]!r} times {weights[name]!r}: "
+                f"scale one of the two."
+            )
+    return ScoredAnswer(answer, scores, math.fsum(terms.values()))
 
 
 class _Clock:

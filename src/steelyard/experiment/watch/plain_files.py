@@ -12,7 +12,9 @@ from typing import Any, BinaryIO, TypeVar
 
 T = TypeVar("T")
 
+MAX_LINE = 2**20  # bytes of a line; a longer one is no line that a run writes
 _CHUNK = 2**16
+_MAX_FILE = 2**22  # bytes of a file that is read whole
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -30,20 +32,33 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_first_line(path: Path) -> bytes:
-    """First line of a file; empty if none is complete, or if it cannot be read."""
+    """First line of a file; empty if none is complete, it is too long, or it cannot be read."""
     try:
         with open_plain(path) as file:
-            line = file.readline()
+            line = file.readline(MAX_LINE)
     except OSError:
         return b""
     return line if line.endswith(b"\n") else b""
+
+
+def read_small(path: Path) -> bytes:
+    """Read a whole file.
+
+    Raises:
+        OSError: it cannot be read, or is larger than a file of its kind.
+    """
+    with open_plain(path) as file:
+        content = file.read(_MAX_FILE + 1)
+    if len(content) > _MAX_FILE:
+        raise OSError(f"{path} is larger than {_MAX_FILE} bytes")
+    return content
 
 
 def read_last(path: Path, parse: Callable[[bytes], T | None]) -> T | None:
     """What `parse` makes of the last complete line of a file from which it makes something.
 
     Returns:
-        None if there is no such line, or if the file cannot be read.
+        None if there is no such line near the end of the file, or if it cannot be read.
     """
     size = _CHUNK
     while True:
@@ -54,7 +69,7 @@ def read_last(path: Path, parse: Callable[[bytes], T | None]) -> T | None:
             found = parse(line)
             if found is not None:
                 return found
-        if whole:
+        if whole or size > MAX_LINE:
             return None
         size *= 4
 

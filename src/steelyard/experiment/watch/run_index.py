@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -14,12 +14,15 @@ from steelyard.errors import RunError
 from steelyard.experiment.run_state import inode_of, locked_files
 from steelyard.experiment.secrets import redact, remember
 from steelyard.experiment.watch.plain_files import (
-    open_plain,
     parse_object,
     read_first_line,
     read_last,
+    read_small,
 )
 from steelyard.experiment.watch.series import parse_row
+from steelyard.spec import is_finite
+
+_log = logging.getLogger(__name__)
 
 State: TypeAlias = Literal["running", "paused", "stopped", "done"]
 
@@ -128,7 +131,11 @@ class RunIndex:
         signature = tuple(_signature(file) for file in files)
         known = self._rows.get(name)
         if known is None or known[0] != signature:
-            known = signature, _read_summary(name, path)
+            try:
+                known = signature, _read_summary(name, path)
+            except Exception:  # whatever is in a damaged run must not hide the others
+                _log.exception("the run %s cannot be summarised", path)
+                known = signature, RunSummary(name, 0, None, "stopped", None, 0.0, {}, {})
             self._rows[name] = known
         summary = known[1]
         if summary.state == "done":
@@ -161,8 +168,7 @@ def _read_summary(name: str, path: Path) -> RunSummary:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Config of a run with secrets redacted; empty if it is damaged."""
     try:
-        with open_plain(path / "config.json") as file:
-            config = parse_object(file.read()) or {}
+        config = parse_object(read_small(path / "config.json")) or {}
     except OSError:
         config = {}
     remember(config)  # a run of an older version, or a config edited since, may hold secrets
@@ -170,8 +176,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a metric is a finite number."""
-    return type(value) in (int, float) and math.isfinite(value)
+    """Return whether a metric is a number that a finite float can hold."""
+    return type(value) in (int, float) and is_finite(value)
 
 
 def _signature(file: Path) -> tuple[int, int, int] | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.step_metrics import short_reason, skipped_terms
-from steelyard.experiment.watch.plain_files import open_plain, parse_object
+from steelyard.experiment.watch.plain_files import MAX_LINE, open_plain, parse_object
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -62,7 +62,7 @@ class Position:
         """
         size, length, digest = text.split("-")
         found = cls(int(size), int(length), digest)
-        if not 0 <= found.length <= found.size < 2**63:
+        if not 0 <= found.length <= found.size < 2**62 or found.length > MAX_LINE:
             raise ValueError(f"a line of {length} bytes cannot end at byte {size}")
         return found
 
@@ -121,8 +121,9 @@ class RunSeries:
                 if not self.position.seek(file):
                     self._reset()
                     file.seek(0)
-                for line in file:
-                    if not line.endswith(b"\n"):
+                while line := file.readline(MAX_LINE):
+                    # A longer line is read in parts, each of which is damaged.
+                    if not line.endswith(b"\n") and len(line) < MAX_LINE:
                         break
                     self._add(line)
         except OSError:  # removed, not readable, or a link
@@ -262,12 +263,15 @@ def rows_after(
             block = file.read(limit)
     except OSError:
         return None if position.size else ([], position)
-    *lines, _ = block.split(b"\n")
+    *lines, rest = block.split(b"\n")
     if not lines:
-        return [], position
+        if len(rest) < MAX_LINE:
+            return [], position
+        # A line that is too long: go on behind this part of it.
+        return [], Position.after(rest[-MAX_LINE:], position.size + len(rest))
     rows = [row for line in lines if (row := parse_row(line)) is not None]
     size = position.size + sum(len(line) + 1 for line in lines)
-    return rows, Position.after(lines[-1] + b"\n", size)
+    return rows, Position.after((lines[-1] + b"\n")[-MAX_LINE:], size)
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
