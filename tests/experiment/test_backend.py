@@ -60,7 +60,7 @@ class Service:
     root: Path
     holder: Holder
 
-    def __init__(self, base_url: str | None = None) -> None:
+    def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
         self.base_url = base_url
         self._local = LocalServiceClient(checkpoint_dir=self.root, device="cpu", max_tokens=2048)
 

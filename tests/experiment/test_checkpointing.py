@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +221,23 @@ def test_a_folder_of_the_user_is_not_replaced(client: RegularizedClient, run: Ru
     save(client, run, 1, seed=0, keep=1)
     assert [path.name for path in run.adapter.iterdir()] == ["mine"]
     assert not list(run.path.glob(".adapter*"))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_only_folders_of_its_own_making_are_deleted(
+    client: RegularizedClient, run: RunFolder, tmp_path: Path, inside: bool
+) -> None:
+    """A run folder from somebody else may have a link to a folder of the user's."""
+    save(client, run, 1, seed=0, keep=1)
+    (own,) = run.checkpoints.glob("*/weights/step-*")
+    precious = (own.parent if inside else tmp_path) / "precious"
+    (precious / "folder").mkdir(parents=True)
+    (precious / "folder" / "file").touch()
+    own.with_name("step-00000000").symlink_to(precious)
+    own.with_name("step-00000007").symlink_to("./precious/folder")
+    # Named as the engine names its folders, and again a link.
+    own.with_name("step-00000008").symlink_to(".step-00000008.x")
+    own.with_name(".step-00000008.x").symlink_to(precious)
+    save(client, run, 2, seed=0, keep=1)
+    assert (records(run), states(run)) == (["step-00000002.json"], ["step-00000002"])
+    assert (precious / "folder" / "file").is_file()

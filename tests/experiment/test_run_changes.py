@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,7 @@ from steelyard.experiment import (
     run_state,
     train,
 )
+from steelyard.experiment.config import Config
 
 from .small_runs import (
     DRIFT,
@@ -353,3 +356,55 @@ def test_a_run_that_failed_at_its_start_leaves_no_requests(folder: Path) -> None
         request_settings(run.path, ["l2.weight=1"])
         run.discard_start()
     assert not run.requests.exists()
+
+
+def test_a_request_on_a_full_disk_is_refused_and_does_not_spoil_the_next(stopped: Path) -> None:
+    request_settings(stopped, ["l2.weight=0.5"])
+    requests = RunFolder(stopped).requests
+    whole = requests.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, before[1]))  # as a full disk
+    try:
+        with pytest.raises(RunError, match=r"must take a line of \d+ bytes, and took 10: the disk"):
+            request_settings(stopped, ["l2.weight=0.6"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(requests.read_bytes()) == len(whole) + 10
+    assert describe_settings(stopped)["l2.weight"] == 0.5
+    request_settings(stopped, ["l2.weight=0.7"])
+    assert describe_settings(stopped)["l2.weight"] == 0.7
+
+
+def test_a_damaged_request_is_named_and_passed_over(folder: Path) -> None:
+    lines = ["[" * 100_000, '{"set": {"l2.weight": 0.5}}', "", "rubbish", "{}"]
+    config = small_config(folder, "train.steps=3")
+    train(config, folder / "r", stop=stop_after(1))
+    (folder / "r" / "requests.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    request_settings(folder / "r", ["learning_rate=0.5"])
+    recorder = Recorder()
+    resume(folder / "r", watch=recorder)
+    assert weights(folder / "r", "l2") == [0.1, 0.5, 0.5]
+    said = [text for text in recorder.messages if "is no request" in text]
+    assert said == [
+        f"step 1: line {number} of requests.jsonl is no request: left out" for number in (1, 4, 5)
+    ]
+
+
+def test_many_requests_are_checked_at_once(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as none is invalid; else one by one, and those that are left hold."""
+    requests = RunFolder(stopped).requests
+    lines = [json.dumps({"set": {"l2.weight": number / 10}}) for number in range(300)]
+    requests.write_text("".join(f"{line}\n" for line in lines))
+    checked: list[Any] = []
+    validate = Config.model_validate
+
+    def count(raw: Any) -> Config:
+        checked.append(raw)
+        return validate(raw)
+
+    monkeypatch.setattr(Config, "model_validate", count)
+    assert describe_settings(stopped)["l2.weight"] == 29.9
+    assert len(checked) == 1
+    with requests.open("a") as file:
+        file.write('{"set": {"l2.weight": -1}}\n')
+    assert describe_settings(stopped)["l2.weight"] == 29.9

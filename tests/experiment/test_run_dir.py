@@ -227,3 +227,38 @@ def test_a_write_below_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RunError, match="must be writable"):
         write_atomic(tmp_path / "file" / "a", b"x")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.jsonl",
+        "log.txt",
+        "drivers.jsonl",
+        ".lock",
+        "checkpoints",
+        "checkpoints/a",
+        "checkpoints/a/weights",
+        "tensorboard",
+    ],
+)
+def test_a_file_of_a_run_that_is_a_link_is_refused(
+    run: RunFolder, tmp_path: Path, name: str
+) -> None:
+    """The run would write to it, cut it or delete in it, wherever it leads."""
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    link = run.path / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(outside)
+    refused = pytest.raises(RunError, match=f"{name} must be a file or folder of the run itself")
+    with refused, run.locked():
+        pass
+    assert outside.read_text() == "mine"
+
+
+def test_a_run_folder_may_be_a_link(run: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run.path)
+    with RunFolder(tmp_path / "link").locked():
+        pass

@@ -12,6 +12,7 @@ import typer
 
 from steelyard.cli.exit_codes import report_error
 from steelyard.cli.trained_run import (
+    BaseUrl,
     Checkpoint,
     MaxTokens,
     Run,
@@ -45,11 +46,12 @@ def chat(
     system: System = None,
     step: Step = None,
     checkpoint: Checkpoint = None,
+    base_url: BaseUrl = None,
 ) -> None:
     """Talk with the model of a run; from a pipe, answer each line."""
     from steelyard.experiment import Chat  # noqa: PLC0415 - takes seconds
 
-    with opened_model(run, chosen_checkpoint(step, checkpoint)) as model:
+    with opened_model(run, chosen_checkpoint(step, checkpoint), base_url) as model:
         params = model.params(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )

@@ -11,6 +11,7 @@ import typer
 
 from steelyard.cli.train import SkipBad
 from steelyard.cli.trained_run import (
+    BaseUrl,
     Checkpoint,
     MaxTokens,
     Run,
@@ -57,6 +58,7 @@ def sample(
     ] = False,
     step: Step = None,
     checkpoint: Checkpoint = None,
+    base_url: BaseUrl = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON Lines.")] = False,
     skip_bad: SkipBad = False,
 ) -> None:
@@ -67,7 +69,7 @@ def sample(
             "--system must be given with texts that are messages of a chat, not with --plain; in a "
             'file of JSON Lines, write it into the "messages" of each line.'
         )
-    with opened_model(run, chosen_checkpoint(step, checkpoint)) as model:
+    with opened_model(run, chosen_checkpoint(step, checkpoint), base_url) as model:
         is_chat = model.is_chat if chat is None else chat
         prompts = [_record(each, system, is_chat=is_chat or system is not None) for each in texts]
         params = model.params(

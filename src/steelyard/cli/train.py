@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.exit_codes import INTERRUPTED
+from steelyard.cli.trained_run import BaseUrl
 from steelyard.cli.watch import Watch, page_of_run
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def resume(
             help="Secrets that stood in the config itself; - reads such lines from stdin.",
         ),
     ] = None,
+    base_url: BaseUrl = None,
     watch: Watch = False,
 ) -> None:
     """Continue a run from its last checkpoint."""
@@ -70,7 +72,9 @@ def resume(
     lines = [line for line in sys.stdin.read().split("\n") if line] if secrets == ["-"] else secrets
     with page_of_run(run, run) if watch else contextlib.nullcontext():
         outcome = run_with_display(
-            lambda watcher, stop: experiment.resume(run, lines or (), watch=watcher, stop=stop)
+            lambda watcher, stop: experiment.resume(
+                run, lines or (), base_url=base_url, watch=watcher, stop=stop
+            )
         )
     _print_outcome(outcome)
 

@@ -33,6 +33,13 @@ TopP = Annotated[
 Seed = Annotated[
     int | None, typer.Option("--seed", help="Seed of the answers; default: another each time.")
 ]
+BaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--base-url",
+        help="Address of the Tinker service; needed once for a run of another machine.",
+    ),
+]
 System = Annotated[str | None, typer.Option("--system", help="System message of the chat.")]
 
 
@@ -64,14 +71,16 @@ def chosen_checkpoint(step: int | None, checkpoint: str | None) -> int | Literal
 
 
 @contextmanager
-def opened_model(run: Path, step: int | Literal["best"] | None) -> Iterator[TrainedModel]:
+def opened_model(
+    run: Path, step: int | Literal["best"] | None, base_url: str | None
+) -> Iterator[TrainedModel]:
     """Open the model of a run, and say on stderr which checkpoint it is."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
 
     from steelyard.experiment import open_trained_model  # noqa: PLC0415 - as above
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
-    with open_trained_model(run, step) as model:
+    with open_trained_model(run, step, base_url=base_url) as model:
         steps = model.config.train.steps
         note = describe_checkpoint(model.checkpoint.step, steps, is_finished=model.is_finished)
         typer.echo(f"{model.config.model.base_model}, {note}", err=True)

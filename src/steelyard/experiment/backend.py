@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from steelyard.composition import Aggregator
 from steelyard.errors import ConfigError, InputError, ModelError, RunError
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.secrets import redact
+from steelyard.experiment.service_address import address_of, service_options
 from steelyard.gradients import awaited
 from steelyard.regularizers.judges import check_listener
 
@@ -153,7 +153,7 @@ def check_service(config: ModelConfig) -> None:
     """
     if config.backend != "tinker":
         return
-    url = config.base_url or os.environ.get("TINKER_BASE_URL")
+    url = address_of(config)
     where = f"at {url}" if url else "at the SDK's default address"
     try:
         if url:
@@ -234,8 +234,7 @@ def _local_service(config: ModelConfig, checkpoints: Path) -> Any:
 
 
 def _tinker_service(config: ModelConfig) -> Any:
-    options: dict[str, Any] = {} if config.base_url is None else {"base_url": config.base_url}
-    return tinker.ServiceClient(**options)
+    return tinker.ServiceClient(**service_options(config))
 
 
 @contextlib.contextmanager

@@ -10,14 +10,15 @@ again, before it reads further requests, so that it repeats every bit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from steelyard.errors import RunError, SteelyardError
+from steelyard.errors import ConfigError, RunError, SteelyardError
 from steelyard.experiment.build_terms import Terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.run_dir import RunFolder
@@ -25,6 +26,7 @@ from steelyard.experiment.run_settings import (
     changed_config,
     changed_terms,
     current_settings,
+    merged_config,
     parse_settings,
 )
 from steelyard.experiment.run_state import is_locked
@@ -73,12 +75,14 @@ def current_config(run: RunFolder) -> Config:
     Raises:
         RunError: the folder holds no run.
     """
-    config = run.config()
-    for settings in _complete_requests(run.requests, 0)[0]:
-        try:
+    config, requests = run.config(), _complete_requests(run.requests, 0).settings
+    try:
+        return merged_config(config, requests)
+    except ConfigError:
+        pass
+    for settings in requests:
+        with contextlib.suppress(ConfigError):  # the run refuses it too
             config = changed_config(config, settings)
-        except ValueError:  # the run refuses it too
-            continue
     return config
 
 
@@ -151,9 +155,12 @@ class ChangeLog:
             terms = changed_terms(terms, config)
         if self._recorded:
             return config, terms
-        requests, self.size = _complete_requests(self._run.requests, self.size)
+        requests = _complete_requests(self._run.requests, self.size)
+        self.size = requests.end
+        for number in requests.damaged:
+            say(f"step {step}: line {number} of {self._run.requests.name} is no request: left out")
         taken = []
-        for settings in requests:
+        for settings in requests.settings:
             shown = ", ".join(f"{key} = {value}" for key, value in settings.items())
             try:
                 changed = changed_config(config, settings)
@@ -205,24 +212,35 @@ def _write(path: Path, content: bytes) -> None:
         )
 
 
-def _complete_requests(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
-    """Settings of the whole lines of a file from a byte on, and the byte after them."""
+class _Requests(NamedTuple):
+    """Whole lines of `requests.jsonl`: settings, numbers of damaged lines, and the byte after."""
+
+    settings: list[dict[str, Any]]
+    damaged: list[int]
+    end: int
+
+
+def _complete_requests(path: Path, start: int) -> _Requests:
+    """Settings of the whole lines of a file from a byte on."""
     try:
         with path.open("rb") as file:
-            file.seek(start)
+            number = 1 + file.read(start).count(b"\n")
             content = file.read()
     except OSError:
-        return [], start
+        return _Requests([], [], start)
     whole = content[: content.rfind(b"\n") + 1]
-    requests = []
-    for line in whole.split(b"\n"):
+    found = _Requests([], [], start + len(whole))
+    for line in whole.split(b"\n")[:-1]:
         try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):  # an empty or damaged line asks for nothing
-            continue
-        if isinstance(found, dict) and isinstance(found.get("set"), dict):
-            requests.append(found["set"])
-    return requests, start + len(whole)
+            request = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            request = {}
+        if isinstance(request, dict) and isinstance(request.get("set"), dict):
+            found.settings.append(request["set"])
+        elif request is not None:
+            found.damaged.append(number)
+        number += 1
+    return found
 
 
 def _not_writable(path: Path, error: OSError) -> RunError:

@@ -39,7 +39,6 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_errors import format_errors
 from steelyard.experiment.secrets import redact
 
-
 _WRITTEN_BY_OTHERS = (".lock", "tensorboard", "wandb")  # filelock, sinks
 
 
@@ -103,8 +102,8 @@ class RunFolder:
         Raises:
             RunError: a file or folder of the run is a link.
         """
-        own = (self.checkpoints, self.metrics_file, self.requests, self._changes, self._drivers)
-        own += (self._rollouts, self._log, *(self.path / name for name in _WRITTEN_BY_OTHERS))
+        own = [self.checkpoints, self.metrics_file, self.requests, self._changes, self._drivers]
+        own += [self._rollouts, self._log, *(self.path / name for name in _WRITTEN_BY_OTHERS)]
         folders = (*self.checkpoints.glob("*"), *self.checkpoints.glob("*/*weights"))
         for path in (*own, *folders):  # other files are replaced as a whole, links too
             if path.is_symlink():

@@ -74,9 +74,20 @@ def changed_config(config: Config, settings: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: a key is unknown, or a value breaks its rule.
     """
+    return merged_config(config, [settings])
+
+
+def merged_config(config: Config, changes: Iterable[Mapping[str, Any]]) -> Config:
+    """Copy of a config with all of these settings, the later before the earlier.
+
+    It is checked once, however many there are.
+
+    Raises:
+        ConfigError: a key is unknown, or a value that is left breaks its rule.
+    """
     raw = config.model_dump(mode="json")
     names = {"regularizers": term_names(config), "rewards": _reward_names(config)}
-    for key, value in settings.items():
+    for key, value in (pair for settings in changes for pair in settings.items()):
         table, index, field = _find(key, names)
         if table == "train":
             raw["train"][RATE] = value

@@ -9,6 +9,7 @@ from steelyard.errors import RunError
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_secrets import changed_keys, literal_secrets
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.experiment.service_address import remember_address
 from steelyard.experiment.training_loop import Outcome, resume, train
 from steelyard.experiment.watcher import Watcher
 
@@ -23,6 +24,7 @@ def train_or_resume(
         RunError: the folder holds a run of another config.
     """
     if holds_run_of(config, folder):
+        remember_address(config.model)
         secrets = literal_secrets(config.model_dump(mode="json"))
         return resume(folder, secrets, watch=watch, stop=stop)
     return train(config, folder, watch=watch, stop=stop)

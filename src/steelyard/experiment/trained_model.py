@@ -26,6 +26,7 @@ from steelyard.experiment.config import Config, DataConfig, ModelConfig
 from steelyard.experiment.data_files import parse_lines, parse_prompt
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.run_dir import RunFolder
+from steelyard.experiment.service_address import with_named_address
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -186,7 +187,10 @@ class TrainedModel:
 
 
 def open_trained_model(
-    folder: str | Path, step: int | Literal["best"] | None = None
+    folder: str | Path,
+    step: int | Literal["best"] | None = None,
+    *,
+    base_url: str | None = None,
 ) -> TrainedModel:
     """Open the model of a run, also of one that still runs.
 
@@ -194,14 +198,15 @@ def open_trained_model(
         folder: run folder.
         step: number of steps after which the checkpoint was saved; `"best"`: see
             `train.keep_best`; None: the newest one.
+        base_url: as in `resume`.
 
     Raises:
-        RunError: there is no such run or checkpoint, its base model is gone, or the Tinker service
-            fails.
+        RunError: there is no such run or checkpoint, its base model is gone, its config names a
+            Tinker service that the user has not, or the service fails.
         CheckpointError: the checkpoint is damaged.
     """
     run = RunFolder(folder)
-    config = run.config()
+    config = with_named_address(run.config(), base_url, run.path)
     check_base_model(run, config.model)
     check_service(config.model)
     model, seed = _for_this_machine(config.model), config.train.seed

@@ -29,6 +29,7 @@ from steelyard.experiment.rollouts import open_rollouts
 from steelyard.experiment.run_dir import RunFolder
 from steelyard.experiment.run_goals import RunGoals
 from steelyard.experiment.secrets import redact
+from steelyard.experiment.service_address import remember_address, with_named_address
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.start_checks import check_start
 from steelyard.experiment.training_steps import TrainingSteps
@@ -76,6 +77,7 @@ def train(
         CheckpointError: a checkpoint could not be saved; older checkpoints are unchanged.
     """
     check_model(config.model)
+    remember_address(config.model)
     run, terms = RunFolder(folder), build_terms(config)
     # While there is no folder, which a failed check would leave behind. A second run in a folder is
     # refused below.
@@ -93,6 +95,7 @@ def resume(
     folder: str | Path,
     overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
+    base_url: str | None = None,
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
@@ -102,18 +105,21 @@ def resume(
         folder: run folder; a finished run is returned as it is.
         overrides: `key=value` for each secret that stood in the config itself, and so was not
             written; or the values by key. One from the environment or a file is read there again.
+        base_url: address of the Tinker service. Needed for a folder from another machine, whose
+            own address is not trusted with the user's key; remembered from then on.
         watch: notified of each step.
         stop: called before each step; when it returns True the run saves a checkpoint and ends.
 
     Raises:
-        RunError: the folder contains no run, or is in use.
+        RunError: the folder contains no run, is in use, or names a service that the user has not.
         ConfigError: a secret is missing; the message names its key.
         CheckpointError: its last checkpoint is damaged.
     """
     run = RunFolder(folder)
     if run.holds_run and run.result() is not None:
         return _outcome(run, "done")  # needs no secrets any more
-    config = restore_secrets(run.config(), overrides)
+    config = with_named_address(run.config(), base_url, run.path)
+    config = restore_secrets(config, overrides)
     terms = build_terms(config)
     with run.locked():
         files = check_start(config, terms)

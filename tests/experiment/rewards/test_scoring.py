@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from steelyard import Workers
-from steelyard.errors import ClosedError, TermError
+from steelyard.errors import ClosedError, NonFiniteError, TermError
 from steelyard.experiment.rewards import Answer, Reward, Score, score
 
 from . import functions
@@ -377,3 +377,16 @@ def test_rewards_on_ray_score_and_fail_as_anywhere(workers: Workers) -> None:
     assert scored["dies"][0] == Score(1.0)
     assert "that ran reward 'dies' must live until it has answered" in str(scored["dies"][1].error)
     assert all("reward 'greedy' asks for" in str(each.error) for each in scored["greedy"])
+
+
+@pytest.mark.parametrize("returned", [1e308, -1e308, 10**39])
+def test_a_number_that_float32_cannot_hold_drops_the_answer(returned: float) -> None:
+    """Sums over answers and squares of it would overflow, and advantages are trained in float32."""
+    one = reward(lambda record, answer: returned if answer else 3.4e38, "big")
+    scored = score([one], [({}, "a"), ({}, "")], timeout=LONG)["big"]
+    assert scored[1].value == 3.4e38
+    assert scored[0].error == (
+        f"reward 'big' must return a number between -3.4e38 and 3.4e38 for each answer, got "
+        f"{returned} ({type(returned).__name__})."
+    )
+    assert isinstance(scored[0].cause, NonFiniteError)

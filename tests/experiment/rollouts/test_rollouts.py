@@ -235,3 +235,27 @@ def test_a_run_on_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     train(small_rollouts(tmp_path, "train.steps=2", regularizers=[KL]), tmp_path / "local")
     first = [record["answer"] for record in rollouts_of(tmp_path / "remote")[:9]]
     assert first == [record["answer"] for record in rollouts_of(tmp_path / "local")[:9]]
+
+
+def huge(record: Mapping[str, Any], answer: str) -> float:
+    return 1e308 if len(answer) % 2 else -1e308
+
+
+def large(record: Mapping[str, Any], answer: str) -> float:
+    return 1e38 if len(answer) % 2 else -1e38
+
+
+def test_huge_rewards_are_named_and_dropped(tmp_path: Path) -> None:
+    rewards = [own(huge, on_error="raise")]
+    with pytest.raises(TermError, match=r"reward 'huge' must return a number between -3\.4e38"):
+        train(small_rollouts(tmp_path, rewards=rewards), tmp_path / "raised")
+    with pytest.raises(RunError, match=r"must have 2 answers with rewards, and none has"):
+        train(small_rollouts(tmp_path, rewards=[own(huge)]), tmp_path / "dropped")
+    assert "reward 'huge' failed for" in (tmp_path / "dropped" / "log.txt").read_text()
+
+
+def test_huge_weights_of_rewards_are_named(tmp_path: Path) -> None:
+    rewards = [own(large, weight=1e300)]
+    with pytest.raises(RunError, match=r"reward 'large' times its weight must be a number of at"):
+        train(small_rollouts(tmp_path, rewards=rewards), tmp_path / "run")
+    train(small_rollouts(tmp_path, rewards=[own(large)]), tmp_path / "fine")

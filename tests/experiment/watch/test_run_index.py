@@ -9,6 +9,8 @@ import pytest
 
 from steelyard.errors import RunError
 from steelyard.experiment import RunFolder, run_state
+from steelyard.experiment.watch import run_index
+from steelyard.experiment.watch.plain_files import read_last
 from steelyard.experiment.watch.run_index import RunIndex, RunSummary, read_config_file
 
 from .conftest import STEPS
@@ -165,3 +167,33 @@ def test_there_must_be_a_folder(tmp_path: Path) -> None:
 def test_secrets_of_a_config_are_redacted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", regularizers=[{"options": {"api_key": "sk-123456789"}}])
     assert "sk-123456789" not in str(read_config_file(run))
+
+
+def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    whole, huge, long = (write_run(tmp_path / name) for name in ("whole", "huge", "long"))
+    number = "9" * 401
+    (huge / "metrics.jsonl").write_text(
+        f'{{"step": 0, "time": {number}, "loss_total": {number}, "seconds": 2}}\n'
+    )
+    (long / "metrics.jsonl").write_text(f'{{"step": 0, "loss_total": "{"x" * 2**23}"}}\n')
+    (long / "config.json").write_text(f'{{"train": {{"steps": 9}}, "x": "{"x" * 2**23}"}}')
+    found = {run.name: run for run in RunIndex(tmp_path).list()}
+    assert found["whole"].last["loss_total"] == 3.0
+    assert (found["huge"].began, found["huge"].last) == (None, {"seconds": 2})
+    assert (found["long"].steps, found["long"].planned) == (0, None)
+    assert whole.is_dir()
+
+
+def test_a_run_that_cannot_be_summarised_is_listed_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "whole")
+    write_run(tmp_path / "worse")
+
+    def fails(path: Path, parse: Any) -> Any:
+        if path.parent.name == "worse":
+            raise OverflowError
+        return read_last(path, parse)
+
+    monkeypatch.setattr(run_index, "read_last", fails)
+    assert {run.name: run.steps for run in RunIndex(tmp_path).list()} == {"whole": 3, "worse": 0}

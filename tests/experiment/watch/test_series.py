@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from steelyard.experiment import RunFolder
+from steelyard.experiment.watch.plain_files import MAX_LINE
 from steelyard.experiment.watch.series import (
     Position,
     RunSeries,
@@ -211,7 +212,9 @@ def test_a_file_that_is_not_there_yet_is_the_one_read_before(file: Path) -> None
     assert rows_after(file, position, 10_000) is None
 
 
-@pytest.mark.parametrize("text", ["", "1", "x-0-a", "0-1-a", "-1-0-a", "0--1-a", f"{2**63}-0-a"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "x-0-a", "0-1-a", "-1-0-a", "0--1-a", f"{2**63 - 1}-0-a", "9999999-9999999-a"]
+)
 def test_what_is_no_position(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Position.parse(text)
@@ -257,3 +260,18 @@ def test_means_of_buckets_of_steps() -> None:
     starts, (row,) = bucket_means([(steps, values)], 7, 4)
     assert (starts, row) == ([0, 2, 4, 6], [2.0, None, None, 5.0])
     assert bucket_means([], 0, 4) == ([], [])
+
+
+def test_a_line_that_is_too_long_is_read_in_parts_and_left_out(file: Path) -> None:
+    """No part of it is kept or read twice, and a page that follows the run goes on behind it."""
+    text = f'{{"step": 1, "text": "{"x" * (5 * MAX_LINE)}"}}\n'
+    file.write_text(lines(range(1)) + text + lines(range(2, 4)))
+    series = refreshed(file)
+    assert points(series) == [(0, 0.0), (2, 2.0), (3, 3.0)]
+    assert (series.size, series.damaged > 0) == (file.stat().st_size, True)
+    position, found = START, list[dict[str, Any]]()
+    while (after := rows_after(file, position, 2 * MAX_LINE)) and after[1] != position:
+        position = Position.parse(str(after[1]))
+        found += after[0]
+    assert [row["step"] for row in found] == [0, 2, 3]
+    assert position.size == file.stat().st_size

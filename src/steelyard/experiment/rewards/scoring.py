@@ -174,9 +174,10 @@ def _number(name: str, value: Any) -> float:
     found = value.item() if getattr(value, "shape", None) == () else value
     if isinstance(found, bool) or (is_finite(found) and abs(found) <= LARGEST):
         return float(found)
+    range_ = "number between -3.4e38 and 3.4e38" if is_finite(found) else "finite number"
     rule = (
-        f"{title(name, 'reward')} must return a finite number, of at most 3.4e38, for each answer, "
-        f"got {_shown(value)} ({type(value).__name__})."
+        f"{title(name, 'reward')} must return a {range_} for each answer, got {_shown(value)} "
+        f"({type(value).__name__})."
     )
     if isinstance(found, Real):
         kind: Literal["nan", "inf"] = "nan" if found != found else "inf"  # noqa: PLR0124 - NaN

@@ -133,7 +133,7 @@ class RunIndex:
         if known is None or known[0] != signature:
             try:
                 known = signature, _read_summary(name, path)
-            except Exception:  # whatever is in a damaged run must not hide the others
+            except Exception:  # noqa: BLE001 - a damaged run must not hide the others
                 _log.exception("the run %s cannot be summarised", path)
                 known = signature, RunSummary(name, 0, None, "stopped", None, 0.0, {}, {})
             self._rows[name] = known
