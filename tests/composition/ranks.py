@@ -27,7 +27,11 @@ def composite(rank: int = 0, **settings: Any) -> CompositeLoss:
             raise ValueError("not on this one")
         return logits.square().mean()
 
+    def seldom(logits: Tensor) -> Tensor | None:
+        return logits.abs().mean() if rank == 0 else None
+
     terms = [
+        term(seldom, 0.75, "seldom"),
         term(activity, 0.5, "activity"),
         term(sometimes, 0.25, "sometimes", on_error="skip"),
         term(confidence, 1.0, "never", enabled=False),

@@ -33,10 +33,11 @@ def parts(model: Net, rank: int) -> dict[str, Tensor]:
     values = {"base": cross_entropy(out["logits"], labels), "activity": activity(out["hidden"])[0]}
     if rank == 0:
         values["sometimes"] = out["logits"].square().mean()
+        values["seldom"] = out["logits"].abs().mean()
     return {**values, **aux}
 
 
-WEIGHTS = {"base": 1.0, "activity": 0.5, "sometimes": 0.25, "balance": 0.1}
+WEIGHTS = {"base": 1.0, "activity": 0.5, "sometimes": 0.25, "seldom": 0.75, "balance": 0.1}
 
 
 def test_gradients_are_averaged_over_the_ranks(found: list[dict[str, Any]]) -> None:
@@ -64,10 +65,7 @@ def test_numbers_are_averaged_over_the_ranks_where_a_term_ran(found: list[dict[s
     for rank in range(RANKS):
         across = found[rank]["across"][0]
         assert across["base_loss"]["value"] == pytest.approx(means["base"], rel=1e-6)
-        assert list(across["regularizers"]) in (
-            ["activity", "sometimes", "balance"],
-            ["activity", "balance", "sometimes"],
-        )
+        assert set(across["regularizers"]) == WEIGHTS.keys() - {"base"}
         for name, each in across["regularizers"].items():
             assert each["value"] == pytest.approx(means[name], rel=1e-6)
             assert each["weight"] == WEIGHTS[name]
@@ -78,7 +76,9 @@ def test_numbers_are_averaged_over_the_ranks_where_a_term_ran(found: list[dict[s
         assert "skipped" not in across or across["skipped"] == {}
         assert tuple(across["not_run"]) == ("never",)
     own = [each["outputs"][0]["regularizers"] for each in found]
-    assert ("sometimes" in own[0], "sometimes" in own[1]) == (True, False)
+    for name in ("sometimes", "seldom"):
+        assert (name in own[0], name in own[1]) == (True, False)
+    assert found[1]["outputs"][0]["not_run"] == ["never", "seldom"]
     assert found[1]["outputs"][0]["skipped"]["sometimes"].startswith("TermError: ")
 
 

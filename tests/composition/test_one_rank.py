@@ -62,6 +62,10 @@ def flaky(hidden: Tensor, step: int) -> Tensor:
     return hidden.mean()
 
 
+def nothing(hidden: Tensor) -> None:
+    return None
+
+
 def terms(path: Path) -> list[Any]:
     one: dict[str, Any] = {"ranks": "one"}
     return [
@@ -70,6 +74,7 @@ def terms(path: Path) -> list[Any]:
         RegularizerSpec(verdict, 0.1, "verdict", gradient="score", **one),
         RegularizerSpec(verdict, 0.1, "watched", gradient="score", ranks="one", every=2),
         term(Counter(path), name="counter", inputs="hidden", at_most=1.0, **one),
+        term(nothing, 0.5, "nothing", **one),
         term(flaky, 0.1, "flaky", on_error="skip", **one),
         term(lambda logits: logits.square().mean(), 0.1, "inline"),
     ]
@@ -162,6 +167,7 @@ def test_it_equals_one_process_on_the_whole_batch(
             for name, each in expected["regularizers"].items():
                 for key in ("value", "weight", "contribution"):
                     assert mine["regularizers"][name][key] == pytest.approx(each[key], rel=2e-6)
+            assert "nothing" in mine["not_run"]
             rows = [out["regularizers"]["spread"]["custom"]["rows"] for out in (mine, expected)]
             assert rows == [8.0, 8.0]
 

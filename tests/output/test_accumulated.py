@@ -53,6 +53,17 @@ def test_values_norms_and_cosines_are_those_of_one_call() -> None:
     assert step.drivers("base")[0].share == pytest.approx(one.drivers("base")[0].share)
 
 
+def test_a_term_is_not_run_if_it_ran_in_no_call() -> None:
+    term = RegularizerOutput("ran", value=1.0, weight=1.0, contribution=1.0)
+    base = BaseLossOutput(1.0)
+    calls = [
+        CustomLossOutput(1.0, base, not_run=("never", "ran")),
+        CustomLossOutput(2.0, base, {"ran": term}, not_run=("never", "here")),
+        CustomLossOutput(2.0, base, {"ran": term}),
+    ]
+    assert accumulated(calls, [{}, {}, {}]).not_run == ("never", "here")
+
+
 def test_without_tracking_there_are_no_norms() -> None:
     one, step = outputs()
     assert step.metrics.keys() == one.metrics.keys()

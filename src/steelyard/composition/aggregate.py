@@ -198,9 +198,9 @@ def set_multipliers(
         gradient_size: Σ |∂ loss / ∂ input| of the base loss.
         shares: factors on the weights in this call, by name.
         ranks: the processes whose mean values decide; None: the values of this one. A term that
-            was skipped here follows the others' values, so that all have the same state.
+            has no value here follows the others' values, so that all have the same state.
     """
-    ran = [result for result in results if result.skipped is None]
+    ran = [result for result in results if result.ran]
     numbers = dict(zip([result.term.name for result in ran], read_numbers(ran), strict=True))
     bounded = [result for result in results if result.term.is_bounded]
     for result in bounded:
@@ -318,13 +318,14 @@ def build_output(
         numbers: value and weight of each term that ran, by name; None takes them from `results`.
         more: further fields of the output.
     """
-    ran = [result for result in results if result.skipped is None]
+    ran = [result for result in results if result.ran]
     if numbers is None:
         weights = _as_floats([result.weight for result in ran])
         pairs = zip(read_numbers(ran), weights, strict=True)
         numbers = dict(zip([result.term.name for result in ran], pairs, strict=True))
     by_name = {result.term.name: result for result in results}
     base, base_weight = BaseLossOutput(0.0), 1.0
+    unmeasured = [name for name, result in by_name.items() if not result.measured]
     regularizers: dict[str, RegularizerOutput] = {}
     for name, (value, weight) in numbers.items():
         result = by_name.get(name)
@@ -362,6 +363,6 @@ def build_output(
             for name, r in by_name.items()
             if r.skipped is not None and name not in numbers
         },
-        not_run=tuple(name for name in not_run if name not in numbers),
+        not_run=tuple(name for name in (*not_run, *unmeasured) if name not in numbers),
         **more,  # type: ignore[arg-type]  # fields of the output
     )

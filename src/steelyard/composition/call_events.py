@@ -84,13 +84,13 @@ class CallEvents:
         if result.method is not None and result.gradient_duration is not None:
             metadata = {"regularizer_name": name, "method": result.method}
             telemetry.execute(events.GRADIENT, {"duration": result.gradient_duration}, metadata)
-        if name in output.regularizers:
-            regularizer = output.regularizers[name]
+        if not result.term.is_base:
+            regularizer = output.regularizers.get(name)  # None if it had nothing to measure
             measured = {
-                "duration": regularizer.duration,
-                "value": regularizer.value,
-                "contribution": regularizer.contribution,
-                "grad_norm": regularizer.grad_norm,
+                "duration": result.duration,
+                "value": regularizer and regularizer.value,
+                "contribution": regularizer and regularizer.contribution,
+                "grad_norm": regularizer and regularizer.grad_norm,
             }
             telemetry.execute(events.TERM_STOP, measured, _metadata(result))
 

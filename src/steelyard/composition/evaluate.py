@@ -31,6 +31,7 @@ from steelyard.gradients import (
     as_scalar,
     check_finite,
     check_gradient,
+    is_unmeasured,
     split_metrics,
 )
 
@@ -191,6 +192,9 @@ class Evaluator:
         try:
             if result.in_graph:
                 loss, result.custom = split_metrics(term.name, inputs.call(term))
+                if is_unmeasured(term.name, loss):
+                    self._leave_out(result, perf_counter() - began)
+                    return
                 result.value = as_scalar(term.name, loss)
                 inputs.differentiate(result)
                 result.duration = term.facts.duration = perf_counter() - began
@@ -312,9 +316,18 @@ class Evaluator:
             self._whole.settle(result, evaluation)
             return
         self._record(result, evaluation)
-        self._inputs.accept(result, evaluation)
+        if result.measured:
+            self._inputs.accept(result, evaluation)
+
+    def _leave_out(self, result: TermResult, duration: float) -> None:
+        """Leave out a term that returned None; its duration says nothing about other batches."""
+        result.measured, result.duration = False, duration
+        result.term.warn_if_never_measured()
 
     def _record(self, result: TermResult, evaluation: ValueAndGradient) -> None:
+        if evaluation.value is None:
+            self._leave_out(result, evaluation.duration)
+            return
         result.number, result.custom = evaluation.value, evaluation.custom
         result.method, result.duration = evaluation.method, evaluation.duration
         if evaluation.method is not None:
@@ -323,7 +336,7 @@ class Evaluator:
 
     def _check_results(self, results: Sequence[TermResult]) -> None:
         """Fail terms whose value is not finite; warn about terms without a gradient."""
-        ran = [result for result in results if result.skipped is None]
+        ran = [result for result in results if result.ran]
         if self._check:
             for result, number in zip(ran, read_numbers(ran), strict=True):
                 if not math.isfinite(number):
@@ -331,7 +344,7 @@ class Evaluator:
                         check_finite(result.term.name, number)
                     except TermError as error:
                         self.fail(result, error)
-        detached = [r for r in results if r.skipped is None and r.method is None]
+        detached = [r for r in results if r.ran and r.method is None]
         source = self._inputs.source if detached else None
         if source is None:
             return

@@ -193,6 +193,7 @@ class Inputs:
             pairs: tensors of this call, and the gradient of each.
             like: a tensor on the device of the value.
         """
+        assert evaluation.value is not None  # noqa: S101 - for mypy: a result that was measured
         value = torch.tensor(evaluation.value, dtype=_wide(like.dtype), device=like.device)
         if pairs:
             known = [gradient for _, gradient in pairs]

@@ -23,7 +23,8 @@ class LazyOutput:
 
     Attributes:
         results: of the base loss and the terms that were due, without their graphs.
-        not_run: the terms that were disabled or not due.
+        not_run: the terms that were disabled or not due; those that had nothing to measure are not
+            among them.
         combined: norms and cosines, if tracked, and factors of an aggregator.
         share: factor on the sum of the regularizers in this process.
     """
@@ -54,7 +55,7 @@ class LazyOutput:
             )
         mine: dict[str, BaseLossOutput | RegularizerOutput] = {BASE: self.output.base_loss}
         mine |= self.output.regularizers
-        names = sorted({*mine, *self.output.skipped, *self.not_run})
+        names = sorted({*mine, *self.output.skipped, *self.output.not_run})
         everywhere: list[list[str] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everywhere, names, group=group)
         if any(there != names for there in everywhere):

@@ -107,6 +107,8 @@ class WholeBatch:
         evaluation, gradients = received[0]
         if isinstance(evaluation, BaseException):
             raise evaluation
+        if gradients is None:
+            return evaluation
         mine = {key: self._inputs.named[key] for key in _names(result.term, self._inputs.named)}
         tensors = list(tensors_in(mine))
         pairs = [
@@ -125,6 +127,8 @@ class WholeBatch:
         if isinstance(outcome, BaseException):
             # As a term error, which can be pickled: the error of a term may not be.
             return [(as_term_error(name, outcome), None)] * len(gathered.shares)
+        if outcome.value is None:
+            return [(outcome, None)] * len(gathered.shares)
         whole = replace(result, value=None)
         gathered.inputs.accept(whole, outcome)
         plain = replace(outcome, gradient=None, extra={})

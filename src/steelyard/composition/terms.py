@@ -19,9 +19,15 @@ from steelyard.gradients import Fusable, Joint, Method, Row
 from steelyard.penalties.from_logits import is_fusable
 from steelyard.spec import BASE, Bound, RegularizerSpec, Stateful, title
 
+_UNMEASURED_CALLS = 20  # calls that all returned None, at which that is reported
+
 
 class DetachedTermWarning(UserWarning):
     """A term's loss has no path to the log-probs: it adds to the loss and has no gradient."""
+
+
+class UnmeasuredTermWarning(UserWarning):
+    """A term has returned None at all of its calls, as one without `return` does."""
 
 
 @dataclass
@@ -31,6 +37,7 @@ class Facts:
     Attributes:
         duration: seconds of the last call.
         warned: whether it was reported as having no gradient.
+        unmeasured_calls: number of calls that returned None, until one returned a value.
         stuck: the ticket of a call that timed out and still runs.
         prepared: the `fn` that its executor has accepted.
         inline_calls: number of its inline calls.
@@ -39,6 +46,7 @@ class Facts:
 
     duration: float | None = None
     warned: bool = False
+    unmeasured_calls: int = 0
     stuck: Ticket | None = None
     prepared: object = None
     inline_calls: int = 0
@@ -140,6 +148,19 @@ class Term:
                 stacklevel=_levels_to_the_caller(),
             )
 
+    def warn_if_never_measured(self) -> None:
+        """Count a call that returned None; warn, once, if all calls so far have."""
+        facts = self.facts
+        facts.unmeasured_calls += facts.duration is None
+        if facts.duration is None and facts.unmeasured_calls == _UNMEASURED_CALLS:
+            warnings.warn(
+                f"{title(self.name)} has returned None, which says that a batch has nothing to "
+                f"measure, at its first {_UNMEASURED_CALLS} calls: return a loss, or take the term "
+                f"off.",
+                UnmeasuredTermWarning,
+                stacklevel=_levels_to_the_caller(),
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -176,6 +197,7 @@ class TermResult:
         gradients: a row for each space that it has a gradient in.
         group: the terms it was fused with; their gradient is that of the group's total.
         skipped: the reason for which it was skipped, if it failed with `on_error="skip"`.
+        measured: False if the term returned None: the batch has nothing that it measures.
         started: start time for telemetry; 0 if no start event was emitted.
         bound: the bound of its value at this step; None for a term with a weight.
     """
@@ -194,8 +216,14 @@ class TermResult:
     gradients: Mapping[str, Row] = field(default_factory=dict)
     group: Group | None = None
     skipped: str | None = None
+    measured: bool = True
     started: float = 0.0
     bound: Bound | None = None
+
+    @property
+    def ran(self) -> bool:
+        """Whether the term has a value: it was not skipped, and measured something."""
+        return self.measured and self.skipped is None
 
 
 def _levels_to_the_caller() -> int:

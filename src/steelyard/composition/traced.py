@@ -111,6 +111,8 @@ def evaluate_traced(
 def _evaluate_alone(term: Term, weight: Tensor, inputs: Mapping[str, Any]) -> TermResult:
     returned = call_term(term.spec, inputs)
     loss, custom = returned if isinstance(returned, tuple) else (returned, {})
+    if loss is None and not term.is_base:
+        return TermResult(term, weight, space=("inputs",), measured=False)
     kept = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (custom or {}).items()}
     value = widened(term.spec, loss.reshape(()))
     return TermResult(term, weight, space=("inputs",), value=value, custom=kept)

@@ -43,7 +43,13 @@ from steelyard.gradients.nested_tensors import (
     tensors_in,
 )
 from steelyard.gradients.numerical import check_count
-from steelyard.gradients.parse_result import as_scalar, awaited, check_finite, split_metrics
+from steelyard.gradients.parse_result import (
+    as_scalar,
+    awaited,
+    check_finite,
+    is_unmeasured,
+    split_metrics,
+)
 from steelyard.gradients.score import read_costs, score_gradient
 from steelyard.gradients.sharded import (
     is_sharded,
@@ -82,6 +88,7 @@ __all__ = [
     "gram",
     "is_fully_sharded",
     "is_sharded",
+    "is_unmeasured",
     "leaf_over",
     "leaves_of",
     "local_part",

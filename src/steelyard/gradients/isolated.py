@@ -7,6 +7,7 @@ number with its gradient: by autograd, by central differences, or by the score-f
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -18,7 +19,12 @@ from steelyard.gradients import numerical
 from steelyard.gradients.algebra import Row, check_gradient, split_gradient
 from steelyard.gradients.layout import Layout, LogProbs, leaf_over
 from steelyard.gradients.nested_tensors import Nest, leaves_of, mapped
-from steelyard.gradients.parse_result import as_scalar, check_finite, split_metrics
+from steelyard.gradients.parse_result import (
+    as_scalar,
+    check_finite,
+    is_unmeasured,
+    split_metrics,
+)
 from steelyard.gradients.score import read_costs, score_gradient
 from steelyard.spec import Gradient
 
@@ -33,7 +39,7 @@ class ValueAndGradient:
     """Value and gradient of a term, as plain data.
 
     Attributes:
-        value: the term's value.
+        value: the term's value; None if this batch has nothing that it measures.
         custom: the metrics it returned.
         gradient: with respect to the flat vector; None if there is no path.
         method: how the gradient was computed; None if there is none.
@@ -42,7 +48,7 @@ class ValueAndGradient:
         extra: the gradients with respect to extra inputs, by need.
     """
 
-    value: float
+    value: float | None
     custom: dict[str, float]
     gradient: Tensor | None
     method: Method | None
@@ -93,6 +99,8 @@ class IsolatedCall:
             return self.run()
         numerical.check_count(self.term, self.flat.numel())
         began, evaluation = perf_counter(), self.run()
+        if evaluation.value is None:
+            return evaluation
         slopes = self.slopes(0, self.flat.numel())
         return self.with_slopes(evaluation, slopes, perf_counter() - began)
 
@@ -105,7 +113,10 @@ class IsolatedCall:
 
         async def value(point: Tensor) -> float:
             returned = await self._call(self.layout.split(point), {})
-            return self._number(as_scalar(self.term, split_metrics(self.term, returned)[0]))
+            loss = split_metrics(self.term, returned)[0]
+            if is_unmeasured(self.term, loss):  # `with_slopes` drops the slopes of such a batch
+                return math.nan
+            return self._number(as_scalar(self.term, loss))
 
         at_once = REQUESTS_AT_ONCE if self.is_async else 1
         return await numerical.differences(value, self.flat, start, stop, at_once)
@@ -121,6 +132,8 @@ class IsolatedCall:
             logprobs = self.layout.split(self.flat.clone())
             extra = mapped(self.extra, Tensor.detach)
         result, custom = split_metrics(self.term, await self._call(logprobs, extra))
+        if is_unmeasured(self.term, result):
+            return ValueAndGradient(None, custom, None, None, perf_counter() - began, 0.0)
         gradient: Tensor | None = None
         by_need: Mapping[str, Row] = {}
         method: Method | None = None
@@ -148,6 +161,8 @@ class IsolatedCall:
         Raises:
             NonFiniteError: the gradient is not finite.
         """
+        if evaluation.value is None:
+            return evaluation
         if self.check_finite:
             check_gradient(self.term, [slopes])
         return replace(

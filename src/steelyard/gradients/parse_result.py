@@ -52,6 +52,14 @@ def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]
     return loss, {_key(term, key): _metric(term, key, value) for key, value in metrics.items()}
 
 
+def is_unmeasured(term: str, loss: object) -> bool:
+    """Return whether a term returned None: this batch has nothing that it measures.
+
+    The base loss always returns a loss.
+    """
+    return loss is None and term != BASE
+
+
 def as_scalar(term: str, loss: object) -> Tensor:
     """Convert a loss to a scalar tensor.
 

@@ -65,7 +65,11 @@ def accumulated(
             for name, reason in output.skipped.items()
             if name not in regularizers
         },
-        not_run=outputs[-1].not_run,
+        not_run=tuple(
+            dict.fromkeys(
+                name for output in outputs for name in output.not_run if name not in regularizers
+            )
+        ),
         loss_fn_output_type=outputs[-1].loss_fn_output_type,
         server_metrics=_server_metrics([output.server_metrics for output in outputs]),
         passes=outputs[-1].passes,

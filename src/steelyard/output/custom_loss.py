@@ -37,7 +37,8 @@ class CustomLossOutput:
             in a `CompositeLoss` `"inputs"` or `"parameters"`. A term that reads extra inputs may
             have another: see `RegularizerOutput.grad_space`.
         skipped: reasons, by name, of terms that failed and were skipped (`on_error="skip"`).
-        not_run: names of terms that were disabled or not due at this step.
+        not_run: names of terms that were disabled, not due at this step, or had nothing to measure
+            in this batch: they returned None.
         loss_fn_outputs: from a training client: its outputs for each datum; not serialised.
         loss_fn_output_type: from a training client: the type of these outputs.
         server_metrics: from a training client: the metrics of the backward pass, with the loss

@@ -15,8 +15,9 @@ Schedule: TypeAlias = Callable[[int], float]
 class Regularizer(Protocol):
     """An object with `compute(data, logprobs, **options) -> loss | (loss, metrics)`.
 
-    `compute` may be async. Optional members are used when they are there: `name`, the default
-    name of its spec; `run_in` and `gradient`, what `"auto"` means for it in a spec;
+    `compute` may be async. It returns None for a batch in which it has nothing to measure: the
+    term is then left out of the call. Optional members are used when they are there: `name`, the
+    default name of its spec; `run_in` and `gradient`, what `"auto"` means for it in a spec;
     `state_dict()` / `load_state_dict(state)`, with which the pipeline saves and restores the
     state that the regularizer keeps from batch to batch; and `measure`, called like `compute` to
     measure the regularizer on held-out data: it returns the quantity itself, defined alike in

@@ -50,7 +50,8 @@ class RegularizerSpec:
 
     Attributes:
         fn: `(data, logprobs) -> loss` or `-> (loss, metrics)`, may be async; or an object
-            with `compute(data, logprobs, **options)`.
+            with `compute(data, logprobs, **options)`. A loss of None says that this batch has
+            nothing to measure: the term is left out of the call, and is in `output.not_run`.
         weight: a finite number >= 0, or a schedule `step -> float`. Exactly one of `weight`,
             `at_most` and `at_least` is given.
         name: unique in its list; may be left out if `fn` has a `name`.
