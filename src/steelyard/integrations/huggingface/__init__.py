@@ -4,6 +4,7 @@
 * `trainers`: the table of trainers: where each has its completion and its reference model
 * `forward_capture`: runs the trainer's loss and captures its forward pass
 * `completion`, `completion_inputs`: the tokens that the loss counts, as inputs of terms
+* `packed_sequences`: the sequences of a batch whose rows hold several
 * `causal_lm`: forward pass, logits, projection and labels of a causal language model
 * `logit_free_loss`: the model's own loss and the rows terms read, without materialized logits
 * `accumulation`: how much a micro-batch counts in its optimizer step

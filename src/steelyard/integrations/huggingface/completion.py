@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from steelyard.integrations.huggingface.causal_lm import (
     output_layer,
     projection_of,
 )
+from steelyard.integrations.huggingface.packed_sequences import Span
 from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import Projection
 from steelyard.penalties.from_logits.lm_head import Heard
@@ -39,6 +41,7 @@ class Completion:
         temperature: divides the logits.
         head: the call of the output layer, if it was recorded.
         rows: projection of the N tokens, if it is known already.
+        spans: the sequences, if a row holds several.
 
     Attributes:
         positions: `[B, T]`: the positions whose prediction counts.
@@ -58,9 +61,12 @@ class Completion:
         temperature: float = 1.0,
         head: Heard | None = None,
         rows: Projection | None = None,
+        spans: Sequence[Span] | None = None,
     ) -> None:
         self._unwrapped, self._forward, self._head, self._rows = unwrapped, forward, head, rows
-        self._temperature = temperature
+        self._temperature, self._spans = temperature, spans
+        # A position that is compared with the next token: the last one of a sequence has none.
+        self._unpredicted = int(shifted)
         aligned = next_labels({"labels": labels}, shifted=shifted)
         assert aligned is not None  # noqa: S101 - for mypy: it has labels
         self.positions = aligned != IGNORE_INDEX
@@ -130,14 +136,20 @@ class Completion:
         Args:
             reference: log-probs of a reference, `[B, W]`, to put in as `reference_logprobs`.
         """
-        fields = [
-            {"target_tokens": labels, "weights": mask.float()}
-            for labels, mask in zip(self.labels, self.mask, strict=True)
-        ]
+        columns = {"target_tokens": self.labels, "weights": self.mask.float()}
         if reference is not None:
-            for row, values in zip(fields, reference, strict=True):
-                row["reference_logprobs"] = values
-        return [{"loss_fn_inputs": row} for row in fields]
+            columns["reference_logprobs"] = reference
+        split = [self.by_sequence(values) for values in columns.values()]
+        return [
+            {"loss_fn_inputs": dict(zip(columns, values, strict=True))}
+            for values in zip(*split, strict=True)
+        ]
+
+    def by_sequence(self, values: Tensor) -> list[Tensor]:
+        """Split values `[B, W]` into those of each sequence, `[W]`, or shorter ones if packed."""
+        if self._spans is None:
+            return list(values)
+        return [values[span.row, span.start : span.end - self._unpredicted] for span in self._spans]
 
     def keep(self, values: Tensor) -> Tensor:
         """Cut values of each token to the width of the completion, with 0 where none counts."""

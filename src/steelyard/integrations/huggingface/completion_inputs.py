@@ -11,6 +11,7 @@ from torch import Tensor
 from steelyard.errors import InputError
 from steelyard.integrations.huggingface.causal_lm import with_shards
 from steelyard.integrations.huggingface.completion import Completion
+from steelyard.integrations.huggingface.packed_sequences import packed_spans
 from steelyard.integrations.huggingface.trainers import (
     TrainerKind,
     given_to_the_model,
@@ -63,7 +64,8 @@ def completion_inputs(
         found = {k: v for k, v in found.items() if k not in {"targets", "mask"} & batch.keys()}
     if names & _BY_DATUM:
         logprobs = found.get("completion_logprobs")
-        found["logprobs"] = list(completion.logprobs() if logprobs is None else logprobs)
+        logprobs = completion.logprobs() if logprobs is None else logprobs
+        found["logprobs"] = completion.by_sequence(logprobs)
         found["data"] = completion.data(found.get("reference_logprobs"))
     return found
 
@@ -125,6 +127,7 @@ def _completion(
         temperature=trainer.temperature if kind is not None and kind.has_temperature else 1.0,
         head=captured.head,
         rows=None if rows is None else with_shards(captured.unwrapped, rows.projection),
+        spans=packed_spans(captured.forward.inputs, labels.shape) if field is None else None,
     )
 
 
