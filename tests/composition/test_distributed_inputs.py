@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.composition import CompositeLoss, distributed_inputs, term
+from steelyard.composition import CompositeLoss, term
 from steelyard.errors import InputError
 from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import Projection
 from tests.process_group import group_of_one, run_group
 from tests.whole_batch import assert_same, whole
 
-from . import sharded_ranks
+from . import sharded_ranks, unequal_ranks
 
 # `make test-gpu` may run with an older torch, whose FSDP2 is refused.
 HAS_FSDP = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
@@ -32,6 +33,18 @@ HAS_FSDP = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 
 )
 def test_training_equals_one_process(ranks: int, kind: str, tmp_path: Path) -> None:
     run_group(sharded_ranks.check_training, tmp_path, kind, ranks=ranks)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("counts", [(6, 3), (9, 0), (2, 0, 6, 1)], ids=str)
+def test_unequal_shares_equal_one_process(
+    kind: str, counts: tuple[int, ...], tmp_path: Path
+) -> None:
+    run_group(unequal_ranks.check_shares, tmp_path, kind, counts, ranks=len(counts))
+
+
+def test_unequal_shares_of_a_micro_batch(tmp_path: Path) -> None:
+    run_group(unequal_ranks.check_shares, tmp_path, "ddp", (5, 4), 3)
 
 
 def test_optimizer_steps_with_an_aggregator(tmp_path: Path) -> None:
@@ -133,25 +146,91 @@ def test_shares_of_terms_on_sharded_parameters(tmp_path: Path) -> None:
         check_shares(0)
 
 
-def test_a_share_of_zero_is_refused(tmp_path: Path) -> None:
+def check_a_share_of_zero(rank: int) -> None:
+    """A process without a token: its shards have the gradient of terms that read them alone."""
+    shares = [2.0, 0.0]
+    model = nn.Linear(2, 2, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(4.0).reshape(2, 2))
+    fully_shard(model)
+    weight = model.weight
+
+    def pull(w: Any) -> Any:
+        return (w * w).sum()
+
+    loss = CompositeLoss(lambda x: x.sum(), [term(pull, 0.5, "w")])
+    loss.share = shares[rank]
+    total = loss(x=torch.ones(2, requires_grad=True), w=weight)
+    # 0.5 * (0 + 1 + 4 + 9) in the mean over the processes.
+    assert total.item() == 2.0 + shares[rank] * 7.0
+    total.backward()
+    assert whole(weight.grad).tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+    # Errors are those of all processes: one alone would leave the others waiting.
+    loss = CompositeLoss(lambda x: x.sum(), [term(lambda w, x: w.sum() * x.sum(), 1.0, "both")])
+    loss.share = shares[rank]
+    with pytest.raises(InputError, match="needs a share above 0 in every process, got 0: a micro"):
+        loss(x=torch.ones(2, requires_grad=True), w=weight)
+    loss = CompositeLoss(lambda w: w.sum())
+    loss.share = shares[rank]
+    message = "the same share in every process, got shares of 0 to 2: make what it adds a term"
+    with pytest.raises(InputError, match=message):
+        loss(w=weight)
+    loss.share = 0.5
+    loss(w=weight)
+
+
+def test_a_share_of_zero(tmp_path: Path) -> None:
+    run_group(check_a_share_of_zero, tmp_path)
+
+
+def test_a_share_of_zero_in_a_group_of_one(tmp_path: Path) -> None:
     with group_of_one(tmp_path):
         model = nn.Linear(2, 2)
         fully_shard(model)
         loss = CompositeLoss(lambda x: x.sum(), [term(lambda w: w.sum(), 1.0, "w")])
         loss.share = 0.0
-        with pytest.raises(InputError, match="needs a share above 0 in every process, got 0"):
-            loss(x=torch.ones(2, requires_grad=True), w=model.weight)
+        total = loss(x=torch.ones(2, requires_grad=True), w=model.weight)
+        total.backward()
+        assert total.item() == 2.0
+        assert whole(model.weight.grad).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_a_share_of_this_process_scales_its_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other processes, with which the mean share is 1, are played; real ones are above."""
-    monkeypatch.setattr(distributed_inputs, "_scale_of_shards", lambda share, _: 1.0 / share)
-    with group_of_one(tmp_path):
-        model = nn.Linear(2, 2)
-        fully_shard(model)
-        loss = CompositeLoss(lambda x: x.sum(), [term(lambda w: w.sum(), 2.0, "w")])
-        loss.share = 0.5
-        loss(x=torch.ones(2, requires_grad=True), w=model.weight).backward()
-        assert whole(model.weight.grad).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+def check_that_processes_with_a_share_of_one_take_part(rank: int) -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model)
+    loss = CompositeLoss(lambda x: x.sum(), [term(lambda w: w.sum(), 2.0, "w")])
+    loss.share = [1.0, 0.5][rank]
+    loss(x=torch.ones(2, requires_grad=True), w=model.weight).backward()
+    assert whole(model.weight.grad).tolist() == [[1.5, 1.5], [1.5, 1.5]]
+
+
+def test_processes_with_a_share_of_one_take_part(tmp_path: Path) -> None:
+    run_group(check_that_processes_with_a_share_of_one_take_part, tmp_path)
+
+
+def test_factors_by_the_values_of_the_whole_batch(tmp_path: Path) -> None:
+    counts = (5, 4)
+    first, second = run_group(unequal_ranks.factors_by_value, tmp_path, counts)
+    assert first == second == pytest.approx(unequal_ranks.values_by_hand(), rel=1e-6)
+
+
+def factors_with_a_gradient_of_zero(rank: int) -> tuple[Any, float]:
+    """A term whose gradient is zero on one process, and that is a constant on the other."""
+    model = DistributedDataParallel(nn.Linear(2, 1))
+
+    def flat(y: Any) -> Any:
+        return 0.0 * y.sum() if rank == 0 else y.new_zeros(())
+
+    terms = [term(lambda y: -y.sum(), 0.5, "minus"), term(flat, 1.0, "flat")]
+    loss = CompositeLoss(lambda y: y.sum(), terms, wrt=model, aggregate="mean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss(y=model(torch.ones(1, 2))).backward()
+    return loss.output.factors, model.module.weight.grad.sum().item()
+
+
+def test_processes_see_the_same_rows(tmp_path: Path) -> None:
+    first, second = run_group(factors_with_a_gradient_of_zero, tmp_path)
+    assert first == second
+    assert first[0] == pytest.approx(dict.fromkeys(("base", "minus", "flat"), 1 / 3))

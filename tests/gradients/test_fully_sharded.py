@@ -93,3 +93,40 @@ def test_shards_are_found_while_the_parameters_are_gathered() -> None:
     found = named_shards(model)
     assert found.keys() == before.keys()
     assert all(found[name] is before[name] for name in before)
+
+
+class TwoHeads(nn.Module):
+    """A network that also returns what its last layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        hidden = self.first(x).tanh()
+        return hidden, self.last(hidden)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_term_reads_gathered_parameters_after_the_backward_pass_of_another() -> None:
+    plain: Any = TwoHeads()
+    model = deepcopy(plain)
+    fully_shard(model.first)
+    fully_shard(model)
+    rows = []
+    for net in (plain, model):
+        hidden, logits = net(torch.ones(2, 3))
+        # After the forward pass the outermost module has its whole parameters still.
+        reader = (hidden @ net.last.weight.T).square().mean()
+        losses = [logits.square().sum(), reader + 0.0 * logits.sum()]
+        if net is plain:
+            trained = list(net.parameters())
+            rows += [torch.autograd.grad(loss, trained, retain_graph=True) for loss in losses]
+        else:
+            managed = FullyShardedParameters(model)
+            rows += [managed.differentiate(loss) for loss in losses]
+    for expected, found in zip(rows[:2], rows[2:], strict=True):
+        for mine, other in zip(found, expected, strict=True):
+            assert mine is not None
+            torch.testing.assert_close(whole(mine), other)

@@ -29,6 +29,21 @@ from steelyard.spec import BASE, Stateful, title
 Products: TypeAlias = Mapping[tuple[str, str], float]
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Gradients that several processes have compared, the same on all of them.
+
+    Attributes:
+        products: inner products of the terms' gradients on the whole batch.
+        share: factor on the regularizers, the mean share of the processes.
+        values: of the terms on the whole batch, by name; None: each process has its own.
+    """
+
+    products: Products
+    share: float
+    values: Mapping[str, float] | None = None
+
+
 class AggregationWarning(UserWarning):
     """An aggregator found no factors for a step, which took the plain sum."""
 
@@ -112,7 +127,7 @@ def combine(
     tracked: bool,
     step: int = 0,
     share: float = 1.0,
-    known: Products | None = None,
+    known: Comparison | None = None,
 ) -> Combined:
     """Combine the gradients of the terms.
 
@@ -123,9 +138,9 @@ def combine(
         tracked: whether norms and cosines are wanted.
         step: number of the step, for warnings.
         share: factor on the weights of the regularizers in the Gram matrix that the aggregator
-            sees; the totals and norms are without it.
-        known: inner products of all gradients, if several processes have computed them; the
-            gradients then have no tensors, and the totals none either.
+            sees, unless `known` has it; the totals and norms are without it.
+        known: the comparison of all gradients, if several processes have made it; the gradients
+            then have no tensors, and the totals none either.
 
     Raises:
         SpecError: the aggregator would have to compare gradients of different spaces.
@@ -141,7 +156,7 @@ def combine(
             found = (
                 gram(rows, in_float64=aggregator.in_float64)
                 if known is None
-                else [[known[a.term.name, b.term.name] for b in mine] for a in mine]
+                else [[known.products[a.term.name, b.term.name] for b in mine] for a in mine]
             )
             if space == (main,):
                 products = found
@@ -155,7 +170,9 @@ def combine(
             }
     factors: dict[str, float] = {}
     if aggregator.reads_gram:
-        factors = _factors(done, aggregator, main, products, step=step, share=share)
+        share = share if known is None else known.share
+        values = None if known is None else known.values
+        factors = _factors(done, aggregator, main, products, values, step=step, share=share)
     weights = {r.term.name: factors.get(r.term.name, 1.0) * float(r.weight) for r in done}
     totals: dict[str, Row] = {}
     for key in dict.fromkeys(key for result in done for key in result.gradients):
@@ -164,7 +181,9 @@ def combine(
         totals[key] = weighted_sum([weights[result.term.name] for result in mine], of_key)
     total_norm = None
     if main in totals:
-        total_norm = norm_of(totals[main]) if known is None else _norm_of_sum(weights, known)
+        total_norm = (
+            norm_of(totals[main]) if known is None else _norm_of_sum(weights, known.products)
+        )
     for group in dict.fromkeys(r.group for r in results if r.group is not None):
         joint = group.joint
         for key, row in group.gradients.items():
@@ -177,9 +196,9 @@ def combine(
     return Combined(totals, total_norm, norms, cosines, factors)
 
 
-def _norm_of_sum(weights: Mapping[str, float], known: Products) -> float:
+def _norm_of_sum(weights: Mapping[str, float], products: Products) -> float:
     """‖Σ wᵢ gᵢ‖ = √Σ wᵢ wⱼ Gᵢⱼ."""
-    squares = [a * b * known[i, j] for i, a in weights.items() for j, b in weights.items()]
+    squares = [a * b * products[i, j] for i, a in weights.items() for j, b in weights.items()]
     return math.sqrt(max(0.0, math.fsum(squares)))
 
 
@@ -231,6 +250,7 @@ def _factors(
     aggregator: Aggregator,
     main: str,
     products: Sequence[Sequence[float]],
+    values: Mapping[str, float] | None,
     *,
     step: int,
     share: float,
@@ -242,6 +262,7 @@ def _factors(
         aggregator: one that reads the Gram matrix.
         main: the space of the Gram matrix.
         products: the Gram matrix of the gradients, before the weights.
+        values: of the terms, by name; None takes them from `done`.
         step: number of the step, for the warning.
         share: factor on the weights of the regularizers.
     """
@@ -266,7 +287,8 @@ def _factors(
         for a, i in zip(weights, rows, strict=True)
     ]
     try:
-        found = aggregator.factors(read_numbers(seen), weights, weighted)
+        numbers = read_numbers(seen) if values is None else [values[r.term.name] for r in seen]
+        found = aggregator.factors(numbers, weights, weighted)
     except AggregationError as error:
         warnings.warn(
             f"step {step} takes the plain sum of the gradients: {error}",

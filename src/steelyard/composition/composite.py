@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -65,7 +65,7 @@ class CompositeLoss(nn.Module):
         track_grad_norms: also compute each term's gradient norm and all cosines.
         wrt: a module or tensors that the norms are with respect to; None is all the inputs. For a
             module under `fully_shard` or `DistributedDataParallel` they are norms of the mean
-            gradient over the processes.
+            gradient over the processes, weighted by their shares.
         track_every: compute the norms at steps that this divides.
         timeout: seconds each offloaded term may take, unless its spec says otherwise.
         parallel: let offloaded terms overlap.
@@ -79,7 +79,8 @@ class CompositeLoss(nn.Module):
     Attributes:
         share: factor on the sum of the regularizers, 1 unless set. For gradient accumulation
             with a base loss that is divided by the tokens of the whole batch, set it to the
-            micro-batch's share of these tokens.
+            micro-batch's share of these tokens. With processes that have unequal numbers of
+            tokens, multiply it by the number of processes.
         group: the processes that compute the loss of one batch together, None for all: those of
             data parallelism. Bounds and the state of terms follow their mean values.
 
@@ -317,7 +318,7 @@ class CompositeLoss(nn.Module):
             targets = self._targets(inputs) if compared else []
             tracked = tracked and bool(targets)
             space = "inputs" if self._wrt is None else "parameters"
-            named = self._inputs(inputs, space, targets)
+            named, kept = self._inputs(inputs, space, targets)
             ranks = Ranks.of(self.group, self.share) if self._joined else None
             evaluator = Evaluator(named, settings, self._terms.own_workers, events, ranks=ranks)
             results = evaluator.evaluate(self._due, self._step, tracked=tracked)
@@ -327,7 +328,9 @@ class CompositeLoss(nn.Module):
             combined = None
             if targets:
                 share = float(self.share) if aggregator.reads_gram else 1.0
-                known = named.compare(results) if isinstance(named, DistributedInputs) else None
+                known = None
+                if isinstance(named, DistributedInputs):
+                    known = named.compare(results, reads_values=aggregator.reads_gram)
                 combined = combine(
                     results,
                     aggregator,
@@ -337,7 +340,7 @@ class CompositeLoss(nn.Module):
                     share=share,
                     known=known,
                 )
-            total = _added(results, self.share, combined.factors if combined else {})
+            total = _added(results, self.share, combined.factors if combined else {}, kept)
         except BaseException as error:
             if events is not None:
                 events.exception(error)
@@ -391,15 +394,20 @@ class CompositeLoss(nn.Module):
             return requiring_grad(list(self._wrt_module[0].parameters()))
         return requiring_grad(inputs if self._wrt is None else self._wrt)
 
-    def _inputs(self, named: Mapping[str, Any], space: str, targets: Sequence[Tensor]) -> Inputs:
-        fuse_base = _is_whole(self.share)
+    def _inputs(
+        self, named: Mapping[str, Any], space: str, targets: Sequence[Tensor]
+    ) -> tuple[Inputs, Collection[str]]:
+        """The inputs, and the terms whose gradient counts whatever the share; see `with_parts`."""
+        fuse_base, share = _is_whole(self.share), self.share
         if not (dist.is_available() and dist.is_initialized()):
-            return Inputs(named, space, targets, fuse_base=fuse_base)
-        named, found = with_parts(named, self._due, self.share, self.group), None
+            return Inputs(named, space, targets, fuse_base=fuse_base), ()
+        (named, kept), found = with_parts(named, self._due, share, self.group), None
         if targets:
             module = self._wrt_module[0] if self._wrt_module else None
-            found = distributed_inputs(named, space, module, targets, fuse_base=fuse_base)
-        return found or Inputs(named, space, targets, fuse_base=fuse_base)
+            found = distributed_inputs(
+                named, space, module, targets, share, self.group, kept, fuse_base=fuse_base
+            )
+        return found or Inputs(named, space, targets, fuse_base=fuse_base), kept
 
     def _last_call(self) -> LazyOutput:
         if self._last is None:
@@ -430,26 +438,36 @@ def _in_vmap() -> bool:
     return any(each.key() == functorch.TransformType.Vmap for each in active)
 
 
-def _added(results: Sequence[TermResult], share: Share, factors: Mapping[str, float]) -> Tensor:
+def _added(
+    results: Sequence[TermResult],
+    share: Share,
+    factors: Mapping[str, float],
+    kept: Collection[str] = (),
+) -> Tensor:
     """Sum base + share * Σ weight * term.
 
     Args:
         results: the base loss first; a group of fused terms counts once, by its total.
         share: factor on the sum of the regularizers.
         factors: the aggregator's factors on the gradients; values are not changed.
+        kept: terms whose gradient counts though the share is 0.
     """
-    parts = []
+    parts, gradients = list[Tensor](), list[Tensor]()
     for result in results:
         if result.group is None and result.value is not None:
             value = result.value if result.term.is_base else result.weight * result.value
-            parts.append(_scaled(value, factors.get(result.term.name, 1.0)))
+            value = _scaled(value, factors.get(result.term.name, 1.0))
+            if result.term.name in kept:
+                gradients.append(value - value.detach())
+            else:
+                parts.append(value)
     for result in results:
         group = result.group
         if group is not None and result.term.name == group.names[0]:
             parts.append(group.joint.total)
     if _is_whole(share):
         return reduce(add, parts)
-    return parts[0] + share * sum(parts[1:])
+    return sum(gradients, parts[0] + share * sum(parts[1:]))
 
 
 def _scaled(value: Tensor, factor: float) -> Tensor:

@@ -55,6 +55,12 @@ class Ranks:
         means = [total / factor if factor else None for total, factor in summed]
         return means[: len(terms)], [mean or 0.0 for mean in means[len(terms) :]]
 
+    def shares(self) -> list[float]:
+        """The share of each process, in the order of their ranks, by one reduction."""
+        row = [0.0] * dist.get_world_size(self.group)
+        row[dist.get_rank(self.group)] = self.share
+        return sum_over_ranks([row], self.group)[0]
+
     def gather(self, own: Any) -> list[tuple[float, Any]]:
         """The share and an object of each process, in the order of their ranks."""
         found: list[Any] = [None] * dist.get_world_size(self.group)
