@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 from steelyard import DetachedTermWarning, Pipeline, RegularizerSpec, penalties, schedules
@@ -269,6 +271,29 @@ def test_training_is_training_by_hand() -> None:
     handle.remove()
     optimizers[0].step()
     assert loss.step == 5
+
+
+def test_an_optimizer_that_accelerate_has_prepared_is_followed() -> None:
+    model: Any = Net()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    try:
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+        loss, steps = composite(), []
+        handle = loss.follow(optimizer)
+        for micro_batch in range(6):
+            with accelerator.accumulate(model):
+                x, labels = batch(micro_batch)
+                accelerator.backward(loss(model(x), labels=labels))
+                optimizer.step()
+                optimizer.zero_grad()
+            steps.append(loss.step)
+        assert steps == [0, 1, 1, 2, 2, 3]
+        handle.remove()
+        optimizer.step()
+        assert loss.step == 3
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def token_loss(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:

@@ -232,12 +232,17 @@ class CompositeLoss(nn.Module):
         return total
 
     def follow(self, optimizer: Optimizer) -> RemovableHandle:
-        """Count a step whenever `optimizer` has made one; `remove` the handle to stop."""
+        """Count a step whenever `optimizer` has made one; `remove` the handle to stop.
+
+        Args:
+            optimizer: one of torch's, or what accelerate's `prepare` returns for one: that one is
+                followed, which makes no step between accumulated micro-batches.
+        """
 
         def count(*_: object) -> None:
             self.step += 1
 
-        return optimizer.register_step_post_hook(count)
+        return _innermost(optimizer).register_step_post_hook(count)
 
     def watch(self, model: nn.Module) -> RemovableHandle:
         """Collect the values passed to `aux_loss` during each forward pass of `model`."""
@@ -473,6 +478,12 @@ def _added(
 def _scaled(value: Tensor, factor: float) -> Tensor:
     """The value unchanged, with its gradient multiplied by the factor."""
     return value if factor == 1 else factor * value + (1 - factor) * value.detach()
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside of wrappers such as accelerate's, which take no hooks themselves."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _is_whole(share: Share) -> bool:
