@@ -297,3 +297,36 @@ def test_small_work_needs_no_check_of_each_operation() -> None:
         matrix @ matrix
         assert not mode.measured.is_small
     assert not Measured(complete=False).is_small
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        # A list of 2**22 sizes before any operation is dispatched.
+        (
+            [
+                call("operator.getitem", LOGPROBS, {"slice": [None, 0, None]}, name="e"),
+                call("chunk", {"ref": "e"}, 2**22, op="call_method", name="c"),
+            ],
+            "at most 16384 pieces, got 4194304",
+        ),
+        ([call("torch.chunk", LOGPROBS, chunks=2**22)], "at most 16384 pieces, got 4194304"),
+        # Each cut is within the limit, and all together are not.
+        (
+            [call("torch.unbind", LOGPROBS, name=f"u{n}") for n in range(5)],
+            "at most 16384 pieces, got 20480",
+        ),
+        (
+            [
+                call("split", LOGPROBS, [64] * 64, op="call_method", name="s"),
+                *(
+                    call("split", LOGPROBS, [64] * 64, op="call_method", name=f"s{n}")
+                    for n in range(260)
+                ),
+            ],
+            "at most 16384 pieces, got 16448",
+        ),
+    ],
+)
+def test_all_pieces_of_a_graph_count(nodes: list[dict[str, Any]], why: str) -> None:
+    refused(bound(*nodes, tokens=2**12), why, 2**12)

@@ -136,3 +136,20 @@ def test_the_defaults_of_out_and_inplace_that_the_sdk_records_are_accepted() -> 
     leaf = torch.tensor([-3.0, -4.0], requires_grad=True)
     value, _ = validate_loss(request, 99).bind([datum([1, 2])])([leaf])
     assert value.item() == pytest.approx(5 - 0.6 - 0.8)
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        (call("torch.roll", LOGPROBS, [0] * 65, [0] * 65), "at most 64 items, got 65"),
+        (call("operator.getitem", LOGPROBS, {"tuple": [None] * 65}), "at most 64 items, got 65"),
+        (call("reshape", LOGPROBS, *[1] * 65, op="call_method"), "at most 64 items, got 66"),
+        (call("torch.sum", LOGPROBS, dim=[[[[[[[[[[0]]]]]]]]]]), "nested at most 8 deep"),
+    ],
+)
+def test_arguments_that_torch_would_handle_one_by_one_are_limited(
+    node: dict[str, Any], why: str
+) -> None:
+    """A roll by 20,000 shifts is as many calls inside of each other, in C++: a crash."""
+    with pytest.raises(InputError, match=why):
+        validate_loss(upload(node), 99)

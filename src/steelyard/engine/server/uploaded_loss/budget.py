@@ -24,7 +24,7 @@ MAX_ELEMENTS = 2**24
 # A graph has at most thousands of nodes; `torch.diff(x, n=2**20)` is one node and 2**20 operations.
 _MAX_OPERATIONS = 2**15
 # A tensor takes about a kilobyte beside its elements, so that many small ones fill the memory too.
-_MAX_PIECES = 2**14
+MAX_PIECES = 2**14
 # Of float32, on one slow core. With this estimate a product that would exceed the time budget is
 # refused before it starts, for nothing can stop it later.
 _MULTIPLICATIONS_PER_SECOND = 2**33
@@ -147,7 +147,7 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._stopwatch = stopwatch
         self._max_bytes = max_bytes
         self._measured = measured
-        self._operations = 0
+        self._operations = self._pieces = 0
         self._estimated_seconds = 0.0
         self._live_bytes = 0
         self._storages: dict[int, int] = {}
@@ -179,7 +179,7 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._check_time(func, args, on_meta=on_meta)
         if self._measured:
             return func(*args, **kwargs)
-        _check_pieces(func, *args, **kwargs)
+        self._check_pieces(_pieces(func, *args, **kwargs))
         if not on_meta:
             self._check_size(self._predict(func, args, kwargs))
         result = func(*args, **kwargs)
@@ -213,6 +213,14 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 self._sizes.clear()
             self._sizes[key] = predict_sizes(func, args, kwargs)
         return self._sizes[key]
+
+    def _check_pieces(self, pieces: int) -> None:
+        self._pieces += pieces
+        if self._pieces > MAX_PIECES:
+            raise InputError(
+                f"the loss {self._stopwatch.name!r} may cut the tensors of a datum into at most "
+                f"{MAX_PIECES} pieces, got {self._pieces}."
+            )
 
     def _check_size(self, sizes: Sizes) -> None:
         for shape, _ in sizes:
@@ -272,6 +280,11 @@ def predict_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         raise InputError(
             f"a custom loss may use operations whose results have a size that is known before "
             f"they run, got {func}."
+        ) from error
+    except RecursionError as error:
+        raise InputError(
+            f"a custom loss may use operations of a bounded depth, got {func}, whose own calls "
+            f"are nested too deep."
         ) from error
     except (IndexError, RuntimeError, TypeError, ValueError):
         return []  # the call itself raises it, with the real values
@@ -339,23 +352,18 @@ def _seconds_of_product(func: Any, args: Sequence[Any]) -> float:
     return left.numel() * columns * slowdown / _MULTIPLICATIONS_PER_SECOND
 
 
-def _check_pieces(
-    func: Any, source: Any = None, size: Any = 0, dim: int = 0, *_: Any, **__: Any
-) -> None:
-    """Raise before a tensor is cut into too many pieces.
+def _pieces(func: Any, source: Any = None, size: Any = 0, dim: int = 0, *_: Any, **__: Any) -> int:
+    """Number of pieces that an operation cuts a tensor into; 0 for operations that cut none.
 
-    Raises:
-        InputError: there would be more than 2**14.
+    Of the forms of `split`, `chunk` and `unbind` torch dispatches these three.
     """
-    pieces = 0
     if func is _ATEN.unbind.int and source.dim():
-        pieces = source.shape[size]  # its second argument is the dimension
-    elif func is _ATEN.split.Tensor and source.dim() and size > 0:
-        pieces = -(-source.shape[dim] // size)
-    if pieces > _MAX_PIECES:
-        raise InputError(
-            f"a custom loss may cut a tensor into at most {_MAX_PIECES} pieces, got {pieces}."
-        )
+        return int(source.shape[size])  # its second argument is the dimension
+    if func is _ATEN.split.Tensor and source.dim() and size > 0:
+        return int(-(-source.shape[dim] // size))
+    if func is _ATEN.split_with_sizes.default:
+        return len(size)
+    return 0
 
 
 def _indices_of_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:

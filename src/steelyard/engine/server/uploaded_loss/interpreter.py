@@ -101,9 +101,13 @@ class TracedLoss:
                 logprobs.requires_grad_()
                 loss, _ = self.evaluate([logprobs, *others], "meta")
                 torch.autograd.grad(loss, logprobs, allow_unused=True)
-        except Exception:
-            if mode.exceeded:
+        except InputError as error:
+            # An operation that fails on meta may work where it is run; one that is refused does
+            # not, nor one that has used up the stack.
+            if mode.exceeded or isinstance(error.__cause__, RecursionError | None):
                 raise
+            return Measured(complete=False)
+        except Exception:  # noqa: BLE001 - of the backward pass
             return Measured(complete=False)
         return mode.measured
 

@@ -19,6 +19,7 @@ from steelyard.engine.server.uploaded_loss.allowlist import (
     FUNCTIONS,
     RESULT_FIELDS,
 )
+from steelyard.engine.server.uploaded_loss.budget import MAX_PIECES
 from steelyard.errors import InputError
 
 MAX_INT = 2**53  # integers up to here are exact in float64
@@ -186,6 +187,7 @@ def _function(node: types.CustomLossNode) -> Callable[[list[Any], dict[str, Any]
         def call_method(args: list[Any], kwargs: dict[str, Any]) -> Any:
             if not isinstance(args[0], Tensor):
                 raise InputError(f"{node.name} must call a method of a tensor.")
+            _check_chunks(node.target, *args, **kwargs)
             return method(*args, **kwargs)
 
         return call_method
@@ -200,9 +202,21 @@ def _function(node: types.CustomLossNode) -> Callable[[list[Any], dict[str, Any]
         is_usual = bool(args) and isinstance(args[0], Tensor)
         if not is_usual and not _has_tensor([args, kwargs]):
             args = _numbers_or_tensors(fn, args)
+        _check_chunks(node.target, *args, **kwargs)
         return fn(*args, **kwargs)
 
     return call_function
+
+
+def _check_chunks(target: str, /, *args: Any, **kwargs: Any) -> None:
+    """Check a number of chunks: torch makes a list of so many sizes before the budget sees it."""
+    if target.rpartition(".")[2] != "chunk":
+        return
+    chunks = kwargs.get("chunks", args[1] if len(args) > 1 else 0)
+    if isinstance(chunks, int) and chunks > MAX_PIECES:
+        raise InputError(
+            f"a custom loss may cut a tensor into at most {MAX_PIECES} pieces, got {chunks}."
+        )
 
 
 def _has_tensor(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Collection
 from typing import Any
 
 from tinker import types
@@ -22,6 +23,7 @@ from steelyard.errors import InputError
 # The prefix custom/ separates them from the engine's metrics. The SDK splits a key at its colon
 # into the name and the reduction, so there is exactly one.
 _METRIC_KEY = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+_MAX_ITEMS, _MAX_DEPTH = 64, 8  # of a list or tuple among the arguments of a node
 _GETATTR_ARGS = 2  # the tensor, and the name of the attribute
 
 
@@ -72,7 +74,7 @@ def _check_node(node: types.CustomLossNode, known: set[str], *, last: bool) -> N
     if node.target == "operator.getitem" and not _is_reference(node.args[:1]):
         # Slices of lists of earlier lists would double their contents with each node.
         raise InputError(f"{node.name!r} must index the value of an earlier node.")
-    for arg in [*node.args, *node.kwargs.values()]:
+    for arg in [*_limited(node.args, node.name), *node.kwargs.values()]:
         _check_arg(arg, known, node.name)
 
 
@@ -116,7 +118,23 @@ def _check_output(node: types.CustomLossNode) -> None:
             raise InputError("the output of a custom loss must be (loss, metrics).")
 
 
-def _check_arg(arg: Any, known: set[str], where: str) -> None:  # noqa: C901, PLR0912 - one case for each form
+def _check_arg(arg: Any, known: set[str], where: str, depth: int = 0) -> None:
+    """Check an argument and what is in it.
+
+    Torch may handle the items of a list by recursion in C++, and `x[None, None, ...]` makes a
+    tensor for each: their number and their nesting are limited.
+    """
+    if depth > _MAX_DEPTH:
+        raise InputError(
+            f"an argument of {where!r} must be nested at most {_MAX_DEPTH} deep, got more."
+        )
+    for each in _items(arg, known, where):
+        _check_arg(each, known, where, depth + 1)
+
+
+def _items(arg: Any, known: set[str], where: str) -> Collection[Any]:  # noqa: C901, PLR0912 - one case for each form
+    """Items of an argument, which must be of one of the forms that the SDK writes."""
+    items: Collection[Any] = ()
     match arg:
         case None | bool() | float() | str():
             pass
@@ -124,19 +142,16 @@ def _check_arg(arg: Any, known: set[str], where: str) -> None:  # noqa: C901, PL
             if abs(arg) > MAX_INT:
                 raise InputError(f"a whole number in {where!r} must be at most 2**53, got {arg}.")
         case list():
-            for each in arg:
-                _check_arg(each, known, where)
+            items = _limited(arg, where)
         case {"ref": str(name), **rest} if not rest:
             if name not in known:
                 raise InputError(f"{where!r} must use nodes before it, got {name!r}.")
-        case {"tuple": list(items), **rest} | {"slice": list(items), **rest} if not rest:
-            if "slice" in arg and len(items) != 3:  # noqa: PLR2004 - start, stop, step
-                raise InputError(f"a slice in {where!r} must have three parts, got {len(items)}.")
-            for each in items:
-                _check_arg(each, known, where)
-        case {"dict": dict(items), **rest} if not rest:
-            for each in items.values():
-                _check_arg(each, known, where)
+        case {"tuple": list(content), **rest} | {"slice": list(content), **rest} if not rest:
+            if "slice" in arg and len(content) != 3:  # noqa: PLR2004 - start, stop, step
+                raise InputError(f"a slice in {where!r} must have three parts, got {len(content)}.")
+            items = _limited(content, where)
+        case {"dict": dict(content), **rest} if not rest:
+            items = content.values()  # metrics: each is a value of an earlier node
         case {"ellipsis": True, **rest} if not rest:
             pass
         case {"float": "inf" | "-inf" | "nan", **rest} if not rest:
@@ -147,6 +162,15 @@ def _check_arg(arg: Any, known: set[str], where: str) -> None:  # noqa: C901, PL
             pass
         case _:
             raise InputError(f"an argument of {where!r} must be one that the SDK writes.")
+    return items
+
+
+def _limited(items: list[Any], where: str) -> list[Any]:
+    if len(items) > _MAX_ITEMS:
+        raise InputError(
+            f"a list or tuple in {where!r} must have at most {_MAX_ITEMS} items, got {len(items)}."
+        )
+    return items
 
 
 def _is_reference(args: list[Any]) -> bool:
