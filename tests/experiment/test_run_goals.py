@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import peft
 import pytest
+import safetensors.torch
+import torch
 
+from steelyard.engine import tiny
 from steelyard.errors import ConfigError, RunError
-from steelyard.experiment import Evaluation, RunFolder, open_trained_model, resume, train
-from steelyard.experiment.checkpointing import best_checkpoint, find_checkpoint
+from steelyard.experiment import (
+    Evaluation,
+    RunFolder,
+    export_run,
+    open_trained_model,
+    resume,
+    train,
+)
+from steelyard.experiment.checkpointing import BestCheckpoint, best_checkpoint, find_checkpoint
 from steelyard.experiment.config_train import StopConfig, TrainConfig
 from steelyard.experiment.run_goals import BestValue, RunGoals
+from steelyard.experiment.training_steps import TrainingSteps
+from tests.engine.server.wire_client import start
 
-from .small_runs import Recorder, small_config, stop_after, without_clock
+from .small_runs import Recorder, small_config, small_rollouts, stop_after, without_clock
 
 WAVE = [5.0, 3.0, 4.0, 2.0, 2.5, 2.25, 9.0, 9.0]
 
@@ -183,3 +198,203 @@ def test_a_metric_of_evaluations_needs_evaluations(folder: Path, key: str) -> No
     with pytest.raises(ConfigError) as caught:
         small_config(folder, f"train.{key}=held_out/loss")
     assert str(caught.value).startswith(f"[train] must have evaluate_every with {key}: its metric")
+
+
+# The loss falls, and then the learning rate makes it rise.
+RISING = (
+    "train.steps=7",
+    "train.batch_size=6",
+    "train.save_every=0",
+    "train.keep=1",
+    "data.held_out=0",
+    "train.learning_rate={ piecewise = { 0 = 0.01, 3 = 0.5 } }",
+)
+BEST_LOSS = "train.keep_best=base_loss/value"
+
+
+def loss_of(folder: Path, adapter: Path) -> float:
+    """NLL of the completions of the data, summed, by transformers and peft."""
+    model = peft.PeftModel.from_pretrained(tiny.build(torch.float32), adapter).eval()
+    total = 0.0
+    for line in (folder / "train.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        prompt, answer = record["prompt"].encode(), record["completion"].encode()
+        letters = tiny.tokenizer().encode(record["prompt"] + record["completion"])
+        tokens = torch.tensor([[*letters, model.config.eos_token_id]])
+        assert len(letters) == len(prompt) + len(answer)
+        targets = torch.full_like(tokens, -100)
+        targets[0, len(prompt) :] = tokens[0, len(prompt) :]
+        with torch.no_grad():
+            mean = model(tokens, labels=targets).loss
+        total += float(mean) * (len(answer) + 1)
+    return total
+
+
+def adapter_of(run: RunFolder, step: int | Literal["best"]) -> Path:
+    return run.checkpoints / find_checkpoint(run, step).path.removeprefix("tinker://")
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes())
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_best_checkpoint_has_the_weights_that_its_metric_was_measured_with(
+    folder: Path, parts: int
+) -> None:
+    sizes = (f"train.gradient_accumulation_steps={parts}", f"train.batch_size={12 // parts}")
+    run = RunFolder(folder / "r")
+    train(small_config(folder, *RISING, *sizes, BEST_LOSS), run.path)
+    losses = [line["base_loss/value"] for line in run.metrics()]
+    best = best_checkpoint(run)
+    assert best is not None
+    assert 0 < best.step < 6, "neither the first nor the last"
+    assert best.value == min(losses) == losses[best.step]
+    assert (run.result() or {})["best"] == {
+        "steps": best.step,
+        "metric": "base_loss/value",
+        "value": best.value,
+    }
+    assert loss_of(folder, adapter_of(run, "best")) == pytest.approx(best.value, rel=1e-5)
+    # A run of so many steps ends with these weights.
+    shorter = f"train.steps={best.step}"
+    train(small_config(folder, *RISING, *sizes, shorter), folder / "shorter")
+    last = weights_in(folder / "shorter" / "adapter")
+    assert equal(weights_in(adapter_of(run, "best")), last)
+    with open_trained_model(run.path, "best") as model:
+        assert model.checkpoint.step == best.step
+    written, _ = export_run(run.path, folder / "exported", step="best")
+    assert equal(weights_in(written), last)
+    states = [path.name for path in run.checkpoints.glob("*/weights/[!.]*")]
+    assert sorted(states) == [f"best-{best.step:08d}", "step-00000007"]
+
+
+def test_the_value_of_the_untrained_model_is_never_the_best(folder: Path) -> None:
+    def best_of(name: str, *more: str) -> BestCheckpoint | None:
+        run = RunFolder(folder / name)
+        train(small_config(folder, *RISING, "train.learning_rate=0.5", *more), run.path)
+        values = [line[more[0].partition("=")[2]] for line in run.metrics()]
+        assert values[0] == min(values)
+        return best_checkpoint(run)
+
+    trained = best_of("trained", BEST_LOSS)
+    held_out = ("data.held_out=0.2", "train.evaluate_every=1")
+    evaluated = best_of("evaluated", "train.keep_best=held_out/loss", *held_out)
+    for name, best, completed in (("trained", trained, 0), ("evaluated", evaluated, 1)):
+        lines = RunFolder(folder / name).metrics()
+        assert best is not None
+        later = {line["step"]: line[best.metric] for line in lines[1:]}
+        assert best.value == min(later.values())
+        assert later[best.step - completed] == best.value
+    train(small_config(folder, BEST_LOSS, "train.steps=1"), folder / "one")
+    assert best_checkpoint(RunFolder(folder / "one")) is None
+
+
+def test_with_several_updates_the_weights_before_the_first_are_the_best(tmp_path: Path) -> None:
+    # The metric is a mean over the updates, so all candidates are saved, and deleted again.
+    metric = "train.keep_best={ metric = 'base_loss/value', mode = 'max' }"
+    settings = ("rollouts.substeps=2", "train.steps=4", "train.save_every=0")
+    run = RunFolder(tmp_path / "r")
+    train(small_rollouts(tmp_path, *settings, metric), run.path)
+    best = best_checkpoint(run)
+    assert best is not None
+    values = [line["base_loss/value"] for line in run.metrics()]
+    assert best.value == max(values[1:]) == values[best.step]
+    train(small_rollouts(tmp_path, *settings, f"train.steps={best.step}"), tmp_path / "shorter")
+    last = weights_in(tmp_path / "shorter" / "adapter")
+    assert equal(weights_in(adapter_of(run, "best")), last)
+    assert len([*run.checkpoints.glob("best-*.json")]) == 1
+    assert len([*run.checkpoints.glob("*/weights/best-*")]) == 1
+
+
+def test_a_metric_of_the_answers_is_that_of_the_weights_before_the_update(tmp_path: Path) -> None:
+    settings = ("rollouts.substeps=2", "train.steps=4", "train.save_every=0")
+    run = RunFolder(tmp_path / "r")
+    saved: list[str] = []
+
+    class Watching(Recorder):
+        def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
+            super().step(step, steps, metrics)
+            saved.append(max((p.stem for p in run.checkpoints.glob("best-*.json")), default=""))
+
+    train(
+        small_rollouts(tmp_path, *settings, "train.keep_best=rollouts/reward"),
+        run.path,
+        watch=Watching(),
+    )
+    rewards = [line["rollouts/reward"] for line in run.metrics()]
+    # Known before the first update, so that only better ones are saved.
+    best, expected = -math.inf, []
+    for step, reward in enumerate(rewards):
+        if step and reward > best:
+            best, newest = reward, step
+        expected.append(f"best-{newest:08d}" if step else "")
+    assert saved == expected
+    record = best_checkpoint(run)
+    assert record is not None
+    assert (record.value, record.step) == (best, newest)
+
+
+@pytest.mark.parametrize("killed", [2, 4, 5])
+def test_a_run_that_was_killed_in_an_update_keeps_the_same_best(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, killed: int
+) -> None:
+    config = small_config(folder, *RISING, BEST_LOSS, "train.save_every=3", "train.keep=2")
+    train(config, folder / "whole")
+    calls: list[int] = []
+    original = TrainingSteps._update
+
+    def update(self: TrainingSteps, output: Any, step: int) -> dict[str, Any]:
+        calls.append(step)
+        if step == killed and calls.count(step) == 1:
+            raise OSError("the machine is gone")
+        return original(self, output, step)
+
+    monkeypatch.setattr(TrainingSteps, "_update", update)
+    run, whole = RunFolder(folder / "r"), RunFolder(folder / "whole")
+    with pytest.raises(OSError, match="the machine is gone"):
+        train(config, run.path)
+    if killed > 3:  # what is there is that of the checkpoint that it goes on from
+        best = best_checkpoint(run)
+        assert best is not None
+        assert (best.step, weights_in(adapter_of(run, "best")).keys() > set()) == (2, True)
+    assert resume(run.path).status == "done"
+    assert best_checkpoint(run) == best_checkpoint(whole)
+    assert equal(weights_in(adapter_of(run, "best")), weights_in(adapter_of(whole, "best")))
+    names = [sorted(p.name for p in r.checkpoints.glob("*/weights/[!.]*")) for r in (run, whole)]
+    assert names[0] == names[1]
+
+
+def test_the_held_out_values_of_a_last_step_count(folder: Path) -> None:
+    # Training stops by another metric, and the last step is evaluated although it is not due.
+    stop = "train.stop_early={ metric = 'optim/learning_rate', mode = 'max', patience = 2 }"
+    best = ("train.keep_best=held_out/loss", "train.evaluate_every=5", "train.steps=8")
+    run = RunFolder(folder / "r")
+    train(small_config(folder, stop, *best), run.path)
+    found = best_checkpoint(run)
+    assert found is not None
+    assert (found.step, found.value) == (3, run.metrics()[-1]["held_out/loss"])
+    assert RunGoals.of(run.config().train, run.metrics()).result()["best"]["steps"] == 3  # type: ignore[union-attr]  # it has goals
+
+
+def test_the_best_weights_of_a_run_on_a_service_are_there_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    with start(folder / "served") as running:
+        service = ("model.backend=tinker", f"model.base_url={running.base_url}")
+        terms = {"use": "ema_drift", "name": "drift", "weight": 0.0}  # its state is saved here
+        run = RunFolder(folder / "r")
+        # 12 lines in a step: its loss is the sum over all of them.
+        settings = (*RISING, "train.steps=5", "train.batch_size=12", BEST_LOSS)
+        train(small_config(folder, *settings, *service, regularizers=[terms]), run.path)
+        best = best_checkpoint(run)
+        assert best is not None
+        assert best.in_training
+        adapter = folder / "served" / find_checkpoint(run, "best").path.removeprefix("tinker://")
+        assert loss_of(folder, adapter) == pytest.approx(best.value, rel=1e-5)
+        assert best.value == run.metrics()[best.step]["base_loss/value"]

@@ -3,13 +3,18 @@
 The record is written atomically, and after the state that it points to. Whenever the process is
 killed, the newest record points to a complete checkpoint. Random numbers and the order of the data
 are functions of the seed and the step, so the record holds only these two.
+
+step-00000010.json   a checkpoint that a run can be resumed from, after 10 steps
+best-00000007.json   weights after 7 steps with which a metric of the next step was measured; the
+                     state of the terms is that of the middle of a step, so nothing resumes from it
+best.json            which of them is the best, by `train.keep_best`
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -48,12 +53,15 @@ class BestCheckpoint:
     Attributes:
         step: number of completed steps.
         metric: metric that it is the best by.
-        value: of the metric.
+        value: of the metric, measured with the weights of the checkpoint.
+        in_training: whether the metric is measured in training, before an update. Such weights
+            are saved by `save_candidate`.
     """
 
     step: int
     metric: str
     value: float
+    in_training: bool = False
 
 
 def save(
@@ -70,18 +78,33 @@ def save(
         CheckpointError: the disk or the service failed; older checkpoints are unchanged.
         RunError: the record could not be written.
     """
-    size = run.measured()
-    path = client.save_state(f"step-{step:08d}", overwrite=True).result().path
-    # A local client saves the state of attached regularizers with its own; the SDK's cannot.
-    terms = None if hasattr(client.client, "attach") else client.state_dict()
-    record = asdict(RunCheckpoint(step, path, seed, size, terms))
-    write_atomic(_record_path(run, step), json.dumps(record, indent=2).encode())
+    path = _write(client, run, _record_path(run, step), step, seed).path
     folder = run.checkpoints / path.removeprefix("tinker://")
     if folder.is_dir():  # that of a Tinker service is not on this machine
         run.link_adapter(folder)
     if best is not None:
         write_atomic(_best_path(run), json.dumps(asdict(best), indent=2).encode())
     _delete_old(run, keep)
+
+
+def save_candidate(client: RegularizedClient, run: RunFolder, step: int, seed: int) -> None:
+    """Save the weights after `step` steps, which the best checkpoint may turn out to have.
+
+    Raises:
+        CheckpointError: the disk or the service failed.
+        RunError: the record could not be written.
+    """
+    _write(client, run, _candidate_path(run, step), step, seed)
+
+
+def delete_candidates(run: RunFolder, best: BestCheckpoint | None) -> None:
+    """Delete the candidates but `best`, which the next call of `save` records, and the last best.
+
+    Raises:
+        CheckpointError: they cannot be deleted, or a record is damaged.
+    """
+    stay = {_path_of(run, each) for each in (best, best_checkpoint(run)) if each is not None}
+    _delete(run, [record for record in _candidates(run) if record not in stay])
 
 
 def best_checkpoint(run: RunFolder) -> BestCheckpoint | None:
@@ -141,8 +164,11 @@ def find_checkpoint(run: RunFolder, step: int | Literal["best"] | None = None) -
         if best is None:
             raise RunError(
                 f"{run.path} must have a best checkpoint, and it has none: train with "
-                f"train.keep_best, which names the metric, or take the newest one."
+                f"train.keep_best, which names the metric, for more than one step, or take the "
+                f"newest one."
             )
+        if best.in_training:
+            return _read(_candidate_path(run, best.step))
         step = best.step
     record = _record_path(run, step)
     if record not in records:
@@ -169,12 +195,38 @@ def _record_path(run: RunFolder, step: int) -> Path:
     return run.checkpoints / f"step-{step:08d}.json"
 
 
+def _candidate_path(run: RunFolder, step: int) -> Path:
+    return run.checkpoints / f"best-{step:08d}.json"
+
+
+def _path_of(run: RunFolder, best: BestCheckpoint) -> Path:
+    """Record of the weights of the best checkpoint."""
+    return (_candidate_path if best.in_training else _record_path)(run, best.step)
+
+
 def _best_path(run: RunFolder) -> Path:
     return run.checkpoints / "best.json"
 
 
 def _records(run: RunFolder) -> list[Path]:
     return sorted(run.checkpoints.glob("step-*.json"))
+
+
+def _candidates(run: RunFolder) -> list[Path]:
+    return sorted(run.checkpoints.glob("best-*.json"))
+
+
+def _write(
+    client: RegularizedClient, run: RunFolder, record: Path, step: int, seed: int
+) -> RunCheckpoint:
+    """Save the state of the client under the name of a record, and then write the record."""
+    size = run.measured()
+    path = client.save_state(record.stem, overwrite=True).result().path
+    # A local client saves the state of attached regularizers with its own; the SDK's cannot.
+    terms = None if hasattr(client.client, "attach") else client.state_dict()
+    checkpoint = RunCheckpoint(step, path, seed, size, terms)
+    write_atomic(record, json.dumps(asdict(checkpoint), indent=2).encode())
+    return checkpoint
 
 
 def _read(record: Path) -> RunCheckpoint:
@@ -219,19 +271,24 @@ def with_checkpoint(
 
 
 def _delete_old(run: RunFolder, keep: int) -> None:
+    records, best = _records(run), best_checkpoint(run)
+    stay = {*records[-keep:], *([] if best is None else [_path_of(run, best)])}
+    _delete(run, [record for record in (*records, *_candidates(run)) if record not in stay])
+
+
+def _delete(run: RunFolder, records: Sequence[Path]) -> None:
+    """Delete records, and all states that no other record leads to."""
     # Records first: killed in between, this leaves checkpoints without a record, which the next
     # call deletes, and never a record without its checkpoint.
-    records = _records(run)
-    best = best_checkpoint(run)
-    stay = {*records[-keep:], *([] if best is None else [_record_path(run, best.step)])}
-    kept = {_read(record).path for record in records if record in stay}
+    others = {*_records(run), *_candidates(run)} - {*records}
+    kept = {_read(record).path for record in others}
     try:
         for record in records:
-            if record not in stay:
-                record.unlink(missing_ok=True)
+            record.unlink(missing_ok=True)
         links = [
             link
-            for link in run.checkpoints.glob("*/weights/step-*")
+            for name in ("step", "best")
+            for link in run.checkpoints.glob(f"*/weights/{name}-*")
             if f"tinker://{link.relative_to(run.checkpoints).as_posix()}" not in kept
         ]
         if links:  # of a run on this machine

@@ -11,6 +11,7 @@ from steelyard.experiment.config_weights import MAX_CHECKED_STEPS, schedule_of
 from steelyard.spec import Schedule, is_finite
 
 _LOWER, _HIGHER = ("loss", "nll", "perplexity"), ("held_out/reward", "rewards/", "rollouts/reward")
+_LOSSES = ("loss_total", "base_loss/value")
 # Metrics of evaluations: measured before the update at step 0, and after it at all other steps.
 EVALUATED = ("held_out/", "eval/")
 
@@ -31,7 +32,7 @@ class _Metric(Table):
             return raw
         if raw["metric"].startswith(_HIGHER):
             return {**raw, "mode": "max"}
-        if not raw["metric"].endswith(_LOWER) and raw["metric"] != "loss_total":
+        if not raw["metric"].endswith(_LOWER) and raw["metric"] not in _LOSSES:
             raise ValueError(
                 f"must have mode = 'min' or 'max' for the metric {raw['metric']!r}: whether lower "
                 f"or higher is better is known only for losses and rewards"

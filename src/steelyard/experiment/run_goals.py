@@ -33,18 +33,29 @@ class BestValue:
     step: int = 0
     waited: int = 0
 
+    @property
+    def in_training(self) -> bool:
+        """Whether the metric is measured in training: with the weights before the update."""
+        return not self.settings.metric.startswith(EVALUATED)
+
+    @property
+    def steps(self) -> int:
+        """Number of completed steps of the weights that the best value was measured with."""
+        return self.step if self.in_training else self.step + 1
+
     def see(self, line: Mapping[str, Any]) -> bool:
         """Take a line of metrics into account; return whether its value is the best so far."""
         value = line.get(self.settings.metric)
         if value is None:
             return False
-        if self._is_better(value):
+        if self.is_better(value):
             self.value, self.step, self.waited = value, line["step"], 0
             return True
         self.waited += 1
         return False
 
-    def _is_better(self, value: float) -> bool:
+    def is_better(self, value: float) -> bool:
+        """Whether a value is better than the best one; NaN never is."""
         if math.isnan(value):
             return False
         if self.value is None:
@@ -95,6 +106,11 @@ class RunGoals:
         is_over = self.stop is not None and self.stop.waited >= self.patience
         return is_over and self.completed < self.steps
 
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the weights after the last step are the best, and are to be saved at once."""
+        return self.improved and self.best is not None and not self.best.in_training
+
     def see(self, line: Mapping[str, Any]) -> None:
         """Take the metrics of a step into account.
 
@@ -107,12 +123,37 @@ class RunGoals:
                 continue
             if line["step"] == 0:
                 check_metric(goal.settings.metric, line)
-                # The value of the base model, of which there is no checkpoint.
-                if self.steps > 1 and goal.settings.metric.startswith(EVALUATED):
+                if self._is_untrained(goal):
                     continue
             is_best = goal.see(line)
             if goal is self.best:
                 self.improved = is_best
+
+    def see_last_evaluation(self, line: Mapping[str, Any]) -> None:
+        """Take the held-out values of a last step into account that `see` was called without."""
+        if self.best is not None and not self.best.in_training:
+            self.improved = self.best.see(line)
+
+    def may_improve(self, step: int, known: Mapping[str, Any]) -> bool:
+        """Whether the weights before a step may turn out to be the best ones in training.
+
+        Args:
+            step: number of the step.
+            known: metrics of the step that are known before its first update. The value may be
+                unknown: the mean over several batches, or a metric of the update itself.
+        """
+        best = self.best
+        if best is None or not best.in_training or not step:
+            return False
+        value = known.get(best.settings.metric)
+        return value is None or best.is_better(value)
+
+    def _is_untrained(self, goal: BestValue) -> bool:
+        """Whether the value of the first step is that of the base model, which is no result.
+
+        A run stops early by the metrics of training from the first one on.
+        """
+        return goal is self.best if goal.in_training else self.steps > 1
 
     def result(self) -> dict[str, Any]:
         """Entries about the goals in the result of a run."""
@@ -120,7 +161,7 @@ class RunGoals:
         if self.best is not None and self.best.value is not None:
             metric = self.best.settings.metric
             found["best"] = {
-                "steps": self.best.step + 1,
+                "steps": self.best.steps,
                 "metric": metric,
                 "value": self.best.value,
             }

@@ -79,6 +79,7 @@ class TrainingSteps:
     def __post_init__(self) -> None:
         self._changes = ChangeLog(self.run)
         self._learning_rate = learning_rate_of(self.config.train)
+        self._has_candidate = False  # whether the weights before the last step were saved
 
     def make(self, start: int) -> int | None:
         """Make the steps from this one on; return how many are made, or None if it is stopped."""
@@ -102,10 +103,12 @@ class TrainingSteps:
             self.watch.step(step, steps, metrics)
             completed = step + 1
             is_last = completed == steps or (goals is not None and goals.ended)
-            improved = goals is not None and goals.improved
-            unsaved = not (improved or (every and completed % every == 0))
+            is_best = goals is not None and goals.keeps_last
+            unsaved = not (is_best or (every and completed % every == 0))
             if not unsaved or is_last:
                 self._save(completed)
+            elif self._has_candidate:
+                checkpointing.delete_candidates(self.run, self._best)
         return steps
 
     def _see(self, goals: RunGoals, metrics: dict[str, Any]) -> None:
@@ -114,6 +117,7 @@ class TrainingSteps:
         if goals.ended:
             if not self._evaluation_due(metrics["step"]):
                 metrics |= self._evaluate(metrics["step"])
+                goals.see_last_evaluation(metrics)
             self.say(goals.describe_stop())
 
     def _wait_or_stop(self, step: int) -> bool:
@@ -152,7 +156,13 @@ class TrainingSteps:
             held_out = self._evaluate(step)
         found = self.source.step_data(step)
         training = time.perf_counter()
-        trained = [self._train_on(batch, step) for batch in found.batches]
+        trained: list[dict[str, Any]] = []
+        for batch in found.batches:
+            output = self._gradient(batch, step)
+            if not trained:
+                own = output.metrics if len(found.batches) == 1 else {}
+                self._save_candidate(step, {**own, **found.metrics})
+            trained.append(self._update(output, step))
         training = time.perf_counter() - training
         if self._evaluation_due(step):
             held_out = self._evaluate(step)
@@ -166,9 +176,16 @@ class TrainingSteps:
             **held_out,
         }
 
-    def _train_on(self, batch: TrainingBatch, step: int) -> dict[str, Any]:
-        """Make one optimizer step, and return its metrics."""
-        parts, client = self.config.train.gradient_accumulation_steps, self.backend.client
+    def _save_candidate(self, step: int, known: Mapping[str, Any]) -> None:
+        """Save the weights before the first update of a step if their metric may be the best."""
+        self._has_candidate = self.goals is not None and self.goals.may_improve(step, known)
+        if self._has_candidate:
+            seed = self.config.train.seed
+            checkpointing.save_candidate(self.backend.client, self.run, step, seed)
+
+    def _gradient(self, batch: TrainingBatch, step: int) -> CustomLossOutput:
+        """Accumulate the gradient of one optimizer step."""
+        parts = self.config.train.gradient_accumulation_steps
         calls = batch.split(parts) if parts > 1 else [batch]
         if len(calls) == 1:
             output = self._backward(batch, step)
@@ -180,7 +197,11 @@ class TrainingSteps:
             output = accumulated(outputs, shares)
         if self._drivers_due(step):
             self.run.append_drivers(driver_records(output, step, batch, self.backend.tokenizer))
-        adam = self._adam(step)
+        return output
+
+    def _update(self, output: CustomLossOutput, step: int) -> dict[str, Any]:
+        """Make one optimizer step, and return its metrics."""
+        client, adam = self.backend.client, self._adam(step)
         optim = client.optim_step(adam).result()
         return {
             **output.metrics,
@@ -254,12 +275,16 @@ class TrainingSteps:
         return metrics
 
     def _save(self, completed: int) -> None:
-        settings, goal = self.config.train, None if self.goals is None else self.goals.best
-        best = None
-        if goal is not None and goal.value is not None:
-            best = checkpointing.BestCheckpoint(goal.step + 1, goal.settings.metric, goal.value)
-        client = self.backend.client
-        checkpointing.save(client, self.run, completed, settings.seed, settings.keep, best)
+        settings, client = self.config.train, self.backend.client
+        checkpointing.save(client, self.run, completed, settings.seed, settings.keep, self._best)
+
+    @property
+    def _best(self) -> checkpointing.BestCheckpoint | None:
+        goal = None if self.goals is None else self.goals.best
+        if goal is None or goal.value is None:
+            return None
+        metric = goal.settings.metric
+        return checkpointing.BestCheckpoint(goal.steps, metric, goal.value, goal.in_training)
 
 
 def space_metrics(output: CustomLossOutput) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 _PIECE = 32 * 2**20  # bytes of a file in one change
 _NOT_COPIED = (".lock",)
 _PART = ".steelyard-part"
-_RECORD, _RESULT = "checkpoints/step-*.json", "result.json"
+_RECORD, _RESULT = "checkpoints/*.json", "result.json"
 
 Content: TypeAlias = Callable[[str, bytes], bytes]
 
