@@ -145,6 +145,8 @@ def test_the_table_holds_the_results_of_all_runs(folder: Path) -> None:
             "margin": None,
             "count": 1,
         },
+        "p_value": None,
+        "seeds_to_resolve": None,
         "verdict": None,
     }
     assert ablation.effects["all"][loss].difference is None

@@ -14,9 +14,11 @@ from scipy import stats  # type: ignore[import-untyped]  # SciPy has no types
 from steelyard.experiment.paired_differences import (
     Comparison,
     Estimate,
+    add_verdicts,
     compare,
     conclusions,
     estimate,
+    holm,
     is_reward,
     reward_quantity,
     t_quantile,
@@ -55,17 +57,24 @@ def test_there_is_no_estimate_without_finite_values(values: Sequence[float]) -> 
 def test_one_value_has_no_interval_and_no_verdict() -> None:
     found = compare({0: 3.0}, {0: 1.0})
     assert found == Comparison(Estimate(3.0, None, 1), Estimate(2.0, None, 1))
-    assert found.verdict is None
     assert found.difference is not None
-    assert found.difference.differs_from_zero is None
+    assert found.difference.p_value is None
+    assert found.difference.seeds_to_resolve(0.05) is None
+    assert judged(found).verdict is None
+
+
+def judged(*comparisons: Comparison) -> Comparison:
+    """The first of these comparisons, tested together with the others."""
+    effects = {f"without {n}": {"held-out loss": each} for n, each in enumerate(comparisons)}
+    return add_verdicts(effects)["without 0"]["held-out loss"]
 
 
 def test_pairs_cancel_what_differs_between_seeds() -> None:
     full = {0: 1.0, 1: 5.0, 2: 9.0}
     paired = compare({0: 1.2, 1: 5.21, 2: 9.19}, full)
-    assert paired.verdict == "higher"
-    assert compare({0: 0.8, 1: 4.79, 2: 8.81}, full).verdict == "lower"
-    assert compare({0: 1.3, 1: 4.6, 2: 9.5}, full).verdict == "no visible effect"
+    assert judged(paired).verdict == "higher"
+    assert judged(compare({0: 0.8, 1: 4.79, 2: 8.81}, full)).verdict == "lower"
+    assert judged(compare({0: 1.3, 1: 4.6, 2: 9.5}, full)).verdict == "not resolved"
     assert paired.value is not None
     assert paired.value.margin == pytest.approx(9.9, abs=0.1), "unpaired, nothing would be seen"
 
@@ -80,7 +89,9 @@ def test_only_seeds_that_both_runs_have_are_paired() -> None:
 
 
 def test_a_run_without_any_difference_has_no_visible_comparison() -> None:
-    assert compare({0: 2.0, 1: 3.0}, {0: 2.0, 1: 3.0}).verdict == "no visible effect"
+    same = judged(compare({0: 2.0, 1: 3.0}, {0: 2.0, 1: 3.0}))
+    assert (same.verdict, same.p_value, same.seeds_to_resolve) == ("not resolved", 1.0, None)
+    assert judged(compare({0: 2.5, 1: 3.5}, {0: 2.0, 1: 3.0})).p_value == 0.0
 
 
 def comparison(*differences: float) -> Comparison:
@@ -91,8 +102,8 @@ def test_conclusions_are_about_the_loss_and_the_term_left_out() -> None:
     effects = {
         "all": {name: Comparison(estimate([1.0, 1.0])) for name in ("held-out loss", "kl", "l2")},
         "without kl": {
-            "held-out loss": comparison(-0.3, -0.31),
-            "kl": comparison(2.0, 2.1),
+            "held-out loss": comparison(-0.3, -0.302),
+            "kl": comparison(2.0, 2.2),
             "l2": comparison(5.0, 5.0),
         },
         "none": {
@@ -102,15 +113,22 @@ def test_conclusions_are_about_the_loss_and_the_term_left_out() -> None:
         },
     }  # fmt: skip
     first, second, note = conclusions(effects)
-    assert first == "without kl: held-out loss lower by 0.3 ± 0.064; kl higher by 2 ± 0.64."
-    assert second == "none: no visible effect on held-out loss (+0 ± 13)."
+    assert first == (
+        "without kl: held-out loss lower by 0.3 ± 0.013; kl not resolved with 2 seeds "
+        "(+2.1 ± 1.3; about 3 seeds would)."
+    )
+    assert second == "none: held-out loss not resolved with 2 seeds (+0 ± 13)."
     assert "means of 2 seeds, paired by seed, with the 95 % interval" in note
+    assert "for all 3 comparisons of this table together" in note
+    marked = add_verdicts(effects)
+    assert marked["without kl"]["l2"].verdict is None, "shown, but not tested"
+    assert marked["all"] == effects["all"]
 
 
 def test_with_one_term_the_run_without_any_says_what_the_term_did() -> None:
-    own = {"held-out loss": comparison(1.0, 1.1), "kl": comparison(2.0, 2.1)}
+    own = {"held-out loss": comparison(1.0, 1.1, 1.05), "kl": comparison(2.0, 2.1, 2.05)}
     sentence, _ = conclusions({"none": own})
-    assert sentence.startswith("none: held-out loss higher by 1.1 ± 0.64; kl higher by 2")
+    assert sentence.startswith("none: held-out loss higher by 1.1 ± 0.12; kl higher by 2")
 
 
 def test_one_seed_has_no_verdict_and_the_sentence_says_how_to_get_one() -> None:
@@ -131,7 +149,7 @@ def test_conclusions_are_about_the_reward_and_the_reward_left_out() -> None:
         "without reward short: held-out reward lower by 1 ± 0.25; reward short lower by 2 ± 0."
     )
     assert found[1] == (
-        "none: held-out reward lower by 1 ± 0.25; no visible effect on kl (+0 ± 1.2)."
+        "none: held-out reward lower by 1 ± 0.25; kl not resolved with 3 seeds (+0 ± 1.2)."
     )
 
 
@@ -140,3 +158,96 @@ def test_rewards_are_told_from_terms() -> None:
     assert is_reward(reward_quantity("short"))
     assert not is_reward("short")
     assert not is_reward("held-out loss")
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(-10, 10), min_size=3, max_size=3).filter(lambda x: np.std(x) > 1e-3),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_the_p_values_are_those_of_scipy_adjusted_by_holm(rows: list[list[float]]) -> None:
+    full = [3.0, -1.0, 2.0]
+    effects = {
+        f"without {n}": {
+            "held-out loss": compare(
+                {seed: base + x for seed, (base, x) in enumerate(zip(full, row, strict=True))},
+                dict(enumerate(full)),
+            )
+        }
+        for n, row in enumerate(rows)
+    }
+    raw = [stats.ttest_rel([b + x for b, x in zip(full, row)], full).pvalue for row in rows]  # noqa: B905 - equal
+    found = [each["held-out loss"].p_value for each in add_verdicts(effects).values()]
+    # By the definition: the largest of the k-th smallest p times the number of those not below it.
+    ordered = sorted(raw)
+    expected = [
+        min(1.0, max((len(raw) - k) * q for k, q in enumerate(ordered) if q <= p)) for p in raw
+    ]
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_holm_by_hand() -> None:
+    # The example of Holm's procedure: 4 × 0.005, 3 × 0.011, 2 × 0.02, 1 × 0.04, never falling.
+    assert holm([0.02, 0.005, 0.04, 0.011]) == pytest.approx([0.04, 0.02, 0.04, 0.033])
+    assert holm([]) == []
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def null_table(generator: np.random.Generator) -> dict[str, dict[str, Comparison]]:
+    """Effects of an ablation of five terms with three seeds in which no term does anything."""
+    names = [f"t{n}" for n in range(5)]
+    runs = ["all", *(f"without {name}" for name in names), "none"]
+    quantities = ["held-out loss", *names]
+    of_seed = generator.normal(size=(len(quantities), 3))  # what the runs of a seed share
+    values = of_seed + generator.normal(size=(len(runs), len(quantities), 3))
+    by_seed = [[dict(enumerate(cell)) for cell in row] for row in values.tolist()]
+    return {
+        run: {
+            name: compare(by_seed[i][j], None if run == "all" else by_seed[0][j])
+            for j, name in enumerate(quantities)
+        }
+        for i, run in enumerate(runs)
+    }
+
+
+def test_a_table_without_any_effect_has_a_verdict_in_one_of_twenty_cases() -> None:
+    generator = np.random.default_rng(0)
+    tables = [null_table(generator) for _ in range(600)]
+    wrong = [
+        any(" higher by " in line or " lower by " in line for line in conclusions(effects))
+        for effects in tables
+    ]
+    assert np.mean(wrong) <= 0.07, "with intervals alone it is 0.38"
+    marked = [add_verdicts(effects) for effects in tables]
+    starred = [any(c.is_resolved for own in each.values() for c in own.values()) for each in marked]
+    assert starred == wrong
+
+
+@pytest.mark.parametrize("differences", [(1.0, 2.0, 3.0), (4.8, 0.4, 9.2), (1.0, 0.1, 0.3)])
+@pytest.mark.parametrize("level", [0.05, 0.05 / 11])
+def test_so_many_seeds_would_resolve_a_difference(
+    differences: tuple[float, ...], level: float
+) -> None:
+    found = estimate(differences)
+    assert found is not None
+    count = found.seeds_to_resolve(level)
+    assert count is not None
+
+    def p(n: int) -> float:
+        t = np.mean(differences) / (np.std(differences, ddof=1) / math.sqrt(n))
+        return float(2 * stats.t.sf(t, n - 1))
+
+    assert p(count) <= level < p(count - 1)
+
+
+def test_a_difference_that_rose_with_each_seed_is_not_called_nothing() -> None:
+    # As in a run with three seeds: +4.8 ± 5.7.
+    effects = {"without kl": {"held-out loss": comparison(2.6, 4.6, 7.2)}}
+    sentence, _ = conclusions(effects)
+    assert sentence == (
+        "without kl: held-out loss not resolved with 3 seeds (+4.8 ± 5.7; about 4 seeds would)."
+    )
+    noise = {"without kl": {"held-out loss": comparison(1.0, -1.0, 0.001)}}
+    assert conclusions(noise)[0].endswith("(+0.00033 ± 2.5; more than 100 seeds would).")

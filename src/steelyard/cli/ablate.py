@@ -69,7 +69,7 @@ def _print_table(ablation: Ablation) -> None:
 
     count = len(ablation.seeds)
     values = f"means of {count} seeds" if count > 1 else "final held-out values"
-    mark = "; * where its 95 % interval excludes 0" if count > 1 else ""
+    mark = "; * where it is resolved" if count > 1 else ""
     table = Table(title=f"effect of each term: {values} (change from the run 'all'{mark})")
     quantities = list(next(iter(ablation.effects.values())))
     for column in ("run", *quantities, "time"):
@@ -87,5 +87,5 @@ def _cell(comparison: Comparison) -> str:
     if difference is None or not (difference.mean or difference.margin):
         return f"{value.mean:.4g}"
     margin = "" if difference.margin is None else f" ± {difference.margin:.2g}"
-    mark = "*" if difference.differs_from_zero else ""
+    mark = "*" if comparison.is_resolved else ""
     return f"{value.mean:.4g} ({difference.mean:+.2g}{margin}){mark}"

@@ -19,6 +19,7 @@ from steelyard.experiment.paired_differences import (
     LOSS,
     REWARD,
     Comparison,
+    add_verdicts,
     compare,
     reward_quantity,
 )
@@ -54,7 +55,7 @@ class Ablation:
             `all`, and `rewards`, the held-out mean of every reward.
         effects: for each run and held-out value (`"held-out loss"` or `"held-out reward"`, the
             name of a term, or `"reward <name>"`) the mean over the seeds, and the difference from
-            the run `all`, paired by seed.
+            the run `all`, paired by seed, with the verdicts of `add_verdicts`.
         done: whether all runs have finished.
     """
 
@@ -286,13 +287,14 @@ def _effects(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Comparis
         for quantity in quantities:
             own[quantity][row["seed"]] = found.get(quantity)
     full = values.get("all", {})
-    return {
+    compared = {
         run: {
             quantity: compare(by_seed, None if run == "all" else full.get(quantity))
             for quantity, by_seed in own.items()
         }
         for run, own in values.items()
     }
+    return add_verdicts(compared)
 
 
 def _quantities(row: Mapping[str, Any]) -> dict[str, float | None]:

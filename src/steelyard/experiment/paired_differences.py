@@ -1,30 +1,38 @@
-"""Means over seeds, and differences paired by seed, with 95 % confidence intervals.
+"""Means over seeds, and differences paired by seed: intervals, and tests by the method of Holm.
 
 Runs with the same seed share their initial weights and the order of their data. Much of what
 varies from seed to seed is therefore the same in both runs of a pair, and cancels in their
 difference; the interval of the mean difference is narrower than those of the two means.
+
+Each interval holds on its own, and a table has many: without any effect, one of eleven excludes 0
+in two tables of five. Verdicts are therefore those of Student's t-test of each difference, adjusted
+for all comparisons of the table by Holm (1979): the chance that a table without an effect has any
+verdict is at most 5 %.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Literal, TypeAlias
 
 BySeed: TypeAlias = Mapping[Any, float | None]  # `Any`: the keys of a mapping are invariant
+Effects: TypeAlias = Mapping[str, Mapping[str, "Comparison"]]  # by run and quantity
 
 CONFIDENCE = 0.95
 LOSS, REWARD = "held-out loss", "held-out reward"
 _ONE_REWARD = "reward "  # begins the quantity of one of the rewards
-NO_EFFECT = "no visible effect"
+NOT_RESOLVED: Final = "not resolved"
+_MAX_SEEDS = 100  # that are suggested to resolve a difference
 _ONE_SEED = (
     "These are differences between single runs. Other seeds may give others, so there is no "
     "verdict: --seeds 3 adds runs with two more seeds, and intervals."
 )
 _INTERVALS = (
     "Differences are those from the run with all terms: means of {count} seeds, paired by seed, "
-    "with the 95 % interval by Student's t. There is a verdict only where it excludes 0."
+    "with the 95 % interval by Student's t. There is a verdict only where it holds for all {tests} "
+    "comparisons of this table together, with 95 % confidence (t-tests, adjusted by Holm)."
 )
 
 
@@ -43,9 +51,31 @@ class Estimate:
     count: int
 
     @property
-    def differs_from_zero(self) -> bool | None:
-        """Whether the interval excludes 0; None if there is no interval."""
-        return None if self.margin is None else abs(self.mean) > self.margin
+    def p_value(self) -> float | None:
+        """Two-sided p of the t-test of mean 0, not adjusted; None if there is no interval."""
+        if self.margin is None:
+            return None
+        if not self.margin:
+            return 0.0 if self.mean else 1.0
+        return p_of(t_quantile(self.count - 1) * self.mean / self.margin, self.count - 1)
+
+    def seeds_to_resolve(self, level: float) -> int | None:
+        """Smallest number of values with p <= `level`, at this mean and standard deviation.
+
+        None without an interval, for a mean of 0, or if more than 100 are needed.
+
+        Example:
+            >>> estimate([1.0, 2.0, 3.0]).seeds_to_resolve(0.05)
+            4
+        """
+        if self.margin is None or not self.mean:
+            return None
+        # t = mean / (s / √n), and margin = t_quantile(count - 1) · s / √count.
+        ratio = self.margin / abs(self.mean) / t_quantile(self.count - 1) * math.sqrt(self.count)
+        for count in range(2, _MAX_SEEDS + 1):
+            if ratio * t_quantile(count - 1, 1 - level) <= math.sqrt(count):
+                return count
+        return None
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
@@ -59,8 +89,8 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
     Example:
         >>> found = estimate([1.0, 2.0, 3.0])
-        >>> found.mean, round(found.margin, 3), found.differs_from_zero
-        (2.0, 2.484, False)
+        >>> found.mean, round(found.margin, 3), round(found.p_value, 3)
+        (2.0, 2.484, 0.074)
     """
     count = len(values)
     if not values or not all(math.isfinite(value) for value in values):
@@ -80,22 +110,31 @@ class Comparison:
         value: mean over the seeds; None if it was not measured.
         difference: mean difference over the seeds that both runs have; None for the run with all
             terms itself, and where one of the two was not measured.
+        p_value: p of the difference, adjusted for all comparisons of the table; None where no
+            verdict is asked for.
+        seeds_to_resolve: number of seeds that would give a verdict, if the mean and the standard
+            deviation of the differences stay; None if there is one, or if no number up to 100
+            would.
     """
 
     value: Estimate | None
     difference: Estimate | None = None
+    p_value: float | None = None
+    seeds_to_resolve: int | None = None
 
     @property
-    def verdict(self) -> str | None:
-        """`"higher"`, `"lower"` or `"no visible effect"`; None without an interval.
-
-        There is an effect only if the 95 % interval of the difference excludes 0.
-        """
-        if self.difference is None or self.difference.margin is None:
+    def verdict(self) -> Literal["higher", "lower", "not resolved"] | None:
+        """Verdict at an adjusted p of 0.05; None without a p."""
+        if self.difference is None or self.p_value is None:
             return None
-        if not self.difference.differs_from_zero:
-            return NO_EFFECT
+        if self.p_value > 1 - CONFIDENCE:
+            return NOT_RESOLVED
         return "higher" if self.difference.mean > 0 else "lower"
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the verdict is `"higher"` or `"lower"`."""
+        return self.verdict not in (None, NOT_RESOLVED)
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers and verdict, for a JSON file."""
@@ -113,7 +152,65 @@ def compare(by_seed: BySeed, full: BySeed | None) -> Comparison:
     return Comparison(value, estimate(differences))
 
 
-def conclusions(effects: Mapping[str, Mapping[str, Comparison]]) -> list[str]:
+def add_verdicts(effects: Effects) -> dict[str, dict[str, Comparison]]:
+    """Test the comparisons of an ablation that there are conclusions about, all together.
+
+    These are the held-out loss or reward of each run, and the held-out value of the term or reward
+    that it leaves out. The others are shown, and not tested: each further test would make all
+    others weaker.
+
+    Args:
+        effects: comparison of each held-out value, by run and quantity.
+
+    Returns:
+        The same comparisons, those that are tested with `p_value` and `seeds_to_resolve`.
+    """
+    p_values = {
+        (run, name): p
+        for run, own in effects.items()
+        for name, each in own.items()
+        if _is_about(run, name, own)
+        and each.difference is not None
+        and (p := each.difference.p_value) is not None
+    }
+    adjusted = dict(zip(p_values, holm([*p_values.values()]), strict=True))
+    # The level of the smallest p that is not resolved, and a little strict for the others.
+    level = (1 - CONFIDENCE) / max(1, sum(p > 1 - CONFIDENCE for p in adjusted.values()))
+
+    def tested(key: tuple[str, str], comparison: Comparison) -> Comparison:
+        p, difference = adjusted.get(key), comparison.difference
+        if p is None or difference is None:
+            return comparison
+        seeds = difference.seeds_to_resolve(level) if p > 1 - CONFIDENCE else None
+        return replace(comparison, p_value=p, seeds_to_resolve=seeds)
+
+    return {
+        run: {name: tested((run, name), each) for name, each in own.items()}
+        for run, own in effects.items()
+    }
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values for their number, by the step-down method of Holm.
+
+    With p₁ ≤ … ≤ pₘ the adjusted ones are maxⱼ≤ᵢ min(1, (m − j + 1) pⱼ). To reject where they are
+    at most 0.05 rejects any true hypothesis with a probability of at most 0.05.
+
+    Reference: Holm (1979), "A simple sequentially rejective multiple test procedure".
+
+    Example:
+        >>> holm([0.01, 0.04, 0.03])
+        [0.03, 0.06, 0.06]
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def conclusions(effects: Effects) -> list[str]:
     """Sentences about an ablation: the verdict on each run without a term, or why there is none.
 
     They are about the held-out loss or reward, and the held-out value of the term, or of the
@@ -122,6 +219,7 @@ def conclusions(effects: Mapping[str, Mapping[str, Comparison]]) -> list[str]:
     Args:
         effects: comparison of each held-out value, by run and quantity.
     """
+    effects = add_verdicts(effects)
     differences = [
         each.difference for own in effects.values() for each in own.values() if each.difference
     ]
@@ -135,13 +233,12 @@ def conclusions(effects: Mapping[str, Mapping[str, Comparison]]) -> list[str]:
         for run, own in effects.items()
         if (
             parts := [
-                _verdict(name, each)
-                for name, each in own.items()
-                if _is_about(run, name, own) and each.verdict is not None
+                _verdict(name, each) for name, each in own.items() if each.verdict is not None
             ]
         )
     ]
-    return [*sentences, _INTERVALS.format(count=count)]
+    tests = sum(each.verdict is not None for own in effects.values() for each in own.values())
+    return [*sentences, _INTERVALS.format(count=count, tests=tests)]
 
 
 def reward_quantity(name: str) -> str:
@@ -165,9 +262,25 @@ def _verdict(quantity: str, comparison: Comparison) -> str:
     difference = comparison.difference
     assert difference is not None  # noqa: S101 - there is a verdict
     margin = f"± {difference.margin:.2g}"
-    if comparison.verdict == NO_EFFECT:
-        return f"{NO_EFFECT} on {quantity} ({difference.mean:+.2g} {margin})"
+    if comparison.verdict == NOT_RESOLVED:
+        seeds = comparison.seeds_to_resolve
+        more = f"more than {_MAX_SEEDS}" if seeds is None else f"about {seeds}"
+        cure = f"; {more} seeds would" if difference.mean else ""
+        return (
+            f"{quantity} {NOT_RESOLVED} with {difference.count} seeds "
+            f"({difference.mean:+.2g} {margin}{cure})"
+        )
     return f"{quantity} {comparison.verdict} by {abs(difference.mean):.2g} {margin}"
+
+
+def p_of(t: float, degrees: int) -> float:
+    """P(|T| > |t|) for Student's T with these degrees of freedom.
+
+    Example:
+        >>> round(p_of(12.706, 1), 4), round(p_of(-2.262, 9), 4)
+        (0.05, 0.05)
+    """
+    return max(0.0, 1.0 - _central_mass(math.atan(abs(t) / math.sqrt(degrees)), degrees))
 
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:

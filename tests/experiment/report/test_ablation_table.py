@@ -125,8 +125,10 @@ def test_differences_are_paired_by_seed() -> None:
 def test_noise_is_no_effect() -> None:
     table = ablation_table(seeded([1.0, 5.0, 9.0], [1.3, 4.6, 9.5]))
     assert table is not None
-    assert table.rows[1][1][0].verdict == "no visible effect"
-    assert table.sentences[0].startswith("without kl: no visible effect on held-out loss (+0.13 ±")
+    assert table.rows[1][1][0].verdict == "not resolved"
+    assert table.sentences[0].startswith(
+        "without kl: held-out loss not resolved with 3 seeds (+0.13 ±"
+    )
 
 
 def test_the_report_of_several_seeds_shows_means_intervals_and_verdicts(tmp_path: Path) -> None:
@@ -227,5 +229,5 @@ def test_a_higher_reward_is_shown_as_better(tmp_path: Path) -> None:
     page = write_report([tmp_path / "a"], tmp_path / "report.html")
     html = page.read_text(encoding="utf-8")
     assert html.count('<span class="delta bad">−0.500 ± 0</span>') == 1, "the sum of the rewards"
-    assert html.count('<span class="delta bad">−0.250 ± 0</span>') == 1, "the reward kind"
+    assert html.count('<span class="delta">−0.250 ± 0</span>') == 1, "the reward kind, not tested"
     assert "higher rewards are better" in text_of(page)

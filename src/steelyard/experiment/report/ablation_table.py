@@ -12,6 +12,7 @@ from steelyard.experiment.paired_differences import (
     REWARD,
     BySeed,
     Comparison,
+    add_verdicts,
     compare,
     conclusions,
     reward_quantity,
@@ -81,8 +82,12 @@ def ablation_table(experiment: Experiment) -> AblationTable | None:
         }
         for name in [full.name, *(name for name in by_name if name != full.name)]
     }
-    effects = {name: {column: own[column] for column in held_out} for name, own in rows.items()}
     has_held_out = held_out[:1] in ([LOSS], [REWARD])
+    effects = add_verdicts(
+        {name: {column: own[column] for column in held_out} for name, own in rows.items()}
+    )
+    if has_held_out:
+        rows = {name: own | effects[name] for name, own in rows.items()}
     not_held_out = _NOT_HELD_OUT.format("rewards" if full.rewards else "losses")
     return AblationTable(
         columns=list(columns),

@@ -100,8 +100,8 @@ def effects(table: AblationTable) -> Section:
     figures = [] if table.seeds == 1 else [_effect(table, column) for column in table.held_out]
     intro = (
         f"Held-out value of each run, less that of the run with all terms: means of "
-        f"{table.seeds} seeds, paired by seed, with 95 % intervals. An interval that includes 0 "
-        f"shows no effect. The charts below are those of the first seed."
+        f"{table.seeds} seeds, paired by seed, with 95 % intervals. Each interval holds on its "
+        f"own; the verdicts hold together. The charts below are those of the first seed."
     )
     return Section("effects", "Effects and their intervals", intro, figures)
 
@@ -109,7 +109,7 @@ def effects(table: AblationTable) -> Section:
 def _effect(table: AblationTable, column: str) -> Figure:
     index = table.columns.index(column)
     cells = {name: cells[index] for name, cells in table.rows[1:]}  # the first has all terms
-    verdicts = join_names(f"{name} {cell.verdict}" for name, cell in cells.items() if cell.verdict)
+    verdicts = join_names(f"{name} {cell.verdict or 'not tested'}" for name, cell in cells.items())
     return Figure(
         f"effect-{index}",
         column,
