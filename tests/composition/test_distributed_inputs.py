@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -234,3 +235,26 @@ def test_processes_see_the_same_rows(tmp_path: Path) -> None:
     first, second = run_group(factors_with_a_gradient_of_zero, tmp_path)
     assert first == second
     assert first[0] == pytest.approx(dict.fromkeys(("base", "minus", "flat"), 1 / 3))
+
+
+def norms_inside_of_a_wrapper(rank: int) -> list[float | None]:
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    wrapped, other = DistributedDataParallel(model), DistributedDataParallel(nn.Linear(2, 1))
+    loss = CompositeLoss(lambda y: y.sum(), track_grad_norms=True, wrt=model)
+    norms = []
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])[rank : rank + 1]
+    for wrapper in (wrapped, wrapped, other, model):
+        loss.set_wrapper(wrapper)
+        loss(y=wrapped(x))
+        norms.append(loss.output.base_loss.grad_norm)
+    CompositeLoss(lambda y: y.sum()).set_wrapper(wrapped)  # its norms are of no module
+    assert pickle.loads(pickle.dumps(loss.__getstate__()["_wrapper"])) == ()
+    return norms
+
+
+def test_norms_inside_of_a_wrapper(tmp_path: Path) -> None:
+    for norms in run_group(norms_inside_of_a_wrapper, tmp_path):
+        # The rows of the mean gradient are (1/2, 1/2) and 1 for the bias.
+        assert norms == pytest.approx([1.5**0.5] * 2 + [2.0**0.5] * 2)

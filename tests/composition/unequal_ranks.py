@@ -23,7 +23,7 @@ from steelyard.composition import Aggregator, CompositeLoss, term
 from .sharded_ranks import Stack, shard, size_of, whole_gradients
 
 ROWS = 9
-WEIGHTS = {"base": 1.0, "doubt": 0.7, "early": 0.5, "size": 1e-2}
+WEIGHTS = {"base": 1.0, "doubt": 0.7, "early": 0.5, "once": 0.3, "size": 1e-2}
 CLOSE = 1e-6
 
 
@@ -42,6 +42,11 @@ def early(early: Tensor) -> Tensor:
     return -early.tanh().sum() / max(len(early), 1)
 
 
+def once(hidden: Tensor) -> Tensor:
+    """Not a mean over rows: one process evaluates it on all of them."""
+    return hidden.mean(0).square().sum()
+
+
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(ROWS, 4, generator=generator, dtype=torch.float64)
@@ -58,6 +63,7 @@ def composite(**settings: Any) -> CompositeLoss:
     terms = [
         term(doubt, WEIGHTS["doubt"], "doubt"),
         term(early, WEIGHTS["early"], "early"),
+        term(once, WEIGHTS["once"], "once", ranks="one"),
         term(size_of, WEIGHTS["size"], "size"),
     ]
     return CompositeLoss(base, terms, track_grad_norms=True, **settings)
@@ -71,6 +77,7 @@ def rows_by_hand(model: nn.Module, count: float) -> dict[str, Tensor]:
         "base": base(out["logits"], labels, count),
         "doubt": doubt(out["logits"], labels),
         "early": early(out["early"]),
+        "once": once(out["hidden"]),
         "size": size_of(parameters)[0],
     }
     rows = {}
@@ -163,5 +170,6 @@ def values_by_hand() -> dict[str, float]:
         "base": base(out["logits"], labels, ROWS).item(),
         "doubt": doubt(out["logits"], labels).item(),
         "early": early(out["early"]).item(),
+        "once": once(out["hidden"]).item(),
         "size": size_of(list(model.parameters()))[0].item(),
     }

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -136,6 +137,7 @@ class CompositeLoss(nn.Module):
         self.group: dist.ProcessGroup | None = None
         # In a tuple, since a module as an attribute would become a part of this one.
         self._wrt_module = (wrt,) if isinstance(wrt, nn.Module) else ()
+        self._wrapper: tuple[nn.Module, ...] = ()
         self._wrt = _parameters_of(wrt)
         self._unweighed: set[str] = set()
         self._deposits: Deposits = {}
@@ -244,6 +246,19 @@ class CompositeLoss(nn.Module):
 
         return _innermost(optimizer).register_step_post_hook(count)
 
+    def set_wrapper(self, model: nn.Module) -> None:
+        """Compare gradients over the processes if `model` is what averages those of `wrt`.
+
+        For trainers, which put the module into a `DistributedDataParallel` that the caller does not
+        see: norms are then those of the mean gradient, as with that as `wrt`.
+        """
+        if not self._wrt_module or self._wrapper == (model,):
+            return
+        averages = isinstance(model, DistributedDataParallel) and any(
+            module is self._wrt_module[0] for module in model.modules()
+        )
+        self._wrapper = (model,) if averages else ()
+
     def watch(self, model: nn.Module) -> RemovableHandle:
         """Collect the values passed to `aux_loss` during each forward pass of `model`."""
         before = model.register_forward_pre_hook(self._begin_collecting)
@@ -309,7 +324,7 @@ class CompositeLoss(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Deposits of the last forward pass hold its graph; neither it nor a group can be pickled.
-        return {**self.__dict__, "_deposits": {}, "group": None}
+        return {**self.__dict__, "_deposits": {}, "group": None, "_wrapper": ()}
 
     def _compose(self, inputs: Mapping[str, Any]) -> Tensor:
         settings, tracked = self._terms.settings, self._tracked
@@ -408,7 +423,7 @@ class CompositeLoss(nn.Module):
             return Inputs(named, space, targets, fuse_base=fuse_base), ()
         (named, kept), found = with_parts(named, self._due, share, self.group), None
         if targets:
-            module = self._wrt_module[0] if self._wrt_module else None
+            module = next(iter((*self._wrapper, *self._wrt_module)), None)
             found = distributed_inputs(
                 named, space, module, targets, share, self.group, kept, fuse_base=fuse_base
             )

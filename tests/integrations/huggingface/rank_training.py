@@ -121,6 +121,69 @@ def train(
     }
 
 
+def train_aggregated(
+    folder: Path, reads: str, accumulation: int = 1, *, ranks: int = 1, fsdp: bool = False
+) -> dict[str, Any]:
+    """Train two steps with UPGrad on the gradients of the parameters."""
+    model = tiny.build(torch.float64)
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4 // ranks,
+        "gradient_accumulation_steps": accumulation,
+        "average_tokens_across_devices": True,
+        "train_sampling_strategy": "sequential",
+        "max_steps": 2,
+        "ddp_find_unused_parameters": False,
+    }
+    if fsdp:
+        settings |= {"fsdp": True, "fsdp_config": FSDP}
+    args = arguments(folder, **settings)
+    if fsdp:
+        shard_on_cpu()
+    options = {"wrt": model, "aggregate": "upgrad", "track_grad_norms": reads == "logits"}
+    if reads == "logits":
+        uncertain = term(entropy, 0.5, "uncertain")
+    else:  # the model's own loss is computed without logits
+        entropy_of_rows = from_logits.entropy
+        uncertain = term(entropy_of_rows, 0.5, "uncertain", inputs=reads)
+    trainer = RegularizedTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows(LENGTHS),
+        data_collator=Collator(),
+        terms=[uncertain, term(size, 1e-3, "size")],
+        term_options=options,
+    )
+    trainer.train()
+    assert trainer.is_fsdp_enabled == fsdp
+    output = trainer.regularizers.composite.output
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+    return {
+        "parameters": [whole(p) for p in unwrapped.parameters()],
+        "factors": output.factors,
+        "norms": [output.base_loss.grad_norm]
+        + [each.grad_norm for each in output.regularizers.values()],
+        "cosines": output.cosines,
+    }
+
+
+AGGREGATED = [
+    (how, reads, accumulation)
+    for how in ("ddp", "fsdp")
+    for reads, accumulation in (("logits", 1), ("logits", 2), ("projection", 1))
+]
+
+
+def aggregated(ranks: int, folder: Path) -> dict[Any, Any]:
+    found = {}
+    for how, reads, accumulation in AGGREGATED:
+        place = folder / f"aggregated-{how}-{reads}-{accumulation}"
+        found[how, reads, accumulation] = train_aggregated(
+            place, reads, accumulation, ranks=ranks, fsdp=how == "fsdp"
+        )
+        dist.barrier()
+    return found
+
+
 def by_token(completion_entropy: Tensor, completion_mask: Tensor) -> Tensor:
     return completion_entropy.sum() / completion_mask.sum()
 
@@ -224,6 +287,7 @@ def everything(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     run("bf16", fsdp=True, bf16=True, max_steps=2)
     run("half, first", 4, fsdp=True, max_steps=2, save_strategy="steps", save_steps=2)
     run("half, then", 4, fsdp=True, save_strategy="steps", save_steps=2, resume=True)
+    found["aggregated"] = aggregated(ranks, folder)
     return {**found, "trl": trl(rank, ranks, folder), "accelerate": save_and_load(folder)}
 
 

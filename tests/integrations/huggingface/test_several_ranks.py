@@ -14,7 +14,15 @@ from torch.nn import functional
 from tests.process_group import run_group
 from tests.whole_batch import assert_same
 
-from .rank_training import TRL_WAYS, alone, everything, train_trl, trl_terms
+from .rank_training import (
+    AGGREGATED,
+    TRL_WAYS,
+    alone,
+    everything,
+    train_aggregated,
+    train_trl,
+    trl_terms,
+)
 from .trl_trainers import build
 
 Found = list[dict[str, Any]]
@@ -83,6 +91,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(group: Found) -> None:
             {**row, "grad_norm": mine["grad_norm"]}
             for row, mine in zip(straight["log"][2:], resumed["log"][2:], strict=True)
         ]
+
+
+@pytest.mark.parametrize("way", AGGREGATED, ids=str)
+def test_an_aggregator_trains_as_one_process(
+    group: Found, way: tuple[str, str, int], tmp_path: Path
+) -> None:
+    expected = train_aggregated(tmp_path, *way[1:])
+    assert max(abs(factor - 1) for factor in expected["factors"].values()) > 0.01
+    for rank in group:
+        found = rank["aggregated"][way]
+        assert_same(found["parameters"], expected["parameters"])
+        for key in ("factors", "cosines"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-6), key
+        if way[1] == "logits":
+            assert found["norms"] == pytest.approx(expected["norms"], rel=1e-6)
 
 
 @pytest.mark.parametrize("way", [way for way in TRL_WAYS if way[0] == "SFT"], ids=str)

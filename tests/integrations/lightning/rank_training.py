@@ -108,6 +108,16 @@ class Mixed(RegularizedModule, Sharded):
         return self.compose(logits=logits, hidden=hidden, labels=batch[1])
 
 
+class Tracked(Mixed):
+    """Norms of the gradients of the network, which Lightning puts into a module of DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.composite = CompositeLoss(
+            cross_entropy, [term(size, 0.1, "size")], track_grad_norms=True, wrt=self.net
+        )
+
+
 class Called(Sharded):
     def training_step(self, batch: Any, _batch_idx: int) -> Any:
         logits, hidden = self.net(batch[0])
@@ -139,6 +149,7 @@ def train(
     accumulation: int = 1,
     *,
     called: bool = False,
+    tracked: bool = False,
     checkpointed: bool = False,
     steps: int = STEPS,
     epoch: int = 16,
@@ -148,10 +159,13 @@ def train(
 ) -> dict[str, Any]:
     """Train on the same rows, however many processes there are."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    module: Any = Called() if called else Mixed()
+    module: Any = Called() if called else Tracked() if tracked else Mixed()
     module.checkpointed = checkpointed
     recorder, gradients = Recorder(), Gradients()
     added = [RegularizerCallback(terms())] if called else []
+    if called and tracked:
+        options: dict[str, Any] = {"track_grad_norms": True, "wrt": module.net}
+        added = [RegularizerCallback([term(size, 0.1, "size")], **options)]
     composite = added[0].composite if called else module.composite
     trainer = Trainer(
         accelerator="cpu",
@@ -190,10 +204,15 @@ WAYS = [
 ]
 
 
+TRACKED = [("ddp", False), ("ddp", True), ("fsdp", False)]
+
+
 def everything(rank: int, folder: Path) -> dict[Any, Any]:
     found: dict[Any, Any] = {
         (how, n, called): train(how, n, called=called) for how, n, called in WAYS
     }
+    for how, called in TRACKED:
+        found["tracked", how, called] = train(how, tracked=True, called=called)
     found["uneven"] = train_unevenly(rank)
     found["checkpointed"] = train("fsdp", checkpointed=True)
     found["bf16"] = train("fsdp", precision="bf16-mixed")

@@ -12,7 +12,7 @@ from tests.process_group import run_group
 from tests.whole_batch import assert_same
 
 from .models import Net, cross_entropy, net, read
-from .rank_training import WAYS, everything, train
+from .rank_training import TRACKED, WAYS, everything, train
 from .uneven_ranks import DATA, HELD_OUT, activity
 
 Found = list[dict[Any, Any]]
@@ -53,6 +53,17 @@ def test_it_equals_one_process_on_the_whole_batch(
                 assert mine[key] == pytest.approx(each[key], rel=1e-6, abs=1e-6)
         assert found["state"] == group[0][way]["state"]
     assert expected["rows"][0]["train/regularizers/size/weight"] > 0
+
+
+@pytest.mark.parametrize("way", TRACKED, ids=str)
+def test_norms_are_those_of_the_whole_batch(group: Found, way: tuple[str, bool]) -> None:
+    expected = train("alone", tracked=True, called=way[1])
+    for rank in group:
+        for mine, other in zip(rank["tracked", *way]["rows"], expected["rows"], strict=True):
+            for name in other:
+                if "grad_norm" in name or "cosines" in name:
+                    assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
+    assert "train/regularizers/size/grad_norm" in expected["rows"][0]
 
 
 def test_activation_checkpointing_changes_nothing(group: Found) -> None:

@@ -157,6 +157,7 @@ class RegularizerCallback(TrainerCallback):
             "loss": loss,
         }
         check_available(self._trainer, self._kind, required, term_inputs.keys())
+        self.composite.set_wrapper(model)
         total = self._compose(term_inputs, batch, num_items_in_batch)
         return (total, *outputs) if return_outputs else total
 

@@ -130,6 +130,7 @@ class RegularizerCallback(Callback):
             if aux:
                 inputs["aux"] = aux
             self.composite.step = trainer.global_step
+            self.composite.set_wrapper(trainer.strategy.model or module)
             total = self.composite(inputs)  # as a mapping: a batch may hold any names
             activations.values.clear()
             log_components(module, self.composite, self._log_settings)

@@ -97,6 +97,7 @@ class RegularizedModule(_Mixed):
         trainer = self._attached_trainer()
         if trainer is not None and trainer.training:
             composite.step = trainer.global_step
+            composite.set_wrapper(trainer.strategy.model or self)
         evaluates = trainer is not None and not trainer.training
         with _state_restored(composite) if evaluates else nullcontext():
             total: Tensor = composite(*outputs, **inputs)
