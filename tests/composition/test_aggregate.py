@@ -249,10 +249,10 @@ def test_an_aggregator_with_state_is_saved_with_the_terms() -> None:
 
     first, second = (Pipeline(nll, SPECS, aggregate=Counting()) for _ in range(2))
     first.compute([], LOGPROBS)
-    assert first.state_dict() == {"(aggregate)": {"calls": 1}}
+    assert first.state_dict() == {"(aggregate)": {"calls": 1}, "(step)": 1}
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
-    assert Pipeline(nll, SPECS, aggregate=Halved()).state_dict() == {}
+    assert Pipeline(nll, SPECS, aggregate=Halved()).state_dict() == {"(step)": 0}
     with pytest.raises(SpecError, match=r"'\(aggregate\)' is the aggregator: choose another"):
         Pipeline(nll, [RegularizerSpec(l2, 1.0, "(aggregate)")])
 

@@ -214,7 +214,7 @@ def test_a_schedule_that_goes_wrong_is_named() -> None:
     assert counter.calls == 1
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True, None])
+@pytest.mark.parametrize("step", [-1, 1.5, True])
 def test_a_bad_step(step: Any) -> None:
     with pytest.raises(InputError, match="step must be a whole number >= 0"):
         Pipeline(nll).compute([], LOGPROBS, step)

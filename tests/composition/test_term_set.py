@@ -21,7 +21,7 @@ def test_state_is_collected_and_restored() -> None:
     pipeline = Pipeline(base, [spec(first, 1.0, "c"), spec()])
     pipeline.compute([], LOGPROBS)
     state = pipeline.state_dict()
-    assert state == {"base": {"calls": 1}, "c": {"calls": 1}}
+    assert state == {"base": {"calls": 1}, "c": {"calls": 1}, "(step)": 1}
     second, other_base = Counter(), Counter()
     fresh = Pipeline(other_base, [spec(second, 1.0, "c")])
     fresh.load_state_dict(state)

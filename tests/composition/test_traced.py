@@ -50,6 +50,7 @@ def composite() -> CompositeLoss:
             term(entropy, 0.1, "hot", inputs=READ, options={"temperature": 2.0}),
         ],
     )
+    loss.step = 0
     return loss.to(DEVICE)
 
 

@@ -48,6 +48,10 @@ BaseFn: TypeAlias = Callable[..., Any]
 _GIVEN = ("logits", "projection", "hidden_states", "parameters")
 
 
+class UncountedStepWarning(UserWarning):
+    """A composite has terms that follow the step, and nothing counts it."""
+
+
 class CompositeLoss(nn.Module):
     """A base loss and weighted terms over named tensors: total = base + sum(weight * term).
 
@@ -56,6 +60,10 @@ class CompositeLoss(nn.Module):
     numbers. Terms stay in the caller's graph, so what they close over is trained as well. An
     offloaded term (`run_in`, `timeout`, an async function, a numerical or a score gradient)
     works on copies, and has a gradient with respect to its inputs alone.
+
+    Each call with gradients enabled is a step, from 0, which schedules, `every` and bounds follow.
+    Where it is not, as in gradient accumulation, `follow` the optimizer or set `step`; also inside
+    `torch.compile`, where a call does not count.
 
     Args:
         base: the base loss, a function of named inputs; or one for each head. Or a sum, as in
@@ -147,19 +155,23 @@ class CompositeLoss(nn.Module):
         self._weights: Tensor
         self._due: Sequence[Term] = ()
         self._groups: tuple[TracedGroup, ...] = ()
-        self.step = 0
+        self._counts_calls, self._called = True, False
+        self._uncounted = _WarnOnce()
+        self._set_step(0)
 
     @property
     def step(self) -> int:
-        """The number of the step that schedules and `every` follow; set it, or `follow`."""
+        """The number of the step that schedules, `every` and bounds follow.
+
+        It is that of the last call with gradients, before the first 0. Once it has been set, or
+        follows an optimizer, calls do not count any more.
+        """
         return self._step
 
     @step.setter
     def step(self, step: int) -> None:
-        if not is_whole(step, at_least=0):
-            raise InputError(f"step must be a whole number >= 0, got {step!r}.")
-        self._step = step
-        self._plan()
+        self._counts_calls = False
+        self._set_step(step)
 
     @property
     def specs(self) -> tuple[RegularizerSpec, ...]:
@@ -221,6 +233,8 @@ class CompositeLoss(nn.Module):
         if self._deposits:
             found.setdefault("aux", self._deposits)
         self._warn_unweighed(found.get("aux"))
+        if self._counts_calls and torch.is_grad_enabled():
+            self._count_call()
         for each in self._due:
             _check_inputs(each, found)
         if not torch.compiler.is_compiling():
@@ -234,12 +248,15 @@ class CompositeLoss(nn.Module):
         return total
 
     def follow(self, optimizer: Optimizer) -> RemovableHandle:
-        """Count a step whenever `optimizer` has made one; `remove` the handle to stop.
+        """Count a step whenever `optimizer` has made one, instead of calls.
+
+        `remove` the handle to stop; the step then stands still.
 
         Args:
             optimizer: one of torch's, or what accelerate's `prepare` returns for one: that one is
                 followed, which makes no step between accumulated micro-batches.
         """
+        self._counts_calls = False
 
         def count(*_: object) -> None:
             self.step += 1
@@ -286,13 +303,14 @@ class CompositeLoss(nn.Module):
         self._plan()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """State for `state_dict`: the step, and the state of the terms."""
-        return {"step": self._step, "terms": self._terms.state_dict()}
+        """State for `state_dict`: the step of the next call, and the state of the terms."""
+        counted = self._counts_calls and self._called
+        return {"step": self._step + counted, "terms": self._terms.state_dict()}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `get_extra_state` returned."""
         self._terms.load_state_dict(state["terms"])
-        self.step = state["step"]
+        self._set_step(state["step"])
 
     # Methods rather than closures: a deep copy of model and composite keeps the hooks connected.
     def _begin_collecting(self, *_: object) -> None:
@@ -300,6 +318,24 @@ class CompositeLoss(nn.Module):
 
     def _end_collecting(self, *_: object) -> None:
         end_collecting(self._deposits)
+
+    def _set_step(self, step: int) -> None:
+        if not is_whole(step, at_least=0):
+            raise InputError(f"step must be a whole number >= 0, got {step!r}.")
+        self._step, self._called = step, False
+        self._plan()
+
+    def _count_call(self) -> None:
+        """Begin the step of a call: the one after that of the call before."""
+        if torch.compiler.is_compiling():  # a count would be a constant of the graph
+            if self._reads_step:
+                self._uncounted.warn()
+            return
+        if self._called:
+            self._step += 1
+            if self._reads_step:
+                self._plan()
+        self._called = True
 
     def _plan(self) -> None:
         """Determine the due terms and their weights ahead of the call, for compiled calls."""
@@ -313,6 +349,8 @@ class CompositeLoss(nn.Module):
         )
         self._joined = bool(self._terms.stateful) or any(s.ranks == "one" for s in self.specs)
         self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
+        tracks = settings.track_grad_norms and settings.track_every > 1
+        self._reads_step = tracks or any(map(_reads_step, self.specs))
         self._read_aux = {name for spec in self.specs for name in _aux_of(spec)}
         weights = [each.spec.weight_at(self._step) for each in self._due]
         self._weights = torch.tensor(weights, dtype=torch.float32, device=self._weights.device)
@@ -501,8 +539,33 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
     return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
 
 
+def _reads_step(spec: RegularizerSpec) -> bool:
+    """Return whether a term follows the number of the step."""
+    return spec.enabled and (spec.every > 1 or spec.is_bounded or callable(spec.weight))
+
+
 def _is_whole(share: Share) -> bool:
     return not isinstance(share, Tensor) and share == 1
+
+
+class _WarnOnce:
+    """Warning of a compiled call that counts no step."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    # Dynamo runs it while it traces: neither does the warning break the graph, nor is it a part.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
+    def warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a CompositeLoss inside torch.compile does not count its calls, and has a "
+                "schedule, a bound, every or track_every, which need steps: call "
+                "follow(optimizer), or set step.",
+                UncountedStepWarning,
+                stacklevel=2,
+            )
 
 
 class _Both(RemovableHandle):

@@ -17,9 +17,9 @@ from steelyard.composition.aggregate import Combined, build_output, combine
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.inputs import LOGPROBS, FlatInputs, ToParameters
-from steelyard.composition.term_set import TermSet
+from steelyard.composition.term_set import STEP, TermSet
 from steelyard.composition.terms import Term
-from steelyard.errors import ClosedError, InputError
+from steelyard.errors import ClosedError, InputError, StateError
 from steelyard.execution import Ticket
 from steelyard.gradients import LogProbs, Nest
 from steelyard.output import CustomLossOutput
@@ -54,7 +54,8 @@ class Pipeline(TermSet):
             object, or an `Aggregator`.
         track_every: compute norms and cosines at steps that this divides.
         gives: names of the extra inputs that `compute` will receive; terms can need only these.
-        after: a pipeline whose statistics of the terms, by name, are taken over.
+        after: a pipeline whose count of steps, and whose statistics of the terms by name, are
+            taken over.
 
     Raises:
         SpecError: an argument breaks a rule.
@@ -81,7 +82,7 @@ class Pipeline(TermSet):
         self,
         data: Any,
         logprobs: LogProbs,
-        step: int = 0,
+        step: int | None = None,
         *,
         given: Mapping[str, Nest] | None = None,
         to_parameters: ToParameters | None = None,
@@ -95,7 +96,10 @@ class Pipeline(TermSet):
         Args:
             data: passed to every term unchanged; one item per datum.
             logprobs: a tensor per datum, `[T]` or `[T, K]`, in a list; or one tensor.
-            step: the number of this step, from 0; schedules and `every` follow it.
+            step: the number of this step, from 0; schedules, `every` and bounds follow it. None:
+                the one after that of the last call, from 0, so that each call is a step. Give it
+                where a call is none: several calls before an optimizer step, or an evaluation,
+                for which a second pipeline of `spec.measuring()` leaves this one alone.
             given: the extra inputs, by need: tensors in lists and mappings.
             to_parameters: computes d term / d parameters of each term from its d term / d logprobs
                 and d term / d `given`. With it, norms and cosines, and the Gram matrix that an
@@ -111,13 +115,14 @@ class Pipeline(TermSet):
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
             ClosedError: the pipeline is closed.
         """
+        step = self.begin_step(step)
         return self._compute(data, logprobs, step, given or {}, to_parameters, None, shares)
 
     async def acompute(
         self,
         data: Any,
         logprobs: LogProbs,
-        step: int = 0,
+        step: int | None = None,
         *,
         given: Mapping[str, Nest] | None = None,
         to_parameters: ToParameters | None = None,
@@ -132,6 +137,8 @@ class Pipeline(TermSet):
         done: Future[None] = Future()
         # As a running future it cannot be cancelled from the loop; the await on it can.
         done.set_running_or_notify_cancel()
+        # Counted here, in the order of the calls: their threads may start in another.
+        step = self.begin_step(step)
         call = (data, logprobs, step, given or {}, to_parameters, stop, shares)
         ticket = Ticket(BASE, "thread", self._compute, call)
         ticket.on_change = lambda t: done.set_result(None) if t.settled else None
@@ -143,6 +150,29 @@ class Pipeline(TermSet):
             raise
         result: CustomLossOutput = ticket.result()
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the stateful terms and of a stateful aggregator, by name, and of the count.
+
+        `"(step)"` is the number of the step of the next call without one.
+        """
+        return {**super().state_dict(), STEP: self._next_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned; one without a count leaves the count alone.
+
+        Raises:
+            StateError: its names are not exactly those of the stateful terms, or its count is no
+                whole number >= 0.
+        """
+        if not isinstance(state, Mapping) or STEP not in state:
+            super().load_state_dict(state)
+            return
+        step = state[STEP]
+        if not is_whole(step, at_least=0):
+            raise StateError(f"{STEP!r} of a state must be a whole number >= 0, got {step!r}.")
+        super().load_state_dict({name: own for name, own in state.items() if name != STEP})
+        self._next_step = step
 
     def close(self) -> None:
         """Refuse further calls. Shared workers and workers that were passed in stay open."""

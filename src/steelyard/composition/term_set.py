@@ -30,8 +30,13 @@ from steelyard.spec import (
 )
 
 MAX_REGULARIZERS = 100
-_AGGREGATE = "(aggregate)"  # name of the aggregator's state, beside the names of the terms
-_RESERVED = {BASE: "is the base loss", _AGGREGATE: "is the aggregator"}
+# Names of the states of the aggregator and of the count of steps, beside the names of the terms.
+_AGGREGATE, STEP = "(aggregate)", "(step)"
+_RESERVED = {
+    BASE: "is the base loss",
+    _AGGREGATE: "is the aggregator",
+    STEP: "is the number of the step",
+}
 
 
 class TermSet:
@@ -80,6 +85,7 @@ class TermSet:
         self.own_workers = workers
         self._gives = frozenset(gives)
         self._facts: dict[str, Facts] = {} if after is None else after._facts  # noqa: SLF001
+        self._next_step: int = 0 if after is None else after._next_step  # noqa: SLF001
         loss_fn, regularizers = split_loss(loss_fn, regularizers)
         self._base = self._term(_base_spec(loss_fn))
         self._terms: tuple[Term, ...] = ()
@@ -108,6 +114,17 @@ class TermSet:
     def needs(self, step: int = 0) -> tuple[str, ...]:
         """The extra inputs that the regularizers due at `step` need."""
         return tuple(dict.fromkeys(need for term in self.due(step) for need in term.spec.needs))
+
+    def begin_step(self, step: int | None) -> int:
+        """Return the step of a call that begins: `step`, or for None the one after the last call's.
+
+        A step that breaks the rule is returned and not counted: the call itself refuses it.
+        """
+        with self._lock:
+            begun = self._next_step if step is None else step
+            if is_whole(begun, at_least=0):
+                self._next_step = int(begun) + 1
+        return begun
 
     def add(self, spec: RegularizerSpec | Mapping[str, Any]) -> None:
         """Add a regularizer, from the next call on.

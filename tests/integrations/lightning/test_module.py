@@ -346,6 +346,7 @@ def test_a_step_that_composes_twice_counts_each_auxiliary_loss_once() -> None:
             return first + super().training_step(batch, batch_idx)
 
     model = Twice()
+    model.composite.step = 0  # without a trainer each call would be a step
     total = model.training_step(DATA.batches[0], 0)
     assert total.item() == pytest.approx(2 * Model().training_step(DATA.batches[0], 0).item())
 

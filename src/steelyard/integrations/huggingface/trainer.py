@@ -84,6 +84,7 @@ class RegularizerCallback(TrainerCallback):
         **options: Any,
     ) -> None:
         self.composite = CompositeLoss(reads(itself, "loss"), terms, **options)
+        self.composite.step = 0  # that of the trainer: its calls are micro-batches
         paths = [capture] if isinstance(capture, str) else list(capture)
         # Tracked norms differentiate the loss once for each term.
         retain_graph = bool(options.get("track_grad_norms"))
