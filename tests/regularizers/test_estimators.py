@@ -109,6 +109,7 @@ def test_kl_estimates_by_hand() -> None:
             "k1": 0.25,
             "k2": 0.3125,
             "k3": ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1) - 1 + 1)) / 2,
+            "clamped_k3": ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1) - 1 + 1)) / 2,
         }
     )
 
@@ -116,7 +117,7 @@ def test_kl_estimates_by_hand() -> None:
 def test_no_tokens_estimate_zero() -> None:
     empty = torch.zeros(0)
     values = [sampled_entropy(empty), sampled_js(empty, empty), *sampled_kl(empty, empty).values()]
-    assert [value.item() for value in values] == [0.0] * 5
+    assert [value.item() for value in values] == [0.0] * 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -36,10 +36,12 @@ class Trained:
         output = self._client.forward(list(data), "cross_entropy").result()
         return [found["logprobs"].to_torch() for found in output.loss_fn_outputs]
 
-    def step(self, data: Data, loss_fn: Any, regularizers: Sequence[Any]) -> None:
+    def step(
+        self, data: Data, loss_fn: Any, regularizers: Sequence[Any], rate: float = 0.004
+    ) -> None:
         """One step of training."""
         self._client.forward_backward_custom(list(data), loss_fn, regularizers)
-        self._client.optim_step(types.AdamParams(learning_rate=0.004)).result()
+        self._client.optim_step(types.AdamParams(learning_rate=rate)).result()
 
 
 def train(
@@ -48,6 +50,7 @@ def train(
     regularizers: Sequence[Any] = (),
     *,
     steps: int = 40,
+    rate: float = 0.004,
 ) -> Trained:
     """Train a model from the same initial state for some steps.
 
@@ -57,7 +60,7 @@ def train(
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         batch = data(trained, generator) if callable(data) else data
-        trained.step(batch, loss_fn, regularizers)
+        trained.step(batch, loss_fn, regularizers, rate)
     return trained
 
 

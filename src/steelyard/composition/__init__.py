@@ -19,7 +19,7 @@ from steelyard.composition.per_datum import PerDatum, Reduction, Separable
 from steelyard.composition.pipeline import Pipeline, acompute, compute
 from steelyard.composition.ranks import mean_state
 from steelyard.composition.remote_call import RemoteCall
-from steelyard.composition.terms import DetachedTermWarning, Term, TermResult
+from steelyard.composition.terms import DetachedTermWarning, Term, TermResult, ZeroTermWarning
 from steelyard.composition.weightings import AggregatorLike, GramWeighting, aggregator_of
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "ToParameters",
     "UnmetBoundWarning",
     "WeightedSum",
+    "ZeroTermWarning",
     "acompute",
     "aggregator_of",
     "aux_loss",

@@ -159,7 +159,7 @@ class Evaluator:
         for result in shared:
             self._receive(result)
         self._whole = None
-        self._check_results(results)
+        self._check_results(results, step)
         if any(term.is_bounded for term in terms):
             set_multipliers(results, step, inputs.gradient_size, shares, self._ranks)
         return results
@@ -334,7 +334,7 @@ class Evaluator:
             result.gradient_duration = evaluation.gradient_duration
         result.term.facts.duration = evaluation.duration
 
-    def _check_results(self, results: Sequence[TermResult]) -> None:
+    def _check_results(self, results: Sequence[TermResult], step: int) -> None:
         """Fail terms whose value is not finite; warn about terms without a gradient."""
         ran = [result for result in results if result.ran]
         if self._check:
@@ -344,6 +344,7 @@ class Evaluator:
                         check_finite(result.term.name, number)
                     except TermError as error:
                         self.fail(result, error)
+                result.term.warn_if_zero(number, float(result.weight), step)
         detached = [r for r in results if r.ran and r.method is None]
         source = self._inputs.source if detached else None
         if source is None:

@@ -71,6 +71,16 @@ class Reads(Named):
         required = (*self.names, *(name for _, name in self.keywords))
         object.__setattr__(self, "required", required)  # the class is frozen
 
+    @property
+    def measures_only(self) -> str:
+        """Why the term must not be trained on; see `Regularizer`."""
+        return str(getattr(self.owner, "measures_only", ""))
+
+    @property
+    def zero_means(self) -> str:
+        """What it says of the term that its value stays 0; see `Regularizer`."""
+        return str(getattr(self.owner, "zero_means", ""))
+
     def __call__(self, data: NamedInputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
         """Call the function on the named inputs."""
         positional, extra = self.arguments(data)

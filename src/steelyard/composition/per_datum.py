@@ -34,6 +34,9 @@ class PerDatum:
             for an estimator whose gradient is not that of its value. None: `values` itself.
         metrics: by name: a number, or a function with the arguments of `values` and its reduction.
         all_tokens: whether tokens that do not count for regularizers (their weight is 0) count too.
+        variant: tells the forms of a term apart whose functions differ, as on sampled and on fixed
+            data: forms of one term, of one rank, that have the same fields and the same variant
+            have the same functions.
 
     Example:
         >>> def hinge(logprobs, reference):
@@ -49,6 +52,7 @@ class PerDatum:
     gradient_of: Values | None = None
     metrics: Mapping[str, float | tuple[Values, Reduction]] = field(default_factory=dict)
     all_tokens: bool = False
+    variant: str = ""
 
 
 @runtime_checkable
@@ -58,7 +62,8 @@ class Separable(Protocol):
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
         """Form of the term for these data.
 
-        The functions of the form depend on the term alone, and on the rank of the log-probs.
+        The functions of the form depend on the term alone, on the rank of the log-probs, and on its
+        `variant`.
 
         Args:
             data: the batch.

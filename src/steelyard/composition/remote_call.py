@@ -75,6 +75,8 @@ class RemoteCall:
         if self._pipeline.settings.check_finite:
             for term, value in zip(self.terms, values, strict=True):
                 check_finite(term.name, value)
+        for term, weight, value in zip(self.terms, self.weights, values, strict=True):
+            term.warn_if_zero(value, weight, self._step)
         rows = zip(self.terms, self.weights, values, metrics, strict=True)
         results = [
             TermResult(

@@ -20,6 +20,7 @@ from steelyard.penalties.from_logits import is_fusable
 from steelyard.spec import BASE, Bound, RegularizerSpec, Stateful, title
 
 _UNMEASURED_CALLS = 20  # calls that all returned None, at which that is reported
+_ZERO, _ZERO_STEPS = 1e-10, 5  # a value at most this, for so many steps in a row, is reported
 
 
 class DetachedTermWarning(UserWarning):
@@ -28,6 +29,10 @@ class DetachedTermWarning(UserWarning):
 
 class UnmeasuredTermWarning(UserWarning):
     """A term has returned None at all of its calls, as one without `return` does."""
+
+
+class ZeroTermWarning(UserWarning):
+    """A term that has a minimum of 0 has been there for several steps, and holds nothing."""
 
 
 @dataclass
@@ -41,6 +46,9 @@ class Facts:
         stuck: the ticket of a call that timed out and still runs.
         prepared: the `fn` that its executor has accepted.
         inline_calls: number of its inline calls.
+        zero_steps: number of steps in a row at which its value was 0.
+        zero_step: the last of these.
+        zero_warned: whether that was reported.
         multiplier: controller of its weight, if it has a bound.
     """
 
@@ -50,6 +58,9 @@ class Facts:
     stuck: Ticket | None = None
     prepared: object = None
     inline_calls: int = 0
+    zero_steps: int = 0
+    zero_step: int | None = None
+    zero_warned: bool = False
     multiplier: Multiplier = field(default_factory=Multiplier)
 
     def __getstate__(self) -> dict[str, object]:
@@ -160,6 +171,29 @@ class Term:
                 UnmeasuredTermWarning,
                 stacklevel=_levels_to_the_caller(),
             )
+
+    def warn_if_zero(self, value: float, weight: float, step: int) -> None:
+        """Count a step at which the value is 0; warn, once, if the last five were such steps.
+
+        It is for terms that say what this means, in `zero_means`. A term is at 0 at the first step
+        if the model begins at its reference, and at the next ones while the learning rate is 0.
+        """
+        facts, meaning = self.facts, getattr(self.spec.fn, "zero_means", "")
+        trains = (weight != 0 or self.is_bounded) and self.spec.gradient != "none"
+        if facts.zero_warned or not trains or not isinstance(meaning, str) or not meaning:
+            return
+        if abs(value) > _ZERO:
+            facts.zero_steps = 0
+        elif step != facts.zero_step:
+            facts.zero_steps, facts.zero_step = facts.zero_steps + 1, step
+        if facts.zero_steps < _ZERO_STEPS:
+            return
+        facts.zero_warned = True
+        warnings.warn(
+            f"{title(self.name)} was 0 at {_ZERO_STEPS} steps in a row: {meaning}.",
+            ZeroTermWarning,
+            stacklevel=_levels_to_the_caller(),
+        )
 
 
 @dataclass(frozen=True, eq=False)

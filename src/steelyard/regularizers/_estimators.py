@@ -30,6 +30,8 @@ from steelyard.errors import InputError
 from steelyard.regularizers._tokens import DatumRow, Source, mean
 
 TAIL_FLOOR = 1e-8
+# Where a value grows as r/p, one token would otherwise be most of a batch, or infinite.
+MAX_LOG_RATIO = 20.0
 # Stands for log 0 in every dtype: its exponential is 0, and 0 · _LOG_ZERO is 0.
 _LOG_ZERO = -1e4
 
@@ -134,7 +136,7 @@ def sampled_confidence(logprobs: Tensor, threshold: float) -> Tensor:
 def sampled_kl(
     logprobs: Tensor, reference: Tensor, ratios: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Estimate KL(p‖r) from log-probs `[N]` of sampled tokens, by Schulman's three estimators.
+    """Estimate KL(p‖r) from log-probs `[N]` of sampled tokens, by Schulman's estimators.
 
     With δ = log p - log r, each a mean over tokens:
 
@@ -142,6 +144,8 @@ def sampled_kl(
     * k2 = ½ δ²: biased; the expected gradient E_p[δ ∇ log p] is ∇KL(p‖r).
     * k3 = (r/p - 1) - log(r/p): unbiased, never below 0; the expected gradient
       E_p[(1 - r/p) ∇ log p] = -Σ r ∇ log p is ∇KL(r‖p), of the other direction.
+    * clamped k3: k3 of δ clamped to ±20. It differs from k3 where r/p is above e²⁰ or below e⁻²⁰,
+      and stays finite.
 
     With ratios w = p/q each is multiplied by w. w·k1 and w·k3 are differentiated through w too:
     `E_q[w k] = E_p[k] = KL(p‖r)` holds for every p, so that the expected gradient of either is
@@ -160,11 +164,13 @@ def kl_tokens(
 ) -> dict[str, Tensor]:
     """Summands of `sampled_kl`, by estimator."""
     log_ratio = logprobs - reference
+    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "k1": _weighted(log_ratio, ratios),
         "k2": _weighted(0.5 * log_ratio.square(), ratios, constant=True),
         # r/p - 1 = expm1(-δ); exp(-δ) - 1 would cancel to nothing for a ratio near 1.
         "k3": _weighted(torch.expm1(-log_ratio) + log_ratio, ratios),
+        "clamped_k3": _weighted(torch.expm1(-clamped) + clamped, ratios),
     }
 
 
@@ -172,7 +178,8 @@ def sampled_js(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Estimate JS(p, r) from log-probs `[N]` of sampled tokens.
 
     With u = r/p and m = ½(p + r) = ½ p (1 + u), JS = E_p[f(u)] for
-    `f(u) = ½ (u log u - (1 + u) log((1 + u)/2))`, never below 0. The value is mean f(u), unbiased.
+    `f(u) = ½ (u log u - (1 + u) log((1 + u)/2))`, never below 0. The value is mean f(u), unbiased;
+    f grows as u, so that log u is limited to 20 there.
     The gradient is `-½ log((1 + u)/2) ∇ log p` per token, which is `(f - u f') ∇ log p` of the
     second identity: its expectation is ∇JS.
 
@@ -187,11 +194,17 @@ def js_tokens(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     """Summands of `sampled_js`: of its value, and of what is differentiated."""
     # f(0) = ½ log 2: where the reference rules the token out, u log u = 0, not 0 · (-inf) = NaN.
     log_u = (reference - logprobs.detach()).clamp_min(_LOG_ZERO)
-    # log((1 + u)/2) by softplus(log u) = log(1 + u), which does not overflow for a large u.
-    log_middle = F.softplus(log_u) - math.log(2)
+    surrogates = -0.5 * _log_middle(log_u) * logprobs
+    log_u = log_u.clamp_max(MAX_LOG_RATIO)
+    log_middle = _log_middle(log_u)
     # Rounding may leave u = 1 slightly below 0.
     values = (0.5 * (log_u.exp() * (log_u - log_middle) - log_middle)).clamp_min(0)
-    return values, -0.5 * log_middle * logprobs
+    return values, surrogates
+
+
+def _log_middle(log_u: Tensor) -> Tensor:
+    """`log((1 + u)/2)` by softplus(log u) = log(1 + u), which does not overflow for a large u."""
+    return F.softplus(log_u) - math.log(2)
 
 
 def require_samples(level: str, importance: object) -> None:

@@ -76,6 +76,16 @@ class _ImportanceSampling:
         return "autograd" if method == "score" else method
 
     @property
+    def measures_only(self) -> str:
+        """Why the wrapped term must not be trained on; empty if it may."""
+        return str(getattr(self.regularizer, "measures_only", ""))
+
+    @property
+    def zero_means(self) -> str:
+        """What it says of the wrapped term that its value stays 0."""
+        return str(getattr(self.regularizer, "zero_means", ""))
+
+    @property
     def compute(self) -> Any:
         """Function that computes the term; async if the wrapped one is."""
         return self._acompute if is_async(self.regularizer) else self._compute

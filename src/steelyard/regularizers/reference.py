@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -13,7 +13,7 @@ from torch import Tensor
 from steelyard import penalties
 from steelyard.composition import PerDatum
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs
+from steelyard.gradients import LogProbs, were_sampled
 from steelyard.regularizers import _options
 from steelyard.regularizers._class_rows import js_rows, kl_rows
 from steelyard.regularizers._estimators import (
@@ -38,25 +38,69 @@ from steelyard.regularizers._tokens import (
 )
 
 REFERENCE = "reference_logprobs"
+SAME_MODEL = (
+    "its reference is the model itself, or the model has not been trained: its gradient is 0, and "
+    "it holds nothing. Log-probs of the policy, such as the field 'logprobs' of answers that are "
+    "sampled anew at each step, are no reference: use those of a model that stays as it is, for "
+    "example by a sampling client of the base model"
+)
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """Which summands of `kl_tokens` are the value, which are differentiated, and the metrics.
+
+    Attributes:
+        value: name of the summands whose mean is the value.
+        gradient: name of those whose mean is differentiated.
+        metrics: names of summands, by the name of the metric that is their mean.
+        is_kl: whether the value estimates a KL divergence.
+    """
+
+    value: str
+    gradient: str
+    metrics: Mapping[str, str]
+    is_kl: bool = True
+
+
+_METRICS = {key: key for key in ("k1", "k2", "k3")}
+_ON_POLICY = _Estimate("clamped_k3", "k2", {**_METRICS, "k3": "clamped_k3"})
+_LOG_RATIO = {"log_ratio": "k1", "half_squared_log_ratio": "k2"}
+_ON_FIXED_DATA = _Estimate("k2", "k2", _LOG_RATIO, is_kl=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLToReference:
     """KL divergence KL(p‖r) of the model's predictions p from a reference r, mean over tokens.
 
-    `[T]`: estimated from the sampled tokens, with δ = log p - log r of each:
+    `[T]`: estimated from sampled tokens, with δ = log p - log r of each. By default,
+    `estimator="auto"`, it depends on where the tokens come from:
 
-    * `"k1"` = δ. The value is unbiased, but the gradient with respect to log p is 1 whatever r
-      is: zero in expectation on policy, so it measures without regularizing.
-    * `"k2"` = ½ δ² (the default). The value is biased; the gradient δ is, on policy, an unbiased
-      **estimator** of that of KL(p‖r).
-    * `"k3"` = (r/p - 1) - log(r/p), never below 0. The value is unbiased with low variance; the
-      gradient 1 - r/p is, on policy, an estimator of that of KL(r‖p).
+    * **sampled from the model that is trained**: data with the field `logprobs`, the log-probs at
+      which their tokens were sampled, or no data to ask. The value is the mean of k3 =
+      (r/p - 1) - log(r/p), whose expectation is KL(p‖r) and which is never below 0, with the
+      log-ratio clamped to ±20, since r/p explodes. The gradient is that of k2 = ½ δ², since its
+      expectation is the gradient of KL(p‖r); that of k3 is the gradient of KL(r‖p).
+    * **fixed data**, without that field: ½ δ², value and gradient. Tokens that the model did not
+      choose say nothing about its distribution, so that this is **no KL divergence, but a penalty
+      on the log-ratio of the data's tokens**, and its metrics are `log_ratio`, the mean of δ, and
+      `half_squared_log_ratio`. It pulls each log-prob to the reference's, and is a brake on the
+      task: a mean of at most b allows the loss of these tokens to fall by at most √(2b).
+    * with `importance`: w·k3, see below.
+
+    The other estimators, wherever the tokens come from:
+
+    * `"k1"` = δ. The expectation of the value is KL(p‖r), but the gradient with respect to log p
+      is 1 whatever r is: zero in expectation on policy. It measures, and a term that is trained on
+      it is refused, unless with `level="sequence"` or `importance`.
+    * `"k2"` = ½ δ². The value is biased, 1.5 times KL(p‖r) at 0.3 nats; the expected gradient on
+      policy is that of KL(p‖r).
+    * `"k3"`, without a clamp. The value is unbiased; the expected gradient on policy is that of
+      KL(r‖p).
 
     On policy means: the tokens were sampled from the model being trained. These gradients hold the
     context of each token fixed; KL(p‖r) of whole sequences also changes with the contexts that the
-    model visits, which `level="sequence"` counts. On fixed data k2 and k3 move each token's
-    log-prob towards the reference's.
+    model visits, which `level="sequence"` counts.
 
     `importance` is for tokens sampled from q, an older or another model: with w = p/q of each
     token, w·k1 and w·k3 have the value and the gradient of KL(p‖r) in expectation over tokens
@@ -68,18 +112,21 @@ class KLToReference:
     `[T, K]`: the divergence over the K classes and one tail class with the remaining mass; a
     lower bound of the true one. **The gradient is exact.**
 
+    A bound (`at_most`) is on the value.
+
     Reads from each datum: the reference, of the shape of its log-probs; `weights` (optional),
-    where 0 leaves a token out; `importance`, if that is a field.
+    where 0 leaves a token out; `logprobs` (optional), see above; `importance`, if that is a field.
 
     Args:
         reference: the field of `loss_fn_inputs` with the reference's log-probs, or a function
             `(datum, index)` that gives them.
-        estimator: `"k1"`, `"k2"` or `"k3"`, for `[T]`.
+        estimator: `"auto"`, `"k1"`, `"k2"` or `"k3"`, for `[T]`.
         direction: for `[T, K]`: `"forward"` is KL(p‖r), `"reverse"` KL(r‖p), `"symmetric"`
             their mean.
-        level: `"token"`, or `"sequence"`, for `[T]` with `"k1"` or `"k2"`: the gradient of token t
-            is the sum of δ over it and the tokens after it (REINFORCE with the reward-to-go; of
-            higher variance), divided by the number of tokens.
+        level: `"token"`, or `"sequence"`, for `[T]` with `"auto"`, `"k1"` or `"k2"`, which says
+            that the tokens were sampled from the model: the value is that of the estimator, for
+            `"auto"` k3, and the gradient of token t is the sum of δ over it and the tokens after it
+            (REINFORCE with the reward-to-go; of higher variance), divided by the number of tokens.
         importance: the field of `loss_fn_inputs` with the log-probs log q of the tokens when they
             were sampled (`"logprobs"` in Tinker's RL data), or a function `(datum, index)`; None:
             they were sampled from the model being trained. Needs `[T]`.
@@ -88,10 +135,11 @@ class KLToReference:
         SpecError: an option is invalid.
 
     Example:
-        >>> data = [{"loss_fn_inputs": {"reference_logprobs": [-1.0, -2.0]}}]
+        >>> fields = {"reference_logprobs": [-1.0, -2.0], "logprobs": [-1.5, -1.0]}
+        >>> data = [{"loss_fn_inputs": fields}]
         >>> loss, metrics = KLToReference().compute(data, [torch.tensor([-1.5, -1.0])])
-        >>> loss, metrics["k1"]
-        (tensor(0.3125), 0.25)
+        >>> loss, metrics["k1"], metrics["k2"]  # δ is -0.5 and 1
+        (tensor(0.2583), 0.25, 0.3125)
 
     References:
         Schulman (2020), "Approximating KL divergence"; DeepSeek-AI (2025), "DeepSeek-V3.2",
@@ -99,15 +147,16 @@ class KLToReference:
     """
 
     reference: Source = REFERENCE
-    estimator: Literal["k1", "k2", "k3"] = "k2"
+    estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
     direction: Literal["forward", "reverse", "symmetric"] = "forward"
     level: Literal["token", "sequence"] = "token"
     importance: Source | None = None
     name: ClassVar[str] = "kl_to_reference"
+    zero_means: ClassVar[str] = SAME_MODEL
 
     def __post_init__(self) -> None:
         _options.resolve_source(self, "reference")
-        _options.one_of("estimator", self.estimator, ("k1", "k2", "k3"), self.name)
+        _options.one_of("estimator", self.estimator, ("auto", "k1", "k2", "k3"), self.name)
         directions = ("forward", "reverse", "symmetric")
         _options.one_of("direction", self.direction, directions, self.name)
         _options.one_of("level", self.level, ("token", "sequence"), self.name)
@@ -115,14 +164,25 @@ class KLToReference:
         _options.require(fits, "level", "'token' with estimator='k3'", self.level, self.name)
         _options.resolve_source(self, "importance", optional=True)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """Compute the penalty of a batch; for `[T]` also the value of each estimator.
+    @property
+    def measures_only(self) -> str:
+        """Why it must not be trained on, with the cure; empty if it may."""
+        if self.estimator != "k1" or self.level == "sequence" or self.importance is not None:
+            return ""
+        return (
+            "the gradient of estimator='k1' at level='token' has the expectation 0; use "
+            "estimator='auto', or level='sequence', or read the metric k1"
+        )
 
-        With `importance` also the mean `ratio` of its tokens.
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """Compute the penalty of a batch; for `[T]` with the metrics `k1`, `k2` and `k3`.
+
+        On fixed data with `log_ratio` and `half_squared_log_ratio` instead, and with `importance`
+        also the mean `ratio` of the tokens.
         """
         rows = batch_rows(data, logprobs, classes=True)
         if rows[0].logprobs.dim() == 1:
-            return self._from_samples(rows)
+            return self._from_samples(rows, self._estimate(data))
         require_samples(self.level, self.importance)
         each = [
             penalties.kl_divergence(p, r, direction=self.direction, reduction="none")
@@ -130,52 +190,74 @@ class KLToReference:
         ]
         return mean(torch.cat(each)), {}
 
-    def _from_samples(self, rows: list[DatumRow]) -> tuple[Tensor, dict[str, float]]:
+    def _estimate(self, data: Any) -> _Estimate:
+        """Estimate for these data."""
+        if self.estimator != "auto":
+            return _Estimate(self.estimator, self.estimator, _METRICS)
+        if self.importance is not None:
+            return _Estimate("k3", "k3", _METRICS)
+        if self.level == "token" and were_sampled(data) is False:
+            return _ON_FIXED_DATA
+        return _ON_POLICY
+
+    def _from_samples(
+        self, rows: list[DatumRow], estimate: _Estimate
+    ) -> tuple[Tensor, dict[str, float]]:
         self._require_forward()
         own, reference = _tokens_and_reference(rows, self.reference)
         ratios = None
         if self.importance is not None:
             ratios = importance_ratios(rows, self.importance, self.level)
-        estimates = sampled_kl(own, reference, ratios)
-        metrics = {key: value.item() for key, value in estimates.items()}
+        means = sampled_kl(own, reference, ratios)
+        metrics = {name: means[key].item() for name, key in estimate.metrics.items()}
         if ratios is not None:
             metrics["ratio"] = mean(ratios).item()
-        estimate = estimates[self.estimator]
+        value, surrogate = means[estimate.value], means[estimate.gradient]
         if self.level == "sequence":
             costs = own - reference if ratios is None else ratios * (own - reference)
             per_datum = torch.split(costs, [row.kept.shape[0] for row in rows])
             rewards = torch.cat([reward_to_go(each) for each in per_datum])
-            estimate = with_gradient_of(mean(rewards * own), value=estimate)
-        return estimate, metrics
+            surrogate = mean(rewards * own)
+        if surrogate is not value:
+            value = with_gradient_of(surrogate, value=value)
+        return value, metrics
 
-    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
         """Form per datum: see `Separable`."""
         if rank_of(shapes) > 1:
             require_samples(self.level, self.importance)
             return PerDatum(self._row_values, {"reference": self.reference})
         self._require_forward()
+        estimate = self._estimate(data)
         fields: dict[str, Source] = {"reference": self.reference}
         metrics: dict[str, Any] = {
-            key: (partial(self._token_values, key), "mean") for key in ("k1", "k2", "k3")
+            name: (partial(self._token_values, key), "mean")
+            for name, key in estimate.metrics.items()
         }
         if self.importance is not None:
             fields["sampled"] = self.importance
             metrics["ratio"] = (self._token_ratios, "mean")
+        gradient_of = None
+        if self.level == "sequence":
+            gradient_of = self._rewarded
+        elif estimate.gradient != estimate.value:
+            gradient_of = partial(self._token_values, estimate.gradient)
         return PerDatum(
-            partial(self._token_values, self.estimator),
+            partial(self._token_values, estimate.value),
             fields,
-            gradient_of=self._rewarded if self.level == "sequence" else None,
+            gradient_of=gradient_of,
             metrics=metrics,
+            variant="" if estimate.is_kl else "fixed data",
         )
 
     def _row_values(self, logprobs: Tensor, reference: Tensor) -> Tensor:
         return kl_rows(with_tail(logprobs), with_tail(reference), self.direction)
 
     def _token_values(
-        self, estimator: str, logprobs: Tensor, reference: Tensor, sampled: Tensor | None = None
+        self, key: str, logprobs: Tensor, reference: Tensor, sampled: Tensor | None = None
     ) -> Tensor:
         ratios = None if sampled is None else datum_ratios(logprobs, sampled, self.level)
-        return kl_tokens(logprobs, reference, ratios)[estimator]
+        return kl_tokens(logprobs, reference, ratios)[key]
 
     def _token_ratios(self, logprobs: Tensor, reference: Tensor, sampled: Tensor) -> Tensor:  # noqa: ARG002
         return datum_ratios(logprobs, sampled, self.level)
@@ -198,10 +280,12 @@ class JSToReference:
     """Jensen-Shannon divergence of the model's predictions p and a reference r, mean over tokens.
 
     `[T]`: estimated from the sampled tokens; with u = r/p of each, the value is the mean of
-    `½ (u log u - (1 + u) log((1 + u)/2))`, never below 0. **The gradient is an estimator**,
-    `-½ log((1 + u)/2)` per token, divided by their number: unbiased if the tokens were sampled
-    from the model being trained. On fixed data it moves each token's log-prob towards the
-    reference's, with a gradient of at most ½ log 2 where the model is more confident (u < 1).
+    `½ (u log u - (1 + u) log((1 + u)/2))`, never below 0, with log u limited to 20. **The gradient
+    is an estimator**, `-½ log((1 + u)/2)` per token, divided by their number. If the tokens were
+    sampled from the model being trained, value and gradient are unbiased. On fixed data they are
+    **no divergence, but a penalty on the log-ratio of the data's tokens**: it moves each log-prob
+    towards the reference's, with a gradient of at most ½ log 2 where the model is more confident
+    (u < 1).
 
     `[T, K]`: over the K classes and one tail class with the remaining mass, between 0 and
     log 2; a lower bound of the true one. **The gradient is exact.**
@@ -227,6 +311,7 @@ class JSToReference:
 
     reference: Source = REFERENCE
     name: ClassVar[str] = "js_to_reference"
+    zero_means: ClassVar[str] = SAME_MODEL
 
     def __post_init__(self) -> None:
         _options.resolve_source(self, "reference")

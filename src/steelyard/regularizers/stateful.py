@@ -195,6 +195,16 @@ class Adaptive:
         return str(getattr(self._inner, "gradient", "auto"))
 
     @property
+    def measures_only(self) -> str:
+        """Why the wrapped regularizer must not be trained on; empty if it may."""
+        return str(getattr(self._inner, "measures_only", ""))
+
+    @property
+    def zero_means(self) -> str:
+        """What it says of the wrapped regularizer that its value stays 0."""
+        return str(getattr(self._inner, "zero_means", ""))
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Extra inputs of the wrapped regularizer, such as `"logits"`."""
         needs: tuple[str, ...] = getattr(self._inner, "needs", ())

@@ -22,7 +22,10 @@ class Regularizer(Protocol):
     state that the regularizer keeps from batch to batch; and `measure`, called like `compute` to
     measure the regularizer on held-out data: it returns the quantity itself, defined alike in
     every run whatever the state is, and does not advance the state. Without it, `compute` is
-    called, of a copy if there is state.
+    called, of a copy if there is state. Two are sentences, for messages: `measures_only`, why the
+    term must not be trained on, for one with these options, which a spec then refuses unless its
+    weight is 0 or its `gradient` `"none"`; and `zero_means`, what it says of a term that its value
+    is 0 at one step after the other, which a pipeline then warns about.
 
     Example:
         >>> class Brevity:

@@ -115,6 +115,7 @@ class RegularizerSpec:
             value = getattr(self, key)
             known = isinstance(value, str) and value in allowed
             self._require(known, key, f"one of {', '.join(allowed)}")
+        self._check_objective()
         if self.timeout is not None:
             self._settle("timeout", check_timeout(self.timeout, f"regularizer {self.name!r}"))
         self._require(isinstance(self.anchor, bool), "anchor", "True or False")
@@ -300,6 +301,18 @@ class RegularizerSpec:
             self._settle(key, check_bound(limit, self.name))
         # A schedule needs a scale only where its bound is 0, which `bound_at` checks.
         check_scale(1.0 if callable(limit) else getattr(self, key), self.scale, self.name)
+
+    def _check_objective(self) -> None:
+        """A term that only measures has neither a weight nor a bound that trains on it."""
+        why = getattr(self.fn, "measures_only", "")
+        if not isinstance(why, str) or not why or self.gradient == "none" or self.weight == 0:
+            return
+        limits = ("weight", "at_most", "at_least")
+        ((key, limit),) = ((k, v) for k in limits if (v := getattr(self, k)) is not None)
+        raise SpecError(
+            f"a term that only measures must have weight=0 or gradient='none', got "
+            f"{key}={limit!r}: {why} (regularizer {self.name!r})."
+        )
 
     def _check_needs(self) -> None:
         listed = [self.needs] if isinstance(self.needs, str) else self.needs

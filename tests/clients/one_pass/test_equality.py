@@ -53,7 +53,7 @@ TOKENS = {
         ElasticNet(l1_ratio=0.3),
     ),
     "reference": named(
-        KLToReference(), KLToReference(estimator="k1"), KLToReference(estimator="k3"),
+        KLToReference(), KLToReference(estimator="k2"), KLToReference(estimator="k3"),
         KLToReference(level="sequence"), JSToReference(), SquaredLogRatio(),
     ),
     "entropy": named(
@@ -61,8 +61,9 @@ TOKENS = {
         Entropy(importance="logprobs"), Entropy(importance="logprobs", level="sequence"),
     ),
     "off policy": named(
-        KLToReference(importance="logprobs", estimator="k3"),
         KLToReference(importance="logprobs"),
+        KLToReference(importance="logprobs", estimator="k1"),
+        KLToReference(importance="logprobs", estimator="k2"),
         KLToReference(importance="logprobs", level="sequence", estimator="k1"),
     ),
     "length and pairs": named(
@@ -110,6 +111,28 @@ def test_terms_of_tokens(
         return batch(step, weights=step % 3 > 0)
 
     train_both([training, other], data, "importance_sampling", TOKENS[group], STEPS)
+
+
+def test_a_kl_on_sampled_and_on_fixed_data(
+    training: tinker.TrainingClient, other: tinker.TrainingClient
+) -> None:
+    """By turns: data with sampling log-probs and without have graphs of their own."""
+    one, two = (
+        regularize(client, named(KLToReference()), track_grad_norms=True, server_side=side)
+        for client, side in ((training, True), (other, False))
+    )
+    for step in range(4):
+        data = batch(step, logprobs=step % 2 == 0)
+        found, expected = (
+            client.forward_backward(data, "cross_entropy").result() for client in (one, two)
+        )
+        assert found.passes == 1
+        assert_same(found, expected, near=1e-6)
+        (kl,) = found.regularizers.values()
+        sampled, fixed = {"k1", "k2", "k3"}, {"log_ratio", "half_squared_log_ratio"}
+        assert kl.custom.keys() == (fixed if step % 2 else sampled)
+        updates = [client.optim_step(STEP).result().metrics for client in (one, two)]
+        assert updates[0] == pytest.approx(updates[1], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("group", CLASSES)

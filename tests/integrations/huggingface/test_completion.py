@@ -119,7 +119,7 @@ def test_data_have_weights_and_the_log_probs_of_a_reference() -> None:
     assert second["loss_fn_inputs"]["weights"].tolist() == [1, 1, 0, 0]
     assert first["loss_fn_inputs"].keys() == {"target_tokens", "weights"}
     reference = torch.arange(8.0).reshape(2, 4)
-    (_, second) = completion.data(reference)
+    (_, second) = completion.data(reference_logprobs=reference)
     assert second["loss_fn_inputs"]["reference_logprobs"].tolist() == [4, 5, 6, 7]
 
 

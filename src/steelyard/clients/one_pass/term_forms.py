@@ -35,9 +35,10 @@ class TermForms:
         if not isinstance(fn, Separable):
             return self._traces.form_of(term, data, shapes)
         try:
-            return fn.per_datum(data, shapes), (_options_key(fn), len(shapes[0]))
+            form = fn.per_datum(data, shapes)
         except Exception as error:  # a term is anyone's; in two passes it raises what it will
             raise UnsuitableTermError(term.name, str(error).rstrip(".")) from error
+        return form, (_options_key(fn), len(shapes[0]), form.variant)
 
 
 def _options_key(fn: Any) -> Hashable:

@@ -69,16 +69,17 @@ def group_metrics(
 def kl_metric(data: Sequence[types.Datum]) -> dict[str, float]:
     """`rollouts/kl`: mean over the sampled tokens of `r - 1 - log r`, with r = reference / sampled.
 
-    An estimate (k3, never negative) of the KL divergence from the distribution that was sampled
-    from to that of the base model. Empty if the data have no `reference_logprobs`.
+    An estimate (k3, never negative, with log r clamped to ±20) of the KL divergence of the
+    distribution that was sampled from from that of the base model: the value of `KLToReference`,
+    with the log-probs of the sampler. Empty if the data have no `reference_logprobs`.
     """
     if not data or loss_fn_input(data[0], FIELD) is None:
         return {}
     total, tokens = 0.0, 0
     for datum in data:
         kept = _field(datum, "weights") > 0
-        log_ratio = (_field(datum, FIELD) - _field(datum, "logprobs"))[kept]
-        total += float((log_ratio.exp() - 1 - log_ratio).sum())
+        log_ratio = (_field(datum, FIELD) - _field(datum, "logprobs"))[kept].clamp(-20, 20)
+        total += float((log_ratio.expm1() - log_ratio).sum())
         tokens += int(kept.sum())
     return {"rollouts/kl": total / max(tokens, 1)}
 

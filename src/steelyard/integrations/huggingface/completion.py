@@ -130,15 +130,15 @@ class Completion:
         bias = None if rows.bias is None else rows.bias / self._temperature
         return replace(rows, hidden=rows.hidden / self._temperature, bias=bias)
 
-    def data(self, reference: Tensor | None = None) -> list[dict[str, Any]]:
+    def data(self, **numbers: Tensor | None) -> list[dict[str, Any]]:
         """One datum for each sequence, as terms over `(data, logprobs)` read it.
 
         Args:
-            reference: log-probs of a reference, `[B, W]`, to put in as `reference_logprobs`.
+            numbers: of each token, `[B, W]`, to put in by these names, such as
+                `reference_logprobs`; None leaves one out.
         """
-        columns = {"target_tokens": self.labels, "weights": self.mask.float()}
-        if reference is not None:
-            columns["reference_logprobs"] = reference
+        given = {name: values for name, values in numbers.items() if values is not None}
+        columns = {"target_tokens": self.labels, "weights": self.mask.float(), **given}
         split = [self.by_sequence(values) for values in columns.values()]
         return [
             {"loss_fn_inputs": dict(zip(columns, values, strict=True))}

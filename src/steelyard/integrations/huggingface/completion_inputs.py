@@ -58,16 +58,37 @@ def completion_inputs(
         return {}
     found: dict[str, Any] = {}
     if kind is not None:
-        reference = _reference(kind, captured, batch, names, completion)
-        found = {**_described(completion, names), **reference}
+        outputs = _reference(kind, captured, batch, names, completion)
+        found = {**_described(completion, names), **outputs}
         # A field of the batch that happens to be called `targets` or `mask` stays the batch's.
         found = {k: v for k, v in found.items() if k not in {"targets", "mask"} & batch.keys()}
     if names & _BY_DATUM:
-        logprobs = found.get("completion_logprobs")
-        logprobs = completion.logprobs() if logprobs is None else logprobs
+        known = found.get("completion_logprobs")
+        logprobs = completion.logprobs() if known is None else known
+        sampled = None
+        if kind is not None and kind.samples:
+            sampled = _sampling_logprobs(batch, logprobs.detach(), completion)
+        reference = found.get("reference_logprobs")
         found["logprobs"] = completion.by_sequence(logprobs)
-        found["data"] = completion.data(found.get("reference_logprobs"))
+        found["data"] = completion.data(reference_logprobs=reference, logprobs=sampled)
     return found
+
+
+def _sampling_logprobs(
+    batch: Mapping[str, Any], logprobs: Tensor, completion: Completion
+) -> Tensor:
+    """Log-probs at which the tokens of a completion were sampled, `[B, W]`.
+
+    Those of the batch: of the engine that generated it, or of the policy at that time. A trainer
+    whose policy has not changed since has neither, and they are the present ones. So are those of
+    tokens that the engine could not score, which are NaN.
+    """
+    for name in ("sampling_per_token_logps", "old_per_token_logps"):
+        values = batch.get(name)
+        if values is not None:
+            kept = completion.keep(values).to(logprobs)
+            return kept.where(kept.isfinite(), logprobs)
+    return logprobs
 
 
 def check_available(

@@ -35,6 +35,7 @@ class TrainerKind:
         reference_field: the field of the batch with the reference's log-probs, `[B, width]`.
         keep_reference: changes a trainer that does not put that field into its batches.
         has_kl: whether its `beta` is the weight of a KL penalty to the reference.
+        samples: whether its completions are sampled from the model that it trains.
         no_completion: why it has no completion.
         no_reference: when and why it has no reference.
     """
@@ -46,6 +47,7 @@ class TrainerKind:
     reference_field: str | None = None
     keep_reference: Callable[[Any], None] | None = None
     has_kl: bool = False
+    samples: bool = False
     no_completion: str = ""
     no_reference: str = "it runs no reference model"
 
@@ -126,6 +128,7 @@ _ONLINE = TrainerKind(
     has_temperature=True,
     reference_field="ref_per_token_logps",
     has_kl=True,
+    samples=True,
     no_reference=(
         "it runs its reference model only if beta is not 0, and keeps log-probs alone: set beta "
         "(1e-9 leaves out the trainer's own KL) and read reference_logprobs"
@@ -145,6 +148,7 @@ KINDS: Mapping[str, TrainerKind] = {
         labels=_generated,
         width_of="completion_ids",
         has_temperature=True,
+        samples=True,
         reference_model=_teacher,
     ),
     "RewardTrainer": TrainerKind(
