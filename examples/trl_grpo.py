@@ -62,7 +62,7 @@ def train(folder: Path, weight: float) -> list[dict[str, float]]:
         ),
         train_dataset=Dataset.from_dict({"prompt": ["Sing:", "A song."] * 8}),
         processing_class=tokenizer,
-        terms=[RegularizerSpec(KLToReference(estimator="k2"), weight, "kl")],
+        terms=[RegularizerSpec(KLToReference(), weight, "kl")],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -15,7 +15,12 @@ from steelyard.engine import tiny
 from steelyard.errors import InputError
 from steelyard.integrations import term
 from steelyard.integrations.huggingface import RegularizerCallback, RegularizerMixin
-from steelyard.integrations.huggingface.completion_inputs import check_available
+from steelyard.integrations.huggingface.causal_lm import Forward
+from steelyard.integrations.huggingface.completion import Completion
+from steelyard.integrations.huggingface.completion_inputs import (
+    check_available,
+    sampling_logprobs,
+)
 from steelyard.integrations.huggingface.trainers import KINDS
 from tests.integrations.huggingface.training import Collator, arguments, entropy, rows, surprise
 
@@ -45,6 +50,20 @@ def trained(folder: Path, *specs: RegularizerSpec, **changed: Any) -> Any:
     RegularizerCallback(specs).attach(trainer)
     trainer.train()
     return trainer
+
+
+def test_log_probs_at_the_time_of_sampling() -> None:
+    labels = torch.tensor([[-100, 5, 6], [-100, 7, -100]])
+    completion = Completion(None, Forward(), labels, shifted=True)
+    now = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    assert sampling_logprobs({}, now, completion).equal(now)
+    before = {"old_per_token_logps": now - 0.5, "sampling_per_token_logps": None}
+    expected = [[-1.5, -2.5], [-3.5, 0.0]]  # 0 where no token counts
+    assert sampling_logprobs(before, now, completion).tolist() == expected
+    engine = torch.tensor([[-9.0, -1.25, torch.nan], [-9.0, -3.25, torch.nan]])
+    batch = {**before, "sampling_per_token_logps": engine}  # it could not score one
+    expected = [[-1.25, -2.0], [-3.25, 0.0]]
+    assert sampling_logprobs(batch, now, completion).tolist() == expected
 
 
 def test_an_unknown_trainer_works_as_before(tmp_path: Path) -> None:

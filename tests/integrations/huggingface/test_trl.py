@@ -31,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
 )
 WITH_REFERENCE = ("DPO", "KTO", "GRPO", "RLOO", "GKD", "Distillation")
+SAMPLES = ("GRPO", "RLOO", "Distillation")  # completions of the model that is trained
 WITH_REFERENCE_LOGITS = ("DPO", "KTO", "GKD", "Distillation")
 BY_TOKENS = ("SFT", "GKD")  # the loss is divided by the tokens of the whole step
 KL_OF_OUR_OWN: dict[str, dict[str, Any]] = {name: {"beta": 1e-9} for name in ("GRPO", "RLOO")}
@@ -87,7 +88,11 @@ def by_hand(name: str, logits: Tensor, ids: Tensor, reference: Tensor | None) ->
     if reference is not None:
         other = reference.log_softmax(-1)
         gap = own - other.gather(-1, ids[:, None])[:, 0]
-        values |= {"kl": gap.square().mean() / 2, "distance": gap.square().mean()}
+        k2 = gap.square().mean() / 2
+        values |= {"kl": k2, "distance": gap.square().mean()}
+        if name in SAMPLES:  # the value of k3, with the gradient of k2
+            k3 = torch.expm1(-gap).mean() + gap.mean()
+            values["kl"] = k3.detach() + k2 - k2.detach()
         if name in WITH_REFERENCE_LOGITS:
             values["whole"] = functional.kl_div(
                 other, logprobs, log_target=True, reduction="batchmean"

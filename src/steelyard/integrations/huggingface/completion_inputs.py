@@ -67,16 +67,14 @@ def completion_inputs(
         logprobs = completion.logprobs() if known is None else known
         sampled = None
         if kind is not None and kind.samples:
-            sampled = _sampling_logprobs(batch, logprobs.detach(), completion)
+            sampled = sampling_logprobs(batch, logprobs.detach(), completion)
         reference = found.get("reference_logprobs")
         found["logprobs"] = completion.by_sequence(logprobs)
         found["data"] = completion.data(reference_logprobs=reference, logprobs=sampled)
     return found
 
 
-def _sampling_logprobs(
-    batch: Mapping[str, Any], logprobs: Tensor, completion: Completion
-) -> Tensor:
+def sampling_logprobs(batch: Mapping[str, Any], logprobs: Tensor, completion: Completion) -> Tensor:
     """Log-probs at which the tokens of a completion were sampled, `[B, W]`.
 
     Those of the batch: of the engine that generated it, or of the policy at that time. A trainer
