@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, schedules
+from steelyard.composition import ZeroTermWarning
 from steelyard.errors import InputError, SpecError
 from steelyard.regularizers import (
     Adaptive,
@@ -295,6 +296,22 @@ def held(estimator: Any) -> tuple[float, float]:
 def test_a_bound_holds_the_kl_over_the_whole_vocabulary() -> None:
     kl, _ = held("auto")
     assert 0.85 * BOUND < kl < 1.2 * BOUND
+
+
+def test_the_policy_itself_is_no_reference() -> None:
+    """The field `logprobs` of fresh samples: whatever the weight, nothing is held."""
+
+    def drift(*terms: RegularizerSpec) -> float:
+        data = Rewarded()
+        train(data, policy_gradient, terms, steps=20)
+        return data.kls[-1]
+
+    without = drift()
+    with pytest.warns(ZeroTermWarning, match="'kl' was 0 at 5 steps in a row") as caught:
+        itself = drift(RegularizerSpec(KLToReference(reference="logprobs"), 2000.0, "kl"))
+    assert len(caught) == 1
+    assert itself > 0.5 * without
+    assert drift(RegularizerSpec(KLToReference(), 20.0, "kl")) < 0.1 * without
 
 
 def test_a_bound_on_k2_holds_less() -> None:

@@ -17,7 +17,7 @@ from tinker import types
 
 from steelyard import RegularizerSpec, regularize, telemetry
 from steelyard.clients import Explanation, UploadRefusedWarning
-from steelyard.composition import Aggregator
+from steelyard.composition import Aggregator, ZeroTermWarning
 from steelyard.engine import LocalServiceClient
 from steelyard.engine.server import session_routes
 from steelyard.engine.server.lifecycle import RunningServer
@@ -350,6 +350,25 @@ def test_events_are_those_of_a_call(training: tinker.TrainingClient) -> None:
     [(_, measured)] = events
     assert measured["loss_total"] == output.loss_total
     assert measured["total_grad_norm"] == output.total_grad_norm
+
+
+def test_a_kl_to_the_policy_itself_warns(training: tinker.TrainingClient) -> None:
+    client = regularize(training, [KL], server_side=True)
+
+    def step() -> None:
+        data = batch(weights=False)
+        own = training.forward(data, "cross_entropy").result().loss_fn_outputs
+        for datum, outputs in zip(data, own, strict=True):
+            datum.loss_fn_inputs["reference_logprobs"] = outputs["logprobs"]
+        output = client.forward_backward(data, "cross_entropy").result()
+        assert (output.passes, output.regularizers["kl"].custom["k2"]) == (1, 0.0)
+        client.optim_step(STEP).result()
+
+    for _ in range(4):
+        step()
+    with pytest.warns(ZeroTermWarning, match="'kl' was 0 at 5 steps in a row"):
+        step()
+    step()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
