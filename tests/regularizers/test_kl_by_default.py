@@ -78,8 +78,11 @@ def test_with_importance_at_the_sequence_level_they_are_those_of_the_sequence() 
 
 def test_with_importance_it_is_the_weighted_k3() -> None:
     found, wanted = (
-        expectation(KLToReference(importance="logprobs", **more), POLICY, SAMPLING, teacher_fields)
-        for more in ({}, {"estimator": "k3"})
+        expectation(term, POLICY, SAMPLING, teacher_fields)
+        for term in (
+            KLToReference(importance="logprobs"),
+            KLToReference(importance="logprobs", estimator="k3"),
+        )
     )
     assert found[0] == wanted[0]
     assert torch.equal(found[1], wanted[1])
@@ -109,7 +112,8 @@ def test_k3_of_kl_0_3_is_two_thirds_of_k2() -> None:
         for token in (0, 1):
             data = [plain(reference_logprobs=r[token, None], logprobs=p[token, None])]
             term = KLToReference(estimator=estimator)  # type: ignore[arg-type]  # both are
-            means[estimator] += p[token].exp().item() * term.compute(data, [p[token, None]])[0]
+            value, _ = term.compute(data, [p[token, None]])
+            means[estimator] += p[token].exp().item() * value.item()
     exact = (p.exp() * (p - r)).sum().item()
     assert means["auto"] == pytest.approx(exact, rel=1e-12)
     assert means["k2"] > 1.4 * exact
@@ -218,11 +222,12 @@ def test_estimators_with_a_gradient_may_be_bounded(term: KLToReference) -> None:
 
 def test_k1_may_be_measured() -> None:
     term = KLToReference(estimator="k1")
-    for fields in ({"weight": 0.0}, {"weight": 1.0, "gradient": "none"}):
-        spec = RegularizerSpec(term, name="kl", **fields)  # type: ignore[arg-type]  # a weight
+    measured: list[dict[str, Any]] = [{"weight": 0.0}, {"weight": 1.0, "gradient": "none"}]
+    for fields in measured:
+        spec = RegularizerSpec(term, name="kl", **fields)
         output = Pipeline(lambda _, rows: rows[0].sum(), [spec]).compute(SAMPLED, LOGPROBS)
         assert output.regularizers["kl"].value == pytest.approx(DELTA.mean())
-        assert RegularizerSpec(term, **fields).measuring().weight == 0  # type: ignore[arg-type]
+        assert RegularizerSpec(term, **fields).measuring().weight == 0
 
 
 # Importance ratios at the sequence level.
