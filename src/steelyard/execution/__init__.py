@@ -10,6 +10,7 @@ from steelyard._renamed import leave_aliases as _leave_aliases
 from steelyard.execution.batch import Batch, Cancelled, Ticket
 from steelyard.execution.executor import Executor
 from steelyard.execution.processes import check_picklable
+from steelyard.execution.spawn_context import lead_group, worker_context
 from steelyard.execution.workers import Workers, default_workers
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Workers",
     "check_picklable",
     "default_workers",
+    "lead_group",
+    "worker_context",
 ]
 
 _leave_aliases(__name__, {"Lane": "builtins:str"})

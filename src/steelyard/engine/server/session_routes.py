@@ -103,6 +103,7 @@ async def create_custom_loss(state: ServerState, request: Request) -> Response:
                 FORBIDDEN, f"a client may upload at most {state.settings.max_losses} losses."
             )
         loss = await asyncio.to_thread(validate_loss, body, state.settings.max_nodes)
+        state.loss_process.warm()
         if session.losses.setdefault(loss_id, loss) != loss:
             raise conflict("custom_loss_seq_id", str(body.custom_loss_seq_id), "a loss", "another")
         future = state.futures.create(

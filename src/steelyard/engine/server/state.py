@@ -9,9 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,13 +30,13 @@ from steelyard.engine.server.sampling_sessions import SamplingSession, SamplingS
 from steelyard.engine.server.sequencer import Sequencer
 from steelyard.engine.server.sessions import Sessions
 from steelyard.engine.server.settings import ServerSettings
+from steelyard.engine.server.uploaded_loss import LossProcess
 from steelyard.engine.service_client import LocalServiceClient
 from steelyard.engine.training_client import LocalTrainingClient
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
-_LOSS_NICENESS = 10
 _MAX_CLEANUP_INTERVAL = 5.0
 _SHUTDOWN_GRACE_SECONDS = 1.0
 
@@ -79,8 +76,9 @@ class ServerState:
         runs: the models in training, by id.
         samplers: the sampling sessions.
         creating: the ids of the models that are being created.
-        loss_thread: runs the uploaded losses, one at a time. The engine's thread, where the passes
-            of all models run, does not wait for them.
+        loss_thread: waits for the uploaded losses, one at a time. The engine's thread, where the
+            passes of all models run, does not wait for them.
+        loss_process: runs the uploaded losses.
         stopping: whether the server is shutting down.
     """
 
@@ -95,7 +93,8 @@ class ServerState:
         self.runs: dict[str, TrainingRun] = {}
         self.samplers = SamplingSessions(settings.max_samplers)
         self.creating: set[str] = set()
-        self.loss_thread = ThreadPoolExecutor(1, "steelyard-loss", _lower_priority)
+        self.loss_thread = ThreadPoolExecutor(1, "steelyard-loss")
+        self.loss_process = LossProcess()
         self.stopping = False
         self._tasks: set[asyncio.Task[object]] = set()
 
@@ -249,6 +248,7 @@ class ServerState:
             future.cancel(STOPPING, RequestErrorCategory.Server)
         # First the losses: one that runs still needs the engine.
         await asyncio.to_thread(self.loss_thread.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self.loss_process.close)
         await asyncio.to_thread(self.service.close, "success")
         for future in self.futures:
             future.settle(failed_result(STOPPING, RequestErrorCategory.Server))
@@ -262,13 +262,6 @@ class ServerState:
         self._tasks.discard(task)
         with contextlib.suppress(asyncio.CancelledError):
             task.exception()  # retrieved, or asyncio logs it: the handler has reported it
-
-
-def _lower_priority() -> None:
-    """Let the other threads of the process go first, where all cores are busy."""
-    if sys.platform == "linux":  # elsewhere a priority is that of the whole process
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOSS_NICENESS)
 
 
 def start_call(

@@ -241,7 +241,8 @@ def _engine_call(
             f"got {batch.config.get('loss_id')!r}."
         )
     limits = state.settings
-    bound = loss.bind(batch.data, LossBudget(limits.max_loss_bytes, limits.loss_seconds))
+    budget = LossBudget(limits.max_loss_bytes, limits.loss_seconds)
+    bound = state.loss_process.bind(loss, batch.data, budget)
     run = client.prepare_custom(batch.data, bound)
 
     def check_and_run() -> Output:

@@ -114,11 +114,7 @@ class Stopwatch:
         """
         running = 0.0 if self._started is None else time.monotonic() - self._started
         if self._left - running < ahead:
-            raise InputError(
-                f"the loss {self.name!r} must take at most {self.seconds:g} seconds for a batch, "
-                f"got one that takes longer: send fewer or shorter data, or start the server with "
-                f"a larger loss_seconds (--loss-seconds)."
-            )
+            raise out_of_time(self.name, self.seconds)
 
 
 class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
@@ -230,11 +226,7 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                     f"got the shape {list(shape)}."
                 )
         if self._live_bytes + sum(added for _, added in sizes) > self._max_bytes:
-            raise InputError(
-                f"the loss {self._stopwatch.name!r} must take at most {self._max_bytes} bytes of "
-                f"memory for a datum, backward too, got one that takes more: send shorter data, or "
-                f"start the server with a larger max_loss_bytes (--max-loss-bytes)."
-            )
+            raise out_of_memory(self._stopwatch.name, self._max_bytes)
 
     def _count(self, tensor: Tensor) -> None:
         """Count the storage of a tensor until it is freed; a view shares that of its base."""
@@ -248,6 +240,24 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _free(self, key: int) -> None:
         self._live_bytes -= self._storages.pop(key, 0)
+
+
+def out_of_time(name: str, seconds: float) -> InputError:
+    """Build the error for a loss that takes too long."""
+    return InputError(
+        f"the loss {name!r} must take at most {seconds:g} seconds for a batch, got one that takes "
+        f"longer: send fewer or shorter data, or start the server with a larger loss_seconds "
+        f"(--loss-seconds)."
+    )
+
+
+def out_of_memory(name: str, max_bytes: int) -> InputError:
+    """Build the error for a loss that takes too much memory."""
+    return InputError(
+        f"the loss {name!r} must take at most {max_bytes} bytes of memory for a datum, backward "
+        f"too, got one that takes more: send shorter data, or start the server with a larger "
+        f"max_loss_bytes (--max-loss-bytes)."
+    )
 
 
 def predict_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:

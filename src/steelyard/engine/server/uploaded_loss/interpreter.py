@@ -7,6 +7,7 @@ were uploaded. `budget` limits the memory and the time that they take.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class TracedLoss:
     name: str
     inputs: Sequence[types.CustomLossInput]
     nodes: Sequence[types.CustomLossNode]
+    # Identifies it in the process that runs it.
+    key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False, repr=False)
     # Whether data of equal shapes can run together, as far as is known.
     batches: bool = field(default=True, compare=False, repr=False)
     # By the shapes of the data: what a run on `meta` has shown.
@@ -67,8 +70,15 @@ class TracedLoss:
         Raises:
             InputError: a datum lacks a field, or a field has another rank.
         """
-        fields = [self._read_fields(index, datum) for index, datum in enumerate(data)]
-        return BoundLoss(self, fields, budget or LossBudget())
+        return BoundLoss(self, self.read_fields(data), budget or LossBudget())
+
+    def read_fields(self, data: Sequence[types.Datum]) -> list[list[Tensor]]:
+        """Target tokens of each datum, and the fields that the loss reads.
+
+        Raises:
+            InputError: a datum lacks a field, or a field has another rank.
+        """
+        return [self._read_fields(index, datum) for index, datum in enumerate(data)]
 
     def measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> Measured:
         """Check the loss of one datum against the budget on `meta`, where nothing is allocated.
@@ -205,6 +215,14 @@ class BoundLoss:
         Raises:
             InputError: an operation fails, the loss exceeds its budget, or it is not finite.
         """
+        return with_gradients(self.run(logprobs), logprobs)
+
+    def run(self, logprobs: Sequence[Tensor]) -> LossResult:
+        """Compute the loss, its gradients and the metrics.
+
+        Raises:
+            InputError: an operation fails, the loss exceeds its budget, or it is not finite.
+        """
         results: list[BatchResult] = []
         gradients: list[Tensor | None] = [None] * len(logprobs)
         inputs = [[row, *own] for row, own in zip(logprobs, self._fields, strict=True)]
@@ -226,10 +244,10 @@ class BoundLoss:
             torch.zeros_like(row) if gradient is None else gradient
             for row, gradient in zip(logprobs, gradients, strict=True)
         ]
-        value = _KnownGradients.apply(total, known, *logprobs)  # type: ignore[no-untyped-call]
         metrics = _sums([each.metrics for each in results])
         count = len(logprobs)
-        return value, {k: v / count if k.endswith(":mean") else v for k, v in metrics.items()}
+        means = {k: v / count if k.endswith(":mean") else v for k, v in metrics.items()}
+        return LossResult(total, known, means)
 
     def _run(self, group: list[int], inputs: Sequence[Sequence[Tensor]]) -> Iterator[_Part]:
         """Run data of equal shapes, together or, if they cannot be, one by one."""
@@ -277,11 +295,34 @@ class BoundLoss:
         return self._loss.measure(inputs, self._stopwatch, self._budget.max_bytes)
 
 
+@dataclass(frozen=True)
+class LossResult:
+    """Loss of a batch.
+
+    Attributes:
+        value: the sum over its data, without a graph.
+        gradients: with respect to the log-probs of each datum.
+        metrics: over all data.
+    """
+
+    value: Tensor
+    gradients: Sequence[Tensor]
+    metrics: dict[str, float]
+
+
+def with_gradients(
+    result: LossResult, logprobs: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, float]]:
+    """Value of a result that is differentiable with respect to the log-probs, and the metrics."""
+    value = _KnownGradients.apply(result.value, result.gradients, *logprobs)  # type: ignore[no-untyped-call]
+    return value, result.metrics
+
+
 class _KnownGradients(torch.autograd.Function):
     """A value whose gradients with respect to the log-probs are already known."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *_: Tensor) -> Tensor:
         ctx.gradients = gradients
         return value.clone()
 

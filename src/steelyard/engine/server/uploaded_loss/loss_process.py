@@ -1,0 +1,345 @@
+"""Runs uploaded losses in a process of their own, whose crash or memory costs no other client.
+
+The allowlist and the budget keep losses from doing harm as far as they can foresee it. What they
+do not foresee ends this process and nothing else: the call fails, and the next one gets a new
+process. The server sends a loss once, and the fields of a batch while the model has yet to run;
+then the log-probs. Values and gradients come back as JSON and bytes, which are parsed and not
+unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import torch
+from tinker import types
+from torch import Tensor
+
+from steelyard.engine.server.uploaded_loss.budget import LossBudget, out_of_memory, out_of_time
+from steelyard.engine.server.uploaded_loss.interpreter import (
+    BoundLoss,
+    LossResult,
+    TracedLoss,
+    with_gradients,
+)
+from steelyard.errors import InputError
+from steelyard.execution import lead_group, worker_context
+from steelyard.spec import describe
+
+_MAX_LOSSES = 64  # that the process keeps, the ones used last
+_LOOK_SECONDS = 0.05  # between two looks at its memory
+# Beyond the tensors that the budget counts: copies inside of operations, and Python's own.
+_MEMORY_FACTOR, _SPARE_BYTES = 2, 2**28
+_GRACE_SECONDS = 2.0  # for an operation that has begun when the time is used up
+_START_SECONDS = 600.0  # of a machine that is very busy
+_NICENESS = 10
+_DONE, _FAILED = b"done", b"failed"  # begin a reply
+
+
+class LossProcess:
+    """A warm process that runs uploaded losses, one at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._closed = False
+
+    def warm(self) -> None:
+        """Start the process, without waiting for it."""
+        threading.Thread(target=self._warm, name="steelyard-loss-process", daemon=True).start()
+
+    def bind(
+        self, loss: TracedLoss, data: Sequence[types.Datum], budget: LossBudget
+    ) -> ProcessedLoss:
+        """Loss of a batch as a function of its log-probs, which runs in the process.
+
+        Raises:
+            InputError: a datum lacks a field, or a field has another rank.
+        """
+        return ProcessedLoss(self, loss, loss.read_fields(data), budget)
+
+    def check(self, bound: ProcessedLoss) -> None:
+        """Send a loss with its fields, and check it against its budget.
+
+        Raises:
+            InputError: the loss exceeds the budget, or ends the process.
+        """
+        self._call(bound, None)
+
+    def run(self, bound: ProcessedLoss, logprobs: Sequence[Tensor]) -> LossResult:
+        """Run a loss on the log-probs.
+
+        Raises:
+            InputError: the loss exceeds its budget, fails, or ends the process.
+        """
+        header, _, content = self._call(bound, logprobs).partition(b"\n")
+        value, metrics = json.loads(header)
+        # A copy: the bytes of a message cannot be written to.
+        flat = torch.frombuffer(bytearray(content), dtype=torch.float32)
+        rows = flat.split([row.numel() for row in logprobs])
+        gradients = [g.reshape(row.shape) for g, row in zip(rows, logprobs, strict=True)]
+        return LossResult(torch.tensor(value, dtype=torch.float64), gradients, metrics)
+
+    def close(self) -> None:
+        """End the process; a call that it runs fails."""
+        self._closed = True
+        if (child := self._child) is not None:
+            child.kill()
+        with self._lock:
+            self._end_child()
+
+    def _warm(self) -> None:
+        with self._lock, contextlib.suppress(InputError, OSError):
+            self._started()
+
+    def _call(self, bound: ProcessedLoss, logprobs: Sequence[Tensor] | None) -> bytes:
+        """Exchange messages with the process, and with a second one if it ends.
+
+        It may have ended before, for no fault of this loss.
+        """
+        with self._lock:
+            try:
+                return self._exchange(bound, logprobs)
+            except _EndedError:
+                pass
+            try:
+                return self._exchange(bound, logprobs)
+            except _EndedError as error:
+                raise InputError(
+                    f"the loss {bound.name!r} must not end the process that runs it, and that died "
+                    f"of {error} twice: leave out what it did last, or send fewer or shorter data."
+                ) from error
+
+    def _exchange(self, bound: ProcessedLoss, logprobs: Sequence[Tensor] | None) -> bytes:
+        """Send a loss, unless it was the last one, and the log-probs; return the reply."""
+        child = self._started()
+        try:
+            reply = b""
+            if logprobs is None or child.bound is not bound:
+                child.bind(bound)
+                reply = child.reply(bound.name, bound.budget)
+            if logprobs is not None:
+                child.send([row.numpy() for row in logprobs])
+                reply = child.reply(bound.name, bound.budget)
+        except (EOFError, OSError) as error:
+            raise _EndedError(child.wait_for_end()) from error
+        finally:
+            if not child.is_idle:
+                self._end_child()
+                self.warm()
+        return reply
+
+    def _started(self) -> _Child:
+        if self._closed:
+            raise InputError("a custom loss needs a server that runs, and this one is stopping.")
+        if self._child is None or not self._child.is_alive:
+            self._end_child()
+            self._child = _Child()
+        return self._child
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+
+class ProcessedLoss:
+    """An uploaded loss over the data of one batch, run in the process; called with log-probs.
+
+    Args:
+        process: runs it.
+        loss: the loss.
+        fields: for each datum, the target tokens and the fields that the loss reads.
+        budget: the memory and the time that it may take.
+    """
+
+    def __init__(
+        self,
+        process: LossProcess,
+        loss: TracedLoss,
+        fields: Sequence[Sequence[Tensor]],
+        budget: LossBudget,
+    ) -> None:
+        self._process = process
+        self.loss, self.name, self.fields, self.budget = loss, loss.name, fields, budget
+
+    def check(self) -> None:
+        """Check that the loss is within its budget, without running it.
+
+        Raises:
+            InputError: it is not, or it ends the process.
+        """
+        self._process.check(self)
+
+    def __call__(self, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        """Sum of the losses of all data, with its gradient, and the metrics.
+
+        Raises:
+            InputError: an operation fails, the loss exceeds its budget or ends the process, or it
+                is not finite.
+        """
+        return with_gradients(self._process.run(self, [row.detach() for row in logprobs]), logprobs)
+
+
+class _EndedError(Exception):
+    """The process has ended; says how."""
+
+
+class _Child:
+    """The process, as the server sees it."""
+
+    def __init__(self) -> None:
+        self.bound: ProcessedLoss | None = None
+        self.is_idle = True
+        self._losses: OrderedDict[str, None] = OrderedDict()
+        context = worker_context(preload=__name__)
+        self._connection, theirs = context.Pipe()
+        # The context has our own class of processes, of which multiprocessing's types know nothing.
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)  # type: ignore[attr-defined]
+        self._process.start()
+        theirs.close()
+        self._started = False
+        self._idle_bytes = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._process.is_alive())
+
+    def bind(self, bound: ProcessedLoss) -> None:
+        """Send a loss, unless the process has it, and the fields of a batch."""
+        self._await_start()
+        loss = bound.loss
+        graph = None if loss.key in self._losses else (loss.name, [*loss.inputs], [*loss.nodes])
+        self._losses[loss.key] = None
+        self._losses.move_to_end(loss.key)
+        forgotten = []
+        while len(self._losses) > _MAX_LOSSES:
+            forgotten.append(self._losses.popitem(last=False)[0])
+        fields = [[tensor.numpy() for tensor in tensors] for tensors in bound.fields]
+        self.send((loss.key, graph, forgotten, fields, bound.budget))
+        self.bound = bound
+
+    def send(self, message: Any) -> None:
+        self.is_idle = False
+        self._connection.send_bytes(pickle.dumps(message))
+
+    def reply(self, name: str, budget: LossBudget) -> bytes:
+        """Wait for the reply, and end the process if it takes too long or too much memory.
+
+        Raises:
+            InputError: the loss failed in the process, or was ended.
+            EOFError: the process has ended.
+        """
+        deadline = time.monotonic() + budget.seconds + _GRACE_SECONDS
+        largest = self._idle_bytes + _MEMORY_FACTOR * budget.max_bytes + _SPARE_BYTES
+        while not self._connection.poll(_LOOK_SECONDS):
+            if time.monotonic() > deadline:
+                self.kill()
+                raise out_of_time(name, budget.seconds)
+            if self._memory() > largest:
+                self.kill()
+                raise out_of_memory(name, budget.max_bytes)
+        kind, content = self._connection.recv_bytes(), self._connection.recv_bytes()
+        self.is_idle = True
+        if kind != _DONE:
+            raise InputError(content.decode("utf-8", errors="replace"))
+        return content
+
+    def wait_for_end(self) -> str:
+        """Wait for the end of the process, and say how it ended."""
+        self._process.join(_GRACE_SECONDS)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.join()
+        self._connection.close()
+
+    def _await_start(self) -> None:
+        """Wait until the process has imported what it needs; not part of the time of a loss."""
+        if self._started:
+            return
+        if not self._connection.poll(_START_SECONDS):
+            raise EOFError
+        self._connection.recv_bytes()
+        self._started, self._idle_bytes = True, self._memory()
+
+    def _memory(self) -> int:
+        try:
+            return int(psutil.Process(self._process.pid).memory_info().rss)
+        except psutil.Error:  # it has ended: reading the reply says so
+            return 0
+
+
+def _serve(connection: Connection) -> None:
+    """Run in the process: answer each message until the server closes the connection."""
+    lead_group()
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)  # the engine goes first, where all cores are busy
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    losses: dict[str, TracedLoss] = {}
+    bound: BoundLoss | None = None
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            message = pickle.loads(connection.recv_bytes())  # noqa: S301 - the server's
+        except (EOFError, OSError):
+            return
+        try:
+            if isinstance(message, tuple):
+                bound = _bind(losses, *message)
+                bound.check()
+                content = b""
+            else:
+                assert bound is not None  # noqa: S101 - the server binds a loss first
+                content = _run(bound, [torch.from_numpy(row) for row in message])
+        except InputError as error:
+            kind, content = _FAILED, str(error).encode()
+        except Exception as error:  # noqa: BLE001 - reported to the client
+            kind, content = _FAILED, f"a custom loss failed: {describe(error)}".encode()
+        else:
+            kind = _DONE
+        connection.send_bytes(kind)
+        connection.send_bytes(content)
+
+
+def _bind(
+    losses: dict[str, TracedLoss],
+    key: str,
+    graph: tuple[Any, Any, Any] | None,
+    forgotten: Sequence[str],
+    fields: Sequence[Sequence[Any]],
+    budget: LossBudget,
+) -> BoundLoss:
+    for gone in forgotten:
+        del losses[gone]
+    if graph is not None:
+        losses[key] = TracedLoss(*graph)
+    tensors = [[torch.from_numpy(array) for array in arrays] for arrays in fields]
+    return BoundLoss(losses[key], tensors, budget)
+
+
+def _run(bound: BoundLoss, logprobs: list[Tensor]) -> bytes:
+    result = bound.run(logprobs)
+    header = json.dumps([result.value.item(), result.metrics])
+    flat = torch.cat([gradient.float().reshape(-1) for gradient in result.gradients])
+    return header.encode() + b"\n" + flat.numpy().tobytes()

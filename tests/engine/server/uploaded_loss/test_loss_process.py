@@ -1,0 +1,244 @@
+"""Uploaded losses in a process of their own: the same numbers, and what ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+import torch
+from tinker import types
+from torch import Tensor
+
+from steelyard.engine.server.uploaded_loss import (
+    LossBudget,
+    LossProcess,
+    TracedLoss,
+    loss_process,
+    validate_loss,
+)
+from steelyard.errors import InputError
+from tests.engine.data import datum
+from tests.engine.server.wire_client import start
+
+from .graphs import LOGPROBS, SUM, X, call, upload
+
+EXP = upload(call("torch.exp", LOGPROBS), call("torch.sum", X, name="y"))
+ROLL = call("torch.roll", LOGPROBS, [0] * 20_000, [0] * 20_000)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[LossProcess]:
+    opened = LossProcess()
+    yield opened
+    opened.close()
+
+
+def unchecked(*nodes: dict[str, Any]) -> TracedLoss:
+    """A loss that was not validated, as one that the validation lets through by mistake."""
+    request = upload(*nodes)
+    return TracedLoss(request.name, tuple(request.inputs), tuple(request.graph.nodes))
+
+
+def pid_of(process: LossProcess) -> int:
+    child = process._child
+    assert child is not None
+    pid = child._process.pid
+    assert isinstance(pid, int)
+    return pid
+
+
+def works(process: LossProcess) -> bool:
+    bound = process.bind(validate_loss(EXP, 99), [datum([1, 2])], LossBudget())
+    bound.check()
+    value, _ = bound([torch.zeros(2).requires_grad_()])
+    return value.item() == 2.0
+
+
+def test_values_gradients_and_metrics_are_those_of_torch(process: LossProcess) -> None:
+    metric = {"dict": {"custom/total:sum": {"ref": "y"}, "custom/first:mean": {"ref": "z"}}}
+    loss = validate_loss(
+        upload(
+            call("torch.exp", LOGPROBS),
+            call("torch.sum", X, name="y"),
+            call("operator.getitem", X, 0, name="z"),
+            output={"tuple": [{"ref": "y"}, metric]},
+        ),
+        99,
+    )
+    for lengths in ([3, 5, 3], [4]):
+        data = [datum([1] * n) for n in lengths]
+        rows = [torch.randn(n).requires_grad_() for n in lengths]
+        bound = process.bind(loss, data, LossBudget())
+        bound.check()
+        value, metrics = bound(rows)
+        (2 * value).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        assert value.item() == pytest.approx(sum(row.exp().sum().item() for row in rows))
+        for row in rows:
+            torch.testing.assert_close(row.grad, 2 * row.detach().exp())
+        assert metrics["custom/total:sum"] == pytest.approx(value.item())
+        firsts = [row.exp()[0].item() for row in rows]
+        assert metrics["custom/first:mean"] == pytest.approx(sum(firsts) / len(firsts))
+
+
+def test_fields_and_classes_reach_the_process(process: LossProcess) -> None:
+    inputs = [{"name": "logprobs", "rank": 2}, {"name": "scores", "rank": 1}]
+    scores = {"op": "placeholder", "name": "scores", "target": "scores"}
+    loss = TracedLoss(
+        "loss",
+        [types.CustomLossInput.model_validate(each) for each in inputs],
+        [
+            types.CustomLossNode.model_validate(each)
+            for each in (
+                {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+                scores,
+                call("torch.matmul", {"ref": "scores"}, LOGPROBS),
+                call("torch.sum", X, name="y"),
+                {
+                    "op": "output",
+                    "name": "o",
+                    "target": "output",
+                    "args": [{"tuple": [{"ref": "y"}, {"dict": {}}]}],
+                },
+            )
+        ],
+    )
+    bound = process.bind(loss, [datum([1, 2], [[1, 2], [3, 4]], scores=[2.0, 3.0])], LossBudget())
+    leaf = torch.ones(2, 2).requires_grad_()
+    value, _ = bound([leaf])
+    value.backward()  # type: ignore[no-untyped-call]  # as above
+    assert value.item() == 10.0
+    assert torch.equal(leaf.grad, torch.tensor([[2.0, 2.0], [3.0, 3.0]]))
+
+
+def test_an_operation_that_overflows_the_stack_is_refused_or_ends_the_process_alone(
+    process: LossProcess,
+) -> None:
+    """It ended the server: torch rolls by calling itself once for each shift."""
+    bound = process.bind(unchecked(ROLL, SUM), [datum([1, 2])], LossBudget())
+    with pytest.raises(InputError, match=r"recursion depth|must not end the process"):
+        bound.check()
+    with pytest.raises(InputError, match=r"recursion depth|must not end the process"):
+        bound([torch.zeros(2).requires_grad_()])
+    assert works(process)
+
+
+def test_a_crash_is_named_and_the_next_call_works(
+    process: LossProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert works(process)
+    before = pid_of(process)
+    send = loss_process._Child.send
+
+    def crash(child: Any, message: Any) -> None:
+        os.kill(child._process.pid, signal.SIGSTOP)  # so that it does not answer
+        send(child, message)
+        os.kill(child._process.pid, signal.SIGSEGV)
+        os.kill(child._process.pid, signal.SIGCONT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loss_process._Child, "send", crash)
+        bound = process.bind(validate_loss(EXP, 99), [datum([1])], LossBudget())
+        with pytest.raises(InputError, match="that died of signal SIGSEGV twice: leave out"):
+            bound.check()
+    assert works(process)
+    assert pid_of(process) != before
+
+
+def test_a_process_that_ended_while_idle_is_replaced(process: LossProcess) -> None:
+    assert works(process)
+    os.kill(pid_of(process), signal.SIGKILL)
+    assert works(process)
+
+
+def test_a_loss_that_was_checked_in_an_earlier_process_is_sent_again(process: LossProcess) -> None:
+    bound = process.bind(validate_loss(EXP, 99), [datum([1, 2])], LossBudget())
+    bound.check()
+    os.kill(pid_of(process), signal.SIGKILL)
+    value, _ = bound([torch.zeros(2).requires_grad_()])
+    assert value.item() == 2.0
+
+
+def test_a_loss_that_does_not_answer_in_time_is_killed(process: LossProcess) -> None:
+    assert works(process)
+    before = pid_of(process)
+    os.kill(before, signal.SIGSTOP)  # as an operation that nothing can interrupt
+    bound = process.bind(validate_loss(EXP, 99), [datum([1])], LossBudget(seconds=0.1))
+    with pytest.raises(InputError, match=r"must take at most 0\.1 seconds for a batch"):
+        bound.check()
+    assert works(process)
+    assert pid_of(process) != before
+
+
+def test_a_loss_that_fills_the_memory_is_killed(
+    process: LossProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert works(process)
+    before = pid_of(process)
+    monkeypatch.setattr(loss_process, "_SPARE_BYTES", -(2**40))
+    os.kill(before, signal.SIGSTOP)  # so that the server looks at its memory
+    bound = process.bind(validate_loss(EXP, 99), [datum([1])], LossBudget())
+    with pytest.raises(InputError, match=r"must take at most 1073741824 bytes of memory"):
+        bound.check()
+    monkeypatch.undo()
+    assert works(process)
+    assert pid_of(process) != before
+
+
+def test_many_losses_take_turns(process: LossProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From several threads, and more of them than the process keeps."""
+    monkeypatch.setattr(loss_process, "_MAX_LOSSES", 3)
+    losses = [
+        validate_loss(upload(call("torch.mul", LOGPROBS, n), call("torch.sum", X, name="y")), 99)
+        for n in range(8)
+    ]
+
+    def run(number: int) -> float:
+        bound = process.bind(losses[number % 8], [datum([1] * (1 + number))], LossBudget())
+        bound.check()
+        value, _ = bound([torch.ones(1 + number).requires_grad_()])
+        return value.item()
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(run, range(24)))
+    assert found == [(number % 8) * (1.0 + number) for number in range(24)]
+    child = process._child
+    assert child is not None
+    assert len(child._losses) == 3
+
+
+def test_a_closed_process_runs_nothing() -> None:
+    closed = LossProcess()
+    assert works(closed)
+    pid = pid_of(closed)
+    closed.close()
+    closed.close()
+    with pytest.raises(InputError, match="this one is stopping"):
+        works(closed)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def nll(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs.sum(), {}
+
+
+def test_a_crash_costs_no_other_client(tmp_path: Path) -> None:
+    """The adapter of another client, and the loss that it has uploaded, go on."""
+    with (
+        start(tmp_path) as running,
+        tinker.ServiceClient(base_url=running.base_url, api_key="tml-local") as service,
+    ):
+        client = service.create_lora_training_client("tiny-random", rank=2)
+        handle = service.create_custom_loss(nll, {"logprobs": 1}).result()
+        data = [datum([1, 2, 3])]
+        first = client.forward_backward_custom(data, handle).result()
+        os.kill(pid_of(running._state.loss_process), signal.SIGSEGV)
+        second = client.forward_backward_custom(data, handle).result()
+        assert second.metrics == first.metrics
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
