@@ -510,7 +510,8 @@ def _added(
         factors: the aggregator's factors on the gradients; values are not changed.
         kept: terms whose gradient counts though the share is 0.
     """
-    parts, gradients = list[Tensor](), list[Tensor]()
+    parts: list[Tensor] = []  # not `list[Tensor]()`, which Dynamo does not trace
+    gradients: list[Tensor] = []
     for result in results:
         if result.group is None and result.value is not None:
             value = result.value if result.term.is_base else result.weight * result.value
