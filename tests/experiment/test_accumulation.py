@@ -11,7 +11,6 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from steelyard.errors import ConfigError
 from steelyard.experiment import RunFolder, resume, train
 from steelyard.experiment.accumulation import call_shares
 from steelyard.experiment.base_losses import CrossEntropy
@@ -153,7 +152,32 @@ def test_shares_are_those_of_the_denominators() -> None:
     assert call_shares(Terms(detached, ()), empty) == [{"base": 0.5}, {"base": 0.5}]
 
 
-def test_norms_of_parameters_cannot_be_accumulated(folder: Path) -> None:
-    overrides = ("train.grad_space=parameters", "train.gradient_accumulation_steps=2")
-    with pytest.raises(ConfigError, match="_accumulation_steps = 1: norms"):
-        small_config(folder, *overrides)
+def decay(data: Any, logprobs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([p.square().sum() for p in parameters.values()]).sum()
+
+
+@pytest.mark.parametrize("space", ["logprobs", "parameters"])
+def test_gradients_of_parameters_add_up(folder: Path, space: str) -> None:
+    terms = [
+        {"use": "l1", "name": "l1", "weight": 0.01, "options": {"reduction": "sum"}},
+        {**L2, "anchor": True},
+        {"use": f"{__name__}:decay", "name": "decay", "weight": 0.1, "needs": ["parameters"]},
+        {**HELD, "weight": {"at_least": 0.01}, "name": "held"},
+    ]
+    large, calls = both(
+        folder, f"train.grad_space={space}", "loss.options={ reduction = 'mean' }",
+        "train.learning_rate=0.02", regularizers=terms,
+    )  # fmt: skip
+    norm = "regularizers/decay/grad_norm"
+    for one, several in zip(large, calls, strict=True):
+        assert several.keys() == one.keys()
+        for key, value in one.items():
+            held = one["step"] == 0 and "held" in key  # before the first update it is rounding
+            if held or "held/weight" in key or "held/progress" in key:
+                continue
+            if key.endswith("grad_space"):
+                assert several[key] == value
+            if "grad_norm" in key or key.startswith("cosines/"):
+                assert several[key] == pytest.approx(value, rel=5e-3, abs=1e-4), key
+    assert norm in large[0]
+    assert large[1]["base_loss/grad_space"] == space

@@ -169,7 +169,8 @@ class RegularizedClient:
             measure_progress: see `regularize`.
             step: the number of this step; None: `optim_steps`.
             shares: factors >= 0 on the weights in this call, by name, `"base"` for the base loss:
-                to let the calls before an `optim_step` add up to one loss that is a mean.
+                to let the calls before an `optim_step` add up to one loss that is a mean; {} if
+                all terms are sums. The outputs can then be combined, see `Pipeline.compute`.
             loss_type_input: the SDK's; it has one value.
 
         Returns:

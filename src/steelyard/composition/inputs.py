@@ -38,10 +38,11 @@ from steelyard.gradients import (
     tensors_in,
     whole,
 )
-from steelyard.penalties.from_logits import LogitCall, fusable
+from steelyard.penalties.from_logits import LogitCall, Projection, fusable
 from steelyard.spec import RegularizerSpec, title
 
 LOGPROBS, PARAMETERS = "logprobs", "parameters"
+_OF_MODEL = frozenset({PARAMETERS, "projection"})
 # d term / d parameters of each of several terms, from d term / d logprobs and, by need,
 # d term / d extra inputs of each.
 ToParameters: TypeAlias = Callable[
@@ -413,9 +414,38 @@ class FlatInputs(Inputs):
             fields["term_gradients"] = SplitOnRead(layout, own)
         return fields
 
+    def gradients_of_model(self, results: Sequence[TermResult]) -> dict[str, Row]:
+        """Gradients with respect to the model's parameters, of the terms whose norm includes them.
+
+        These are the parameters, and the layer of a projection: the only inputs that all calls of
+        an optimizer step have in common. Of minus a term that has a lower bound.
+        """
+        projections = tensors_in(mapped(self._extra.get("projection"), _layer_of, Projection))
+        layer = {id(tensor) for tensor in projections}
+        rows: dict[str, Row] = {}
+        for result in results:
+            space = set(result.space)
+            if _OF_MODEL.isdisjoint(space) or not result.gradients.keys() >= space:
+                continue
+            row: list[Tensor | None] = []
+            for need in result.space:
+                gradient = result.gradients[need]
+                if need == PARAMETERS:
+                    row += gradient
+                elif need == "projection":
+                    pairs = zip(gradient, tensors_in(self._extra[need]), strict=True)
+                    row += [g for g, tensor in pairs if id(tensor) in layer]
+            lower = result.bound is not None and not result.bound.upper
+            rows[result.term.name] = [None if g is None else -g for g in row] if lower else row
+        return rows
+
     def _total_gradients(self, total: Tensor, term: Term) -> Mapping[str, Row]:
         extra = {need: self._extra[need] for need in term.spec.needs}
         return split_gradient(total, self._leaf, extra)[1]
+
+
+def _layer_of(projection: Projection) -> list[Tensor | None]:
+    return [projection.weight, projection.bias]
 
 
 def _only(row: Row | None, otherwise: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ class Pipeline(TermSet):
                 aggregator reads, are with respect to the parameters, which `given` must hold.
             shares: factors >= 0 on the weights in this call, by name, `"base"` for the base loss;
                 for a call that is one of several before an optimizer step. The output has the
-                weights with them, and values without.
+                weights with them, values without, and what `accumulated` reads. {} if all terms
+                are sums.
 
         Raises:
             InputError: the log-probs, the step or the shares break a rule, or a needed extra input
@@ -264,6 +265,9 @@ class Pipeline(TermSet):
             total_grad_norm=(combined.total_norm or 0.0) if tracked else None,
             grad_space=inputs.main_space,
             **inputs.gradients(combined.totals, results, tracked=tracked),
+            parameter_gradients=(
+                inputs.gradients_of_model(results) if tracked and shares is not None else None
+            ),
         )
         if events is not None:
             events.stop(results, output, began)

@@ -224,11 +224,6 @@ class Config(Table):
                 "train.grad_space = 'parameters' needs model.backend = 'local', where the model "
                 "is: use train.measure_progress with a Tinker service"
             )
-        if self.train.grad_space == "parameters" and self.train.gradient_accumulation_steps > 1:
-            raise ValueError(
-                "train.grad_space = 'parameters' needs train.gradient_accumulation_steps = 1: "
-                "norms of several calls do not give that of their sum"
-            )
         return self
 
     @model_validator(mode="before")

@@ -36,7 +36,7 @@ from steelyard.experiment.secrets import redact
 from steelyard.experiment.sinks import Sinks
 from steelyard.experiment.step_metrics import mean_metrics, skip_reasons
 from steelyard.experiment.watcher import Watcher
-from steelyard.output import CustomLossOutput, accumulated
+from steelyard.output import Accumulation, CustomLossOutput
 from steelyard.spec import BASE
 
 _PAUSE_SECONDS = 0.1  # between looks at whether a paused run may go on
@@ -191,10 +191,10 @@ class TrainingSteps:
             output = self._backward(batch, step)
         else:
             shares = call_shares(self.terms, [call.data for call in calls])
-            outputs = [
-                self._backward(call, step, share) for call, share in zip(calls, shares, strict=True)
-            ]
-            output = accumulated(outputs, shares)
+            accumulation = Accumulation()
+            for call, share in zip(calls, shares, strict=True):
+                accumulation.add(self._backward(call, step, share), share)
+            output = accumulation.output()
         if self._drivers_due(step):
             self.run.append_drivers(driver_records(output, step, batch, self.backend.tokenizer))
         return output

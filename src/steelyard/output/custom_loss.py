@@ -12,6 +12,8 @@ from steelyard.errors import InputError
 from steelyard.output.drivers import Driver, find_drivers
 from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput
 
+_OF_TERMS = frozenset({"term_gradients", "parameter_gradients"})
+
 
 @dataclass(frozen=True)
 class CustomLossOutput:
@@ -29,6 +31,10 @@ class CustomLossOutput:
             `"parameters"` is the whole gradient, also through the model.
         term_gradients: d term / d logprobs of the base loss and each term, before the weight, by
             name, structured like the log-probs; None unless tracked. Not serialised, not pickled.
+        parameter_gradients: d term / d parameters of the terms whose norm is with respect to them,
+            by name: a tensor or None for each parameter, of minus a term that has a lower bound.
+            `accumulated` reads them; None unless tracked, in a call with `shares`. Not serialised,
+            not pickled.
         cosines: cosine between the gradients of two terms, by pair of names in the order of
             the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero.
         factors: factor, by name, that an aggregator put on the weighted gradient of a term in
@@ -64,6 +70,9 @@ class CustomLossOutput:
     gradients: Any = field(default=None, compare=False, repr=False)
     extra_gradients: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     term_gradients: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    parameter_gradients: Mapping[str, Sequence[Any]] | None = field(
+        default=None, compare=False, repr=False
+    )
     cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -75,8 +84,9 @@ class CustomLossOutput:
     passes: int | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # As large as the log-probs for each term: too much to send to another process.
-        return {key: x for key, x in self.__dict__.items() if key != "term_gradients"}
+        # As large as the log-probs, or the parameters, for each term: too much to send to another
+        # process.
+        return {key: x for key, x in self.__dict__.items() if key not in _OF_TERMS}
 
     @property
     def loss(self) -> float:
