@@ -72,7 +72,7 @@ def composite(**settings: Any) -> CompositeLoss:
 def rows_by_hand(model: nn.Module, count: float) -> dict[str, Tensor]:
     """The gradient of each term on the whole batch, as one vector."""
     x, labels = batch()
-    out, parameters = model(x), list(model.parameters())
+    out, parameters = model(x), list[Tensor](model.parameters())
     values = {
         "base": base(out["logits"], labels, count),
         "doubt": doubt(out["logits"], labels),
@@ -171,5 +171,5 @@ def values_by_hand() -> dict[str, float]:
         "doubt": doubt(out["logits"], labels).item(),
         "early": early(out["early"]).item(),
         "once": once(out["hidden"]).item(),
-        "size": size_of(list(model.parameters()))[0].item(),
+        "size": size_of(list[Tensor](model.parameters()))[0].item(),
     }

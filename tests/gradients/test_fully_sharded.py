@@ -13,7 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from steelyard.errors import GradientError
-from steelyard.gradients import FullyShardedParameters, is_fully_sharded, named_shards, whole
+from steelyard.gradients import (
+    FullyShardedParameters,
+    Row,
+    is_fully_sharded,
+    named_shards,
+    whole,
+)
 from tests.process_group import group_of_one
 
 
@@ -114,7 +120,7 @@ def test_a_term_reads_gathered_parameters_after_the_backward_pass_of_another() -
     model = deepcopy(plain)
     fully_shard(model.first)
     fully_shard(model)
-    rows = []
+    rows = list[Row]()
     for net in (plain, model):
         hidden, logits = net(torch.ones(2, 3))
         # After the forward pass the outermost module has its whole parameters still.
@@ -129,4 +135,5 @@ def test_a_term_reads_gathered_parameters_after_the_backward_pass_of_another() -
     for expected, found in zip(rows[:2], rows[2:], strict=True):
         for mine, other in zip(found, expected, strict=True):
             assert mine is not None
+            assert other is not None
             torch.testing.assert_close(whole(mine), other)

@@ -84,11 +84,11 @@ def inputs_of(rows: slice) -> dict[str, Any]:
     """Extra inputs of a call: a datum for each row, one layer for all."""
     weight = HEAD.clone().requires_grad_()
     return {
-        "logits": list(logits_of(rows).split(1)),
+        "logits": list(torch.split(logits_of(rows), 1)),
         "parameters": PARAMETERS,
         "projection": [
             Projection(hidden.clone().requires_grad_(), weight)
-            for hidden in FEATURES[rows].split(1)
+            for hidden in torch.split(FEATURES[rows], 1)
         ],
     }
 
@@ -99,7 +99,7 @@ def calls_of(specs: Sequence[RegularizerSpec], **options: Any) -> tuple[Any, Any
     outputs, shares = [], []
     for rows in CALLS:
         share = {str(spec.name): (rows.stop - rows.start) / ROWS for spec in specs}
-        logprobs = list(logprobs_of(PARAMETERS["a"], rows).split(1))
+        logprobs = list(torch.split(logprobs_of(PARAMETERS["a"], rows), 1))
         data = range(rows.start, rows.stop)
         extra = {key: fn(rows) for key, fn in options.items()}
         given = inputs_of(rows)
@@ -216,7 +216,7 @@ def test_all_terms_with_respect_to_the_parameters() -> None:
 def test_gradients_are_kept_for_calls_with_shares_alone() -> None:
     specs = [TERMS["decay"]]
     pipeline = Pipeline(nll, specs, track_grad_norms=True, gives=NEEDS)
-    logprobs = list(logprobs_of(PARAMETERS["a"], CALLS[0]).split(1))
+    logprobs = list(torch.split(logprobs_of(PARAMETERS["a"], CALLS[0]), 1))
     given = inputs_of(CALLS[0])
     one = pipeline.compute(range(3), logprobs, 0, given=given)
     assert one.parameter_gradients is None
@@ -228,6 +228,7 @@ def test_gradients_are_kept_for_calls_with_shares_alone() -> None:
     norm = accumulated([one], [{}]).regularizers["decay"].grad_norm
     assert norm == one.regularizers["decay"].grad_norm
     summed = accumulated([several, several], [{}, {}]).regularizers["decay"].grad_norm
+    assert norm is not None
     assert summed == pytest.approx(2 * norm)
 
 

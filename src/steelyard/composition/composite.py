@@ -376,7 +376,7 @@ class CompositeLoss(nn.Module):
             targets = self._targets(inputs) if compared else []
             tracked = tracked and bool(targets)
             space = "inputs" if self._wrt is None else "parameters"
-            named, kept = self._inputs(inputs, space, targets)
+            named, shard_readers = self._inputs(inputs, space, targets)
             ranks = Ranks.of(self.group, self.share) if self._joined else None
             evaluator = Evaluator(named, settings, self._terms.own_workers, events, ranks=ranks)
             results = evaluator.evaluate(self._due, self._step, tracked=tracked)
@@ -398,7 +398,8 @@ class CompositeLoss(nn.Module):
                     share=share,
                     known=known,
                 )
-            total = _added(results, self.share, combined.factors if combined else {}, kept)
+            factors = combined.factors if combined else {}
+            total = _added(results, self.share, factors, shard_readers)
         except BaseException as error:
             if events is not None:
                 events.exception(error)
