@@ -352,7 +352,7 @@ def test_another_number_of_gradients_starts_anew(name: str) -> None:
     if name in DRAWING:
         assert isinstance(aggregator, GramWeighting)
         assert isinstance(fresh, GramWeighting)
-        fresh.load_state_dict({**aggregator.state_dict(), "weighting": {}, "rows": 0})
+        fresh.load_state_dict({**aggregator.state_dict(), "statistics": {}})
     assert factors(aggregator, CONFLICT[:2]) == factors(fresh, CONFLICT[:2])
 
 
@@ -362,7 +362,11 @@ def test_another_number_of_gradients_starts_anew(name: str) -> None:
         None,
         {},
         {"generator": torch.zeros(3), "rows": -1, "weighting": {}},
+        {"generator": torch.zeros(3), "rows": 2, "weighting": {"a": 1.0}},
         {"generator": [1, 2], "rows": 2, "weighting": {}},
+        {"generator": torch.zeros(3)},
+        {"generator": torch.zeros(3), "statistics": {"{": {}}},
+        {"generator": torch.zeros(3), "statistics": {"2": [1, 2]}},
     ],
 )
 def test_a_state_that_does_not_fit(state: Any) -> None:

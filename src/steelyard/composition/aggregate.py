@@ -64,6 +64,11 @@ class Aggregator(ABC):
     in_float64 = False
 
     @property
+    def by_row(self) -> bool:
+        """Whether it has a number for each row, which is the factor of a row that is alone."""
+        return False
+
+    @property
     def stateful(self) -> Stateful | None:
         """Object that keeps state from step to step: the aggregator, if it has a `state_dict`."""
         return self if isinstance(self, Stateful) else None
@@ -83,6 +88,26 @@ class Aggregator(ABC):
         Raises:
             AggregationError: there are none; the step then takes the plain sum, with a warning.
         """
+
+    def factors_of(
+        self,
+        rows: Sequence[str],  # noqa: ARG002 - for those that have a number for each row
+        declared: Sequence[str],  # noqa: ARG002
+        values: Sequence[float],
+        weights: Sequence[float],
+        products: Sequence[Sequence[float]],
+    ) -> Sequence[float]:
+        """As `factors`, with the names of the terms.
+
+        Args:
+            rows: names of the terms of this step, in order.
+            declared: names of all terms that may have a row, in order; some have none at a step
+                where they are disabled, not due, skipped, or have the weight 0.
+            values: of the terms of this step.
+            weights: of these terms.
+            products: the Gram matrix of their weighted gradients.
+        """
+        return self.factors(values, weights, products)
 
 
 class WeightedSum(Aggregator):
@@ -127,7 +152,12 @@ def combine(
     tracked: bool,
     step: int = 0,
     share: float = 1.0,
+<<<<<<< HEAD
     known: Comparison | None = None,
+=======
+    known: Products | None = None,
+    declared: Sequence[str] = (),
+>>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
 ) -> Combined:
     """Combine the gradients of the terms.
 
@@ -138,9 +168,16 @@ def combine(
         tracked: whether norms and cosines are wanted.
         step: number of the step, for warnings.
         share: factor on the weights of the regularizers in the Gram matrix that the aggregator
+<<<<<<< HEAD
             sees, unless `known` has it; the totals and norms are without it.
         known: the comparison of all gradients, if several processes have made it; the gradients
             then have no tensors, and the totals none either.
+=======
+            sees; the totals and norms are without it.
+        known: inner products of all gradients, if several processes have computed them; the
+            gradients then have no tensors, and the totals none either.
+        declared: names of all terms that may have a row, for the aggregator; empty: of `results`.
+>>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
 
     Raises:
         SpecError: the aggregator would have to compare gradients of different spaces.
@@ -170,9 +207,14 @@ def combine(
             }
     factors: dict[str, float] = {}
     if aggregator.reads_gram:
+<<<<<<< HEAD
         share = share if known is None else known.share
         values = None if known is None else known.values
         factors = _factors(done, aggregator, main, products, values, step=step, share=share)
+=======
+        names = declared or [r.term.name for r in results if not r.term.spec.anchor]
+        factors = _factors(done, aggregator, main, products, names, step=step, share=share)
+>>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
     weights = {r.term.name: factors.get(r.term.name, 1.0) * float(r.weight) for r in done}
     totals: dict[str, Row] = {}
     for key in dict.fromkeys(key for result in done for key in result.gradients):
@@ -250,7 +292,11 @@ def _factors(
     aggregator: Aggregator,
     main: str,
     products: Sequence[Sequence[float]],
+<<<<<<< HEAD
     values: Mapping[str, float] | None,
+=======
+    declared: Sequence[str],
+>>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
     *,
     step: int,
     share: float,
@@ -262,12 +308,21 @@ def _factors(
         aggregator: one that reads the Gram matrix.
         main: the space of the Gram matrix.
         products: the Gram matrix of the gradients, before the weights.
+<<<<<<< HEAD
         values: of the terms, by name; None takes them from `done`.
+=======
+        declared: names of all terms that may have a row.
+>>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
         step: number of the step, for the warning.
         share: factor on the weights of the regularizers.
     """
+    weight_of = {
+        r.term.name: float(r.weight) * (1.0 if r.term.is_base else share)
+        for r in done
+        if not r.term.spec.anchor
+    }
     # A term of weight 0 is switched off: to MGDA, for one, its row of zeros would be the optimum.
-    seen = [r for r in done if not r.term.spec.anchor and float(r.weight) != 0]
+    seen = [r for r in done if weight_of.get(r.term.name, 0.0) != 0]
     for result in seen:
         if result.space != (main,):
             raise SpecError(
@@ -277,18 +332,24 @@ def _factors(
                 f"aggregate='sum'."
             )
     rows = [i for i, r in enumerate(r for r in done if r.space == (main,)) if r in seen]
-    if len(rows) < 2:  # noqa: PLR2004 - one gradient has none to be compared with
+    # One gradient has none to be compared with.
+    if len(rows) < (1 if aggregator.by_row else 2):
         return {}
     if not all(math.isfinite(products[i][i]) for i in rows):
         return {}  # the total is not finite either, and the caller looks for the term at fault
-    weights = [float(r.weight) * (1.0 if r.term.is_base else share) for r in seen]
+    names = [r.term.name for r in seen]
+    weights = [weight_of[name] for name in names]
     weighted = [
         [a * b * products[i][j] for b, j in zip(weights, rows, strict=True)]
         for a, i in zip(weights, rows, strict=True)
     ]
     try:
+<<<<<<< HEAD
         numbers = read_numbers(seen) if values is None else [values[r.term.name] for r in seen]
         found = aggregator.factors(numbers, weights, weighted)
+=======
+        found = aggregator.factors_of(names, declared, read_numbers(seen), weights, weighted)
+>>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
     except AggregationError as error:
         warnings.warn(
             f"step {step} takes the plain sum of the gradients: {error}",
@@ -297,7 +358,7 @@ def _factors(
         )
         return {}
     ones = {result.term.name: 1.0 for result in done}
-    return ones | {result.term.name: f for result, f in zip(seen, found, strict=True)}
+    return ones | dict(zip(names, found, strict=True))
 
 
 def _added(a: Row | None, b: Row) -> Row:

@@ -397,6 +397,7 @@ class CompositeLoss(nn.Module):
                     step=self._step,
                     share=share,
                     known=known,
+                    declared=self._terms.rows,
                 )
             factors = combined.factors if combined else {}
             total = _added(results, self.share, factors, shard_readers)

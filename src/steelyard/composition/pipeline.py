@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Self
@@ -17,7 +18,7 @@ from steelyard.composition.aggregate import Combined, build_output, combine
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.inputs import LOGPROBS, FlatInputs, ToParameters
-from steelyard.composition.term_set import STEP, TermSet
+from steelyard.composition.term_set import STEP, TermSet, declared_rows
 from steelyard.composition.terms import Term
 from steelyard.errors import ClosedError, InputError, StateError
 from steelyard.execution import Ticket
@@ -249,7 +250,16 @@ class Pipeline(TermSet):
             if settings.check_finite:  # through the model a NaN reaches every parameter
                 evaluator.check_gradients(results)
             inputs.add_parameter_gradients(results)
-        combined = combine(results, aggregator, inputs.main_space, tracked=tracked, step=step)
+        combine_results = partial(
+            combine,
+            results,
+            aggregator,
+            inputs.main_space,
+            tracked=tracked,
+            step=step,
+            declared=declared_rows(terms) if aggregator.reads_gram else (),
+        )
+        combined = combine_results()
         # A non-finite term makes the total non-finite: one check in the normal case.
         if settings.check_finite and not _is_finite(combined):
             for result in results:
@@ -257,7 +267,7 @@ class Pipeline(TermSet):
                     result.value = result.number = result.group = None
                     evaluator.run_inline(result)
             evaluator.check_gradients(results)
-            combined = combine(results, aggregator, inputs.main_space, tracked=tracked, step=step)
+            combined = combine_results()
         output = build_output(
             results,
             combined,

@@ -103,6 +103,11 @@ class TermSet:
         return tuple(term.spec for term in self._terms)
 
     @property
+    def rows(self) -> tuple[str, ...]:
+        """Names of the terms that an aggregator may compare: the base loss, and no anchors."""
+        return declared_rows(self._terms)
+
+    @property
     def workers(self) -> Workers:
         """The pools that run offloaded terms."""
         return self.own_workers or default_workers()
@@ -255,6 +260,11 @@ class TermSet:
                 executor.prepare(term.name, (spec.call, spec.call_options))
                 term.facts.prepared = spec.fn
         self._terms = tuple(terms)
+
+
+def declared_rows(terms: Iterable[Term]) -> tuple[str, ...]:
+    """Names of the base loss and of those of `terms` that an aggregator may compare."""
+    return (BASE, *(term.name for term in terms if not term.spec.anchor))
 
 
 def _base_spec(loss_fn: Any) -> RegularizerSpec:

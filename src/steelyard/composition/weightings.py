@@ -9,9 +9,11 @@ mean and a sum have the same factors.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -53,15 +55,30 @@ _NEED_SCALE = frozenset({"FairGradWeighting", "PCDWeighting"})
 _INVERT = frozenset({"AlignedMTLWeighting", "IMTLGWeighting", "PCDWeighting"})
 _DRAW = frozenset({"GradVacWeighting", "PCGradWeighting", "RandomWeighting"})
 _READ_ROWS = frozenset({"ExcessMTLWeighting", "MoDoWeighting", "SDMGradWeighting"})
+# Attributes with a number for each row; that of PCD has one for each but the first.
+_PER_ROW = {
+    "AlignedMTLWeighting": "pref_vector",
+    "CRMOGMWeighting": "_initial_weights",  # it has no public name, only the constructor's
+    "ConstantWeighting": "weights",
+    "DualProjWeighting": "pref_vector",
+    "PCDWeighting": "tau",
+    "UPGradWeighting": "pref_vector",
+}
 # Weightings draw from torch's global generator: two that exchange its state must take turns.
 _exchange = threading.Lock()
+# The vectors of a weighting are cut to the rows of a call, and restored.
+_fitting = threading.Lock()
+# The rows of a call: their names, or their number for a call without names.
+Rows: TypeAlias = tuple[str, ...] | int
 
 
 class GramWeighting(Aggregator):
     """A TorchJD weighting as an aggregator.
 
     A preference vector that is None becomes ones, one for each row: without a conflict the factors
-    of UPGrad and DualProj are then 1, as in the sum.
+    of UPGrad and DualProj are then 1, as in the sum. One that is given, like the weights of
+    `ConstantWeighting`, has a number for each term that may have a row, the base loss first; at a
+    step where some have none it is cut to the others. Statistics are kept for each set of rows.
 
     Args:
         weighting: a `torchjd.aggregation.Weighting` of Gram matrices. It is not copied: its
@@ -78,11 +95,15 @@ class GramWeighting(Aggregator):
         self._draws = not known or bool(parts & _DRAW)
         self._scale_free = known and not parts & _NEED_SCALE
         self.in_float64 = not known or bool(parts & _INVERT)
-        self._without_preference = [
-            part for part in weighting.modules() if getattr(part, "pref_vector", 0) is None
-        ]
+        self._ones: Tensor | None = None
         self._generator = torch.Generator().manual_seed(seed).get_state()
-        self._rows = 0
+        self._rows: Rows = 0
+        self._statistics: dict[Rows, Mapping[str, Tensor]] = {}  # of other rows than those
+
+    @property
+    def by_row(self) -> bool:
+        """Whether it has constant weights or a preference vector."""
+        return any(name in ("weights", "pref_vector") for _, name in self._vectors)
 
     @property
     def stateful(self) -> Stateful | None:
@@ -120,49 +141,142 @@ class GramWeighting(Aggregator):
             )
         return factors
 
+    def factors_of(
+        self,
+        rows: Sequence[str],
+        declared: Sequence[str],
+        values: Sequence[float],
+        weights: Sequence[float],
+        products: Sequence[Sequence[float]],
+    ) -> Sequence[float]:
+        """As `factors`; what it has for each declared row is cut to those of this step.
+
+        Raises:
+            AggregationError: as `factors`; or a vector has no number for each declared row.
+        """
+        with _fitting, self._fitted(rows, declared):
+            return self.factors(values, weights, products)
+
     def state_dict(self) -> dict[str, Any]:
-        """Random state, number of rows of the last call, and statistics of the weighting."""
-        statistics = {key: each.clone() for key, each in self.weighting.state_dict().items()}
-        return {"generator": self._generator, "rows": self._rows, "weighting": statistics}
+        """Random state, and the statistics of the weighting for each set of rows, as JSON."""
+        every = {**self._statistics, self._rows: self._own_statistics}
+        return {
+            "generator": self._generator,
+            "statistics": {json.dumps(rows): own for rows, own in every.items() if own},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore what `state_dict` returned, here or in 0.1.0.
 
         Raises:
             StateError: it is not that.
         """
-        keys = {"generator", "rows", "weighting"}
-        if not isinstance(state, Mapping) or set(state) != keys:
-            raise StateError(f"the state of {self.name} must hold {sorted(keys)}, got {state!r}.")
-        rows, statistics = state["rows"], state["weighting"]
-        if not is_whole(rows, at_least=0) or not isinstance(state["generator"], Tensor):
-            raise StateError(
-                f"the state of {self.name} must hold a whole number of rows and a generator's "
-                f"state, got {state!r}."
+        rule = f"the state of {self.name} must hold what its state_dict returned, got {state!r}."
+        try:
+            generator = state["generator"].cpu()  # torch.load may have put it on a GPU
+            # 0.1.0 had those of one set of rows, by their number.
+            by_rows = (
+                state["statistics"]
+                if "rows" not in state
+                else {json.dumps(state["rows"]): state["weighting"]}
             )
-        self._begin(rows)
-        if statistics:
-            # A call creates statistics of the right size, which the saved ones then replace.
-            self._call(torch.eye(rows, dtype=torch.float64))
-            self.weighting.load_state_dict(statistics)
-        self._generator = state["generator"].cpu()  # torch.load may have put it on a GPU
+            statistics = {_rows_of(rows): dict(own) for rows, own in by_rows.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise StateError(rule) from error
+        if not all(isinstance(x, Tensor) for own in statistics.values() for x in own.values()):
+            raise StateError(rule)
+        self._begin(0)
+        self._generator, self._statistics = generator, statistics
 
     @property
     def _with_memory(self) -> list[Any]:
         # TorchJD's statistics can be reset; its class for this has no public name.
         return [part for part in self.weighting.modules() if hasattr(part, "reset")]
 
-    def _begin(self, rows: int) -> None:
-        """Begin anew with so many rows: statistics of other terms say nothing about these."""
-        self._rows = rows
+    @property
+    def _own_statistics(self) -> dict[str, Tensor]:
+        return {key: each.clone() for key, each in self.weighting.state_dict().items()}
+
+    @property
+    def _vectors(self) -> list[tuple[Any, str]]:
+        """Parts of the weighting that have a number for each row, and the attribute's name."""
+        parts = [
+            (part, name)
+            for part in self.weighting.modules()
+            if (name := _PER_ROW.get(type(part).__name__)) is not None
+            and isinstance(getattr(part, name), Tensor)
+        ]
+        # A preference vector is held by a constant weighting inside.
+        inner = [part.weighting for part, name in parts if name == "pref_vector"]
+        return [
+            (part, name)
+            for part, name in parts
+            if part not in inner and getattr(part, name) is not self._ones
+        ]
+
+    @contextmanager
+    def _fitted(self, rows: Sequence[str], declared: Sequence[str]) -> Iterator[None]:
+        """Cut the vectors to the rows of a call, and select the statistics of these rows."""
+        vectors = [(part, name, getattr(part, name)) for part, name in self._vectors]
+        places = [declared.index(name) for name in rows]
+        try:
+            for part, name, vector in vectors:
+                first = 1 if name == "tau" else 0
+                if len(vector) != len(declared) - first:
+                    raise AggregationError(
+                        f"{name.strip('_')} of {self.name} must have one number for each of "
+                        f"{', '.join(map(repr, declared[first:]))}, got {len(vector)}."
+                    )
+                if len(places) < len(declared):
+                    setattr(part, name, vector[[place - first for place in places[first:]]])
+            if self._rows != (key := tuple(rows)):
+                self._select(key)
+            yield
+        finally:
+            for part, name, vector in vectors:
+                setattr(part, name, vector)
+
+    def _select(self, rows: Rows) -> None:
+        """Keep the statistics of the last rows, and restore those of `rows`, if there are any.
+
+        Raises:
+            StateError: they were loaded, and do not fit the weighting.
+        """
+        if own := self._own_statistics:
+            self._statistics[self._rows] = own
+        count = self._begin(rows)
+        # Those of a call without names, or of a state of 0.1.0, are of any rows of that number.
+        own = self._statistics.pop(rows, {}) or self._statistics.pop(count, {})
+        if own:
+            generator = self._generator
+            try:
+                # A call creates statistics of the right size, which the saved ones then replace.
+                self._call(torch.eye(count, dtype=torch.float64))
+                self.weighting.load_state_dict(own)
+            except Exception as error:
+                raise StateError(
+                    f"the statistics of {self.name} for {rows} must be its own, and loading them "
+                    f"failed: {error}"
+                ) from error
+            self._generator = generator
+
+    def _begin(self, rows: Rows) -> int:
+        """Begin anew with some rows, and return their number."""
+        self._rows, count = rows, rows if isinstance(rows, int) else len(rows)
         for part in self._with_memory:
             part.reset()
-        for part in self._without_preference:
-            part.pref_vector = torch.ones(rows, dtype=torch.float64)
+        ones = torch.ones(count, dtype=torch.float64)
+        for part in self.weighting.modules():
+            preference = getattr(part, "pref_vector", 0)
+            if preference is None or preference is self._ones:
+                part.pref_vector = ones
+        self._ones = ones
+        return count
 
     def _call(self, gramian: Tensor) -> Tensor:
-        if len(gramian) != self._rows:
-            self._begin(len(gramian))
+        count = self._rows if isinstance(self._rows, int) else len(self._rows)
+        if len(gramian) != count:
+            self._select(len(gramian))
         if not self._draws:
             return self.weighting(gramian)
         with _exchange, torch.random.fork_rng(devices=[]):
@@ -209,6 +323,20 @@ def aggregator_of(aggregate: AggregatorLike) -> Aggregator:
     if not is_whole(seed, at_least=0):
         raise SpecError(f"seed of aggregate={name!r} must be a whole number >= 0, got {seed!r}.")
     return GramWeighting(_build(name, options), seed, name)
+
+
+def _rows_of(text: str) -> Rows:
+    """Rows from their JSON: a list of names, or their number.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    rows = json.loads(text)
+    if isinstance(rows, list):
+        return tuple(map(str, rows))
+    if not is_whole(rows, at_least=0):
+        raise ValueError(f"rows must be a list of names or a whole number >= 0, got {text}")
+    return int(rows)
 
 
 def _weighting_in(module: nn.Module) -> Any:
