@@ -44,7 +44,9 @@ def measures_nothing(_: Any, logprobs: list[Tensor]) -> None:
 
 def pipeline(aggregate: Any, b: Mapping[str, Any] | None = None) -> Pipeline:
     """Three terms of weight 1; `b` has other fields."""
-    fields = {name: {"weight": 1.0, "run_in": "inline"} for name in NAMES[1:]}
+    fields: dict[str, dict[str, Any]] = {
+        name: {"weight": 1.0, "run_in": "inline"} for name in NAMES[1:]
+    }
     fields["b"] |= b or {}
     specs = [
         RegularizerSpec(**{"fn": gradient(i), "name": name, **fields[name]})
@@ -89,7 +91,7 @@ def by_torchjd(aggregate: Mapping[str, Any], places: Sequence[int]) -> list[floa
     gramian = rows @ rows.T
     name = aggregate["use"]
     if name == "constant":
-        return cut(VECTOR, places).tolist()  # type: ignore[no-any-return]  # untyped in torch
+        return cut(VECTOR, places).tolist()
     weighting: Any
     if name == "pcd":
         weighting = aggregation.PCDWeighting(cut(aggregate["tau"], [i - 1 for i in places[1:]]))

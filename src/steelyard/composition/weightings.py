@@ -98,7 +98,7 @@ class GramWeighting(Aggregator):
         self._ones: Tensor | None = None
         self._generator = torch.Generator().manual_seed(seed).get_state()
         self._rows: Rows = 0
-        self._statistics: dict[Rows, Mapping[str, Tensor]] = {}  # of other rows than those
+        self._statistics: dict[Rows, dict[str, Tensor]] = {}  # of other rows than those
 
     @property
     def by_row(self) -> bool:
