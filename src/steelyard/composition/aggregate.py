@@ -152,12 +152,8 @@ def combine(
     tracked: bool,
     step: int = 0,
     share: float = 1.0,
-<<<<<<< HEAD
     known: Comparison | None = None,
-=======
-    known: Products | None = None,
     declared: Sequence[str] = (),
->>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
 ) -> Combined:
     """Combine the gradients of the terms.
 
@@ -168,16 +164,10 @@ def combine(
         tracked: whether norms and cosines are wanted.
         step: number of the step, for warnings.
         share: factor on the weights of the regularizers in the Gram matrix that the aggregator
-<<<<<<< HEAD
             sees, unless `known` has it; the totals and norms are without it.
         known: the comparison of all gradients, if several processes have made it; the gradients
             then have no tensors, and the totals none either.
-=======
-            sees; the totals and norms are without it.
-        known: inner products of all gradients, if several processes have computed them; the
-            gradients then have no tensors, and the totals none either.
         declared: names of all terms that may have a row, for the aggregator; empty: of `results`.
->>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
 
     Raises:
         SpecError: the aggregator would have to compare gradients of different spaces.
@@ -207,14 +197,10 @@ def combine(
             }
     factors: dict[str, float] = {}
     if aggregator.reads_gram:
-<<<<<<< HEAD
         share = share if known is None else known.share
         values = None if known is None else known.values
-        factors = _factors(done, aggregator, main, products, values, step=step, share=share)
-=======
         names = declared or [r.term.name for r in results if not r.term.spec.anchor]
-        factors = _factors(done, aggregator, main, products, names, step=step, share=share)
->>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
+        factors = _factors(done, aggregator, main, products, values, names, step=step, share=share)
     weights = {r.term.name: factors.get(r.term.name, 1.0) * float(r.weight) for r in done}
     totals: dict[str, Row] = {}
     for key in dict.fromkeys(key for result in done for key in result.gradients):
@@ -292,11 +278,8 @@ def _factors(
     aggregator: Aggregator,
     main: str,
     products: Sequence[Sequence[float]],
-<<<<<<< HEAD
     values: Mapping[str, float] | None,
-=======
     declared: Sequence[str],
->>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
     *,
     step: int,
     share: float,
@@ -308,11 +291,8 @@ def _factors(
         aggregator: one that reads the Gram matrix.
         main: the space of the Gram matrix.
         products: the Gram matrix of the gradients, before the weights.
-<<<<<<< HEAD
         values: of the terms, by name; None takes them from `done`.
-=======
         declared: names of all terms that may have a row.
->>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
         step: number of the step, for the warning.
         share: factor on the weights of the regularizers.
     """
@@ -344,12 +324,8 @@ def _factors(
         for a, i in zip(weights, rows, strict=True)
     ]
     try:
-<<<<<<< HEAD
-        numbers = read_numbers(seen) if values is None else [values[r.term.name] for r in seen]
-        found = aggregator.factors(numbers, weights, weighted)
-=======
-        found = aggregator.factors_of(names, declared, read_numbers(seen), weights, weighted)
->>>>>>> 8c62d33 (Cut constants and preferences of an aggregator to the rows that are there, by name)
+        numbers = read_numbers(seen) if values is None else [values[name] for name in names]
+        found = aggregator.factors_of(names, declared, numbers, weights, weighted)
     except AggregationError as error:
         warnings.warn(
             f"step {step} takes the plain sum of the gradients: {error}",
