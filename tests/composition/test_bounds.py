@@ -198,10 +198,67 @@ def test_a_base_loss_near_zero_is_sized_by_its_gradient() -> None:
 
 @pytest.mark.parametrize(
     ("value", "gradient", "size"),
-    [(6.0, 1.0, 6.0), (-6.0, 0.0, 6.0), (1e-6, 2.0, 2.0), (0.0, 0.0, 1.0), (math.nan, 1.0, 1.0)],
+    [
+        (6.0, 1.0, 6.0),
+        (-6.0, 0.0, 6.0),
+        (1e-6, 2.0, 2.0),
+        (0.0, 0.0, 1.0),
+        (math.nan, 1.0, 1.0),
+        # Near 0 is less than 1 % of the gradient's size, whatever that is.
+        (0.5, 100.0, 100.0),
+        (-1.5, 100.0, 1.5),
+        (0.0005, 0.1, 0.1),
+        (0.002, 0.1, 0.002),
+    ],
 )
 def test_size_of_a_base_loss(value: float, gradient: float, size: float) -> None:
     assert size_of_base(value, gradient) == size
+
+
+def test_the_unit_is_that_of_the_share_that_the_base_has_in_a_call() -> None:
+    """A sum beside a mean over tokens: each call has a part of the base, and the whole term."""
+    pipeline = Pipeline(constant_base, [bounded([1.0, 1.0, 1.0], at_most=0.5)])
+    first = pipeline.compute([], LOGPROBS, 0, shares={"base": 0.25})
+    assert first.regularizers["kl"].weight == pytest.approx(0.25 * BASE / 0.5 * KP)
+    second = pipeline.compute([], LOGPROBS, 0, shares={"base": 0.75})
+    mean_size = (0.25 + 0.75) / 2 * BASE
+    assert second.regularizers["kl"].weight == pytest.approx(mean_size / 0.5 * KP)
+    both = Pipeline(constant_base, [bounded([1.0], at_most=0.5)])
+    of_call = both.compute([], LOGPROBS, 0, shares={"base": 0.25, "kl": 0.25})
+    assert of_call.regularizers["kl"].weight == pytest.approx(0.25 * BASE / 0.5 * KP)
+
+
+def test_cosines_between_lower_and_upper_bounds() -> None:
+    """A term with a lower bound is subtracted, so that two of them pull as their values do."""
+    limits: dict[str, dict[str, Any]] = {
+        "low": {"at_least": 2.0},
+        "lower": {"at_least": 3.0},
+        "high": {"at_most": 0.5},
+    }
+    specs = [
+        RegularizerSpec(reading([1.0]), name=name, run_in="inline", **limit)
+        for name, limit in limits.items()
+    ]
+    output = Pipeline(constant_base, specs, track_grad_norms=True).compute([], LOGPROBS, 0)
+    # All three have the same gradient.
+    assert output.cosines["low", "lower"] == pytest.approx(1.0)
+    assert output.cosines["low", "high"] == pytest.approx(-1.0)
+    assert output.cosines["lower", "high"] == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize(("value", "reported"), [(1.04, False), (1.06, True)])
+@pytest.mark.parametrize("upper", [True, False])
+def test_five_percent_beyond_a_bound_are_tolerated(
+    value: float, reported: bool, upper: bool
+) -> None:
+    values = [2.0 * (value if upper else 2.0 - value)] * 51
+    limit = {"at_most": 2.0} if upper else {"at_least": 2.0}
+    pipeline = Pipeline(constant_base, [bounded(values, **limit)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(51):
+            pipeline.compute([], LOGPROBS, step)
+    assert [each.category for each in caught] == [UnmetBoundWarning] * reported
 
 
 def test_the_size_of_the_base_is_fixed_after_five_steps() -> None:

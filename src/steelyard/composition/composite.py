@@ -408,12 +408,12 @@ class CompositeLoss(nn.Module):
         for result in results:  # release the graph and the gradients
             result.value = None if result.value is None else result.value.detach()
             result.gradients, result.group = {}, None
-        kept = None
+        summary = None
         if combined is not None:
             norm = (combined.total_norm or 0.0) if tracked else None
-            kept = replace(combined, totals={}, total_norm=norm)
+            summary = replace(combined, totals={}, total_norm=norm)
         # Bypasses nn.Module.__setattr__, whose search for parameters takes as long as a small term.
-        last = LazyOutput(results, self._not_run, kept, self.share)
+        last = LazyOutput(results, self._not_run, summary, self.share)
         self.__dict__["_last"] = last
         if events is not None and events.wants_numbers():
             events.stop(results, last.output, began)
