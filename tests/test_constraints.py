@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.tags import parse_tag
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +40,25 @@ def test_the_hashes_are_of_the_pinned_versions() -> None:
     assert demo.items() < pinned.items()
     entries = re.split(r"\n(?=\S)", tool.HASHES.read_text(encoding="utf-8"))[1:]
     assert [each for each in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", each)] == []
+
+
+def test_the_lower_bounds_are_versions_that_the_suite_ran_with() -> None:
+    """RELEASING.md says how they are found."""
+    on_gpu = {"torch": "2.11", "triton": "3.6"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    pinned = {canonicalize_name(name): pin for name, pin in tool.pins(tool.CONSTRAINTS).items()}
+    extras = project["project"]["optional-dependencies"].values()
+    lists = [project["project"]["dependencies"], *extras]
+    bounds = {}
+    for requirement in (Requirement(text) for texts in lists for text in texts):
+        for specifier in requirement.specifier:
+            bounds[canonicalize_name(requirement.name)] = specifier.version
+    assert bounds.pop("trackio") == "0.5"  # it is not installed here
+    bounds.pop("steelyard", None)
+    for name, bound in bounds.items():
+        expected = on_gpu.get(name, ".".join(pinned[name].split(".")[:2]))
+        assert bound.split(".")[:2] == expected.split("."), name
+        assert Version(bound) <= Version(pinned[name]), name
 
 
 # A small index on disk, read by the real pip.
