@@ -49,7 +49,7 @@ def test_the_lower_bounds_are_versions_that_the_suite_ran_with() -> None:
     pinned = {canonicalize_name(name): pin for name, pin in tool.pins(tool.CONSTRAINTS).items()}
     extras = project["project"]["optional-dependencies"].values()
     lists = [project["project"]["dependencies"], *extras]
-    bounds = {}
+    bounds: dict[str, str] = {}
     for requirement in (Requirement(text) for texts in lists for text in texts):
         for specifier in requirement.specifier:
             bounds[canonicalize_name(requirement.name)] = specifier.version
