@@ -45,6 +45,10 @@ def make(name: str) -> tuple[SteelyardError, dict[str, Any]]:
     attributes: dict[str, Any] = {"term": "sparsity"} if name in TERM_ERRORS else {}
     if name == "NonFiniteError":
         attributes["kind"] = "inf"
+    elif name in TERM_ERRORS:
+        attributes |= {"datum": 3, "reason": "KeyError: 'x'"}
+    elif name == "InputError":
+        attributes["datum"] = 3
     return getattr(errors, name)(MESSAGE, **attributes), attributes
 
 
@@ -97,7 +101,7 @@ def test_it_pickles(name: str, protocol: int) -> None:
 @pytest.mark.parametrize("name", TERM_ERRORS)
 def test_a_term_error_need_not_know_its_term(name: str) -> None:
     error = pickle.loads(pickle.dumps(getattr(errors, name)(MESSAGE)))
-    assert error.term is None
+    assert (error.term, error.datum, error.reason) == (None, None, None)
     if name == "NonFiniteError":
         assert error.kind == "nan"
 

@@ -24,8 +24,9 @@
         ├── PlacementError                    no node of the Ray cluster has the resources it needs
         └── UnpicklableError  (TypeError)     it cannot be sent to a process
 
-Each message states what is wrong, the rule, the value received, and how to fix it. Every error
-can be pickled and keeps its attributes.
+Each message states what is wrong, the rule, the value received, and how to fix it. What a program
+wants to know of an error, such as the term or the datum, is an attribute; nothing reads it out of
+the message. Every error can be pickled and keeps its attributes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,15 @@ class SpecError(SteelyardError, ValueError):
 
 
 class InputError(SteelyardError, ValueError):
-    """An argument of a call breaks a rule."""
+    """An argument of a call breaks a rule.
+
+    Attributes:
+        datum: index, in the batch of the call, of the datum at fault; None if it is none of them.
+    """
+
+    def __init__(self, message: str, *, datum: int | None = None) -> None:
+        super().__init__(message)
+        self.datum = datum
 
 
 class RegistryError(SteelyardError, LookupError):
@@ -120,11 +129,21 @@ class TermError(SteelyardError, RuntimeError):
 
     Attributes:
         term: its name; `"base"` is the base loss. The exception it raised is the `__cause__`.
+        datum: index, in the batch of the call, of the datum at which it failed; None if unknown.
+        reason: the exception it raised, in words, without the name of the term; None if the message
+            is not about another exception.
     """
 
-    def __init__(self, message: str, *, term: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        term: str | None = None,
+        datum: int | None = None,
+        reason: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.term = term
+        self.term, self.datum, self.reason = term, datum, reason
 
 
 class TermResultError(TermError, TypeError):

@@ -83,7 +83,7 @@ def test_the_table_shows_the_change_by_a_measured_step() -> None:
 
 
 def test_the_table_shows_why_a_term_was_skipped() -> None:
-    reason = "TermError: regularizer 'judge/2' failed: OSError: it is\n  away"
+    reason = "OSError: it is\n  away"
     line, below = [each for each in shown_table(skipping(reason)).splitlines() if "judge" in each]
     assert line.replace("│", " ").split() == ["judge/2", "skipped"]
     assert below.strip() == "judge/2 skipped: OSError: it is away"

@@ -44,7 +44,7 @@ def test_without_norms_there_is_no_flag_and_no_share() -> None:
 
 
 def test_a_skipped_term_has_a_row_with_its_reason() -> None:
-    reason = "TermError: regularizer 'judge/2' failed: OSError: it is\n  away"
+    reason = "OSError: it is\n  away"
     *_, row = rows_of(skipping(reason))
     assert (row.name, row.skipped) == ("judge/2", "OSError: it is away")
     assert (row.value, row.contribution, row.flags) == (None, None, ())

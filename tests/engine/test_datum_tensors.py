@@ -136,8 +136,10 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("data", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_data_is_an_error_that_names_the_place(data: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         read_examples(data, WEIGHTS, LIMITS)
+    about = [index for index in range(len(data)) if f"data[{index}]" in str(caught.value)]
+    assert [caught.value.datum] == (about or [None])
 
 
 @pytest.mark.parametrize("field", ["logprobs", "advantages"])

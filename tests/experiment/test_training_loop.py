@@ -238,7 +238,12 @@ def test_a_skipped_term_is_logged_with_its_reason(folder: Path) -> None:
 
 
 def picky(data: Any, _: Any) -> float:
-    raise InputError(f"datum {len(data) - 1} must have a label, got none.")
+    last = len(data) - 1
+    raise InputError(f"datum {last} must have a label, got none.", datum=last)
+
+
+def stale(_: Any, __: Any) -> float:
+    raise KeyError("data[0] of the judge's cache is stale, and so is datum 1")
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -252,10 +257,26 @@ def test_a_datum_that_a_term_refuses_is_named_by_its_line(folder: Path, on_error
     except TermError as error:
         message = str(error)
     found = re.search(
-        r"InputError: line (\d+) of train\.jsonl must have a label, got none", message
+        r"InputError: datum 1 must have a label, got none\. \(Datum 1 is line (\d+) of train\.jsonl"
+        r"\.\)$",
+        message,
     )
     assert found is not None, message
     assert 1 <= int(found[1]) <= 12
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_the_text_of_the_user_stays_as_it_is(folder: Path, on_error: str) -> None:
+    entry = {"use": f"{__name__}:stale", "name": "stale", "weight": 0.1, "on_error": on_error}
+    config = small_config(folder, "train.steps=1", regularizers=[entry])
+    recorder = Recorder()
+    try:
+        train(config, folder / "r", watch=recorder)
+        messages = [recorder.steps[0][f"{part}skipped/stale/reason"] for part in ("", "held_out/")]
+    except TermError as error:
+        messages = [str(error).removeprefix("regularizer 'stale' failed: ")]
+    expected = 'KeyError: "data[0] of the judge\'s cache is stale, and so is datum 1"'
+    assert set(messages) == {expected}
 
 
 def test_a_term_without_a_held_out_value_is_reported_once_and_counted(folder: Path) -> None:

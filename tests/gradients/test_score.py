@@ -118,8 +118,9 @@ def test_classes_are_refused() -> None:
 
 def test_weights_must_fit_the_log_probs() -> None:
     data = [{"loss_fn_inputs": {"weights": [1.0]}}]
-    with pytest.raises(GradientError, match=r"weights of datum 0 .* \[2\], got \[1\]"):
+    with pytest.raises(GradientError, match=r"weights of datum 0 .* \[2\], got \[1\]") as caught:
         score_gradient("t", torch.tensor([1.0]), data, rows(2))
+    assert caught.value.datum == 0
 
 
 def test_data_must_be_as_many_as_log_probs() -> None:

@@ -155,6 +155,7 @@ def test_weights_of_another_shape_name_the_datum(term: Any) -> None:
     with pytest.raises(InputError) as caught:
         term.compute(data, logprobs)
     assert str(caught.value) == "weights of datum 1 must have one number per token, [2], got [1]."
+    assert caught.value.datum == 1
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def rows_of(metrics: Mapping[str, Any]) -> list[TermRow]:
         progress=metrics.get("base_loss/progress"),
     )
     skipped = [
-        TermRow(name, skipped=short_reason(name, reason))
+        TermRow(name, skipped=short_reason(reason))
         for name, reason in skipped_terms(metrics).items()
     ]
     return [base, *(_row(name, metrics, by_name.get(name)) for name in names), *skipped]

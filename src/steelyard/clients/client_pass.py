@@ -155,7 +155,8 @@ def _with_weights(index: int, datum: Any) -> Any:
     if targets is None:
         raise InputError(
             f"data[{index}].loss_fn_inputs must hold 'target_tokens', "
-            f"got {sorted(datum.loss_fn_inputs)}."
+            f"got {sorted(datum.loss_fn_inputs)}.",
+            datum=index,
         )
     weights = datum.loss_fn_inputs.get("weights")
     if weights is None:

@@ -422,6 +422,11 @@ def build_output(
             for name, r in by_name.items()
             if r.skipped is not None and name not in numbers
         },
+        failed_at={
+            name: r.failed_at
+            for name, r in by_name.items()
+            if r.failed_at is not None and name not in numbers
+        },
         not_run=tuple(name for name in (*not_run, *unmeasured) if name not in numbers),
         **more,  # type: ignore[arg-type]  # fields of the output
     )

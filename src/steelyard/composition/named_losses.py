@@ -57,9 +57,14 @@ def loss_names() -> tuple[str, ...]:
 
 
 def find_loss(
-    name: str, config: Mapping[str, float | str] | None
+    name: str, config: Mapping[str, float | str] | None, *, argument: str = "loss_fn_config"
 ) -> tuple[NamedLoss, Mapping[str, float]]:
     """Find a loss and complete its settings with the defaults.
+
+    Args:
+        name: name of the loss.
+        config: its settings.
+        argument: what the user calls the settings, for errors.
 
     Raises:
         InputError: the name is unknown, or a setting is unknown, no finite number, or a lower
@@ -72,16 +77,16 @@ def find_loss(
     for key, value in (config or {}).items():
         if key not in settings:
             raise InputError(
-                f"loss_fn_config of {name} may hold {sorted(settings)}, got the key {key!r}."
+                f"{argument} of {name} may hold {sorted(settings)}, got the key {key!r}."
             )
         if not is_finite(value):
-            raise InputError(f"loss_fn_config[{key!r}] must be a finite number, got {value!r}.")
+            raise InputError(f"{argument}[{key!r}] must be a finite number, got {value!r}.")
         settings[key] = float(value)
     low, high = (settings.get(f"clip_{end}_threshold", 0.0) for end in ("low", "high"))
     if low > high:
         raise InputError(
             f"clip_low_threshold must be at most clip_high_threshold, got {low:g} and {high:g} "
-            f"(loss_fn_config of {name})."
+            f"({argument} of {name})."
         )
     return loss, settings
 
@@ -133,13 +138,15 @@ class NamedBaseLoss:
                 if loss_fn_input(datum, name) is None:
                     raise InputError(
                         f"data[{index}].loss_fn_inputs must hold {name!r} for {self.loss.name}, "
-                        f"got none."
+                        f"got none.",
+                        datum=index,
                     )
             for name in _SERVER_FIELDS:
                 if loss_fn_input(datum, name) is not None:
                     raise InputError(
                         f"data[{index}].loss_fn_inputs must not hold {name!r} beside terms: only "
-                        f"the server knows what it does to {self.loss.name}. Use loss_fn_config."
+                        f"the server knows what it does to {self.loss.name}. Use loss_fn_config.",
+                        datum=index,
                     )
 
     def elementwise(self, data: Sequence[Any], logprobs: LogProbs) -> list[Tensor]:
@@ -195,7 +202,8 @@ def _field(index: int, datum: Any, name: str, logprobs: Tensor, default: float |
     if values.shape != logprobs.shape:
         raise InputError(
             f"data[{index}].loss_fn_inputs[{name!r}] must have the shape of the log-probs, "
-            f"{list(logprobs.shape)}, got {list(values.shape)}."
+            f"{list(logprobs.shape)}, got {list(values.shape)}.",
+            datum=index,
         )
     return values.to(logprobs).reshape(-1)
 

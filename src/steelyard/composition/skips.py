@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from steelyard.composition.call_events import CallEvents
 from steelyard.composition.terms import TermResult
-from steelyard.errors import TermError
+from steelyard.errors import InputError, TermError
 from steelyard.spec import describe, title
 
 
@@ -23,13 +23,17 @@ def skip(result: TermResult, error: BaseException, events: CallEvents | None = N
     if result.term.is_base or result.term.spec.on_error == "raise":
         raise failure
     result.value, result.number, result.gradients, result.group = None, None, {}, None
-    result.skipped = describe(failure)
+    result.skipped = failure.reason or describe(failure)
+    result.failed_at = failure.datum
 
 
 def as_term_error(name: str, error: BaseException) -> TermError:
     """Wrap an error as a `TermError` of the term, unless it is one already."""
     if isinstance(error, TermError) and error.term == name:
         return error
-    failure = TermError(f"{title(name)} failed: {describe(error)}", term=name)
+    reason = describe(error)
+    # The user's own errors may have any attributes.
+    datum = error.datum if isinstance(error, InputError | TermError) else None
+    failure = TermError(f"{title(name)} failed: {reason}", term=name, datum=datum, reason=reason)
     failure.__cause__ = error
     return failure

@@ -231,6 +231,7 @@ class TermResult:
         gradients: a row for each space that it has a gradient in.
         group: the terms it was fused with; their gradient is that of the group's total.
         skipped: the reason for which it was skipped, if it failed with `on_error="skip"`.
+        failed_at: index of the datum at which it failed then, if that is known.
         measured: False if the term returned None: the batch has nothing that it measures.
         started: start time for telemetry; 0 if no start event was emitted.
         bound: the bound of its value at this step; None for a term with a weight.
@@ -250,6 +251,7 @@ class TermResult:
     gradients: Mapping[str, Row] = field(default_factory=dict)
     group: Group | None = None
     skipped: str | None = None
+    failed_at: int | None = None
     measured: bool = True
     started: float = 0.0
     bound: Bound | None = None

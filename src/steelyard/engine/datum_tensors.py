@@ -60,26 +60,31 @@ def read_examples(
     return [_read(index, datum, fields, limits) for index, datum in enumerate(data)]
 
 
-def read_prompt(prompt: types.ModelInput, limits: DatumLimits, what: str = "prompt") -> Tensor:
-    """Tokens of a model input, `[T]`.
+def read_prompt(
+    prompt: types.ModelInput, limits: DatumLimits, what: str = "prompt", datum: int | None = None
+) -> Tensor:
+    """Tokens of a model input, `[T]`; `what` and `datum` say which, for errors.
 
     Raises:
         InputError: it holds anything but text, is empty or too long, or a token is not in the
             vocabulary.
     """
     if not isinstance(prompt, types.ModelInput):
-        raise InputError(f"{what} must be a tinker ModelInput, got {prompt!r}.")
+        raise InputError(f"{what} must be a tinker ModelInput, got {prompt!r}.", datum=datum)
     kinds = {chunk.type for chunk in prompt.chunks if not hasattr(chunk, "tokens")}
     if kinds:
-        raise InputError(f"{what} must hold text tokens alone, got {', '.join(sorted(kinds))}.")
+        raise InputError(
+            f"{what} must hold text tokens alone, got {', '.join(sorted(kinds))}.", datum=datum
+        )
     tokens = prompt.to_ints()
     if not 0 < len(tokens) <= limits.context:
         raise InputError(
             f"{what} must hold 1 to {limits.context} tokens, the model's context, "
-            f"got {len(tokens)}."
+            f"got {len(tokens)}.",
+            datum=datum,
         )
     for token in (min(tokens), max(tokens)):
-        _check_vocabulary(what, token, limits)
+        _check_vocabulary(what, token, limits, datum)
     return torch.tensor(tokens, dtype=torch.int64)
 
 
@@ -87,25 +92,31 @@ def _read(
     index: int, datum: types.Datum, fields: Mapping[str, float | None], limits: DatumLimits
 ) -> DatumTensors:
     if not isinstance(datum, types.Datum):
-        raise InputError(f"data[{index}] must be a tinker Datum, got {type(datum).__name__}.")
-    tokens = read_prompt(datum.model_input, limits, f"data[{index}].model_input")
+        raise InputError(
+            f"data[{index}] must be a tinker Datum, got {type(datum).__name__}.", datum=index
+        )
+    tokens = read_prompt(datum.model_input, limits, f"data[{index}].model_input", index)
     targets = _tensor(index, datum, "target_tokens")
     where = f"data[{index}].loss_fn_inputs['target_tokens']"
     if targets.is_floating_point():
-        raise InputError(f"{where} must be whole numbers (int64), got {targets.dtype}.")
+        raise InputError(
+            f"{where} must be whole numbers (int64), got {targets.dtype}.", datum=index
+        )
     if targets.dim() not in (1, 2) or targets.shape[0] != len(tokens) or not targets.numel():
         raise InputError(
             f"{where} must have the shape [T] or [T, K] with T = {len(tokens)}, one for each "
-            f"token of model_input, got {list(targets.shape)}."
+            f"token of model_input, got {list(targets.shape)}.",
+            datum=index,
         )
     # All data of a forward pass are padded to the widest of them.
     if targets.dim() > 1 and targets.shape[1] > limits.vocabulary:
         raise InputError(
             f"{where} must have at most {limits.vocabulary} columns, the model's vocabulary, got "
-            f"{targets.shape[1]}."
+            f"{targets.shape[1]}.",
+            datum=index,
         )
     for target in (targets.min(), targets.max()):
-        _check_vocabulary(where, int(target), limits)
+        _check_vocabulary(where, int(target), limits, index)
     inputs = {
         name: _input(index, datum, name, targets.shape, default) for name, default in fields.items()
     }
@@ -122,12 +133,15 @@ def _input(
     if values.shape != shape:
         raise InputError(
             f"{where} must have the shape of target_tokens, {list(shape)}, "
-            f"got {list(values.shape)}."
+            f"got {list(values.shape)}.",
+            datum=index,
         )
     not_finite = (~torch.isfinite(values)).nonzero()
     if len(not_finite):
         at = tuple(not_finite[0].tolist())
-        raise InputError(f"{where} must be finite, got {values[at].item()} at {list(at)}.")
+        raise InputError(
+            f"{where} must be finite, got {values[at].item()} at {list(at)}.", datum=index
+        )
     return values
 
 
@@ -135,7 +149,8 @@ def _tensor(index: int, datum: types.Datum, name: str) -> Tensor:
     value: Any = datum.loss_fn_inputs.get(name)
     if value is None:
         raise InputError(
-            f"data[{index}].loss_fn_inputs must hold {name!r}, got {sorted(datum.loss_fn_inputs)}."
+            f"data[{index}].loss_fn_inputs must hold {name!r}, got {sorted(datum.loss_fn_inputs)}.",
+            datum=index,
         )
     try:
         tensor: Tensor = value.to_torch()
@@ -144,14 +159,17 @@ def _tensor(index: int, datum: types.Datum, name: str) -> Tensor:
         RuntimeError,
     ) as error:  # sparse, with indices that contradict its shape
         raise InputError(
-            f"data[{index}].loss_fn_inputs[{name!r}] must be a whole tensor, and it is not: {error}"
+            f"data[{index}].loss_fn_inputs[{name!r}] must be a whole tensor, and it is not: "
+            f"{error}",
+            datum=index,
         ) from error
     return tensor
 
 
-def _check_vocabulary(what: str, token: int, limits: DatumLimits) -> None:
+def _check_vocabulary(what: str, token: int, limits: DatumLimits, datum: int | None) -> None:
     if not 0 <= token < limits.vocabulary:
         raise InputError(
             f"{what} must hold tokens from 0 to {limits.vocabulary - 1}, the model's "
-            f"vocabulary, got {token}."
+            f"vocabulary, got {token}.",
+            datum=datum,
         )

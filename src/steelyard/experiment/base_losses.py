@@ -98,9 +98,10 @@ class PolicyLoss(NamedBaseLoss):
         settings = dict(config or {})
         reduction = _check_reduction(settings.pop("reduction", "sum"))
         try:
-            return cls(*find_loss(name, settings), reduction=reduction)
+            loss, complete = find_loss(name, settings, argument="options")
         except InputError as error:
-            raise SpecError(str(error).replace("loss_fn_config", "options", 1)) from error
+            raise SpecError(str(error)) from error
+        return cls(loss, complete, reduction=reduction)
 
     def compute(  # type: ignore[override]  # with metrics
         self, data: Any, logprobs: LogProbs

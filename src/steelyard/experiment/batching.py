@@ -112,7 +112,7 @@ class FixedData:
             dataset.held_out,
             self.terms,
             self.settings.timeout,
-            name_lines=held_out.name_lines,
+            add_line=held_out.add_line,
             batch=self.settings.batch_size * len(self.dataset.train[0]),  # as in a training step
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -32,32 +31,28 @@ class TrainingBatch:
     file: str
     origins: Sequence[tuple[int, str]]
 
-    def name_lines(self, text: str, start: int = 0) -> str:
-        """Replace "datum 0" in a message by the line of the file that it is.
+    def add_line(self, text: str, datum: int | None, start: int = 0) -> str:
+        """Add the line of the file that the datum at fault comes from to a message.
 
         Args:
-            text: the message.
-            start: index of the datum that the message calls 0.
+            text: the message, which stays as it is.
+            datum: index of the datum in the call that failed; None if it is unknown.
+            start: index of the first datum of that call.
 
         Example:
             >>> batch = TrainingBatch([], "train.jsonl", [(17, ""), (4, "chosen")])
-            >>> batch.name_lines("datum 0 must have a label, got none")
-            'line 17 of train.jsonl must have a label, got none'
-            >>> batch.name_lines("the points of datum 0", start=1)
-            "the points of line 4 of train.jsonl ('chosen')"
-            >>> batch.name_lines("data[0].loss_fn_inputs must hold 'advantages'")
-            "line 17 of train.jsonl: loss_fn_inputs must hold 'advantages'"
+            >>> batch.add_line("datum 0 must have a label, got none.", datum=0)
+            'datum 0 must have a label, got none. (Datum 0 is line 17 of train.jsonl.)'
+            >>> batch.add_line("the points of datum 0 are NaN.", datum=0, start=1)
+            "the points of datum 0 are NaN. (Datum 0 is line 4 of train.jsonl, 'chosen'.)"
+            >>> batch.add_line("KeyError: 'the cache of datum 0'", datum=None)
+            "KeyError: 'the cache of datum 0'"
         """
-
-        def name(found: re.Match[str]) -> str:
-            index = start + int(found[1] or found[2])
-            if index >= len(self.origins):
-                return found[0]
-            line, part = self.origins[index]
-            named = f"line {line} of {self.file}" + (f" ({part!r})" if part else "")
-            return f"{named}: " if found[3] else named
-
-        return re.sub(r"\bdatum (\d+)\b|\bdata\[(\d+)\](\.)?", name, text)
+        if datum is None or not 0 <= start + datum < len(self.origins):
+            return text
+        line, part = self.origins[start + datum]
+        of_line = f", {part!r}" if part else ""
+        return f"{text} (Datum {datum} is line {line} of {self.file}{of_line}.)"
 
     def split(self, parts: int) -> list[TrainingBatch]:
         """Divide the data into consecutive batches of nearly equal size; pairs stay together.

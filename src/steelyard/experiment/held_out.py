@@ -20,7 +20,7 @@ from steelyard.output import CustomLossOutput
 from steelyard.spec import RegularizerSpec, describe, measurement
 
 _VALUE, _FAILED, _REASON = "held_out/regularizers/", "held_out/skipped/", "/reason"
-NameLines: TypeAlias = Callable[[str, int], str]
+AddLine: TypeAlias = Callable[[str, int | None, int], str]
 # Needed inputs of the size of the model. The others grow with the number of tokens.
 _PER_MODEL = {"parameters"}
 
@@ -32,7 +32,7 @@ def evaluate_held_out(
     timeout: float,
     *,
     batch: int = 16,
-    name_lines: NameLines = lambda text, _: text,
+    add_line: AddLine = lambda text, *_: text,
 ) -> dict[str, Any]:
     """Metrics `held_out/loss`, and `held_out/regularizers/<name>` for each term, enabled or not.
 
@@ -50,14 +50,14 @@ def evaluate_held_out(
         batch: number of data for which logits, projections and hidden states are held in memory
             at once. The value of a term that needs them is the mean over such batches, weighted
             by the number of tokens that count.
-        name_lines: as that of a `TrainingBatch` of the data; for reasons and errors.
+        add_line: as that of a `TrainingBatch` of the data; for reasons and errors.
 
     Raises:
         TermError: the base loss fails.
     """
     if not data:
         return {}
-    found = _Values(terms.specs, timeout, name_lines)
+    found = _Values(terms.specs, timeout, add_line)
     loss = _evaluate(backend, data, _per_token(terms.loss), found, batch)
     return {"held_out/loss": loss, **found.metrics}
 
@@ -69,10 +69,10 @@ def evaluate_terms(
     timeout: float,
     *,
     batch: int = 16,
-    name_lines: NameLines = lambda text, _: text,
+    add_line: AddLine = lambda text, *_: text,
 ) -> dict[str, Any]:
     """Metrics of `evaluate_held_out` without `held_out/loss`: the values of the terms."""
-    found = _Values(specs, timeout, name_lines)
+    found = _Values(specs, timeout, add_line)
     _evaluate(backend, data, _NoLoss(), found, batch)
     return found.metrics
 
@@ -93,14 +93,14 @@ class _Values:
     Attributes:
         specs: of all terms.
         timeout: seconds that each term may take.
-        name_lines: names the lines of data in a message, from the index of its first datum.
+        add_line: adds the line of the datum at fault to a message.
         measured: values and numbers of tokens of the calls of each term, by name.
         failed: reasons, by name.
     """
 
     specs: Sequence[RegularizerSpec]
     timeout: float
-    name_lines: NameLines
+    add_line: AddLine
     measured: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -120,13 +120,13 @@ class _Values:
         try:
             output = pipeline.compute(list(data), logprobs, given=given)
         except TermError as error:
-            error.args = (self.name_lines(str(error), start),)
+            error.args = (self.add_line(str(error), error.datum, start),)
             raise
         tokens = _count_tokens(data, logprobs)
         for name, result in output.regularizers.items():
             self.measured.setdefault(name, []).append((result.value, tokens))
         for name, reason in output.skipped.items():
-            self.failed[name] = self.name_lines(reason, start)
+            self.failed[name] = self.add_line(reason, output.failed_at.get(name), start)
         return output
 
     @property

@@ -231,11 +231,14 @@ class TrainingSteps:
                 shares=shares,
             ).result()
         except (TermError, InputError) as error:
-            error.args = (batch.name_lines(str(error)),)
+            error.args = (batch.add_line(str(error), error.datum),)
             raise
         if not output.skipped:
             return output
-        skipped = {name: batch.name_lines(reason) for name, reason in output.skipped.items()}
+        skipped = {
+            name: batch.add_line(reason, output.failed_at.get(name))
+            for name, reason in output.skipped.items()
+        }
         for name, reason in skipped.items():
             self.say(f"step {step}: {name} was skipped: {reason}")
         return replace(output, skipped=skipped)

@@ -65,7 +65,8 @@ def token_mask(datum: Any, index: int, shape: torch.Size) -> Tensor | None:
     if mask.shape != shape[:1]:
         raise InputError(
             f"{field} of datum {index} must have one number per token, [{shape[0]}], "
-            f"got {list(mask.shape)}."
+            f"got {list(mask.shape)}.",
+            datum=index,
         )
     return mask
 
@@ -90,6 +91,7 @@ def were_sampled(data: Any) -> bool | None:
         raise InputError(
             f"either all data of a batch must have sampling log-probs, in the field 'logprobs', or "
             f"none, got datum {sampled.index(True)} with and datum {sampled.index(False)} without: "
-            f"use one batch for sampled and another for fixed data."
+            f"use one batch for sampled and another for fixed data.",
+            datum=sampled.index(False),
         )
     return sampled[0]

@@ -89,6 +89,7 @@ def _masks(term: str, data: Any, layout: Layout) -> list[Tensor]:
                 f"{field} of datum {index} must have the shape of its log-probs, [{size}], got "
                 f"{list(mask.shape)} (regularizer {term!r}).",
                 term=term,
+                datum=index,
             )
         masks.append(mask.double().cpu())
     return masks

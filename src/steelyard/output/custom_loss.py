@@ -43,6 +43,8 @@ class CustomLossOutput:
             in a `CompositeLoss` `"inputs"` or `"parameters"`. A term that reads extra inputs may
             have another: see `RegularizerOutput.grad_space`.
         skipped: reasons, by name, of terms that failed and were skipped (`on_error="skip"`).
+        failed_at: index of the datum at which a term in `skipped` failed, by name, where that is
+            known; not serialised.
         not_run: names of terms that were disabled, not due at this step, or had nothing to measure
             in this batch: they returned None.
         loss_fn_outputs: from a training client: its outputs for each datum; not serialised.
@@ -76,6 +78,7 @@ class CustomLossOutput:
     cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
+    failed_at: Mapping[str, int] = field(default_factory=dict, kw_only=True, compare=False)
     not_run: tuple[str, ...] = ()
     loss_fn_outputs: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     loss_fn_output_type: str = ""

@@ -51,7 +51,7 @@ class DatumRow:
             value = loss_fn_input(self.datum, source)
             rule = f"the field {source!r} in its loss_fn_inputs"
         if value is None:
-            raise InputError(f"datum {self.index} must have {rule}, got none.")
+            raise InputError(f"datum {self.index} must have {rule}, got none.", datum=self.index)
         return value
 
     def read_per_token(self, source: Source) -> Tensor:
@@ -64,7 +64,8 @@ class DatumRow:
         if given.shape != self.logprobs.shape:
             raise InputError(
                 f"{_name(source)} of datum {self.index} must have the shape of its log-probs, "
-                f"{list(self.logprobs.shape)}, got {list(given.shape)}."
+                f"{list(self.logprobs.shape)}, got {list(given.shape)}.",
+                datum=self.index,
             )
         return self.keep(given)
 
@@ -93,11 +94,15 @@ class DatumRow:
         if tensor.numel() != 1:
             raise InputError(
                 f"{_name(source)} of datum {self.index} must be one {what}, got the shape "
-                f"{list(tensor.shape)}."
+                f"{list(tensor.shape)}.",
+                datum=self.index,
             )
         number = tensor.item()
         if math.isnan(number):  # it equals nothing, and is neither above nor below a threshold
-            raise InputError(f"{_name(source)} of datum {self.index} must be one {what}, got NaN.")
+            raise InputError(
+                f"{_name(source)} of datum {self.index} must be one {what}, got NaN.",
+                datum=self.index,
+            )
         return number
 
 
@@ -120,7 +125,8 @@ def batch_rows(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[
             rule = "[T] or [T, K], the same for all data" if classes else "[T]"
             raise InputError(
                 f"the log-probs of datum {index} must have the shape {rule}, "
-                f"got {list(tensor.shape)}."
+                f"got {list(tensor.shape)}.",
+                datum=index,
             )
     return [
         DatumRow(index, datum, tensor, _mask(datum, index, tensor))
@@ -138,7 +144,8 @@ def batch_pairs(rows: Sequence[DatumRow], label: Source | None) -> list[tuple[Da
         if len(rows) % 2:
             raise InputError(
                 f"paired data must come in twos, got {len(rows)} data: datum {len(rows) - 1} has "
-                f"no partner."
+                f"no partner.",
+                datum=len(rows) - 1,
             )
         return list(zip(rows[::2], rows[1::2], strict=True))
     groups: dict[Hashable, list[DatumRow]] = {}
@@ -147,7 +154,10 @@ def batch_pairs(rows: Sequence[DatumRow], label: Source | None) -> list[tuple[Da
     for value, group in groups.items():
         if len(group) != 2:  # noqa: PLR2004 - a pair
             found = ", ".join(f"datum {row.index}" for row in group)
-            raise InputError(f"a pair must have two data, got {found} for the pair {value!r}.")
+            raise InputError(
+                f"a pair must have two data, got {found} for the pair {value!r}.",
+                datum=group[0].index,
+            )
     return [(first, second) for first, second in groups.values()]
 
 

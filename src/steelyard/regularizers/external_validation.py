@@ -164,11 +164,12 @@ class ExternalValidation:
             raise TermError(
                 f"the validator at {self._service.public_url} must answer for datum {index} with "
                 f"a JSON object that has a finite number 'penalty', {error}: fix the service, or "
-                f"pass unanswered=... for such data."
+                f"pass unanswered=... for such data.",
+                datum=index,
             ) from None
 
     def _body(self, datum: Any, index: int) -> str:
-        return as_json(self._payload(datum, index), "payload", f"datum {index}")
+        return as_json(self._payload(datum, index), "payload", f"datum {index}", datum=index)
 
 
 def default_payload(datum: Any, index: int) -> dict[str, Any]:
@@ -189,6 +190,7 @@ def default_payload(datum: Any, index: int) -> dict[str, Any]:
     if not payload:
         raise InputError(
             f"datum {index} must have a model_input or target_tokens to be sent, got neither: "
-            f"pass payload=... to say what to send."
+            f"pass payload=... to say what to send.",
+            datum=index,
         )
     return payload

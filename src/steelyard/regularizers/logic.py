@@ -84,7 +84,12 @@ class LogicalConsistency:
     ) -> tuple[list[float], dict[str, float]]:
         """Compute one penalty per datum; the numbers of data `sat`, `unsat` and `unknown`."""
         verdicts = [
-            verdict(partial(self.constraints, datum, index), self.solver_timeout, f"datum {index}")
+            verdict(
+                partial(self.constraints, datum, index),
+                self.solver_timeout,
+                f"datum {index}",
+                datum=index,
+            )
             for index, datum in enumerate(data)
         ]
         metrics = {kind: float(verdicts.count(kind)) for kind in ("sat", "unsat", "unknown")}

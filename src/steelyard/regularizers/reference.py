@@ -398,7 +398,8 @@ class Consistency:
         if a.shape != b.shape:
             raise InputError(
                 f"datum {first.index} and datum {second.index} must have as many tokens that "
-                f"count, got the shapes {list(a.shape)} and {list(b.shape)}."
+                f"count, got the shapes {list(a.shape)} and {list(b.shape)}.",
+                datum=first.index,
             )
         if self.metric in ("kl", "js") and a.dim() == 1:
             raise InputError(

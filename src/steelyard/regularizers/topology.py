@@ -127,15 +127,19 @@ class TopologicalConsistency:
         if points.dim() != 2 or not points.is_floating_point():  # noqa: PLR2004 - [N, D]
             raise InputError(
                 f"the points of datum {index} must be floating-point numbers of the shape [N, D], "
-                f"got {points.dtype} of the shape {list(points.shape)}."
+                f"got {points.dtype} of the shape {list(points.shape)}.",
+                datum=index,
             )
         if not bool(points.isfinite().all()):
-            raise InputError(f"the points of datum {index} must be finite, got NaN or infinity.")
+            raise InputError(
+                f"the points of datum {index} must be finite, got NaN or infinity.", datum=index
+            )
         if self.differentiable and row.logprobs.requires_grad and not points.requires_grad:
             raise InputError(
                 f"the points of datum {index} must be computed from the log-probs through torch, "
                 f"got some with no path to them: build the regularizer with differentiable=False "
-                f"for a score-function gradient."
+                f"for a score-function gradient.",
+                datum=index,
             )
         return points if self.differentiable else points.detach()
 

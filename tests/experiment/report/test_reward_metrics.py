@@ -123,7 +123,7 @@ def test_the_sum_may_equal_one_reward(weights: tuple[float, float], name: str | 
 
 def test_only_an_enabled_reward_is_the_reason_of_a_drop() -> None:
     config = {"rewards": [{"use": "x", "enabled": False}, {"use": "y"}]}
-    failed = {"off": "reward 'off' failed: OSError: away", "on": "reward 'on' failed: no number"}
+    failed = {"off": "OSError: away", "on": "no number"}
     rewards = {"off": None, "on": None}
     records = [
         {"answer": "", "reward": None, "rewards": rewards, "failed": failed},

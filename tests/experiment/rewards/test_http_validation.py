@@ -94,7 +94,7 @@ def test_a_failing_service_drops_the_answer(
     reward = judge(server.url(behaviour, user="me:hunter2@", query="?key=s3cr3t"), retries=1)
     (scored,) = score([reward], [({}, "")], timeout=LONG, workers=workers)["judge"]
     assert scored.error == (
-        f"reward 'judge' failed: the service at {server.url(behaviour)} must answer with a JSON "
+        f"the service at {server.url(behaviour)} must answer with a JSON "
         f"object that has a finite number 'penalty', {got}: correct the service."
     )
 
@@ -112,7 +112,7 @@ def test_a_record_that_is_no_json_is_an_error(server: Server, workers: Workers) 
     answers: list[Answer] = [({"x": float("nan")}, "")]
     (scored,) = score([judge(server.url("check"))], answers, timeout=LONG, workers=workers)["judge"]
     assert str(scored.error).startswith(
-        "reward 'judge' failed: payload must give something JSON can hold for an answer, got dict"
+        "payload must give something JSON can hold for an answer, got dict"
     )
 
 

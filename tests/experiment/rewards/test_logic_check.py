@@ -45,9 +45,7 @@ def test_an_answer_without_a_meaning_is_dropped_alone() -> None:
     answers = [({"product": 6}, "2 3"), ({"product": 6}, "two three"), ({"product": 6}, "1 1")]
     first, second, third = score([reward], answers, timeout=300.0)["logic"]
     assert (first, third) == (Score(1.0), Score(0.0))
-    assert second.error == (
-        "reward 'logic' failed: ValueError: invalid literal for int() with base 10: 'two'"
-    )
+    assert second.error == ("ValueError: invalid literal for int() with base 10: 'two'")
 
 
 def test_a_function_is_imported_by_its_path() -> None:

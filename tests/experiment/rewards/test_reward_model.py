@@ -171,7 +171,7 @@ def test_a_record_without_a_prompt_drops_the_answer(tmp_path: Path) -> None:
     save_bert(tmp_path)
     reward = Reward("rm", RewardModel(model=str(tmp_path), device="cpu"))
     scored = score([reward], [({"question": "?"}, "")], timeout=LONG)["rm"]
-    assert scored == [Score(error="reward 'rm' failed: KeyError: 'prompt'")]
+    assert scored == [Score(error="KeyError: 'prompt'")]
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ BAD: list[Answer] = [({"prompt": "p"}, text) for text in ("good", "bad", "good")
 def test_an_error_drops_that_answer_alone(workers: Workers, run_in: Any) -> None:
     rewards = [reward(functions.fail_on_bad, run_in=run_in), reward(functions.words, "words")]
     scored = score(rewards, BAD, timeout=LONG, workers=workers)
-    failed = Score(error="reward 'r' failed: ValueError: no such place")
+    failed = Score(error="ValueError: no such place")
     assert scored == {"r": [Score(1.0), failed, Score(1.0)], "words": [Score(1.0)] * 3}
 
 
@@ -262,9 +262,9 @@ def test_an_exit_and_a_cancelled_call_drop_the_answer(workers: Workers) -> None:
     rewards = [reward(leave, "inline", run_in="inline"), reward(leave, "l"), reward(cancel, "c")]
     scored = score(rewards, BAD[:1], timeout=LONG, workers=workers)
     assert scored == {
-        "inline": [Score(error="reward 'inline' failed: SystemExit: 2")],
-        "l": [Score(error="reward 'l' failed: SystemExit: 2")],
-        "c": [Score(error="reward 'c' failed: CancelledError: by a library")],
+        "inline": [Score(error="SystemExit: 2")],
+        "l": [Score(error="SystemExit: 2")],
+        "c": [Score(error="CancelledError: by a library")],
     }
 
 

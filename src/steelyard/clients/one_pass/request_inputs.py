@@ -105,12 +105,13 @@ class RequestInputs:
         for index, (datum, shape) in enumerate(self._rows()):
             given = source(datum, index) if callable(source) else loss_fn_input(datum, source)
             if given is None:
-                raise InputError(f"datum {index} must have {source!r}, got none.")
+                raise InputError(f"datum {index} must have {source!r}, got none.", datum=index)
             values = as_tensor(given).detach().float().cpu()
             if values.shape != shape:
                 raise InputError(
                     f"{source!r} of datum {index} must have the shape of its log-probs, "
-                    f"{list(shape)}, got {list(values.shape)}."
+                    f"{list(shape)}, got {list(values.shape)}.",
+                    datum=index,
                 )
             mask = self._masks[index] != 0
             kept = mask if values.dim() == 1 else mask.unsqueeze(-1)
@@ -133,6 +134,6 @@ class RequestInputs:
 def _target_shape(index: int, datum: Any) -> torch.Size:
     targets = loss_fn_input(datum, "target_tokens")
     if targets is None:
-        raise InputError(f"data[{index}].loss_fn_inputs must hold 'target_tokens'.")
+        raise InputError(f"data[{index}].loss_fn_inputs must hold 'target_tokens'.", datum=index)
     shape = getattr(targets, "shape", None)
     return torch.Size(as_tensor(targets).shape if shape is None else shape)

@@ -259,7 +259,7 @@ def _unmet_steps(run: LoadedRun, prefix: str) -> int:
 
 def _skip_counts(run: LoadedRun, name: str) -> dict[str, int]:
     reasons = (skipped_terms(row).get(name) for row in run.rows)
-    counts = Counter(short_reason(name, reason) for reason in reasons if reason is not None)
+    counts = Counter(short_reason(reason) for reason in reasons if reason is not None)
     return dict(counts.most_common())
 
 

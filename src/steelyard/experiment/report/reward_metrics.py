@@ -132,6 +132,5 @@ def _drop_reason(record: Mapping[str, Any], enabled: Sequence[bool]) -> str:
     counted = {name for name, counts in zip(scores, enabled, strict=False) if counts}
     for name, reason in (record.get("failed") or {}).items():
         if name in counted:
-            words = str(reason).removeprefix(f"reward {name!r} failed: ")
-            return f"“{name}” failed: {short_reason(name, words)}"
+            return f"“{name}” failed: {short_reason(str(reason))}"
     return NO_TOKENS

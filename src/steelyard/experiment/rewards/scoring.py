@@ -30,7 +30,7 @@ class Score:
 
     Attributes:
         value: the reward.
-        error: the reason why there is none.
+        error: the reason why there is none, without the name of the reward.
         cause: the exception behind it.
     """
 
@@ -70,7 +70,7 @@ def score(
         >>> short = Reward("short", lambda record, answer: len(answer) <= record["limit"])
         >>> scores = score([short], [({"limit": 3}, "yes"), ({}, "no")], timeout=30.0)["short"]
         >>> scores[0].value, scores[1].error
-        (1.0, "reward 'short' failed: KeyError: 'limit'")
+        (1.0, "KeyError: 'limit'")
     """
     for reward in rewards:
         reward.load()
@@ -151,22 +151,18 @@ def _score_of(reward: Reward, answer: Answer, read: Callable[[], float]) -> Scor
     try:
         return Score(read())
     except (Exception, SystemExit, CancelledError) as error:
-        reason = _reason(reward, error)
+        # The library's own messages say it all; of another error the type may be the better half.
+        reason = str(error) if isinstance(error, SteelyardError) else describe(error)
         if reward.on_error == "drop":
             return Score(error=reason, cause=error)
+        names_reward = isinstance(error, TermError) and error.term == reward.name
+        what = reason if names_reward else f"{reward.title} failed: {reason}"
         raise TermError(
-            f"{reason.rstrip('.')}, for an answer to the prompt {_prompt(answer[0])}: correct the "
+            f"{what.rstrip('.')}, for an answer to the prompt {_prompt(answer[0])}: correct the "
             f"reward, or drop such answers with on_error = 'drop'.",
             term=reward.name,
+            reason=reason,
         ) from error
-
-
-def _reason(reward: Reward, error: BaseException) -> str:
-    if isinstance(error, TermError) and error.term == reward.name:
-        return str(error)
-    # The library's own messages say it all; of another error the type may be the better half.
-    ours = isinstance(error, SteelyardError)
-    return f"{reward.title} failed: {error if ours else describe(error)}"
 
 
 def _number(name: str, value: Any) -> float:

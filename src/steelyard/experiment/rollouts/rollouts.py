@@ -196,7 +196,7 @@ class Rollouts:
             lines = TrainingBatch(data, self._held_out_file, _origins(groups))
             timeout = self.config.train.timeout
             metrics |= evaluate_terms(
-                self.backend, data, self.terms.specs, timeout, name_lines=lines.name_lines
+                self.backend, data, self.terms.specs, timeout, add_line=lines.add_line
             )
         return metrics
 
@@ -250,8 +250,7 @@ class Rollouts:
             reasons = Counter(each.error for each in scores if each.error is not None)
             for reason, count in reasons.items():
                 answers = f"{count} answer{'s' * (count > 1)}"
-                why = reason.removeprefix(f"reward {name!r} failed: ")
-                self.say(f"step {step}: reward {name!r} failed for {answers}: {why}")
+                self.say(f"step {step}: reward {name!r} failed for {answers}: {reason}")
 
     def _compare(self, group: Sequence[ScoredAnswer]) -> list[ScoredAnswer]:
         settings = self.settings

@@ -91,7 +91,7 @@ def _news(views: RunViews, following: list[Followed]) -> list[bytes]:
 
 def _skipped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {"term": term, "reason": short_reason(term, redact(reason)), "step": row["step"]}
+        {"term": term, "reason": short_reason(redact(reason)), "step": row["step"]}
         for row in rows
         for term, reason in skipped_terms(row).items()
     ]

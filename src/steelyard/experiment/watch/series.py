@@ -169,7 +169,7 @@ class RunSeries:
         if b'"skipped/' in line:
             for name, reason in skipped_terms(row).items():
                 # Shortened, since a long reason may differ from step to step.
-                why = name, short_reason(name, redact(reason))
+                why = name, short_reason(redact(reason))
                 self.skipped.setdefault(why, array("q")).append(step)
 
     def _drop_from(self, step: int) -> None:

@@ -135,8 +135,8 @@ def check_listener(url: str) -> None:
     socket.create_connection((parts.hostname, port), timeout=_READY_SECONDS).close()
 
 
-def as_json(payload: Any, what: str, where: str) -> str:
-    """Serialise a request.
+def as_json(payload: Any, what: str, where: str, *, datum: int | None = None) -> str:
+    """Serialise a request; `where` and `datum` say which, in the message and in the error.
 
     Raises:
         InputError: JSON cannot hold it.
@@ -146,7 +146,8 @@ def as_json(payload: Any, what: str, where: str) -> str:
     except (TypeError, ValueError) as error:
         raise InputError(
             f"{what} must give something JSON can hold for {where}, got "
-            f"{type(payload).__name__}: {error}."
+            f"{type(payload).__name__}: {error}.",
+            datum=datum,
         ) from error
 
 

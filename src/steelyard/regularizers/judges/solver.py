@@ -14,7 +14,9 @@ from steelyard.errors import InputError
 _lock = threading.Lock()
 
 
-def verdict(constraints: Callable[[], Any], seconds: float, where: str) -> str:
+def verdict(
+    constraints: Callable[[], Any], seconds: float, where: str, *, datum: int | None = None
+) -> str:
     """Decide whether constraints can be true together: `"sat"`, `"unsat"` or `"unknown"`.
 
     Args:
@@ -22,6 +24,7 @@ def verdict(constraints: Callable[[], Any], seconds: float, where: str) -> str:
             An empty list is satisfiable.
         seconds: the time that Z3 may take.
         where: what the constraints belong to, for messages: `"datum 3"`.
+        datum: index of the datum that they belong to, for errors.
 
     Raises:
         InputError: the function returned something else.
@@ -33,13 +36,13 @@ def verdict(constraints: Callable[[], Any], seconds: float, where: str) -> str:
     """
     with _lock:
         try:
-            return _verdict(constraints, seconds, where)
+            return _verdict(constraints, seconds, where, datum)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
             raise
 
 
-def _verdict(constraints: Callable[[], Any], seconds: float, where: str) -> str:
+def _verdict(constraints: Callable[[], Any], seconds: float, where: str, datum: int | None) -> str:
     """As `verdict`; a function of its own, so that its Z3 objects are freed under the lock too."""
     import z3  # noqa: PLC0415 - an extra
 
@@ -52,7 +55,8 @@ def _verdict(constraints: Callable[[], Any], seconds: float, where: str) -> str:
         if not isinstance(constraint, bool | z3.BoolRef):
             raise InputError(
                 f"the constraints of {where} must be Z3 expressions that are true or "
-                f"false, one or a list of them, got {constraint!r}."
+                f"false, one or a list of them, got {constraint!r}.",
+                datum=datum,
             )
         solver.add(constraint)
     return str(solver.check())

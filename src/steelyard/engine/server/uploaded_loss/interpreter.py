@@ -153,20 +153,23 @@ class TracedLoss:
             if data is None:
                 raise InputError(
                     f"data[{index}].loss_fn_inputs must hold {name!r}, which the loss "
-                    f"{self.name!r} reads, got {sorted(datum.loss_fn_inputs)}."
+                    f"{self.name!r} reads, got {sorted(datum.loss_fn_inputs)}.",
+                    datum=index,
                 )
             try:
                 tensor = data.to_torch()
             except (AssertionError, RuntimeError) as error:
                 raise InputError(
-                    f"data[{index}].loss_fn_inputs[{name!r}] must be a whole tensor: {error}"
+                    f"data[{index}].loss_fn_inputs[{name!r}] must be a whole tensor: {error}",
+                    datum=index,
                 ) from error
             if rank == 0 and tensor.numel() == 1:
                 tensor = tensor.reshape(())
             if tensor.dim() != rank:
                 raise InputError(
                     f"data[{index}].loss_fn_inputs[{name!r}] must have the rank {rank}, as the "
-                    f"loss {self.name!r} declares it, got {tensor.dim()}."
+                    f"loss {self.name!r} declares it, got {tensor.dim()}.",
+                    datum=index,
                 )
             tensors.append(tensor)
         return tensors
