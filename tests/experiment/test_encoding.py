@@ -138,3 +138,41 @@ def test_errors_of_the_chat_template_are_quoted() -> None:
     record = {"messages": [ANSWER]}
     with pytest.raises(ValueError, match="the chat template refuses: no system here"):
         Encoder(made, 64).encode("messages", record)
+
+
+def test_a_prompt_is_a_question_if_the_model_has_a_template(chat: Encoder, plain: Encoder) -> None:
+    record = {"prompt": "One plus one?", "completion": "Two."}
+    asked = [{"role": "user", "content": "One plus one?"}]
+    answered = {"messages": [*asked, {"role": "assistant", "content": "Two."}]}
+    (datum,), (expected,) = chat.encode("completion", record), chat.encode("messages", answered)
+    assert datum.model_input == expected.model_input
+    assert learned(chat, datum) == learned(chat, expected) == "Two.</><|end|>"
+    question = chat.open_prompt({"messages": asked})
+    assert chat.open_prompt({"prompt": "One plus one?"}) == question
+    assert chat.prompt("One plus one?", "completion") == question
+    raw = replace(chat, chat=False)
+    for encoder in (raw, plain):
+        (datum,) = encoder.encode("completion", record)
+        text = encoder.tokenizer.decode(datum.model_input.to_ints())
+        assert text == "One plus one?Two."
+        prompt = encoder.open_prompt({"prompt": "One plus one?"})
+        assert encoder.tokenizer.decode(prompt.to_ints()) == "One plus one?"
+    assert raw.open_prompt({"messages": asked}) == question, "a chat stays one"
+    pair = {"prompt": "One plus one?", "chosen": "Two.", "rejected": "Three."}
+    chosen, rejected = chat.encode("preference", pair)
+    assert (chosen.model_input, learned(chat, rejected)) == (
+        expected.model_input,
+        "Three.</><|end|>",
+    )
+    # Nobody has asked: a text to learn.
+    (text,) = chat.encode("completion", {"prompt": "", "completion": "Two."})
+    assert chat.tokenizer.decode(text.model_input.to_ints()) == "Two."
+
+
+def test_a_chat_needs_a_template(plain: Encoder) -> None:
+    needy = replace(plain, chat=True)
+    rule = "prompt needs a model with a chat template, and this one has none: use chat = false"
+    with pytest.raises(ValueError, match=rule):
+        needy.encode("completion", {"prompt": "a", "completion": "b"})
+    with pytest.raises(ValueError, match=rule):
+        needy.open_prompt({"prompt": "a"})

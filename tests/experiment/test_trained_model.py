@@ -122,7 +122,21 @@ def test_a_text_is_read_as_in_the_training_data(
         data.rename(tmp_path / "away.jsonl")
         assert opened.is_chat, "the data are gone: by the template"
     with open_trained_model(chat_run) as opened:
-        write_data(data, [{"prompt": "One", "completion": " two"}])
+        write_data(data, [{"prompt": "", "text": "no prompt", "chosen": "a"}])
+        assert opened.is_chat, "a line with a prompt is a question"
+    with open_trained_model(chat_run) as opened:
+        write_data(data, [{"chosen": "One", "rejected": "two"}])
+        assert not opened.is_chat
+    config = json.loads((chat_run / "config.json").read_text())
+    write_data(data, [{"prompt": "One", "completion": " two"}])
+    for chat in (None, False):
+        config["data"]["chat"] = chat
+        (chat_run / "config.json").write_text(json.dumps(config))
+        with open_trained_model(chat_run) as opened:
+            assert opened.is_chat == (chat is None)
+    del config["data"]["chat"]  # a run of 0.1.0 was trained on raw text
+    (chat_run / "config.json").write_text(json.dumps(config))
+    with open_trained_model(chat_run) as opened:
         assert not opened.is_chat
 
 

@@ -130,6 +130,10 @@ class FixedData:
         """Encode a prompt in the format of the data."""
         return self.dataset.prompt(text)
 
+    def open_prompt(self, record: Mapping[str, Any]) -> types.ModelInput:
+        """Encode a line with a prompt, in the format of the data."""
+        return self.dataset.encoder.open_prompt(record)
+
     def with_terms(self, terms: Terms) -> FixedData:
         """Copy of the source that evaluates other terms."""
         return replace(self, terms=terms)

@@ -80,6 +80,11 @@ class DataConfig(Table):
     split_seed: int | None = Field(
         default=None, ge=0, description="seed that picks the held-out lines; None: train.seed"
     )
+    chat: bool | None = Field(
+        default=None,
+        description="whether a line with 'prompt' is a chat with the model; None: if it has a chat "
+        "template; false: raw text",
+    )
     skip_bad: bool = Field(default=False, description="skip malformed lines, and report how many")
     reference: Literal["auto", "always", "never"] = Field(
         default="auto", description="whether to compute reference_logprobs with the base model"

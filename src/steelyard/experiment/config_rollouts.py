@@ -56,6 +56,11 @@ class RolloutsConfig(Table):
     seed: int | None = Field(
         default=None, ge=0, description="seed of the sampled answers; None: train.seed"
     )
+    chat: bool | None = Field(
+        default=None,
+        description="whether a line with 'prompt' is a chat with the model; None: if it has a chat "
+        "template; false: raw text",
+    )
     skip_bad: bool = Field(default=False, description="skip malformed lines, and report how many")
     split_seed: int | None = Field(
         default=None, ge=0, description="seed that picks the held-out prompts; None: train.seed"

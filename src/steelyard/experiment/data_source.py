@@ -104,5 +104,12 @@ class DataSource(Protocol):
     def prompt(self, text: str) -> types.ModelInput:
         """Encode a prompt in the format of the data: as a chat, or as plain text."""
 
+    def open_prompt(self, record: Mapping[str, Any]) -> types.ModelInput:
+        """Encode a line with `"prompt"` or `"messages"` and no answer, in the format of the data.
+
+        Raises:
+            ValueError: the line is invalid; the message is the rule.
+        """
+
     def with_terms(self, terms: Terms) -> DataSource:
         """Copy of the source whose data are scored and evaluated with other terms and rewards."""

@@ -21,6 +21,8 @@ from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.reference_logprobs import FIELD, add_reference_logprobs
 from steelyard.experiment.run_dir import RunFolder
 
+CHATS = "prompts are questions in a chat, by the model's template: {}.chat = false for raw text"
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -73,7 +75,7 @@ def read_data_files(config: Config, terms: Terms, tokenizer: Any) -> DataFiles:
         DataError: a line is malformed and `data.skip_bad` is False, or lacks what a term reads.
     """
     settings = cast("DataConfig", config.data)  # this run has one
-    encoder = Encoder(tokenizer, settings.max_length)
+    encoder = Encoder(tokenizer, settings.max_length, settings.chat)
     given = () if settings.reference == "never" else (FIELD,)
 
     def read(path: str) -> DataFile:
@@ -141,6 +143,8 @@ def load_dataset(
         for index, group in zip(used, groups, strict=False):
             train[index] = group
         held_out = groups[len(used) :]
+    if main.kind == "completion" and encoder.is_chat:
+        say(CHATS.format("data"))
     say(f"{len(train)} lines to train on, {len(held_out)} held out")
     data = [datum for group in held_out for datum in group]
     return Dataset(

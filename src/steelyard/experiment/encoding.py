@@ -35,10 +35,18 @@ class Encoder:
     Attributes:
         tokenizer: tokenizer of the base model.
         max_length: maximum tokens of an example.
+        chat: whether a line with a prompt is a chat: a question of the user, and its answer. None:
+            if the tokenizer has a chat template. True needs one; False is raw text.
     """
 
     tokenizer: Any  # transformers' tokenizers are not usefully typed
     max_length: int
+    chat: bool | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a line with a prompt is a chat."""
+        return bool(self.tokenizer.chat_template) if self.chat is None else self.chat
 
     def encode(self, kind: Kind, record: dict[str, Any]) -> Group:
         """Encode a line: one datum, or the chosen and the rejected one of a preference.
@@ -47,7 +55,7 @@ class Encoder:
             ValueError: the line is invalid; the message is the rule.
         """
         if kind == "completion":
-            pieces = [_prompt_and_answer(_text(record, "prompt"), _text(record, "completion"))]
+            pieces = [self._answered(_text(record, "prompt"), _text(record, "completion"))]
         elif kind == "messages":
             pieces = [self._chat(record["messages"], "messages")]
         else:
@@ -55,8 +63,13 @@ class Encoder:
         return [self._datum(each, record) for each in pieces]
 
     def prompt(self, text: str, kind: Kind) -> types.ModelInput:
-        """Encode a prompt to sample from, in the format of the data."""
-        if kind == "messages":
+        """Encode a prompt to sample from, in the format of the data.
+
+        Raises:
+            ValueError: it is a chat, and the model has no chat template; the message is the rule.
+        """
+        if kind == "messages" or (self.is_chat and text):
+            self._check_template("prompt", "chat = false")
             text = self._render([{"role": "user", "content": text}], generation_prompt=True)
         return types.ModelInput.from_ints(self._tokens(text) or [self._end])
 
@@ -87,7 +100,14 @@ class Encoder:
         if isinstance(record[key], list):
             return self._chat(record[key], key)
         prompt = _text(record, "prompt") if "prompt" in record else ""
-        return _prompt_and_answer(prompt, _text(record, key))
+        return self._answered(prompt, _text(record, key))
+
+    def _answered(self, prompt: str, answer: str) -> list[Piece]:
+        """Pieces of a prompt and its answer; without a prompt there is nobody to answer."""
+        if not self.is_chat or not prompt:
+            return [(prompt, False), (answer, True)]
+        messages = [("user", prompt), ("assistant", answer)]
+        return self._chat([{"role": role, "content": text} for role, text in messages], "prompt")
 
     def _chat(self, messages: Any, key: str) -> list[Piece]:
         rule = f"{key} must be a list of {{'role', 'content'}} with an answer of the assistant"
@@ -96,7 +116,8 @@ class Encoder:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise ValueError(f"{rule}, got none")
-        self._check_template(key, '{"prompt", "completion"}')
+        alternative = "chat = false" if key == "prompt" else '{"prompt", "completion"}'
+        self._check_template(key, alternative)
         # Render the chat up to each answer of the assistant, and with it: the difference is what
         # to train on. It needs a template whose text for a prefix of the messages is a prefix of
         # its text for all of them.
@@ -156,10 +177,6 @@ class Encoder:
     def _tokens(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
-
-
-def _prompt_and_answer(prompt: str, completion: str) -> list[Piece]:
-    return [(prompt, False), (completion, True)]
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:

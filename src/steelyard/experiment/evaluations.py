@@ -19,7 +19,6 @@ from steelyard.experiment.config import Config
 from steelyard.experiment.config_secrets import resolve_secrets
 from steelyard.experiment.config_train import EvaluationConfig
 from steelyard.experiment.data_source import DataSource
-from steelyard.experiment.encoding import Encoder
 from steelyard.gradients import awaited
 from steelyard.spec import build, describe, rejects, title
 
@@ -91,7 +90,7 @@ class Evaluation:
         if isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
             prompt = {**prompt, "messages": messages[:-1]}
         try:
-            return Encoder(self.backend.tokenizer, max_length=0).open_prompt(prompt)
+            return self.source.open_prompt(prompt)
         except ValueError as error:
             raise InputError(f"{error}.") from error
 

@@ -145,7 +145,7 @@ class RunFolder:
             ConfigError: the config is damaged.
         """
         try:
-            return Config.model_validate_json(self._config.read_bytes(), strict=False)
+            config = Config.model_validate_json(self._config.read_bytes(), strict=False)
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             if first["type"] != "json_invalid":
@@ -159,6 +159,11 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise _unreadable(self._config, error) from error
+        if "chat" in config.source.model_fields_set:
+            return config
+        # A run of 0.1.0, whose prompts were raw text.
+        raw = config.source.model_copy(update={"chat": False})
+        return config.model_copy(update={config.source_key: raw})
 
     def hold_data(self, files: Sequence[str]) -> None:
         """Record digests of the data files; in a resumed run, check that they are unchanged.

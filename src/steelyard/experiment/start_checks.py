@@ -39,6 +39,6 @@ def check_start(config: Config, terms: Terms) -> DataFiles | None:
 
     tokenizer = find_model(config.model.base_model).tokenizer()
     if config.rollouts is not None:
-        check_prompts(config.rollouts, Encoder(tokenizer, max_length=0), terms)
+        check_prompts(config.rollouts, Encoder(tokenizer, 0, config.rollouts.chat), terms)
         return None
     return read_data_files(config, terms, tokenizer)

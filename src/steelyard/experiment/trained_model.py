@@ -50,8 +50,7 @@ class SampledText:
 class TrainedModel:
     """The model of a run at a checkpoint, and the base model beside it; a context manager.
 
-    Prompts are lines as in a prompts file: `{"prompt": text}`, or `{"messages": [...]}`, which
-    needs a chat template.
+    Prompts are `{"prompt": text}`, raw text, or `{"messages": [...]}`, which needs a chat template.
 
     Attributes:
         backend: has the checkpoint's weights.
@@ -96,7 +95,7 @@ class TrainedModel:
             InputError: it is invalid, or the model has no chat template and it needs one.
         """
         try:
-            return Encoder(self.backend.tokenizer, max_length=0).open_prompt(prompt)
+            return Encoder(self.backend.tokenizer, 0, chat=False).open_prompt(prompt)
         except ValueError as error:
             raise InputError(f"{error}.") from error
 
@@ -272,6 +271,7 @@ def _trained_on_chats(config: Config) -> bool | None:
             encoding="utf-8-sig"
         ) as file:
             record = json.loads(next(line for line in file if line.strip()))
-        return "messages" in record or isinstance(record.get("chosen"), list)
+        is_chat = source.chat is not False and "prompt" in record
+        return "messages" in record or isinstance(record.get("chosen"), list) or is_chat
     except (OSError, ValueError, StopIteration, AttributeError, TypeError):
         return None

@@ -248,6 +248,23 @@ def test_runs_with_other_data_or_losses_are_not_compared() -> None:
     )
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_data_are_compared_by_what_they_are_and_not_by_their_path(same: bool) -> None:
+    runs = [
+        LoadedRun(
+            name,
+            Path(),
+            {"data": {"path": f"{name}.jsonl", "held_out": "held_out.jsonl", "max_length": 8}},
+            [],
+            data={f"{name}.jsonl": "0d1", "held_out.jsonl": "7f3" if same else f"7f{name}"},
+        )
+        for name in "ab"
+    ]
+    found = [Findings(2, None, None, Change(3.0, 2.0), None, 0, TermFinding("base")) for _ in runs]
+    differ = "Their data differ, so held-out losses are not compared."
+    assert (summarize_runs(runs, found)[1] == differ) == (not same)
+
+
 def test_runs_of_different_length_are_compared_with_their_steps() -> None:
     runs = [LoadedRun(name, Path(), {}, []) for name in "ab"]
     found = [

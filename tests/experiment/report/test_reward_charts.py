@@ -109,7 +109,7 @@ def test_several_runs_are_compared_by_rewards(
     run: OnPolicyRun, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("other")
-    other = train_on_policy(folder, "train.steps=3")
+    other = train_on_policy(folder, "train.steps=3", "rollouts.seed=7")
     page = write_report([run.folder, other.folder], folder / "report.html")
     charts = page_charts(page)
     names = [f"{each.folder.parent.name}/run" for each in (run, other)]
@@ -126,4 +126,4 @@ def test_several_runs_are_compared_by_rewards(
             assert points[name] == ([row["step"] for row in rows], [row[metric] for row in rows])
     text = text_of(page)
     assert "run steps reward held-out reward time per step" in text
-    assert "Their rollouts differ, so held-out rewards are not compared." in text, "other prompts"
+    assert "Their rollouts differ, so held-out rewards are not compared." in text, "another seed"

@@ -16,8 +16,9 @@ from steelyard.experiment.step_metrics import reward_names, skipped_terms, terms
 
 Row: TypeAlias = Mapping[str, Any]
 
-CONFIG, METRICS, DRIVERS, ROLLOUTS, SAMPLES, ABLATION = (
+CONFIG, DATA, METRICS, DRIVERS, ROLLOUTS, SAMPLES, ABLATION = (
     "config.json",
+    "data.json",
     "metrics.jsonl",
     "drivers.jsonl",
     "rollouts.jsonl",
@@ -41,6 +42,8 @@ class LoadedRun:
         drivers: records of the examples that drive each term, see `driver_records`.
         rollouts: records of the answers of an on-policy run, see `RunFolder.rollouts`; empty where
             several runs are loaded.
+        data: digests of the data files by their path, those of the training data first; empty
+            where they are not on record.
     """
 
     name: str
@@ -50,6 +53,17 @@ class LoadedRun:
     samples: Sequence[Mapping[str, Any]] = field(default=())
     drivers: Sequence[Mapping[str, Any]] = field(default=())
     rollouts: Sequence[Mapping[str, Any]] = field(default=())
+    data: Mapping[str, str] = field(default_factory=dict)
+
+    def settings(self, table: str) -> Any:
+        """A table of the config; files of data are told apart by what they hold, not by a path."""
+        settings = self.config.get(table)
+        if not isinstance(settings, dict):
+            return settings
+        return {
+            key: self.data.get(value, value) if isinstance(value, str) else value
+            for key, value in settings.items()
+        }
 
     @property
     def terms(self) -> list[str]:
@@ -191,6 +205,7 @@ def _load_run(name: str, folder: Path, *, answers: bool = False) -> LoadedRun:
         _read_records(folder / DRIVERS, "data"),
         # Only the report of a single run shows answers, and there may be many.
         _read_records(folder / ROLLOUTS, "answer") if answers else [],
+        _read_json(folder / DATA) if (folder / DATA).is_file() else {},
     )
 
 

@@ -106,9 +106,7 @@ def _compared(
     different = [
         name
         for section, name in quantity.sections.items()
-        if any(
-            run.config.get(section) != measured[0][0].config.get(section) for run, *_ in measured
-        )
+        if any(run.settings(section) != measured[0][0].settings(section) for run, *_ in measured)
     ]
     if different:
         what = join_names(different)

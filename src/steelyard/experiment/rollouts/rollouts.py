@@ -20,6 +20,7 @@ from steelyard.experiment.build_terms import Terms
 from steelyard.experiment.config import Config
 from steelyard.experiment.config_rollouts import RolloutsConfig
 from steelyard.experiment.data_source import StepData, TrainingBatch
+from steelyard.experiment.dataset import CHATS
 from steelyard.experiment.encoding import Encoder
 from steelyard.experiment.failure_log import FailureLog
 from steelyard.experiment.held_out import evaluate_terms
@@ -79,7 +80,7 @@ def open_rollouts(
         RunError: a prompts file has changed since the run began.
     """
     settings = cast("RolloutsConfig", config.rollouts)  # this run has one
-    encoder = Encoder(backend.tokenizer, max_length=0)  # prompts are not truncated
+    encoder = Encoder(backend.tokenizer, 0, settings.chat)  # prompts are not truncated
 
     def read(path: str) -> list[Prompt]:
         prompts, skipped = read_prompts(
@@ -103,6 +104,8 @@ def open_rollouts(
         seed = config.train.seed if settings.split_seed is None else settings.split_seed
         prompts, held_out = split(prompts, settings.held_out, seed)
         run.hold_data([settings.prompts])
+    if encoder.is_chat and any("messages" not in each.record for each in (*prompts, *held_out)):
+        say(CHATS.format("rollouts"))
     say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
     # The first step takes a while, and nothing else is said until it is done.
     say(f"sampling answers: {settings.group_size} to each of {settings.per_step} prompts a step")
@@ -212,6 +215,10 @@ class Rollouts:
         """Encode a prompt in the format of the prompts: as a chat, or as plain text."""
         chat = "messages" in self.prompts[0].record
         return self.encoder.prompt(text, "messages" if chat else "completion")
+
+    def open_prompt(self, record: Mapping[str, Any]) -> types.ModelInput:
+        """Encode a line with a prompt, in the format of the prompts."""
+        return self.encoder.open_prompt(record)
 
     def with_terms(self, terms: Terms) -> Rollouts:
         """Copy of the source that scores answers with other rewards, and evaluates other terms."""
