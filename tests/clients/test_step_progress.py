@@ -209,9 +209,36 @@ def test_a_state_that_cannot_be_copied_is_left_out(either: Any) -> None:
 
 def test_a_base_loss_with_state(either: Any) -> None:
     client = regularize(either, [L2], measure_progress=1)
-    client.forward_backward_custom(DATA, Moving()).result()
+    moving = Moving()
+    client.forward_backward_custom(DATA, moving).result()
+    means = [value_of(either, lambda _, rows: torch.cat(rows).mean())]
     client.optim_step(STEP).result()
-    assert client.progress()["base"] != 0
+    means.append(value_of(either, lambda _, rows: torch.cat(rows).mean()))
+    # Before and after with one and the same state: the one that the call has left.
+    expected = (means[1] - moving.mean) ** 2 - (means[0] - moving.mean) ** 2
+    assert client.progress()["base"] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_a_redefined_term_without_a_value_before_the_step_is_left_out(either: Any) -> None:
+    class Once:
+        """Is measured after the step, and fails when it is measured as before it."""
+
+        name = "once"
+        calls = 0
+
+        def compute(self, data: Any, logprobs: Any) -> Tensor:
+            return 100 * l2(data, logprobs)
+
+        def measure(self, data: Any, logprobs: Any) -> Tensor:
+            Once.calls += 1
+            if Once.calls > 1:
+                raise ValueError("only once")
+            return l2(data, logprobs)
+
+    client = regularize(either, [RegularizerSpec(Once(), 0.1), L2], measure_progress=1)
+    client.forward_backward_custom(DATA, nll).result()
+    client.optim_step(STEP).result()
+    assert client.progress().keys() == {"base", "l2"}
 
 
 def test_there_is_nothing_to_measure_without_a_call(either: Any) -> None:
