@@ -8,6 +8,7 @@ is linear in them and has that gradient.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from steelyard.composition import TEMPERATURE
 from steelyard.errors import InputError
 
 T = TypeVar("T")
@@ -56,14 +58,19 @@ class TwoPasses:
     The server computes `cross_entropy` = -Σ logprobsᵢ · weightsᵢ, so d cross_entropy / d logprobsᵢ
     = -weightsᵢ. With weights = -d loss / d logprobs this linear loss has the gradient of the custom
     loss, and by the chain rule so have the model's parameters, although its value is another.
+
+    Args:
+        client: the training client.
+        data: the batch.
+        temperature: of the policy, in both requests.
     """
 
-    def __init__(self, client: Any, data: Sequence[Any]) -> None:
-        self._client = client
+    def __init__(self, client: Any, data: Sequence[Any], temperature: float = 1.0) -> None:
+        self._client, self._config = client, config_at(temperature)
         self._data = list(data)
         if not self._data:
             raise InputError("data must hold at least one Datum, got none.")
-        self.logprobs = logprobs_of(submit_forward(client, self._data).result())
+        self.logprobs = logprobs_of(submit_forward(client, self._data, self._config).result())
         self.given: dict[str, Any] = {}
 
     def backward(
@@ -85,7 +92,8 @@ class TwoPasses:
             _linear_loss_datum(datum, weights=-gradient)
             for datum, gradient in zip(self._data, gradients, strict=True)
         ]
-        return MappedFuture(self._client.forward_backward(request, "cross_entropy"), transform)
+        sent = self._client.forward_backward(request, "cross_entropy", *self._config)
+        return MappedFuture(sent, transform)
 
 
 class MappedFuture(Generic[T]):
@@ -134,14 +142,34 @@ class MappedFuture(Generic[T]):
             return self._cached[0]
 
 
-def submit_forward(client: Any, data: Sequence[Any]) -> Any:
-    """Submit a forward pass; its future has a result for `logprobs_of`.
+def at_temperature(temperature: float) -> dict[str, float]:
+    """The arguments of `open_pass` for a policy at a temperature; none at 1."""
+    return {} if temperature == 1 else {TEMPERATURE: temperature}
+
+
+def config_at(temperature: float) -> tuple[dict[str, float], ...]:
+    """The argument `loss_fn_config` for a policy at a temperature; no argument at 1."""
+    return () if temperature == 1 else (at_temperature(temperature),)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the server has rejected the request, rather than that it could not be reached."""
+    tinker = sys.modules.get("tinker")
+    names = ("RequestFailedError", "BadRequestError", "UnprocessableEntityError")
+    kinds = tuple(getattr(tinker, name) for name in names if hasattr(tinker, name))
+    return isinstance(error, kinds)
+
+
+def submit_forward(
+    client: Any, data: Sequence[Any], config: tuple[dict[str, float], ...] = ()
+) -> Any:
+    """Submit a forward pass, with `config_at`; its future has a result for `logprobs_of`.
 
     Raises:
         InputError: a datum has no target tokens.
     """
     request = [_with_weights(index, datum) for index, datum in enumerate(data)]
-    return client.forward(request, "cross_entropy")
+    return client.forward(request, "cross_entropy", *config)
 
 
 def logprobs_of(result: Any) -> list[Tensor]:

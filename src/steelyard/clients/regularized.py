@@ -13,12 +13,20 @@ from torch import Tensor
 
 from steelyard.clients import state_io
 from steelyard.clients.built_terms import BuiltTerms, TermLike
-from steelyard.clients.client_pass import ClientPass, TwoPasses, tensor_like
+from steelyard.clients.client_pass import ClientPass, TwoPasses, at_temperature, tensor_like
 from steelyard.clients.one_pass import Explanation, OnePass, TwoPassCall
 from steelyard.clients.step_progress import StepProgress
+from steelyard.clients.temperature import check_temperature
 from steelyard.clients.term_settings import TermSettings
 from steelyard.clients.term_states import TermStates
-from steelyard.composition import NamedBaseLoss, Pipeline, ToParameters, loss_names
+from steelyard.composition import (
+    TEMPERATURE,
+    NamedBaseLoss,
+    Pipeline,
+    ToParameters,
+    loss_names,
+    split_temperature,
+)
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.output import CustomLossOutput
 from steelyard.spec import ComposedLoss, Regularizer, RegularizerSpec, TermFn, is_whole, split_loss
@@ -64,6 +72,7 @@ class RegularizedClient:
         # One attribute, because calls in several threads must see the three together.
         self._last: tuple[Pipeline, TermSettings, frozenset[str]] = pipeline, settings, frozenset()
         # Of the last call, if its step is to be measured; and of the last step.
+        self._has_temperature = False  # whether the client was seen to obey one
         self._measurable: StepProgress | None = None
         self._measuring: StepProgress | None = None
         if hasattr(client, "attach"):
@@ -105,20 +114,22 @@ class RegularizedClient:
             data: the SDK's.
             loss_fn: `"cross_entropy"`, `"importance_sampling"`, `"ppo"`, `"cispo"` or `"dro"`;
                 without terms any that the client knows.
-            loss_fn_config: its settings.
+            loss_fn_config: its settings; `"temperature"` instead of that of `regularize`.
 
         Returns:
             A future of a `CustomLossOutput`; of the client's own output without terms.
 
         Raises:
-            SpecError: there are terms, and the loss is another one.
+            SpecError: there are terms, and the loss is another one; or the client computes
+                log-probs at temperature 1 alone, and another one is asked for.
             InputError: the data or the settings break a rule.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
         if not self.regularizers:
-            config = () if loss_fn_config is None else (loss_fn_config,)
+            config = self._own_config(loss_fn_config)
             return self.client.forward_backward(data, loss_fn, *config)
-        return self.forward_backward_custom(data, _named_base(data, loss_fn, loss_fn_config))
+        base, temperature = _named_base(data, loss_fn, loss_fn_config)
+        return self.forward_backward_custom(data, base, temperature=temperature)
 
     async def forward_backward_async(
         self,
@@ -128,10 +139,10 @@ class RegularizedClient:
     ) -> Any:
         """Do the same as `forward_backward`, without blocking the event loop."""
         if not self.regularizers:
-            config = () if loss_fn_config is None else (loss_fn_config,)
+            config = await asyncio.to_thread(self._own_config, loss_fn_config)
             return await self.client.forward_backward_async(data, loss_fn, *config)
-        base = _named_base(data, loss_fn, loss_fn_config)
-        return await self.forward_backward_custom_async(data, base)
+        base, temperature = _named_base(data, loss_fn, loss_fn_config)
+        return await self.forward_backward_custom_async(data, base, temperature=temperature)
 
     def forward_backward_custom(
         self,
@@ -145,6 +156,7 @@ class RegularizedClient:
         grad_space: Literal["logprobs", "parameters"] | None = None,
         track_every: int | None = None,
         measure_progress: int | None = None,
+        temperature: float | None = None,
         step: int | None = None,
         shares: Mapping[str, float] | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
@@ -167,6 +179,7 @@ class RegularizedClient:
             grad_space: what norms and cosines are with respect to; see `regularize`.
             track_every: compute them at steps that this divides.
             measure_progress: see `regularize`.
+            temperature: see `regularize`.
             step: the number of this step; None: `optim_steps`.
             shares: factors >= 0 on the weights in this call, by name, `"base"` for the base loss:
                 to let the calls before an `optim_step` add up to one loss that is a mean; {} if
@@ -178,12 +191,13 @@ class RegularizedClient:
 
         Raises:
             SpecError: a spec or a setting breaks a rule, a spec has the name of another, or needs
-                an input that this client does not provide.
+                an input that this client does not provide; or the client computes log-probs at
+                temperature 1 alone, and another one is asked for.
             InputError: the data break a rule.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
         terms = list(regularizers)
-        if _is_traced(loss_fn, [*self.regularizers, *terms]):
+        if self._is_traced(loss_fn, [*self.regularizers, *terms], temperature):
             return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
         call = self._begin_call(
@@ -198,7 +212,9 @@ class RegularizedClient:
             grad_space=grad_space,
             track_every=track_every,
             measure_progress=measure_progress,
+            temperature=temperature,
         )
+        self.check_temperature(call.settings.temperature)
         if not call.has_open_pass:
             future = self._one_pass.submit(*self._one_pass_arguments(call))
             if future is not None:
@@ -221,6 +237,7 @@ class RegularizedClient:
         grad_space: Literal["logprobs", "parameters"] | None = None,
         track_every: int | None = None,
         measure_progress: int | None = None,
+        temperature: float | None = None,
         step: int | None = None,
         shares: Mapping[str, float] | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
@@ -230,7 +247,7 @@ class RegularizedClient:
         If the caller is cancelled before the backward pass is submitted, none is.
         """
         terms = list(regularizers)
-        if _is_traced(loss_fn, [*self.regularizers, *terms]):
+        if self._is_traced(loss_fn, [*self.regularizers, *terms], temperature):
             return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
         call = self._begin_call(
@@ -245,7 +262,9 @@ class RegularizedClient:
             grad_space=grad_space,
             track_every=track_every,
             measure_progress=measure_progress,
+            temperature=temperature,
         )
+        await asyncio.to_thread(self.check_temperature, call.settings.temperature)
         if not call.has_open_pass:
             future = await self._one_pass.submit_async(*self._one_pass_arguments(call))
             if future is not None:
@@ -255,6 +274,18 @@ class RegularizedClient:
         output = await call.acompute(forward, to_parameters)
         self._measurable = call.measurement(forward, output)
         return call.submit_backward(forward, output)
+
+    def check_temperature(self, temperature: float) -> None:
+        """Check that the client computes log-probs at a temperature, as the calls do by themselves.
+
+        Another client than the engine's is asked once, in two small forward requests.
+
+        Raises:
+            SpecError: it computes log-probs at temperature 1 alone.
+        """
+        if temperature != 1 and not self._has_temperature:
+            check_temperature(self.client, temperature)
+            self._has_temperature = True
 
     def explain(self) -> Explanation:
         """How the last call ran: in one pass or in two, and why, by term."""
@@ -326,6 +357,38 @@ class RegularizedClient:
         """
         self.load_state_dict(state_io.read(path))
 
+    def _is_traced(
+        self, loss_fn: Any, regularizers: Iterable[Any], temperature: float | None
+    ) -> bool:
+        """Report whether the loss is one that `create_custom_loss` has traced.
+
+        Raises:
+            SpecError: it is, and there are regularizers, or a temperature other than 1.
+        """
+        traced = hasattr(loss_fn, "graph") and hasattr(loss_fn, "loss_id")
+        if traced and regularizers:
+            raise SpecError(
+                f"a traced loss runs as a whole, by itself, and cannot have regularizers beside "
+                f"it: pass the plain function instead of the handle {loss_fn.name!r}."
+            )
+        temperature = self._settings.temperature if temperature is None else temperature
+        if traced and temperature != 1:
+            raise SpecError(
+                f"temperature must be 1 for a traced loss, got {temperature!r}: pass the plain "
+                f"function instead of the handle {loss_fn.name!r}."
+            )
+        return traced
+
+    def _own_config(
+        self, loss_fn_config: Mapping[str, float | str] | None
+    ) -> tuple[Mapping[str, float | str], ...]:
+        """The argument `loss_fn_config` of a call without terms, as given if there is one."""
+        temperature = self._settings.temperature
+        if temperature == 1 or TEMPERATURE in (loss_fn_config or {}):
+            return () if loss_fn_config is None else (loss_fn_config,)
+        self.check_temperature(temperature)
+        return ({**(loss_fn_config or {}), TEMPERATURE: temperature},)
+
     def _begin_measuring(self) -> None:
         self._measuring, self._measurable = self._measurable, None
         if self._measuring is not None:
@@ -362,7 +425,8 @@ class RegularizedClient:
 
     def _one_pass_arguments(self, call: _CustomCall) -> tuple[Any, ...]:
         again = call.in_two_passes(lambda: self.optim_steps)
-        return call.pipeline, call.data, call.step, again, call.why_two_passes()
+        temperature = call.settings.temperature
+        return call.pipeline, call.data, call.step, again, call.why_two_passes(), temperature
 
     def _update_pipeline(
         self, loss_fn: Any, regularizers: Iterable[TermLike], asked: Mapping[str, Any]
@@ -405,7 +469,7 @@ class RegularizedClient:
                 f"{type(self.client).__name__} does not: train on steelyard.engine, or use "
                 f"measure_progress, which measures what each step did to each term."
             )
-        own = ("grad_space", "measure_progress")
+        own = ("grad_space", "measure_progress", "temperature")
         options = {key: x for key, x in vars(settings).items() if key not in own}
         pipeline = Pipeline(loss_fn, specs, **options, gives=gives, after=after)
         pipeline.model_id = getattr(self.client, "model_id", None)
@@ -425,8 +489,10 @@ def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
 
 def _named_base(
     data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None
-) -> NamedBaseLoss:
+) -> tuple[NamedBaseLoss, float | None]:
     """The base loss of that name, once the data have the fields that it reads.
+
+    Also the temperature of the policy, if the settings have one.
 
     Raises:
         SpecError: it has no definition here.
@@ -438,24 +504,10 @@ def _named_base(
             f"{loss_fn!r}, which has no definition here: use client.client, which has no "
             f"regularizers, or forward_backward_custom with a function."
         )
-    base = NamedBaseLoss.of(loss_fn, loss_fn_config)
+    temperature, settings = split_temperature(loss_fn_config)
+    base = NamedBaseLoss.of(loss_fn, settings)
     base.check(data)
-    return base
-
-
-def _is_traced(loss_fn: Any, regularizers: Iterable[Any]) -> bool:
-    """Report whether the loss is one that `create_custom_loss` has traced.
-
-    Raises:
-        SpecError: it is, and there are regularizers.
-    """
-    traced = hasattr(loss_fn, "graph") and hasattr(loss_fn, "loss_id")
-    if traced and regularizers:
-        raise SpecError(
-            f"a traced loss runs as a whole, by itself, and cannot have regularizers beside it: "
-            f"pass the plain function instead of the handle {loss_fn.name!r}."
-        )
-    return traced
+    return base, temperature if TEMPERATURE in (loss_fn_config or {}) else None
 
 
 def _check_input_type(loss_type_input: str | None) -> None:
@@ -519,13 +571,14 @@ class _CustomCall:
     def open_pass(self) -> tuple[ClientPass, ToParameters | None]:
         """The forward pass, and its `parameter_gradients` if gradients are compared there."""
         if not self.has_open_pass:
-            return TwoPasses(self.client, self.data), None
+            return TwoPasses(self.client, self.data, self.settings.temperature), None
         needs = self.pipeline.needs(self.step)
+        at = at_temperature(self.settings.temperature)
         compares = self.pipeline.settings.compares_gradients(self.step)
         if self.settings.grad_space == "logprobs" or not compares:
-            return self.client.open_pass(self.data, needs), None
+            return self.client.open_pass(self.data, needs, **at), None
         needs = tuple(dict.fromkeys((*needs, "parameters")))
-        forward = self.client.open_pass(self.data, needs, per_term=True)
+        forward = self.client.open_pass(self.data, needs, per_term=True, **at)
         return forward, forward.parameter_gradients
 
     def compute(
@@ -548,7 +601,15 @@ class _CustomCall:
             return None
         specs = [term.spec for term in self.pipeline.due(self.step)]
         timeout, workers = self.settings.timeout, self.settings.workers
-        return StepProgress(self.data, forward.logprobs, specs, output, timeout, workers)
+        return StepProgress(
+            self.data,
+            forward.logprobs,
+            specs,
+            output,
+            timeout,
+            workers,
+            self.settings.temperature,
+        )
 
     def submit_backward(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from steelyard.clients.client_pass import logprobs_of, submit_forward
+from steelyard.clients.client_pass import at_temperature, config_at, logprobs_of, submit_forward
 from steelyard.composition import Pipeline
 from steelyard.execution import Workers
 from steelyard.output import CustomLossOutput
@@ -29,6 +29,7 @@ class StepProgress:
         output: of that call.
         timeout: seconds each term may take.
         workers: the pools that run offloaded terms; None is those that the process shares.
+        temperature: of the policy, of which the log-probs are.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class StepProgress:
         output: CustomLossOutput,
         timeout: float,
         workers: Workers | None,
+        temperature: float = 1.0,
     ) -> None:
+        self._temperature = temperature
         self._data, self._logprobs, self._output = list(data), logprobs, output
         self._settings: dict[str, Any] = {"timeout": timeout, "workers": workers}
         # The value of these in training may be another quantity than `measure` gives, or may
@@ -64,10 +67,11 @@ class StepProgress:
         """Submit the forward pass, so that it runs right after the step that was submitted."""
         needs = tuple(dict.fromkeys(need for spec in self._after[1] for need in spec.needs))
         if needs:
-            opened = client.open_pass(self._data, needs, keep_graph=False)
+            at = at_temperature(self._temperature)
+            opened = client.open_pass(self._data, needs, keep_graph=False, **at)
             self._forward = lambda: (opened.logprobs, opened.given)
         else:
-            future = submit_forward(client, self._data)
+            future = submit_forward(client, self._data, config_at(self._temperature))
             self._forward = lambda: (logprobs_of(future.result()), {})
 
     def changes(self) -> dict[str, float]:

@@ -30,6 +30,7 @@ def regularize(
     grad_space: Literal["logprobs", "parameters"] = "logprobs",
     track_every: int = 1,
     measure_progress: int = 0,
+    temperature: float = 1.0,
     service: Any = None,
     server_side: ServerSide = "auto",
 ) -> RegularizedClient:
@@ -58,6 +59,9 @@ def regularize(
         measure_progress: at steps that this divides, run the model forward once more after the
             optimizer step, on the same batch, to measure what the step did to each term; see
             `RegularizedClient.progress`. 0: never.
+        temperature: of the policy: the temperature that the data were sampled at. Log-probs, and
+            the ratios and terms of them, are those of softmax(logits / temperature). Other than 1,
+            it needs the engine, `steelyard serve` or a server that does the same.
         service: the `ServiceClient` that made the client, to upload losses through; None: through
             the client itself, if it is one of the SDK.
         server_side: `"auto"` lets the server run base and terms as one uploaded loss, in one pass,
@@ -123,5 +127,6 @@ def regularize(
         track_every,
         grad_space,
         measure_progress,
+        temperature,
     )
     return RegularizedClient(client, standing, settings, OnePass(client, service, server_side))

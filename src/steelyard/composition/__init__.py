@@ -14,7 +14,14 @@ from steelyard.composition.bounds import UnmetBoundWarning
 from steelyard.composition.composite import CompositeLoss, Share, TermLike
 from steelyard.composition.input_names import Reads, itself, reads, term
 from steelyard.composition.inputs import ToParameters
-from steelyard.composition.named_losses import NamedBaseLoss, NamedLoss, find_loss, loss_names
+from steelyard.composition.named_losses import (
+    TEMPERATURE,
+    NamedBaseLoss,
+    NamedLoss,
+    find_loss,
+    loss_names,
+    split_temperature,
+)
 from steelyard.composition.per_datum import PerDatum, Reduction, Separable
 from steelyard.composition.pipeline import Pipeline, acompute, compute
 from steelyard.composition.ranks import mean_state
@@ -23,6 +30,7 @@ from steelyard.composition.terms import DetachedTermWarning, Term, TermResult, Z
 from steelyard.composition.weightings import AggregatorLike, GramWeighting, aggregator_of
 
 __all__ = [
+    "TEMPERATURE",
     "AggregationWarning",
     "Aggregator",
     "AggregatorLike",
@@ -56,5 +64,6 @@ __all__ = [
     "loss_names",
     "mean_state",
     "reads",
+    "split_temperature",
     "term",
 ]

@@ -11,6 +11,9 @@ dro                   -sum(logprobs * A - beta / 2 * (logprobs - q)^2)
 
 The engine trains with them, and `NamedBaseLoss` is one of them as the base loss of a pipeline.
 
+On the engine `loss_fn_config` may also hold a `"temperature"`, which is no setting of the loss: the
+log-probs are those of `softmax(logits / temperature)` then.
+
 PPO: Schulman et al., 2017, arXiv:1707.06347. CISPO: MiniMax-M1, 2025, arXiv:2506.13585. DRO:
 Richemond et al., 2024, arXiv:2405.19107.
 """
@@ -29,6 +32,8 @@ from steelyard.errors import InputError
 from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
 from steelyard.spec import is_finite
 
+# Key of `loss_fn_config` for the temperature of the policy.
+TEMPERATURE = "temperature"
 # (log-probs [T] or [T, K], fields of the datum, settings) -> loss of each token, in that shape
 Elementwise = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 
@@ -89,6 +94,23 @@ def find_loss(
             f"({argument} of {name})."
         )
     return loss, settings
+
+
+def split_temperature(
+    config: Mapping[str, float | str] | None,
+) -> tuple[float, dict[str, float | str]]:
+    """Split `loss_fn_config` into the temperature of the policy, 1 by default, and the settings.
+
+    Raises:
+        InputError: the temperature is no finite number > 0.
+    """
+    settings = dict(config or {})
+    temperature = settings.pop(TEMPERATURE, 1.0)
+    if not is_finite(temperature) or not temperature > 0:  # type: ignore[operator]  # a number
+        raise InputError(
+            f"loss_fn_config[{TEMPERATURE!r}] must be a finite number > 0, got {temperature!r}."
+        )
+    return float(temperature), settings
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ graph to the LoRA weights. So the graph of the model and the graph of the loss a
 chain rule joins them:
 
     d loss / d weights = sum over outputs of  d loss / d output * d output / d weights
+
+At a temperature t the logits z become z / t before anything reads them: log-probs, logits and the
+projection, `(h / t) W^T + b / t`, are those of the policy softmax(z / t).
 """
 
 from __future__ import annotations
@@ -67,6 +70,7 @@ class ForwardResult:
         hidden_states: `[rows, length, H]` by layer; empty if they were not requested.
         head_output: output of the output layer, `[rows, length, V]`; None unless `"head_input"` was
             requested and the layer ran.
+        temperature: divides `logits` and the logits of `logprobs`, and not `head_output`.
     """
 
     packing: Packing
@@ -75,6 +79,7 @@ class ForwardResult:
     head_input: Tensor | None
     hidden_states: Mapping[int, Tensor]
     head_output: Tensor | None = None
+    temperature: float = 1.0
 
     def split(self, examples: Sequence[DatumTensors], into: Sequence[dict[str, Any]]) -> None:
         """Put the outputs of each sequence, detached, into `into[index]`, by name."""
@@ -108,7 +113,8 @@ class ForwardResult:
             pairs.append((self.logits, self.pack_like(self.logits, gradients.logits)))
         if self.head_input is not None and gradients.projection is not None:
             rows = [gradient.hidden for gradient in gradients.projection]
-            pairs.append((self.head_input, self.pack_like(self.head_input, rows)))
+            packed = self.pack_like(self.head_input, rows)
+            pairs.append((self.head_input, packed / self.temperature))  # a projection holds h / t
         for layer, states in self.hidden_states.items() if gradients.hidden_states else ():
             by_datum = [by_layer[layer] for by_layer in gradients.hidden_states or ()]
             # Layer 0 is the embeddings, which no adapter precedes: they require no gradient.
@@ -137,6 +143,7 @@ def forward(
     examples: Sequence[DatumTensors],
     packing: Packing,
     needs: Sequence[str] = (),
+    temperature: float = 1.0,
 ) -> ForwardResult:
     """Run the model over a packing; with an autograd graph, if gradients are enabled.
 
@@ -148,6 +155,7 @@ def forward(
         needs: outputs beside the log-probs, of `COMPUTED_INPUTS` or `"head_input"`. With
             `"projection"` and without `"logits"` the output layer is left out of the pass, and no
             tensor `[rows, length, V]` exists at any time.
+        temperature: divides the logits.
     """
     device = model.device
     columns = max(_columns(examples[s.index].targets.shape) for s in packing.sequences)
@@ -165,10 +173,10 @@ def forward(
         output = model(adapter, input_ids=tokens.to(device), use_cache=False, **options)
     head_input: Any = head.hidden if head else None
     if compute_logits:
-        logits = _at_least_float32(output.logits)
+        logits = _policy_logits(output.logits, temperature)
         logprobs = _logprobs(logits, targets.to(device))
     else:
-        logprobs = _chunked_logprobs(model, head_input, targets.to(device))
+        logprobs = _chunked_logprobs(model, head_input, targets.to(device), temperature)
     hidden_states = enumerate(output.hidden_states) if "hidden_states" in needs else ()
     return ForwardResult(
         packing,
@@ -177,6 +185,7 @@ def forward(
         head_input,
         dict(hidden_states),
         head.made if "head_input" in needs and compute_logits else None,
+        temperature,
     )
 
 
@@ -185,7 +194,9 @@ def computes_logits(needs: Sequence[str]) -> bool:
     return "logits" in needs or "projection" not in needs
 
 
-def _chunked_logprobs(model: Model, head_input: Tensor, targets: Tensor) -> Tensor:
+def _chunked_logprobs(
+    model: Model, head_input: Tensor, targets: Tensor, temperature: float
+) -> Tensor:
     """Log-probs `[rows, length, K]` from the input of the output layer `[rows, length, H]`.
 
     Gradient checkpointing: only the logits of one chunk exist at a time. They are dropped after the
@@ -195,7 +206,7 @@ def _chunked_logprobs(model: Model, head_input: Tensor, targets: Tensor) -> Tens
     layer = model.output_layer
 
     def chunk_logprobs(hidden: Tensor, wanted: Tensor) -> Tensor:
-        return _logprobs(_at_least_float32(layer(hidden)), wanted)
+        return _logprobs(_policy_logits(layer(hidden), temperature), wanted)
 
     hidden, wanted = (torch.split(each.flatten(0, 1), size) for each in (head_input, targets))
     found = [
@@ -211,9 +222,12 @@ def _logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.gather(-1, targets) - logits.logsumexp(-1, keepdim=True)
 
 
-def _at_least_float32(logits: Tensor) -> Tensor:
+def _policy_logits(logits: Tensor, temperature: float) -> Tensor:
+    """Logits divided by the temperature, in float32 or float64."""
     # A sum of V exponentials needs more than the 8 bits of precision of bfloat16.
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return logits if temperature == 1 else logits / temperature
 
 
 def _columns(shape: torch.Size) -> int:

@@ -54,12 +54,14 @@ class OpenPass:
         results: the packings with their graphs; None if they are not kept, and the backward pass
             must run the model forward again.
         version: of the weights that it was made with.
+        temperature: of the policy.
     """
 
     examples: Sequence[DatumTensors]
     outputs: Sequence[dict[str, Any]]
     results: list[ForwardResult] | None
     version: int
+    temperature: float = 1.0
 
 
 class Trainer:
@@ -77,27 +79,35 @@ class Trainer:
         self._token_budget = token_budget
 
     def forward(
-        self, examples: Sequence[DatumTensors], loss: NamedLoss, settings: Settings
+        self,
+        examples: Sequence[DatumTensors],
+        loss: NamedLoss,
+        settings: Settings,
+        temperature: float = 1.0,
     ) -> types.ForwardBackwardOutput:
-        """Compute the loss and the log-probs, without gradients."""
+        """Compute the loss and the log-probs at a temperature, without gradients."""
         outputs = self._token_budget.run(
-            self.adapter, lambda tokens: self._without_graph(examples, tokens)
+            self.adapter, lambda tokens: self._without_graph(examples, tokens, (), temperature)
         )
         logprobs = [each["logprobs"] for each in outputs]
         losses, _ = _loss_and_gradients(logprobs, examples, loss, settings)
         return _sdk_output(logprobs, losses)
 
     def forward_backward(
-        self, examples: Sequence[DatumTensors], loss: NamedLoss, settings: Settings
+        self,
+        examples: Sequence[DatumTensors],
+        loss: NamedLoss,
+        settings: Settings,
+        temperature: float = 1.0,
     ) -> types.ForwardBackwardOutput:
-        """Compute the loss, and accumulate its gradient in the adapter."""
+        """Compute the loss of log-probs at a temperature, and accumulate its gradient."""
 
         def work(tokens: int) -> types.ForwardBackwardOutput:
             total = _GradientSum(self.adapter)
             outputs = _empty_outputs(examples)
             losses: list[Tensor] = [torch.empty(0)] * len(examples)
             for packing in self._packings(examples, tokens):
-                result = self._with_graph(examples, packing)
+                result = self._with_graph(examples, packing, (), temperature)
                 result.split(examples, outputs)
                 indices = [sequence.index for sequence in packing.sequences]
                 logprobs = [outputs[i]["logprobs"] for i in indices]
@@ -122,6 +132,7 @@ class Trainer:
         examples: Sequence[DatumTensors],
         needs: Sequence[str],
         *,
+        temperature: float = 1.0,
         keep_graph: bool = True,
         per_term: bool = False,
     ) -> OpenPass:
@@ -130,6 +141,7 @@ class Trainer:
         Args:
             examples: the data.
             needs: outputs beside the log-probs; those of `COMPUTED_INPUTS` are computed.
+            temperature: of the policy: divides the logits.
             keep_graph: False if no backward pass is expected; one would run forward again.
             per_term: prepare for `parameter_gradients` of several terms.
 
@@ -153,14 +165,17 @@ class Trainer:
             results = None
             size = sum(packing.rows * packing.length for packing in packings)
             if keep_graph and size <= tokens:
-                results = [self._with_graph(examples, packing, computed) for packing in packings]
+                results = [
+                    self._with_graph(examples, packing, computed, temperature)
+                    for packing in packings
+                ]
                 for result in results:
                     result.split(examples, outputs)
             else:
-                outputs = self._without_graph(examples, tokens, computed)
+                outputs = self._without_graph(examples, tokens, computed, temperature)
             if "projection" in computed:
-                self._add_projections(outputs)
-            return OpenPass(examples, outputs, results, self.adapter.version)
+                self._add_projections(outputs, temperature)
+            return OpenPass(examples, outputs, results, self.adapter.version, temperature)
 
         return self._token_budget.run(self.adapter, work, computed)
 
@@ -207,7 +222,7 @@ class Trainer:
             computed = self._differentiated(terms)
             sums, opened.outputs = self._token_budget.run(
                 self.adapter,
-                lambda tokens: self._backward_recomputed(opened.examples, terms, tokens, computed),
+                lambda tokens: self._backward_recomputed(opened, terms, tokens, computed),
                 computed,
             )
         for total, gradients in zip(sums, terms, strict=True):
@@ -215,17 +230,20 @@ class Trainer:
             total.add(self._through_output_weight(gradients))
         return [total.gradients for total in sums]
 
-    def _add_projections(self, outputs: Sequence[dict[str, Any]]) -> None:
-        """Turn the inputs of the output layer into projections, all with one weight tensor."""
+    def _add_projections(self, outputs: Sequence[dict[str, Any]], temperature: float) -> None:
+        """Turn the inputs of the output layer into projections, all with one weight tensor.
+
+        Their logits are those of the policy: z / t = (h / t) W^T + b / t.
+        """
         with torch.enable_grad():
             weight, bias = affine(self.model.output_layer)
         # A leaf of its own: terms differentiate up to here, `_through_output_weight` goes on to A
         # and B of the layer's LoRA.
         weight = weight.detach().requires_grad_(weight.requires_grad)
+        bias = None if bias is None else bias.to(weight.dtype) / temperature
         for each in outputs:
-            hidden = each.pop("head_input").to(weight.dtype).requires_grad_()
-            bias = None if bias is None else bias.to(weight.dtype)
-            each["projection"] = Projection(hidden, weight, bias)
+            hidden = each.pop("head_input").to(weight.dtype) / temperature
+            each["projection"] = Projection(hidden.requires_grad_(), weight, bias)
 
     def _through_output_weight(self, gradients: OutputGradients) -> Sequence[Tensor | None]:
         """Gradients of the weights through the output layer's `W + scale * B A`, for projections.
@@ -266,15 +284,16 @@ class Trainer:
 
     def _backward_recomputed(
         self,
-        examples: Sequence[DatumTensors],
+        opened: OpenPass,
         terms: Sequence[OutputGradients],
         tokens: int,
         computed: Sequence[str],
     ) -> tuple[list[_GradientSum], Sequence[dict[str, Any]]]:
         """Sums of the gradients through new graphs, and the outputs of that forward pass."""
+        examples = opened.examples
         sums, outputs = [_GradientSum(self.adapter) for _ in terms], _empty_outputs(examples)
         for packing in self._packings(examples, tokens):
-            result = self._with_graph(examples, packing, computed)
+            result = self._with_graph(examples, packing, computed, opened.temperature)
             result.split(examples, outputs)
             self._add_backward(result, terms, sums)
         return sums, outputs
@@ -304,18 +323,27 @@ class Trainer:
         return pack(lengths, tokens, shared=self.model.supports_packing)
 
     def _with_graph(
-        self, examples: Sequence[DatumTensors], packing: Packing, needs: Sequence[str] = ()
+        self,
+        examples: Sequence[DatumTensors],
+        packing: Packing,
+        needs: Sequence[str],
+        temperature: float,
     ) -> ForwardResult:
         with torch.enable_grad():
-            return forward(self.model, self.adapter, examples, packing, needs)
+            return forward(self.model, self.adapter, examples, packing, needs, temperature)
 
     def _without_graph(
-        self, examples: Sequence[DatumTensors], tokens: int, needs: Sequence[str] = ()
+        self,
+        examples: Sequence[DatumTensors],
+        tokens: int,
+        needs: Sequence[str],
+        temperature: float,
     ) -> list[dict[str, Any]]:
         outputs = _empty_outputs(examples)
         with torch.no_grad():
             for packing in self._packings(examples, tokens):
-                forward(self.model, self.adapter, examples, packing, needs).split(examples, outputs)
+                result = forward(self.model, self.adapter, examples, packing, needs, temperature)
+                result.split(examples, outputs)
         return outputs
 
     def _weights(self) -> list[Tensor]:

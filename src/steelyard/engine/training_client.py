@@ -17,7 +17,7 @@ from tinker.lib.public_interfaces.custom_loss import (
 )
 from torch import Tensor
 
-from steelyard.composition import find_loss
+from steelyard.composition import find_loss, split_temperature
 from steelyard.engine.adapter import Adapter, check_adam
 from steelyard.engine.checkpoint_contents import TrainingState
 from steelyard.engine.datum_tensors import read_examples
@@ -43,6 +43,9 @@ class LocalTrainingClient:
     which they were called, gradients accumulate until `optim_step`, and losses are sums. A custom
     loss runs the model forward once, where the SDK's client needs two passes. Data are checked when
     a method is called, before any work is queued.
+
+    With a `"temperature"` t in `loss_fn_config`, the log-probs of a loss are those of the policy
+    softmax(logits / t), which samples at t are drawn from.
 
     Attributes:
         model_id: the name of this training run.
@@ -144,19 +147,20 @@ class LocalTrainingClient:
         Raises:
             InputError: the data or the loss break a rule.
         """
-        loss, settings = find_loss(loss_fn, loss_fn_config)
+        temperature, own = split_temperature(loss_fn_config)
+        loss, settings = find_loss(loss_fn, own)
         examples = read_examples(data, loss.fields, self._worker.model.limits)
         work = self._trainer.forward_backward if backward else self._trainer.forward
-        return lambda: self._worker.submit(work, examples, loss, settings)
+        return lambda: self._worker.submit(work, examples, loss, settings, temperature)
 
     def prepare_custom(
-        self, data: list[types.Datum], loss: LossOfLogprobs
+        self, data: list[types.Datum], loss: LossOfLogprobs, temperature: float = 1.0
     ) -> Callable[[], types.ForwardBackwardOutput]:
         """Check the data of a custom loss, and return a function that runs it and waits for it.
 
         That function runs the loss in its own thread, between a forward and a backward pass on
         the worker thread, where calls of other clients run meanwhile. Later calls of this client
-        must wait for it.
+        must wait for it. The log-probs are those at `temperature`.
 
         Raises:
             InputError: the data break a rule.
@@ -164,7 +168,9 @@ class LocalTrainingClient:
         examples = read_examples(data, {}, self._worker.model.limits)
 
         def run() -> types.ForwardBackwardOutput:
-            opened = self._worker.submit(self._trainer.open_pass, examples, ()).result()
+            opened = self._worker.submit(
+                self._trainer.open_pass, examples, (), temperature=temperature
+            ).result()
             # In float32 on the CPU, as the SDK's custom losses get them.
             leaves = [
                 outputs["logprobs"].detach().cpu().float().requires_grad_()
@@ -190,6 +196,7 @@ class LocalTrainingClient:
         data: list[types.Datum],
         needs: Sequence[str] = (),
         *,
+        temperature: float = 1.0,
         keep_graph: bool = True,
         per_term: bool = False,
     ) -> ForwardPass:
@@ -200,6 +207,8 @@ class LocalTrainingClient:
         Args:
             data: with `target_tokens`; other fields are not read.
             needs: extra inputs: `"logits"`, `"projection"`, `"hidden_states"`, `"parameters"`.
+            temperature: divides the logits: log-probs, logits and projection are those of the
+                policy at this temperature.
             keep_graph: False if no backward pass is expected, as in an evaluation.
             per_term: prepare for `parameter_gradients`, which is faster then.
 
@@ -212,7 +221,12 @@ class LocalTrainingClient:
             raise InputError(f"needs must be among {list(self.gives)}, got {unknown}.")
         examples = read_examples(data, {}, self._worker.model.limits)
         opened = self._worker.submit(
-            self._trainer.open_pass, examples, needs, keep_graph=keep_graph, per_term=per_term
+            self._trainer.open_pass,
+            examples,
+            needs,
+            temperature=temperature,
+            keep_graph=keep_graph,
+            per_term=per_term,
         ).result()
         return ForwardPass(self._worker, self._trainer, opened, needs)
 

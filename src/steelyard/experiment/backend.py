@@ -17,8 +17,8 @@ from tinker import types
 from torch import Tensor
 
 from steelyard.clients import RegularizedClient, regularize
-from steelyard.composition import Aggregator
-from steelyard.errors import ConfigError, InputError, ModelError, RunError
+from steelyard.composition import TEMPERATURE, Aggregator
+from steelyard.errors import ConfigError, InputError, ModelError, RunError, SpecError
 from steelyard.experiment.config import ModelConfig
 from steelyard.experiment.secrets import redact
 from steelyard.experiment.service_address import address_of, service_options
@@ -52,16 +52,23 @@ class Backend:
         return self.client.get_tokenizer()
 
     def logprobs(
-        self, data: Sequence[types.Datum], progress: Callable[[int], None] = lambda _: None
+        self,
+        data: Sequence[types.Datum],
+        progress: Callable[[int], None] = lambda _: None,
+        *,
+        temperature: float = 1.0,
     ) -> list[Tensor]:
         """Log-probs of the target tokens of each datum, `[T]` in float32, without a gradient.
 
-        `progress` is called with the number of data done so far, after each forward call.
+        They are those of softmax(logits / temperature). `progress` is called with the number of
+        data done so far, after each forward call.
         """
+        config = () if temperature == 1 else ({TEMPERATURE: temperature},)
         logprobs: list[Tensor] = []
         for start in range(0, len(data), _FORWARD_BATCH):
             chunk = [_cross_entropy_inputs(d) for d in data[start : start + _FORWARD_BATCH]]
-            outputs = self.client.forward(chunk, "cross_entropy").result().loss_fn_outputs
+            found = self.client.forward(chunk, "cross_entropy", *config).result()
+            outputs = found.loss_fn_outputs
             logprobs += [output["logprobs"].to_torch().to(torch.float32) for output in outputs]
             progress(len(logprobs))
         return logprobs
@@ -89,6 +96,23 @@ class Backend:
     def sample_groups(self, requests: Sequence[Request]) -> list[list[types.SampledSequence]]:
         """Sample from the current weights: the sequences of each request."""
         return sample_from(self.client.save_weights_and_get_sampling_client(), requests)
+
+    def check_temperature(self, temperature: float) -> None:
+        """Check that the backend trains a policy at the temperature of the rollouts.
+
+        Raises:
+            ConfigError: it computes log-probs at temperature 1 alone.
+        """
+        try:
+            with convert_tinker_errors("compute log-probs"):
+                self.client.check_temperature(temperature)
+        except SpecError as error:
+            raise ConfigError(
+                f"rollouts.temperature must be 1, or 0, for a service that computes log-probs at "
+                f"temperature 1 alone, got {temperature!r}: the ratios would compare answers that "
+                f"were sampled at {temperature!r} with log-probs at 1. Set rollouts.temperature = "
+                f"1, or train with model.backend = 'local' or on 'steelyard serve'."
+            ) from error
 
     @cached_property
     def base(self) -> Backend:

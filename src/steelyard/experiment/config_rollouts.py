@@ -27,7 +27,12 @@ class RolloutsConfig(Table):
     per_step: int = Field(default=4, ge=1, description="prompts per step")
     group_size: int = Field(default=8, ge=1, description="answers to each prompt")
     max_tokens: int = Field(default=64, ge=1, description="maximum tokens of an answer")
-    temperature: float = Field(default=1.0, ge=0, description="of the sampled answers")
+    temperature: float = Field(
+        default=1.0,
+        ge=0,
+        description="of the sampled answers, and of the policy that is trained on them; 0: the "
+        "likeliest tokens, and log-probs at 1",
+    )
     top_p: float = Field(
         default=1.0,
         gt=0,
@@ -65,6 +70,11 @@ class RolloutsConfig(Table):
     split_seed: int | None = Field(
         default=None, ge=0, description="seed that picks the held-out prompts; None: train.seed"
     )
+
+    @property
+    def policy_temperature(self) -> float:
+        """Temperature of the policy, whose log-probs the samples have: 1 if they are greedy."""
+        return self.temperature or 1.0
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -168,7 +168,9 @@ class _TrainingRun:
         return open_backend(self.config.model, seed, checkpoints, self.terms.aggregator)
 
     def _train(self, backend: Backend) -> Outcome:
-        settings = self.config.train
+        settings, rollouts = self.config.train, self.config.rollouts
+        if rollouts is not None:
+            backend.check_temperature(rollouts.policy_temperature)
         # Before the checkpoint is loaded, while the client still predicts as the base model does.
         source = self._open_source(backend)
         with checkpointing.suggest_older(self.run):

@@ -227,6 +227,7 @@ class TrainingSteps:
                 grad_space=settings.grad_space,
                 track_every=settings.track_every,
                 measure_progress=settings.measure_progress,
+                temperature=self._temperature,
                 step=step,
                 shares=shares,
             ).result()
@@ -242,6 +243,12 @@ class TrainingSteps:
         for name, reason in skipped.items():
             self.say(f"step {step}: {name} was skipped: {reason}")
         return replace(output, skipped=skipped)
+
+    @property
+    def _temperature(self) -> float:
+        """Temperature of the policy: that of the answers; 1 for fixed data."""
+        rollouts = self.config.rollouts
+        return 1.0 if rollouts is None else rollouts.policy_temperature
 
     def _adam(self, step: int) -> types.AdamParams:
         settings = self.config.train

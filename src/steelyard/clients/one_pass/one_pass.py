@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from steelyard.clients.one_pass.lowering import LoweredBatch, Lowering, NotLoweredError
 from steelyard.clients.one_pass.results import OnePassFuture, SentCall, TwoPassCall
 from steelyard.clients.one_pass.upload import RefusedError, Uploader
-from steelyard.composition import Pipeline, RemoteCall, WeightedSum
+from steelyard.composition import TEMPERATURE, Pipeline, RemoteCall, WeightedSum
 from steelyard.errors import SpecError
 
 ServerSide: TypeAlias = Literal["auto", True, False]
@@ -92,6 +92,7 @@ class OnePass:
         step: int,
         again: TwoPassCall,
         reason: str | None = None,
+        temperature: float = 1.0,
     ) -> OnePassFuture | None:
         """Send a call in one request; None if it has to run in two passes.
 
@@ -101,6 +102,7 @@ class OnePass:
             step: the number of the step.
             again: the same call in two passes, for a request that fails.
             reason: why this call has to run in two passes, whatever its terms.
+            temperature: of the policy.
 
         Raises:
             SpecError: `server_side` is True, and it has to; or a schedule yields a bad weight.
@@ -108,8 +110,13 @@ class OnePass:
         prepared = self.prepare(pipeline, data, step, reason)
         if prepared is None:
             return None
+        request = list(prepared.batch.data)
         with _reported(prepared.call):
-            sent = self._client.forward_backward_custom(list(prepared.batch.data), prepared.handle)
+            if temperature == 1:
+                sent = self._client.forward_backward_custom(request, prepared.handle)
+            else:
+                config = _config_of(prepared.handle, temperature)
+                sent = self._client.forward_backward(request, "custom", config)
         return self._future(sent, prepared, data, pipeline, again)
 
     async def submit_async(
@@ -119,6 +126,7 @@ class OnePass:
         step: int,
         again: TwoPassCall,
         reason: str | None = None,
+        temperature: float = 1.0,
     ) -> OnePassFuture | None:
         """Do the same as `submit`, without blocking the event loop."""
         prepared = await asyncio.to_thread(self.prepare, pipeline, data, step, reason)
@@ -126,7 +134,11 @@ class OnePass:
             return None
         request = list(prepared.batch.data)
         with _reported(prepared.call):
-            sent = await self._client.forward_backward_custom_async(request, prepared.handle)
+            if temperature == 1:
+                sent = await self._client.forward_backward_custom_async(request, prepared.handle)
+            else:
+                config = _config_of(prepared.handle, temperature)
+                sent = await self._client.forward_backward_async(request, "custom", config)
         return self._future(sent, prepared, data, pipeline, again)
 
     def prepare(
@@ -210,6 +222,14 @@ class OnePass:
                 UploadRefusedWarning,
                 stacklevel=2,
             )
+
+
+def _config_of(handle: Any, temperature: float) -> dict[str, float | str]:
+    """What `forward_backward_custom` sends for an uploaded loss, and the temperature.
+
+    The SDK's method has no argument for it, and its data are those that were lowered for the loss.
+    """
+    return {"loss_id": handle.loss_id, TEMPERATURE: temperature}
 
 
 @contextmanager

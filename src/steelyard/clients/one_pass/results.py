@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from steelyard.clients.client_pass import MappedFuture
+from steelyard.clients.client_pass import MappedFuture, is_refusal
 from steelyard.clients.one_pass.lowering import LoweredBatch
 from steelyard.clients.one_pass.term_gradients import TermGradients
 from steelyard.composition import RemoteCall
@@ -133,7 +132,7 @@ class OnePassFuture(MappedFuture[CustomLossOutput]):
         try:
             result = self._wait(timeout)
         except Exception as error:
-            if not _is_refusal(error):
+            if not is_refusal(error):
                 raise
             return self._repeat(error)
         return self._transformed(result)
@@ -143,7 +142,7 @@ class OnePassFuture(MappedFuture[CustomLossOutput]):
         try:
             result = await self._wait_async(timeout)
         except Exception as error:
-            if not _is_refusal(error):
+            if not is_refusal(error):
                 raise
             return await asyncio.to_thread(self._repeat, error)
         return self._transformed(result)
@@ -162,14 +161,6 @@ class OnePassFuture(MappedFuture[CustomLossOutput]):
             failed: Future[CustomLossOutput] = Future()
             failed.set_exception(failure)
             return failed
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether the server has rejected the request, rather than that it could not be reached."""
-    tinker = sys.modules.get("tinker")
-    names = ("RequestFailedError", "BadRequestError", "UnprocessableEntityError")
-    kinds = tuple(getattr(tinker, name) for name in names if hasattr(tinker, name))
-    return isinstance(error, kinds)
 
 
 def _logprobs(outputs: Sequence[Mapping[str, Any]], count: int) -> list[Tensor] | None:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tinker import types
 
+from steelyard.composition import split_temperature
 from steelyard.engine.adapter import check_adam
 from steelyard.engine.checkpoints import check_name
 from steelyard.engine.sampling_client import LocalSamplingClient
@@ -234,16 +235,17 @@ def _engine_call(
         return lambda: call().future()
     if not batch.backward:
         raise InputError("a custom loss is for forward_backward, got forward.")
-    loss = losses.get(str(batch.config.get("loss_id")))
+    temperature, settings = split_temperature(batch.config)
+    loss = losses.get(str(settings.get("loss_id")))
     if loss is None:
         raise InputError(
             f"loss_fn_config['loss_id'] must be that of a loss this client has uploaded, "
-            f"got {batch.config.get('loss_id')!r}."
+            f"got {settings.get('loss_id')!r}."
         )
     limits = state.settings
     budget = LossBudget(limits.max_loss_bytes, limits.loss_seconds)
     bound = state.loss_process.bind(loss, batch.data, budget)
-    run = client.prepare_custom(batch.data, bound)
+    run = client.prepare_custom(batch.data, bound, temperature)
 
     def check_and_run() -> Output:
         bound.check()

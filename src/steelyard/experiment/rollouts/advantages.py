@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 
 Advantage: TypeAlias = Literal["grpo", "rloo", "none"]
 
-# Added to the standard deviation of a group, as in TRL and the GRPO paper's code.
-_EPSILON = 1e-6
+# Added to the standard deviation of a group, as in TRL.
+_EPSILON = 1e-4
 _FEWEST = 2  # answers that can be compared
 
 
@@ -19,9 +19,10 @@ def advantages(
 ) -> list[float]:
     """Advantage of each answer of a group, from the rewards r.
 
-    `"grpo"`: r - mean(r), divided by (the sample standard deviation of r + 1e-6) if `normalize`.
+    `"grpo"`: r - mean(r), divided by (the sample standard deviation of r + 1e-4) if `normalize`.
     `"rloo"`: r - the mean of the other rewards. `"none"`: r. A single answer has nothing to be
-    compared with: its advantage is 0, except with `"none"`.
+    compared with, and nor have answers with equal rewards: their advantage is 0, except with
+    `"none"`.
 
     Example:
         >>> advantages([1.0, 0.0, 0.0, 1.0], normalize=False)

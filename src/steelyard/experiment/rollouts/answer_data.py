@@ -43,7 +43,9 @@ def datum_of(scored: ScoredAnswer) -> types.Datum:
     return datum
 
 
-def add_base_logprobs(data: Sequence[types.Datum], backend: Backend) -> list[types.Datum]:
+def add_base_logprobs(
+    data: Sequence[types.Datum], backend: Backend, temperature: float = 1.0
+) -> list[types.Datum]:
     """Copies of data with `reference_logprobs`, computed now with the base model."""
-    logprobs = backend.base.logprobs(data)
+    logprobs = backend.base.logprobs(data, temperature=temperature)
     return [with_reference(datum, row) for datum, row in zip(data, logprobs, strict=True)]

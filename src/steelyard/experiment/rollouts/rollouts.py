@@ -107,10 +107,23 @@ def open_rollouts(
     if encoder.is_chat and any("messages" not in each.record for each in (*prompts, *held_out)):
         say(CHATS.format("rollouts"))
     say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
+    if settings.top_p < 1:
+        say(truncation_warning(settings))
     # The first step takes a while, and nothing else is said until it is done.
     say(f"sampling answers: {settings.group_size} to each of {settings.per_step} prompts a step")
     return Rollouts(
         config, settings, terms, backend, run, say, encoder, prompts, held_out, failure_log
+    )
+
+
+def truncation_warning(settings: RolloutsConfig) -> str:
+    """Sentence on what the log-probs of answers that are sampled with a `top_p` below 1 are of."""
+    return (
+        f"warning: rollouts.top_p = {settings.top_p:g} samples from a part of the vocabulary, and "
+        f"log-probs are those of the whole distribution at temperature "
+        f"{settings.policy_temperature:g}, when the answers are sampled and when they are trained "
+        f"on: ratios and terms are of a policy that the answers were not quite sampled from. Set "
+        f"rollouts.top_p = 1 to sample from it"
     )
 
 
@@ -161,7 +174,7 @@ class Rollouts:
         self._write(groups, step)
         data = self._data(groups, step)
         if self.terms.reads_reference:
-            data = add_base_logprobs(data, self.backend)
+            data = add_base_logprobs(data, self.backend, settings.policy_temperature)
             seconds["rollouts/reference_seconds"] = clock.lap()
         scored = [each for group in groups for each in group]
         tokens = sum(len(each.answer.tokens) for each in scored)
@@ -177,10 +190,14 @@ class Rollouts:
         )
 
     def evaluate(self, step: int) -> dict[str, Any]:
-        """Rewards, and values of the terms, of the answers to the held-out prompts."""
+        """Rewards, and values of the terms, of the answers to the held-out prompts.
+
+        Answers and log-probs are those at temperature 1, whatever that of the rollouts, so that
+        runs at different temperatures are compared on one scale.
+        """
         if not self.held_out:
             return {}
-        settings = self.settings
+        settings = self.settings.model_copy(update={"temperature": 1.0})
         sampled = sample_answers(
             self.backend,
             self.held_out,
