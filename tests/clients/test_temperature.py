@@ -1,4 +1,4 @@
-"""Policies at a temperature: terms on the engine and through the SDK's client, and other servers."""
+"""Policies at a temperature: on the engine, through the SDK's client, and elsewhere."""
 
 from __future__ import annotations
 
@@ -175,18 +175,17 @@ def test_a_server_without_temperatures_is_an_error_before_the_first_gradient(
 ) -> None:
     elsewhere = Elsewhere(remote.engine, remote.holder)  # type: ignore[arg-type]  # the fake one
     elsewhere.refuses = refuses
-    for client in (regularize(elsewhere), regularize(elsewhere, [SQUARES])):
-        calls = [
-            lambda: client.forward_backward_custom(DATA, total, temperature=T),
-            lambda: asyncio.run(
-                client.forward_backward_custom_async(DATA, total, temperature=T)
-            ),
-            lambda: client.check_temperature(T),
-        ]
-        for call in calls:
-            with pytest.raises(SpecError, match=RULE) as raised:
-                call()
-            assert reason in str(raised.value)
+    client = regularize(elsewhere, [SQUARES])
+    calls = [
+        lambda: client.forward_backward_custom(DATA, total, temperature=T),
+        lambda: asyncio.run(client.forward_backward_custom_async(DATA, total, temperature=T)),
+        lambda: client.forward_backward(DATA, "ppo", {"temperature": T}),
+        lambda: client.check_temperature(T),
+    ]
+    for call in calls:
+        with pytest.raises(SpecError, match=RULE) as raised:
+            call()
+        assert reason in str(raised.value)
     with pytest.raises(SpecError, match=RULE):
         regularize(elsewhere, temperature=T).forward_backward(DATA, "ppo")
     assert all(kind == "forward" for kind, _ in elsewhere.sent)

@@ -1,4 +1,4 @@
-"""A policy at a temperature: against plain transformers in float64, logits / T before log-softmax."""
+"""A policy at a temperature, against plain transformers in float64 with logits / T."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_a_gradient_at_a_temperature_is_that_of_finite_differences(
         with torch.no_grad():
             hand.weights[key][place] += step
         slope = (values[0] - values[1]) / (2 * step)
-        assert gradients[key][place].item() == pytest.approx(slope, rel=1e-3)  # RMSNorm is in float32
+        # The norms of the layers are computed in float32.
+        assert gradients[key][place].item() == pytest.approx(slope, rel=1e-3)
 
 
 def exact_entropy(_: Any, __: Any, logits: Sequence[Tensor]) -> Tensor:
@@ -155,7 +156,8 @@ def test_terms_see_the_policy_at_the_temperature(
         assert term.value == pytest.approx(parts[name].item(), rel=1e-7)
     total = parts["base"] + 0.7 * parts["entropy"] + 2.0 * parts["spread"]
     found = torch.autograd.grad(total, list(hand.weights.values()), retain_graph=True)
-    close(client.gradients(), dict(zip(hand.weights, found, strict=True)), 1e-6)  # RMSNorm is in float32
+    # The norms of the layers are computed in float32.
+    close(client.gradients(), dict(zip(hand.weights, found, strict=True)), 1e-6)
     if grad_space == "parameters":
         own = torch.autograd.grad(parts["entropy"], list(hand.weights.values()))
         norm = torch.cat([each.flatten() for each in own]).norm().item()

@@ -84,6 +84,22 @@ def test_a_rare_token_is_drawn_as_often_as_its_probability_says() -> None:
     assert stats.binomtest(counts[0], 20_000, 0.001).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("params", [{"top_p": 0.5}, {"top_p": 0.5, "top_k": 4}])
+def test_a_token_behind_just_the_share_is_out_of_the_nucleus(params: dict[str, Any]) -> None:
+    """Two of four equal tokens make up 0.5 exactly: the third is not needed."""
+    logits = torch.tensor([0.0, 0.0, 0.0, 0.0, -200.0]).expand(200, -1)
+    tokens = choose_tokens(logits, rows_of(200, **params)).tokens
+    assert len(set(tokens.tolist())) == 2
+
+
+def test_a_lighter_token_behind_just_the_share_is_out_of_the_nucleus() -> None:
+    weights = torch.tensor([1.0, 0.5, 1.0, 0.5, 0.5, 0.5]).expand(200, -1)
+    race = weights / exponential_noise(rows_of(200), weights)
+    limit = torch.full((200,), 2.0)  # half of the total
+    tokens = token_choice._draw_top_p(weights, race, race.argmax(-1), limit)
+    assert set(tokens.tolist()) == {0, 2}
+
+
 def by_sorting(weights: Tensor, top_k: int, top_p: float) -> set[int]:
     """Tokens that top-k and then top-p leave, from a full sort in float64."""
     ordered, ids = weights.double().sort(descending=True, stable=True)

@@ -19,9 +19,7 @@ from tests.engine.data import SMALL, by_hand, datum, logprobs
 
 T = 0.7
 POLICY = [
-    datum(
-        [1, 2, 3], weights=[1.0] * 3, logprobs=[-6.4, -6.5, -6.2], advantages=[0.1, -1.0, 0.5]
-    ),
+    datum([1, 2, 3], weights=[1.0] * 3, logprobs=[-6.4, -6.5, -6.2], advantages=[0.1, -1.0, 0.5]),
     datum([4, 5], weights=[1.0] * 2, logprobs=[-6.3, -6.1], advantages=[-0.2, 0.3]),
 ]
 
@@ -78,9 +76,7 @@ def test_terms_are_of_the_policy_at_the_temperature_in_one_and_in_two_passes(
     sdk: tinker.ServiceClient, training: tinker.TrainingClient, twin: Any, *, server_side: bool
 ) -> None:
     terms = [RegularizerSpec(L2(), weight=0.3, name="l2")]
-    client = regularize(
-        training, terms, True, temperature=T, service=sdk, server_side=server_side
-    )
+    client = regularize(training, terms, True, temperature=T, service=sdk, server_side=server_side)
     mine = regularize(twin, terms, True, temperature=T)
     for _ in range(2):
         rows = at(twin.weights())
@@ -117,7 +113,7 @@ def test_an_uploaded_loss_takes_no_temperature_of_0(
 
     handle = sdk.create_custom_loss(loss, {"logprobs": 1}).result()
     config = {"loss_id": str(handle.loss_id), "temperature": 0.0}
-    with pytest.raises(tinker.TinkerError, match="'temperature'.* must be a finite number > 0"):
+    with pytest.raises(tinker.TinkerError, match=r"'temperature'.* must be a finite number > 0"):
         training.forward_backward(POLICY, "custom", config).result()
 
 
@@ -125,7 +121,7 @@ def test_an_uploaded_loss_takes_no_temperature_of_0(
 def test_a_server_that_has_no_temperatures_is_noticed(
     training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch, *, ignores: bool
 ) -> None:
-    """A server of ours as it was before it had them, which refuses the key; and one that skips it."""
+    """It refuses the key of `loss_fn_config`, as ours once did, or ignores it."""
 
     def without(config: Any) -> tuple[float, Any]:
         kept = {k: v for k, v in (config or {}).items() if not (ignores and k == "temperature")}
