@@ -93,7 +93,7 @@ def test_a_token_behind_just_the_share_is_out_of_the_nucleus(params: dict[str, A
 
 
 def test_a_lighter_token_behind_just_the_share_is_out_of_the_nucleus() -> None:
-    weights = torch.tensor([1.0, 0.5, 1.0, 0.5, 0.5, 0.5]).expand(200, -1)
+    weights = torch.tensor([1.0, 0.5, 1.0, *[0.25] * 6]).expand(200, -1)
     race = weights / exponential_noise(rows_of(200), weights)
     limit = torch.full((200,), 2.0)  # half of the total
     tokens = token_choice._draw_top_p(weights, race, race.argmax(-1), limit)
