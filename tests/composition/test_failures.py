@@ -23,7 +23,7 @@ from steelyard.errors import (
     WorkerDiedError,
 )
 
-from .terms import LOGPROBS, broken, l2, nll
+from .terms import LOGPROBS, broken, l2, nll, unwatched
 
 EVERYWHERE = ["inline", "thread", "process"]
 
@@ -222,7 +222,7 @@ def test_a_result_that_comes_too_late_does_not_count() -> None:
         RegularizerSpec(sleepy, 1.0, "sleepy", run_in="thread", timeout=0.1, on_error="skip"),
         RegularizerSpec(long_inline, 1.0, "long", run_in="inline"),
     ]
-    output = Pipeline(nll, specs).compute([], LOGPROBS)
+    output = unwatched(Pipeline(nll, specs)).compute([], LOGPROBS)
     assert list(output.skipped) == ["sleepy"]
 
 
@@ -276,7 +276,7 @@ def test_a_failure_calls_off_the_terms_that_still_run() -> None:
 
     specs = [RegularizerSpec(wait, 1.0, "waiting"), RegularizerSpec(fail, 1.0, "broken")]
     with pytest.raises(TermError, match="'broken'"):
-        Pipeline(nll, specs, timeout=300).compute([], LOGPROBS)
+        unwatched(Pipeline(nll, specs, timeout=300)).compute([], LOGPROBS)
     assert cancelled.wait(60)
 
 
@@ -298,7 +298,7 @@ def test_a_term_that_was_called_off_may_start_again() -> None:
         RegularizerSpec(slow, 1.0, "slow", run_in="thread"),
         RegularizerSpec(sometimes, 1.0, "sometimes", run_in="inline"),
     ]
-    both = Pipeline(nll, specs, timeout=300)
+    both = unwatched(Pipeline(nll, specs, timeout=300))
     with pytest.raises(TermError, match="once"):
         both.compute([], LOGPROBS)
     fail[0] = False

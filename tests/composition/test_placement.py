@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -264,7 +265,7 @@ def test_an_autograd_term_that_reads_nothing_with_a_gradient() -> None:
 
 
 class Apart(Executor):
-    """A place of its own: it runs tickets at once, and notes what it is asked."""
+    """A place of its own: it runs each ticket in a thread, and notes what it is asked."""
 
     limited = False
 
@@ -273,7 +274,7 @@ class Apart(Executor):
 
     def submit(self, ticket: Ticket) -> None:
         self.asked.append(("submit", ticket.term, ticket.timeout))
-        ticket.run()
+        threading.Thread(target=ticket.run).start()
 
     def prepare(self, term: str, call: object) -> None:
         self.asked.append(("prepare", term))

@@ -46,3 +46,36 @@ def test_other_processes_are_prepared_as_before(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("json.tool"))
     data = multiprocessing.spawn.get_preparation_data("other")
     assert data["init_main_from_name"] == "json.tool"
+
+
+LOCKS = """
+import time, torch
+from multiprocessing import Lock
+from steelyard import Pipeline, RegularizerSpec
+def finished(data, logprobs):
+    from tqdm import tqdm
+    return sum(tqdm(logprobs, disable=None)).sum()
+def hanging(data, logprobs):
+    keep = Lock()
+    time.sleep(600)
+mine = Lock()
+specs = [RegularizerSpec(finished, 1.0, "f", run_in="process"),
+         RegularizerSpec(hanging, 1.0, "h", run_in="process", timeout=0.5, on_error="skip")]
+print(*Pipeline(lambda d, lp: lp[0].sum(), specs).compute([], [torch.ones(3)]).skipped)
+with mine:
+    pass
+"""
+
+
+def test_a_killed_worker_leaves_no_semaphore(tmp_path: Path) -> None:
+    """Python's resource tracker would warn of it when the program ends."""
+    (tmp_path / "script.py").write_text(LOCKS)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("h\n", "")

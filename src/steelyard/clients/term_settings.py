@@ -28,6 +28,7 @@ class TermSettings:
     workers: Workers | None
     aggregate: Aggregator
     track_every: int = 1
+    seed: int | None = None
     grad_space: str = "logprobs"
     measure_progress: int = 0
     temperature: float = 1.0

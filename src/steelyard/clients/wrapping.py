@@ -29,6 +29,7 @@ def regularize(
     aggregate: AggregatorLike = "sum",
     grad_space: Literal["logprobs", "parameters"] = "logprobs",
     track_every: int = 1,
+    seed: int | None = None,
     measure_progress: int = 0,
     temperature: float = 1.0,
     service: Any = None,
@@ -56,6 +57,7 @@ def regularize(
             parameters that are trained. The latter takes one backward pass for each term at each
             step that is tracked, and a client that runs the model in this process.
         track_every: compute norms and cosines at steps that this divides.
+        seed: of the random numbers that terms draw, as in `Pipeline`.
         measure_progress: at steps that this divides, run the model forward once more after the
             optimizer step, on the same batch, to measure what the step did to each term; see
             `RegularizedClient.progress`. 0: never.
@@ -125,6 +127,7 @@ def regularize(
         workers,
         aggregator,
         track_every,
+        seed,
         grad_space,
         measure_progress,
         temperature,

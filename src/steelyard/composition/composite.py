@@ -21,6 +21,7 @@ from steelyard import telemetry
 from steelyard.composition.aggregate import combine
 from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
+from steelyard.composition.call_seeds import CallSeed
 from steelyard.composition.distributed_inputs import (
     DistributedInputs,
     distributed_inputs,
@@ -84,6 +85,8 @@ class CompositeLoss(nn.Module):
         workers: the pools that run offloaded terms; None is those that the process shares.
         aggregate: how the terms' gradients become one, as in `Pipeline`; they are those with
             respect to `wrt`.
+        seed: seed of the random numbers that terms draw, as in `Pipeline`; not inside of
+            `torch.compile` or `torch.func.vmap`.
 
     Attributes:
         share: factor on the sum of the regularizers, 1 unless set. For gradient accumulation
@@ -124,6 +127,7 @@ class CompositeLoss(nn.Module):
         check_finite: bool = True,
         workers: Workers | None = None,
         aggregate: AggregatorLike = "sum",
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         base, composed = split_loss(base, ())
@@ -139,6 +143,7 @@ class CompositeLoss(nn.Module):
             workers,
             aggregate,
             track_every=track_every,
+            seed=seed,
             gives=_GIVEN,
         )
         self.share: Share = 1.0
@@ -378,7 +383,11 @@ class CompositeLoss(nn.Module):
             space = "inputs" if self._wrt is None else "parameters"
             named, shard_readers = self._inputs(inputs, space, targets)
             ranks = Ranks.of(self.group, self.share) if self._joined else None
-            evaluator = Evaluator(named, settings, self._terms.own_workers, events, ranks=ranks)
+            trains = torch.is_grad_enabled()
+            call = self._terms.count_call(self._step, trains=trains)
+            seed = CallSeed(settings.seed, call, trains, self.group)
+            workers = self._terms.own_workers
+            evaluator = Evaluator(named, settings, workers, events, ranks=ranks, seed=seed)
             results = evaluator.evaluate(self._due, self._step, tracked=tracked)
             if ranks is not None:
                 self._terms.average_state(ranks)

@@ -8,15 +8,16 @@ for what happens when it fails. What terms read, and how they are differentiated
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from time import perf_counter
 
 from steelyard.composition.aggregate import Aggregator, read_numbers, set_multipliers
 from steelyard.composition.call_events import CallEvents
+from steelyard.composition.call_seeds import CallSeed
 from steelyard.composition.inputs import Inputs
 from steelyard.composition.one_rank import WholeBatch
 from steelyard.composition.placement import Job, gather, job_for, place_of
@@ -25,6 +26,7 @@ from steelyard.composition.skips import skip
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import GradientError, InputError, TermError
 from steelyard.execution import Batch, Ticket, Workers, default_workers
+from steelyard.execution.turns import Turn
 from steelyard.gradients import (
     IsolatedCall,
     ValueAndGradient,
@@ -35,6 +37,7 @@ from steelyard.gradients import (
     split_metrics,
 )
 
+_NO_SEED = CallSeed()
 # The base losses of the evaluations that are under way.
 _active: ContextVar[tuple[Term, ...]] = ContextVar("_active", default=())
 
@@ -50,6 +53,7 @@ class EvaluatorSettings:
     check_finite: bool
     aggregator: Aggregator
     track_every: int = 1
+    seed: int | None = None
 
     def tracks(self, step: int) -> bool:
         """Whether norms and cosines are computed at a step."""
@@ -70,6 +74,7 @@ class Evaluator:
         events: emits telemetry; None if no handler is attached.
         stop: a queue in which another thread puts None to cancel the evaluation.
         ranks: the processes that make this call together; None if this one is alone.
+        seed: of the random numbers that terms draw.
     """
 
     def __init__(
@@ -80,9 +85,10 @@ class Evaluator:
         events: CallEvents | None,
         stop: SimpleQueue[Ticket | None] | None = None,
         ranks: Ranks | None = None,
+        seed: CallSeed = _NO_SEED,
     ) -> None:
         self._inputs, self._settings, self._events = inputs, settings, events
-        self._ranks = ranks
+        self._ranks, self._seed = ranks, seed
         self._whole: WholeBatch | None = None
         self._workers, self._stop = workers, stop
         self._check = settings.check_finite
@@ -124,10 +130,47 @@ class Evaluator:
     def _evaluate(
         self, terms: Sequence[Term], step: int, *, tracked: bool, shares: Mapping[str, float]
     ) -> list[TermResult]:
+        results = self._begin(terms, step, shares)
+        groups = self._groups(results, tracked=tracked)
+        grouped = [result for group in groups for result in group]
+        for result in grouped:
+            result.place = "inline"
+        for result in results:
+            if result not in grouped:  # fused terms draw no random numbers
+                result.randomness = self._seed.randomness(result.term, step)
+        shared = self._shared(results) if self._ranks is not None else []
+        offloaded = [result for result in results if result.place != "inline"]
+        jobs = self._jobs(offloaded) if offloaded else []
+        with ExitStack() as stack:
+            inline = [r for r in results if r.place == "inline" and r not in grouped]
+            turn = stack.enter_context(_turn_of(inline))
+            batch = None
+            if jobs and self._settings.parallel:
+                batch = stack.enter_context(self._batch(jobs))
+            with turn.inside() if turn is not None else nullcontext():
+                for result in inline:
+                    self.run_inline(result)
+                for group in groups:
+                    self._run_together(group, tracked=tracked)
+            if jobs:
+                batch = batch or stack.enter_context(self._batch(jobs))
+                gather(jobs, batch, self._accept, self.fail)
+        for result in shared:
+            self._receive(result)
+        self._whole = None
+        self._check_results(results, step)
+        if any(term.is_bounded for term in terms):
+            set_multipliers(results, step, self._inputs.gradient_size, shares, self._ranks)
+        return results
+
+    def _begin(
+        self, terms: Sequence[Term], step: int, shares: Mapping[str, float]
+    ) -> list[TermResult]:
+        """The results of terms that are still to run."""
         inputs = self._inputs
         spaces = [inputs.space(term) for term in terms]
         in_graph = [inputs.in_graph(term) for term in terms]
-        results = [
+        return [
             TermResult(
                 term,
                 term.weight_at(step) * shares.get(term.name, 1.0),
@@ -137,32 +180,6 @@ class Evaluator:
             )
             for term, stays, space in zip(terms, in_graph, spaces, strict=True)
         ]
-        groups = self._groups(results, tracked=tracked)
-        grouped = [result for group in groups for result in group]
-        for result in grouped:
-            result.place = "inline"
-        shared = self._shared(results) if self._ranks is not None else []
-        offloaded = [result for result in results if result.place != "inline"]
-        jobs = self._jobs(offloaded) if offloaded else []
-        with ExitStack() as stack:
-            batch = None
-            if jobs and self._settings.parallel:
-                batch = stack.enter_context(self._batch(jobs))
-            for result in results:
-                if result.place == "inline" and result not in grouped:
-                    self.run_inline(result)
-            for group in groups:
-                self._run_together(group, tracked=tracked)
-            if jobs:
-                batch = batch or stack.enter_context(self._batch(jobs))
-                gather(jobs, batch, self._accept, self.fail)
-        for result in shared:
-            self._receive(result)
-        self._whole = None
-        self._check_results(results, step)
-        if any(term.is_bounded for term in terms):
-            set_multipliers(results, step, inputs.gradient_size, shares, self._ranks)
-        return results
 
     def _shared(self, results: Sequence[TermResult]) -> list[TermResult]:
         """Terms that one process evaluates for all, there never inline."""
@@ -185,24 +202,35 @@ class Evaluator:
 
     def run_inline(self, result: TermResult) -> None:
         """Run a term in this thread, in the autograd graph of the inputs if it belongs there."""
-        inputs, term = self._inputs, result.term
+        term, randomness = result.term, result.randomness
         if self._events is not None:
             self._events.term_started(result)
         began = perf_counter()
         try:
-            if result.in_graph:
-                loss, result.custom = split_metrics(term.name, inputs.call(term))
-                if is_unmeasured(term.name, loss):
-                    self._leave_out(result, perf_counter() - began)
-                    return
-                result.value = as_scalar(term.name, loss)
-                inputs.differentiate(result)
-                result.duration = term.facts.duration = perf_counter() - began
-            else:
-                call = inputs.isolated(term, check_finite=self._check)
+            if not result.in_graph:
+                call = self._call(result)
+                assert call is not None  # noqa: S101 - for mypy: it is not for another process
                 self._accept(result, call.run_whole())
+            elif randomness is None or not randomness.seeds_global:
+                self._run_in_graph(result, began)
+            else:
+                with randomness.states() as states:
+                    self._run_in_graph(result, began)
+                term.facts.draws |= states.drew
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the term raised
             self.fail(result, error)
+
+    def _run_in_graph(self, result: TermResult, began: float) -> None:
+        term = result.term
+        returned = self._inputs.call(term, result.randomness)
+        loss, result.custom = split_metrics(term.name, returned)
+        if is_unmeasured(term.name, loss):
+            self._leave_out(result, perf_counter() - began)
+            return
+        result.value = as_scalar(term.name, loss)
+        self._inputs.differentiate(result)
+        result.duration = term.facts.duration = perf_counter() - began
+        term.facts.calls += 1
 
     def check_gradients(self, results: Sequence[TermResult]) -> None:
         """Fail the terms with a gradient that is not finite.
@@ -292,9 +320,16 @@ class Evaluator:
         return jobs
 
     def _call(self, result: TermResult) -> IsolatedCall | None:
+        call: IsolatedCall | None
         if self._whole is not None and result.term.spec.ranks == "one":
-            return self._whole.isolated(result, check_finite=self._check)
-        return self._inputs.isolated(result.term, check_finite=self._check)
+            call = self._whole.isolated(result, check_finite=self._check)
+        else:
+            call = self._inputs.isolated(result.term, check_finite=self._check)
+        if call is None or result.randomness is None:
+            return call
+        remote = result.place in ("process", "ray")
+        records = remote and result.randomness.watched
+        return replace(call, randomness=result.randomness, records_changes=records)
 
     def _batch(self, jobs: Sequence[Job]) -> Batch:
         """Batch of the tickets of all jobs, which run in parallel or one after the other."""
@@ -325,6 +360,9 @@ class Evaluator:
         result.term.warn_if_never_measured()
 
     def _record(self, result: TermResult, evaluation: ValueAndGradient) -> None:
+        result.term.facts.draws |= evaluation.drew
+        if evaluation.changed:
+            result.term.warn_lost_state(evaluation.changed)
         if evaluation.value is None:
             self._leave_out(result, evaluation.duration)
             return
@@ -333,6 +371,7 @@ class Evaluator:
         if evaluation.method is not None:
             result.gradient_duration = evaluation.gradient_duration
         result.term.facts.duration = evaluation.duration
+        result.term.facts.calls += 1
 
     def _check_results(self, results: Sequence[TermResult], step: int) -> None:
         """Fail terms whose value is not finite; warn about terms without a gradient."""
@@ -354,6 +393,20 @@ class Evaluator:
                 self.fail(result, _no_path(result.term.name, source))
             elif result.term.spec.gradient == "auto":
                 result.term.warn_detached(source)
+
+
+@contextmanager
+def _turn_of(results: Sequence[TermResult]) -> Iterator[Turn | None]:
+    """Take the turn of terms that run inline; None if they leave the global generators alone."""
+    if not any(result.takes_turns for result in results):
+        yield None
+        return
+    turn = Turn()
+    try:
+        turn.take()
+        yield turn
+    finally:
+        turn.end()
 
 
 def _no_path(name: str, source: str) -> GradientError:

@@ -23,6 +23,7 @@ from steelyard.spec import (
     listed,
     lookup_penalty,
     rejects,
+    takes_generator,
     title,
 )
 
@@ -57,6 +58,8 @@ class Reads(Named):
         owner: the object that `fn` is a method of, or `fn`.
         head: the head whose inputs it reads; None reads all.
         required: all required inputs.
+        takes_generator: whether the function takes the keyword argument `generator`, which is not
+            an input.
     """
 
     fn: Callable[..., Any]
@@ -66,10 +69,14 @@ class Reads(Named):
     owner: Any = None
     head: str | None = None
     required: tuple[str, ...] = field(init=False)
+    takes_generator: bool = field(init=False)
 
     def __post_init__(self) -> None:
         required = (*self.names, *(name for _, name in self.keywords))
+        read = {*required, *self.optional, *(keyword for keyword, _ in self.keywords)}
+        generator = "generator" not in read and takes_generator(_signed(self.fn))
         object.__setattr__(self, "required", required)  # the class is frozen
+        object.__setattr__(self, "takes_generator", generator)
 
     @property
     def measures_only(self) -> str:
@@ -190,7 +197,9 @@ def _check_call(read: Reads, options: Iterable[str], where: str) -> None:
     Raises:
         SpecError: it does not.
     """
-    named = (*options, *(keyword for keyword, _ in read.keywords))
+    named = [*options, *(keyword for keyword, _ in read.keywords)]
+    if read.takes_generator and "generator" not in named:
+        named.append("generator")
     why = rejects(_signed(read.fn), named, positional=len(read.names))
     if why is not None:
         raise SpecError(
@@ -347,7 +356,7 @@ def _parameters(fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the required and of the optional parameters."""
     try:
         signature = inspect.signature(_signed(_called(fn)))
-        named = [p for p in signature.parameters.values() if p.kind in _NAMED]
+        named = [p for p in signature.parameters.values() if p.kind in _NAMED and p.name != _OURS]
     except (TypeError, ValueError):  # builtins and some C functions show no signature
         named = []
     if not named:
@@ -358,6 +367,7 @@ def _parameters(fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
 
 
+_OURS = "generator"  # this parameter gets a random generator, made for each call
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 # By (is async, is stateful); the parameters of an nn.Module do not count as state.
 _KINDS: Mapping[tuple[bool, bool], type[Reads]] = {

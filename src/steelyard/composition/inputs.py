@@ -19,6 +19,7 @@ from torch import Tensor
 from steelyard.composition.input_names import Named, Reads
 from steelyard.composition.terms import Group, Term, TermResult
 from steelyard.errors import GradientError
+from steelyard.execution.generators import Randomness
 from steelyard.gradients import (
     IsolatedCall,
     Joint,
@@ -28,6 +29,7 @@ from steelyard.gradients import (
     Row,
     SplitOnRead,
     ValueAndGradient,
+    device_of,
     differentiate,
     filled,
     flatten,
@@ -96,9 +98,9 @@ class Inputs:
         """Names of the inputs that the term's gradient norm is with respect to."""
         return (self.main_space,)
 
-    def call(self, term: Term) -> Any:
+    def call(self, term: Term, randomness: Randomness | None = None) -> Any:
         """Call a term."""
-        return call_term(term.spec, self.named)
+        return call_term(term.spec, self.named, randomness)
 
     def differentiate(self, result: TermResult) -> None:
         """Keep the graph for the caller's backward pass; differentiate only to track norms."""
@@ -309,7 +311,7 @@ class FlatInputs(Inputs):
         else:
             super().__init__(named, PARAMETERS, list(tensors_in(given[PARAMETERS])))
 
-    def call(self, term: Term) -> Any:
+    def call(self, term: Term, randomness: Randomness | None = None) -> Any:
         """Call a term; some of the calls are checked for writes to the shared log-probs.
 
         Autograd refuses in-place operations on the leaf, but does not see those through `.data`.
@@ -320,10 +322,10 @@ class FlatInputs(Inputs):
         facts = term.facts
         facts.inline_calls += 1
         if facts.inline_calls % _CALLS_BETWEEN_CHECKS != 1:
-            return super().call(term)
+            return super().call(term, randomness)
         flat = self._flat[1]
         before = flat.clone()
-        returned = super().call(term)
+        returned = super().call(term, randomness)
         if not torch.equal(flat, before) and not before.isnan().any():
             flat.data.copy_(before)  # as it was written: autograd should not see it either
             raise GradientError(
@@ -464,11 +466,17 @@ def runs_in_graph(spec: RegularizerSpec) -> bool:
     )
 
 
-def call_term(spec: RegularizerSpec, named: Mapping[str, Any]) -> Any:
-    """Call a term on named inputs."""
+def call_term(
+    spec: RegularizerSpec, named: Mapping[str, Any], randomness: Randomness | None = None
+) -> Any:
+    """Call a term on named inputs, with a random generator if it takes one."""
+    extra: dict[str, Any] = {}
+    if randomness is not None and randomness.generator:
+        read = spec.fn.arguments(named) if isinstance(spec.fn, Reads) else named["logprobs"]
+        extra |= randomness.arguments(device_of(read))
     if isinstance(spec.fn, Named):
-        return spec.fn(named, **spec.options)
-    extra = {need: named[need] for need in spec.needs}
+        return spec.fn(named, **spec.options, **extra)
+    extra |= {need: named[need] for need in spec.needs}
     return spec.call(named["data"], named["logprobs"], **spec.options, **extra)
 
 
@@ -523,6 +531,10 @@ class _WithFloats:
 
     fn: Any
     precise: bool
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self.fn
 
     def __call__(self, data: Any, floats: Sequence[Tensor], **options: Any) -> Any:
         """Call the function with `floats` in place of the placeholders."""

@@ -16,6 +16,7 @@ import torch
 from steelyard import telemetry
 from steelyard.composition.aggregate import Combined, build_output, combine
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
+from steelyard.composition.call_seeds import CallSeed
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.inputs import LOGPROBS, FlatInputs, ToParameters
 from steelyard.composition.term_set import STEP, TermSet, declared_rows
@@ -54,6 +55,9 @@ class Pipeline(TermSet):
             such as `"upgrad"`, a mapping with it as `use` and its options, a weighting as an
             object, or an `Aggregator`.
         track_every: compute norms and cosines at steps that this divides.
+        seed: seed of the random numbers that terms draw; None: the one that torch was given, as by
+            `torch.manual_seed`. They follow from it, the step, the call within the step, the rank
+            and the name of the term, and not from where the term runs.
         gives: names of the extra inputs that `compute` will receive; terms can need only these.
         after: a pipeline whose count of steps, and whose statistics of the terms by name, are
             taken over.
@@ -118,7 +122,8 @@ class Pipeline(TermSet):
             ClosedError: the pipeline is closed.
         """
         step = self.begin_step(step)
-        return self._compute(data, logprobs, step, given or {}, to_parameters, None, shares)
+        call = self.count_call(step)
+        return self._compute(data, logprobs, step, call, given or {}, to_parameters, None, shares)
 
     async def acompute(
         self,
@@ -141,8 +146,9 @@ class Pipeline(TermSet):
         done.set_running_or_notify_cancel()
         # Counted here, in the order of the calls: their threads may start in another.
         step = self.begin_step(step)
-        call = (data, logprobs, step, given or {}, to_parameters, stop, shares)
-        ticket = Ticket(BASE, "thread", self._compute, call)
+        call = self.count_call(step)
+        arguments = (data, logprobs, step, call, given or {}, to_parameters, stop, shares)
+        ticket = Ticket(BASE, "thread", self._compute, arguments)
         ticket.on_change = lambda t: done.set_result(None) if t.settled else None
         self.workers.threads.submit(ticket)
         try:
@@ -200,6 +206,7 @@ class Pipeline(TermSet):
         data: Any,
         logprobs: LogProbs,
         step: int,
+        call: int,
         given: Mapping[str, Nest],
         to_parameters: ToParameters | None,
         stop: SimpleQueue[Ticket | None] | None,
@@ -213,7 +220,7 @@ class Pipeline(TermSet):
             # Terms are differentiated, also if the caller is in no_grad or inference mode.
             with torch.inference_mode(mode=False), torch.enable_grad():
                 return self._composed(
-                    terms, data, logprobs, step, given, to_parameters, stop, events, shares
+                    terms, data, logprobs, step, call, given, to_parameters, stop, events, shares
                 )
         except BaseException as error:
             if events is not None:
@@ -226,6 +233,7 @@ class Pipeline(TermSet):
         data: Any,
         logprobs: LogProbs,
         step: int,
+        call: int,
         given: Mapping[str, Nest],
         to_parameters: ToParameters | None,
         stop: SimpleQueue[Ticket | None] | None,
@@ -243,7 +251,8 @@ class Pipeline(TermSet):
         needs = dict.fromkeys(need for term in due for need in term.spec.needs)
         inputs = FlatInputs(data, logprobs, given, needs, to_parameters)
         tracked, aggregator = settings.tracks(step), settings.aggregator
-        evaluator = Evaluator(inputs, settings, self.own_workers, events, stop)
+        seed = CallSeed(settings.seed, call)
+        evaluator = Evaluator(inputs, settings, self.own_workers, events, stop, seed=seed)
         results = evaluator.evaluate(due, step, tracked=tracked, shares=shares)
         began = perf_counter()
         if to_parameters is not None:

@@ -11,6 +11,7 @@ import torch
 
 from steelyard.composition.terms import Term, TermResult
 from steelyard.execution import Batch, Executor, Ticket
+from steelyard.execution.turns import Turn
 from steelyard.gradients import IsolatedCall, ValueAndGradient, check_count, mapped, tensors_in
 
 # Submitting work to a thread and joining it costs about 0.1 ms, and terms made of tensor
@@ -102,7 +103,13 @@ def job_for(
             reply_bytes=reply_bytes,
             shared=shared,
             placement=term.spec.placement,
+            turn=turn() if result.takes_turns else None,
         )
+
+    def turn() -> Turn | None:
+        if result.place == "async":  # coroutines of a loop never run at the same moment
+            return Turn(group=executor)
+        return Turn() if result.place == "thread" else None  # a worker makes one call at a time
 
     shared = (call.data, call.flat, *call.extra.values())
     reply = call.flat.nbytes

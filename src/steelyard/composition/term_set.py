@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from steelyard.composition.bounds import BoundedState
+from steelyard.composition.call_seeds import CallCounter
 from steelyard.composition.evaluate import EvaluatorSettings
 from steelyard.composition.ranks import Ranks, mean_state
 from steelyard.composition.terms import Facts, Term
@@ -61,6 +62,7 @@ class TermSet:
         aggregate: AggregatorLike = "sum",
         *,
         track_every: int = 1,
+        seed: int | None = None,
         gives: Collection[str] = (),
         after: TermSet | None = None,
     ) -> None:
@@ -71,6 +73,8 @@ class TermSet:
             )
         if not is_whole(track_every, at_least=1):
             raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
+        if seed is not None and not is_whole(seed, at_least=0):
+            raise SpecError(f"seed must be a whole number >= 0 or None, got {seed!r}.")
         self.settings = EvaluatorSettings(
             track_grad_norms=track_grad_norms,
             parallel=parallel,
@@ -79,6 +83,7 @@ class TermSet:
             check_finite=check_finite,
             aggregator=aggregator_of(aggregate),
             track_every=track_every,
+            seed=seed,
         )
         self.model_id: str | None = None
         self._lock = threading.Lock()
@@ -86,6 +91,7 @@ class TermSet:
         self._gives = frozenset(gives)
         self._facts: dict[str, Facts] = {} if after is None else after._facts  # noqa: SLF001
         self._next_step: int = 0 if after is None else after._next_step  # noqa: SLF001
+        self._calls = CallCounter() if after is None else after._calls  # noqa: SLF001
         loss_fn, regularizers = split_loss(loss_fn, regularizers)
         self._base = self._term(_base_spec(loss_fn))
         self._terms: tuple[Term, ...] = ()
@@ -130,6 +136,11 @@ class TermSet:
             if is_whole(begun, at_least=0):
                 self._next_step = int(begun) + 1
         return begun
+
+    def count_call(self, step: object, *, trains: bool = True) -> int:
+        """Count a call that begins; returns the number of calls of this step before it."""
+        with self._lock:
+            return self._calls.count(step, trains=trains)
 
     def add(self, spec: RegularizerSpec | Mapping[str, Any]) -> None:
         """Add a regularizer, from the next call on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from steelyard.composition.bounds import BoundedState, Multiplier
 from steelyard.composition.input_names import Reads
 from steelyard.errors import TermBusyError
 from steelyard.execution import Ticket
+from steelyard.execution.generators import Randomness
 from steelyard.gradients import Fusable, Joint, Method, Row
 from steelyard.penalties.from_logits import is_fusable
 from steelyard.spec import BASE, Bound, RegularizerSpec, Stateful, title
@@ -35,6 +36,10 @@ class ZeroTermWarning(UserWarning):
     """A term that has a minimum of 0 has been there for several steps, and holds nothing."""
 
 
+class LostStateWarning(UserWarning):
+    """A term changes its object in a worker process, which is lost when the call ends."""
+
+
 @dataclass
 class Facts:
     """Statistics of a term from its calls so far.
@@ -43,24 +48,30 @@ class Facts:
         duration: seconds of the last call.
         warned: whether it was reported as having no gradient.
         unmeasured_calls: number of calls that returned None, until one returned a value.
+        warned_of_state: whether it was reported as losing its state.
         stuck: the ticket of a call that timed out and still runs.
         prepared: the `fn` that its executor has accepted.
         inline_calls: number of its inline calls.
         zero_steps: number of steps in a row at which its value was 0.
         zero_step: the last of these.
         zero_warned: whether that was reported.
+        calls: number of its calls that ended well.
+        draws: whether it was seen to draw from a global random generator.
         multiplier: controller of its weight, if it has a bound.
     """
 
     duration: float | None = None
     warned: bool = False
     unmeasured_calls: int = 0
+    warned_of_state: bool = False
     stuck: Ticket | None = None
     prepared: object = None
     inline_calls: int = 0
     zero_steps: int = 0
     zero_step: int | None = None
     zero_warned: bool = False
+    calls: int = 0
+    draws: bool = False
     multiplier: Multiplier = field(default_factory=Multiplier)
 
     def __getstate__(self) -> dict[str, object]:
@@ -195,6 +206,20 @@ class Term:
             stacklevel=_levels_to_the_caller(),
         )
 
+    def warn_lost_state(self, changed: Sequence[str]) -> None:
+        """Warn, once, that a call in a worker process has changed attributes of its object."""
+        if not self.facts.warned_of_state:
+            self.facts.warned_of_state = True
+            names = ", ".join(map(repr, changed))
+            warnings.warn(
+                f"{title(self.name)} with run_in={self.spec.run_in!r} must keep nothing from call "
+                f"to call, and its call has changed {names}: each call begins with the object as "
+                f"it was sent. Give it state_dict and load_state_dict and run it in a thread or "
+                f"inline, or leave what is only a cache out of its __getstate__.",
+                LostStateWarning,
+                stacklevel=_levels_to_the_caller(),
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -235,6 +260,7 @@ class TermResult:
         measured: False if the term returned None: the batch has nothing that it measures.
         started: start time for telemetry; 0 if no start event was emitted.
         bound: the bound of its value at this step; None for a term with a weight.
+        randomness: how it draws random numbers; None if it draws none.
     """
 
     term: Term
@@ -255,6 +281,12 @@ class TermResult:
     measured: bool = True
     started: float = 0.0
     bound: Bound | None = None
+    randomness: Randomness | None = None
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it changes the global random generators, which the threads share."""
+        return self.randomness is not None and self.randomness.seeds_global
 
     @property
     def ran(self) -> bool:

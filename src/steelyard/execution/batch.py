@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Self
 
 from steelyard.errors import TermTimeoutError
 from steelyard.execution.executor import Executor
+from steelyard.execution.turns import Turn
 from steelyard.spec import title
 
 # Seconds of one wait for an event. CPython does not wake a wait that begins just after a signal was
@@ -42,6 +44,8 @@ class Ticket:
             as the data; an executor on other machines sends them once, and keeps what it sent in
             `sent`, by their ids.
         placement: options of its task on Ray.
+        turn: taken before the work starts in this process, and ended when the ticket is settled;
+            None: it runs beside any other work.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Ticket:
         kind: str = "regularizer",
         shared: Sequence[object] = (),
         placement: Mapping[str, Any] = _NO_PLACEMENT,
+        turn: Turn | None = None,
     ) -> None:
         self.term = term
         self.kind = kind
@@ -66,6 +71,7 @@ class Ticket:
         self.reply_bytes = reply_bytes
         self.shared = shared
         self.placement = placement
+        self.turn = turn
         self.sent: dict[int, Any] = {}
         self.submitted: float | None = None
         self.started: float | None = None
@@ -102,12 +108,15 @@ class Ticket:
         return True
 
     def run(self) -> None:
-        """Run the work in this thread, and settle with its result or error."""
+        """Run the work in this thread, when it is its turn; settle with its result or error."""
+        if self.turn is not None:
+            self.turn.take()
         if not self.start():
             return
         value, failure = None, None
         try:
-            value = self.fn(*self.args)
+            with nullcontext() if self.turn is None else self.turn.inside():
+                value = self.fn(*self.args)
         except BaseException as error:  # noqa: BLE001 - raised again in the caller
             failure = error
         self.ended = monotonic()
@@ -129,6 +138,8 @@ class Ticket:
             self.settled = True
             self._value, self._error = value, error
             self.fn, self.args, self.shared, self.sent = _nothing, (), (), {}
+        if self.turn is not None:
+            self.turn.end()
         self.on_change(self)
 
     def overrun(self) -> None:

@@ -35,7 +35,8 @@ class CoroutineExecutor(Executor):
 
     def deadline(self, ticket: Ticket) -> float | None:
         """Time after the loop's own timeout at which a coroutine counts as stuck."""
-        since = ticket.submitted if ticket.started is None else ticket.started
+        waiting_since = ticket.submitted if ticket.turn is None else ticket.turn.since
+        since = waiting_since if ticket.started is None else ticket.started
         return None if since is None else since + (ticket.timeout or 0.0) + CANCEL_GRACE
 
     def abandon(self) -> None:
@@ -92,6 +93,17 @@ class _LoopThread(threading.Thread):
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, ticket: Ticket) -> None:
+        if ticket.turn is None:
+            await self._run_now(ticket)
+            return
+        try:
+            await ticket.turn.take_async()
+            with ticket.turn.inside():
+                await self._run_now(ticket)
+        finally:
+            ticket.turn.end()
+
+    async def _run_now(self, ticket: Ticket) -> None:
         if not ticket.start():
             return
         try:

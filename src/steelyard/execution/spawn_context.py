@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import re
 import signal
 import sys
-from multiprocessing import forkserver, process, spawn
+from multiprocessing import forkserver, process, resource_tracker, spawn
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 if sys.platform == "linux":
@@ -21,6 +23,8 @@ else:
 # Process ids of workers that were killed because their fork server died, not because of a term.
 lost_workers: set[int] = set()
 _UNKNOWN = 255  # multiprocessing's code where the fork server cannot say how a process ended
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has named semaphores
+_SEMAPHORE = re.compile(rf" (\d+) +{_SHARED_MEMORY}/sem\.")
 _ours = contextvars.ContextVar("_ours", default=False)
 _preparation_data = spawn.get_preparation_data
 
@@ -48,8 +52,10 @@ class _Process(StartedProcess):
         A term may ignore SIGTERM, or loop in C, or be stopped; only SIGKILL ends it in time.
         """
         if self.pid is not None and self.is_alive():
+            semaphores = _semaphores_of(self.pid) - _semaphores_of(os.getpid())
             kill_group(self.pid)
             super().kill()  # one that has just started does not lead a group yet
+            _remove_semaphores(semaphores)
 
     def is_alive(self) -> bool:
         """Whether the worker runs, as far as the fork server knows.
@@ -74,6 +80,29 @@ class _Process(StartedProcess):
 
 class _Context(StartContext):
     Process = _Process
+
+
+def _semaphores_of(pid: int) -> set[int]:
+    """Inodes of the named semaphores that a process has open; none where it is not Linux."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it has just ended, or there is no /proc
+        return set()
+    # Not their paths: the one who made a semaphore has mapped it by another, which is gone.
+    return {int(inode) for inode in _SEMAPHORE.findall(maps)}
+
+
+def _remove_semaphores(inodes: set[int]) -> None:
+    """Remove the semaphores of a killed worker, such as that of tqdm's lock.
+
+    A worker has the resource tracker of this process, which would remove them when the program
+    ends, and warn that they have leaked.
+    """
+    for file in _SHARED_MEMORY.glob("sem.mp-*") if inodes else ():
+        with contextlib.suppress(OSError):
+            if file.stat().st_ino in inodes:
+                file.unlink()
+                resource_tracker.unregister(file.name.replace("sem.", "/", 1), "semaphore")
 
 
 def _exists(pid: int) -> bool:

@@ -242,7 +242,7 @@ def open_backend(
         else:
             client = service.create_training_client_from_state(path)
     # Base and terms become one uploaded loss where the server runs such losses.
-    regularized = regularize(client, aggregate=aggregator or "sum", service=service)
+    regularized = regularize(client, aggregate=aggregator or "sum", service=service, seed=seed)
     return Backend(regularized, service, config)
 
 

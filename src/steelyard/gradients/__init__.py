@@ -36,6 +36,7 @@ from steelyard.gradients.isolated import IsolatedCall, Method, ValueAndGradient
 from steelyard.gradients.layout import Layout, LogProbs, SplitOnRead, flatten, leaf_over
 from steelyard.gradients.nested_tensors import (
     Nest,
+    device_of,
     fields_of,
     filled,
     leaves_of,
@@ -81,6 +82,7 @@ __all__ = [
     "check_finite",
     "check_gradient",
     "counted_tokens",
+    "device_of",
     "differentiate",
     "fields_of",
     "filled",

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
+from steelyard.execution.generators import Randomness
 from steelyard.gradients import numerical
 from steelyard.gradients.algebra import Row, check_gradient, split_gradient
 from steelyard.gradients.layout import Layout, LogProbs, leaf_over
-from steelyard.gradients.nested_tensors import Nest, leaves_of, mapped
+from steelyard.gradients.lost_state import AttributeRecord
+from steelyard.gradients.nested_tensors import Nest, device_of, leaves_of, mapped
 from steelyard.gradients.parse_result import (
     as_scalar,
     check_finite,
@@ -46,6 +49,8 @@ class ValueAndGradient:
         duration: seconds, the gradient included.
         gradient_duration: seconds the gradient took.
         extra: the gradients with respect to extra inputs, by need.
+        drew: whether the call was seen to draw from a global random generator.
+        changed: attributes of the term's object that the call changed, if that is looked at.
     """
 
     value: float | None
@@ -55,6 +60,8 @@ class ValueAndGradient:
     duration: float
     gradient_duration: float
     extra: Mapping[str, Row] = field(default_factory=dict)
+    drew: bool = False
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ class IsolatedCall:
         check_finite: whether a value or a gradient that is not finite is an error.
         extra: the extra inputs, by need.
         is_async: whether `fn` returns a coroutine.
+        randomness: of the random numbers it draws; None if it draws none.
+        records_changes: whether to see if it changes the object that `fn` belongs to.
     """
 
     term: str
@@ -84,6 +93,8 @@ class IsolatedCall:
     check_finite: bool = True
     extra: Mapping[str, Nest] = field(default_factory=dict)
     is_async: bool = False
+    randomness: Randomness | None = None
+    records_changes: bool = False
 
     def run(self) -> ValueAndGradient:
         """Evaluate the term once and differentiate it once; without a numerical gradient.
@@ -112,7 +123,7 @@ class IsolatedCall:
         """As `slopes`, awaited."""
 
         async def value(point: Tensor) -> float:
-            returned = await self._call(self.layout.split(point), {})
+            returned = await self._call_seeded(self.layout.split(point))
             loss = split_metrics(self.term, returned)[0]
             if is_unmeasured(self.term, loss):  # `with_slopes` drops the slopes of such a batch
                 return math.nan
@@ -123,6 +134,16 @@ class IsolatedCall:
 
     async def arun(self) -> ValueAndGradient:
         """As `run`, awaited."""
+        record = AttributeRecord(self.fn) if self.records_changes else None
+        randomness = self.randomness
+        if randomness is None or not randomness.seeds_global:
+            evaluation = await self._evaluate()
+        else:
+            states = randomness.states()
+            evaluation = replace(await states.run(self._evaluate()), drew=states.drew)
+        return evaluation if record is None else replace(evaluation, changed=record.changed())
+
+    async def _evaluate(self) -> ValueAndGradient:
         began, leaf = perf_counter(), None
         if self.gradient in ("auto", "autograd"):
             leaf = leaf_over(self.flat)
@@ -174,8 +195,17 @@ class IsolatedCall:
         )
 
     async def _call(self, logprobs: LogProbs, extra: Mapping[str, Nest]) -> Any:
-        returned = self.fn(self.data, logprobs, **self.options, **extra)
+        generator: Mapping[str, torch.Generator] = {}
+        if self.randomness is not None:
+            generator = self.randomness.arguments(device_of([logprobs, self.data]))
+        returned = self.fn(self.data, logprobs, **self.options, **extra, **generator)
         return await returned if self.is_async else returned
+
+    async def _call_seeded(self, logprobs: LogProbs) -> Any:
+        """Call it without extra inputs; every call draws the same numbers."""
+        call, randomness = self._call(logprobs, {}), self.randomness
+        seeded = randomness is not None and randomness.seeds_global
+        return await (randomness.states().run(call) if seeded else call)
 
     def _now(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; that of a plain function never waits, without a loop."""

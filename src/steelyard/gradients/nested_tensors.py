@@ -52,6 +52,12 @@ def mapped(nest: Nest, fn: Callable[[Any], Any], kind: type = Tensor) -> Nest:
     return of(nest)
 
 
+def device_of(nest: Nest) -> torch.device:
+    """The device of the first tensor that is not empty; the CPU if there is none."""
+    devices = (tensor.device for tensor in tensors_in(nest) if tensor.numel())
+    return next(devices, torch.device("cpu"))
+
+
 def filled(nest: Nest, values: Iterable[Any]) -> Nest:
     """Replace the tensors of a nest by `values`, in the order of `tensors_in`."""
     each = iter(values)

@@ -1,7 +1,15 @@
 """Specs of terms: `RegularizerSpec`, the protocols it accepts, registry, weights, schedules."""
 
 from steelyard.spec import schedules
-from steelyard.spec.callables import entry_point, is_async, listed, measurement, options_of, rejects
+from steelyard.spec.callables import (
+    entry_point,
+    is_async,
+    listed,
+    measurement,
+    options_of,
+    rejects,
+    takes_generator,
+)
 from steelyard.spec.composed_loss import ComposedLoss, split_loss
 from steelyard.spec.messages import (
     BASE,
@@ -68,6 +76,7 @@ __all__ = [
     "schedules",
     "split_loss",
     "split_placement",
+    "takes_generator",
     "title",
     "weight_at",
 ]

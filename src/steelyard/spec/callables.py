@@ -64,6 +64,18 @@ def rejects(fn: TermFn, keywords: Iterable[str], *, positional: int = 2) -> str 
     return None
 
 
+def takes_generator(fn: Any) -> bool:
+    """Whether `fn` takes the keyword argument `generator`; a wrapper may say so itself."""
+    own = getattr(fn, "takes_generator", None)
+    if isinstance(own, bool):
+        return own
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return False
+    return "generator" in parameters and parameters["generator"].kind in _BY_NAME
+
+
 def options_of(fn: TermFn, *, positional: int = 2) -> tuple[str, ...]:
     """Names of the options of a function, after its first `positional` parameters.
 

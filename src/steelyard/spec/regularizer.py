@@ -159,6 +159,12 @@ class RegularizerSpec:
         return split_placement(self.run_in, self.options)[0]
 
     @cached_property
+    def takes_generator(self) -> bool:
+        """Whether it is given a random generator, as the keyword argument `generator`."""
+        given = {*self.call_options, *self.needs}
+        return "generator" not in given and callables.takes_generator(self.call)
+
+    @cached_property
     def placement(self) -> dict[str, Any]:
         """The options of its Ray task, such as `num_gpus`; empty if it runs elsewhere."""
         return split_placement(self.run_in, self.options)[1]
@@ -339,7 +345,7 @@ class RegularizerSpec:
                 f"options must not hold what the term needs, which is passed by the same keyword, "
                 f"got {twice} in both (regularizer {self.name!r})."
             )
-        keywords = [*self.call_options, *self.needs]
+        keywords = [*self.call_options, *self.needs, *["generator"] * self.takes_generator]
         why = callables.rejects(self.call, keywords)
         if why is not None:
             raise SpecError(

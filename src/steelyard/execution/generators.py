@@ -1,0 +1,205 @@
+"""Random numbers of a call of a term: seeded by what is called, not by where and when it runs.
+
+A function that takes `generator=` is given a generator of its own. One that draws from the global
+generators runs with these in states of its own, and leaves them as they were: those of Python's
+`random`, of NumPy's legacy functions, and of torch on the CPU and on CUDA.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steelyard.execution.turns import Turn, current_turn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """What a call of a term needs to draw the same numbers wherever it runs.
+
+    Attributes:
+        key: whole numbers >= 0: the seed, the step, and what tells the calls of a step apart.
+        generator: whether the function takes `generator=`.
+        seeds_global: whether the global generators are seeded around the call.
+        watched: whether to find out if it draws from them.
+    """
+
+    key: tuple[int, ...]
+    generator: bool
+    seeds_global: bool
+    watched: bool
+
+    def arguments(self, device: torch.device) -> dict[str, torch.Generator]:
+        """The keyword argument `generator`, if the function takes it, for tensors on a device."""
+        if not self.generator:
+            return {}
+        return {"generator": torch.Generator(device).manual_seed(_seeds(self.key, 1)[0])}
+
+    def states(self) -> GlobalStates:
+        """States of the global generators for one call."""
+        return GlobalStates(self.key, watched=self.watched)
+
+
+class GlobalStates:
+    """States of the global generators that belong to a call, seeded by a key.
+
+    Use it as a context manager, inside a `Turn` if there are other threads; or let it run a
+    coroutine, which has these states while it runs and leaves the others in force while it waits.
+
+    Args:
+        key: seeds the generators.
+        watched: whether to find out if the work draws from them.
+
+    Attributes:
+        drew: whether it did, if it is watched.
+    """
+
+    def __init__(self, key: Sequence[int], *, watched: bool) -> None:
+        self.drew = False
+        self._key, self._watched = key, watched
+        self._turn: Turn | None = None
+        self._outer: _States | None = None
+        self._states: _States | None = None
+
+    def __enter__(self) -> Self:
+        self.enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def enter(self) -> None:
+        """Put the states in force: seeded ones at first, then those that were left."""
+        outer, self._turn = _States.get(), current_turn()
+        if self._turn is not None and not self._turn.change(outer.set):
+            return  # the call has overrun its time limit, and the generators are another's
+        self._outer = outer
+        if self._states is not None:
+            self._states.set()
+            return
+        _seed_all(self._key)
+        if self._watched:
+            self._states = _States.get()
+
+    def leave(self, *, keep: bool = False) -> None:
+        """Restore the states that were in force before.
+
+        Args:
+            keep: keep the present ones, to enter them again.
+        """
+        states = _States.get() if keep or self._watched else None
+        outer, self._outer = self._outer, None
+        if outer is None:
+            return
+        if self._turn is None:
+            outer.set()
+        elif not self._turn.undo():
+            return
+        if states is not None:
+            self.drew = self._watched and (self.drew or not states.equals(self._states))
+            self._states = states
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine."""
+        return await _Steps(self, coroutine)
+
+
+class _Steps(Awaitable[T]):
+    """Awaits a coroutine, in some states of the global generators between its waits."""
+
+    def __init__(self, states: GlobalStates, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._states, self._coroutine = states, coroutine
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        coroutine = self._coroutine
+        step = partial(coroutine.send, None)
+        while True:
+            self._states.enter()
+            waits = False
+            try:
+                awaited = step()
+                waits = True
+            except StopIteration as stop:
+                value: T = stop.value
+                return value
+            finally:
+                self._states.leave(keep=waits)
+            try:
+                sent = yield awaited
+            except BaseException as error:  # noqa: BLE001 - a cancellation too is the coroutine's
+                step = partial(coroutine.throw, error)
+            else:
+                step = partial(coroutine.send, sent)
+
+
+@dataclass(frozen=True)
+class _States:
+    """States of the global generators."""
+
+    python: object
+    numpy: dict[str, Any]
+    torch: list[Tensor]
+
+    @classmethod
+    def get(cls) -> _States:
+        """The present states."""
+        return cls(
+            random.getstate(),
+            np.random.get_state(legacy=False),  # type: ignore[arg-type]  # noqa: NPY002 - users' own
+            [generator.get_state() for generator in _torch_generators()],
+        )
+
+    def set(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)  # type: ignore[arg-type]  # typeshed leaves it untyped
+        np.random.set_state(self.numpy)  # noqa: NPY002
+        for generator, state in zip(_torch_generators(), self.torch, strict=False):
+            generator.set_state(state)
+
+    def equals(self, other: _States | None) -> bool:
+        """Whether the states are the same."""
+        return (
+            other is not None
+            and self.python == other.python
+            # Its arrays are too long for their representation to be whole: they are bytes here.
+            and _plain(self.numpy) == _plain(other.numpy)
+            and len(self.torch) == len(other.torch)
+            and all(map(torch.equal, self.torch, other.torch))
+        )
+
+
+def _plain(state: Any) -> Any:
+    """A state of NumPy with its arrays as bytes."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def _torch_generators() -> list[torch.Generator]:
+    """Torch's generators on the CPU and, once CUDA is in use, on its devices."""
+    # A device that is put into use during a call is left alone: its generator had no state before.
+    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *on_cuda]
+
+
+def _seed_all(key: Sequence[int]) -> None:
+    of_python, of_numpy, of_torch = _seeds(key, 3)
+    random.seed(of_python)
+    np.random.seed(of_numpy >> 32)  # noqa: NPY002 - users' own
+    for generator in _torch_generators():
+        generator.manual_seed(of_torch)
+
+
+def _seeds(key: Sequence[int], count: int) -> list[int]:
+    """Independent seeds of 63 bits, derived from a key."""
+    seeds: list[int] = (np.random.SeedSequence(key).generate_state(count, np.uint64) >> 1).tolist()
+    return seeds
