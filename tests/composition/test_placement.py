@@ -12,7 +12,7 @@ from torch import Tensor
 from steelyard import Pipeline, RegularizerSpec, Workers
 from steelyard.composition import CompositeLoss, TermResult, reads, term
 from steelyard.composition.placement import Job
-from steelyard.composition.terms import Term
+from steelyard.composition.terms import LostStateWarning, Term
 from steelyard.errors import GradientError, InputError, NonFiniteError, SpecError, TermTimeoutError
 from steelyard.execution import Executor, Ticket
 from steelyard.gradients import IsolatedCall, ValueAndGradient, flatten
@@ -313,3 +313,28 @@ def test_what_an_executor_gives_comes_to_the_device_of_the_inputs() -> None:
     (gradient,) = found.extra["logits"]
     assert gradient is not None
     assert gradient.device.type == "meta"
+
+
+class Ticker:
+    """Counts its calls, without state_dict."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def compute(self, data: Any, logprobs: list[Tensor]) -> Tensor:
+        self.calls += 1
+        return logprobs[0].sum() * self.calls
+
+    def over(self, logits: Tensor) -> Tensor:
+        self.calls += 1
+        return logits.sum()
+
+
+def test_state_that_is_lost_in_a_process_is_told_once() -> None:
+    pipeline = Pipeline(nll, [RegularizerSpec(Ticker(), 1.0, "ticker", run_in="process")])
+    with pytest.warns(LostStateWarning, match="'ticker' with run_in='process'.*changed 'calls'"):
+        pipeline.compute([], LOGPROBS)
+    for _ in range(3):
+        pipeline.compute([], LOGPROBS)
+    with pytest.warns(LostStateWarning, match="'calls'"):
+        totals([term(Ticker().over, 0.1, "over", run_in="process")])

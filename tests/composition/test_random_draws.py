@@ -20,6 +20,8 @@ from torch import distributed as dist
 
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.composition import CompositeLoss, term
+from steelyard.composition.call_seeds import CallSeed
+from steelyard.composition.terms import Term
 from steelyard.errors import SpecError, TermTimeoutError
 from steelyard.execution import generators
 from tests.process_group import run_group
@@ -206,8 +208,13 @@ def test_a_term_that_does_not_draw_is_not_seeded_for(monkeypatch: pytest.MonkeyP
     """Its calls 1, 2, 4, 8, … are watched, with seeded generators."""
     seeded: list[int] = []
     pipeline = Pipeline(nll, [RegularizerSpec(calm, 0.1, "calm", run_in="inline")])
-    plain = generators._seed_all
-    monkeypatch.setattr(generators, "_seed_all", lambda key: (seeded.append(step), plain(key)))
+    plain, step = generators._seed_all, 0
+
+    def seed_all(key: Any) -> None:
+        seeded.append(step)
+        plain(key)
+
+    monkeypatch.setattr(generators, "_seed_all", seed_all)
     for step in range(1, 20):
         pipeline.compute([], LOGPROBS, step)
     assert seeded == [step for step in (1, 2, 4, 8, 16) for _ in ("base", "calm")]
@@ -469,3 +476,19 @@ def test_each_rank_has_numbers_of_its_own(tmp_path: Path) -> None:
     assert first["together"] == values_of(composite())
     assert all(a != b for a, b in zip(first["together"], second["together"], strict=True))
     assert first["apart"] == second["apart"] == first["together"]
+
+
+def test_a_term_that_one_process_evaluates_draws_as_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 3)
+
+    def key(ranks: Any) -> tuple[int, ...]:
+        spec = RegularizerSpec(given, 1.0, "t", ranks=ranks)
+        randomness = CallSeed(SEED).randomness(Term(spec), 5)
+        assert randomness is not None
+        return randomness.key
+
+    assert key("all") == (SEED, 5, 0, 1, 3, ord("t"))
+    assert key("one") == (SEED, 5, 0, 1, 0, ord("t"))

@@ -59,6 +59,11 @@ def noise(data: Any, logprobs: list[Tensor]) -> Tensor:
     return scale * torch.cat(logprobs).square().mean()
 
 
+def drawing(data: Any, logprobs: list[Tensor], *, generator: torch.Generator) -> Tensor:
+    """A term that draws from the generator that it is given."""
+    return torch.rand((), generator=generator) * torch.cat(logprobs).square().mean()
+
+
 def failing(data: Any, logprobs: list[Tensor]) -> Tensor:
     raise RuntimeError("the knowledge base is down")
 

@@ -22,6 +22,7 @@ from .small_runs import (
     STEADY,
     Recorder,
     detached,
+    drawing,
     failing,
     from_logits,
     noise,
@@ -85,6 +86,36 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     whole, resumed = (RunFolder(folder / name).metrics() for name in ("whole", "r"))
     assert [without_clock(line) for line in resumed] == [without_clock(line) for line in whole]
     assert len([key for key in whole[-1] if key.startswith("held_out/regularizers/")]) == 5
+
+
+def test_terms_that_draw_have_the_same_numbers_twice_and_resumed_wherever_they_run(
+    folder: Path,
+) -> None:
+    def run_of(name: str, places: tuple[str, ...], steps: int | None = None) -> list[Any]:
+        terms = [
+            term(function, name=f"{function.__name__}{index}", run_in=place)
+            for index, place in enumerate(places)
+            for function in (noise, drawing)
+        ]
+        overrides = ("train.steps=4", "train.gradient_accumulation_steps=2")
+        config = small_config(folder, *overrides, regularizers=terms)
+        if steps is not None:
+            train(config, folder / name, stop=stop_after(steps))
+            resume(folder / name)
+        else:
+            train(config, folder / name)
+        return [without_clock(line) for line in RunFolder(folder / name).metrics()]
+
+    expected = run_of("inline", ("inline", "inline", "inline"))
+    values = [
+        line[f"regularizers/{name}{index}/value"]
+        for line in expected
+        for name in ("noise", "drawing")
+        for index in range(3)
+    ]
+    assert len(set(values)) == len(values)
+    assert run_of("auto", ("auto", "auto", "auto")) == expected
+    assert run_of("resumed", ("thread", "process", "auto"), steps=2) == expected
 
 
 def test_a_random_aggregator_is_resumed_to_the_same_bits(folder: Path) -> None:

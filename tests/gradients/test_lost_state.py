@@ -12,7 +12,8 @@ from steelyard.gradients.lost_state import AttributeRecord
 
 class Counting:
     def __init__(self) -> None:
-        self.calls, self.table, self.client = 0, {"a": torch.ones(2)}, None
+        self.calls, self.table = 0, {"a": torch.ones(2)}
+        self.client: Any = None
 
     def __call__(self) -> None:
         self.calls += 1
@@ -25,7 +26,7 @@ class Counting:
         self.added = [1]
 
     def connect(self) -> None:
-        self.client: Any = threading.Lock()
+        self.client = threading.Lock()
 
     @cached_property
     def size(self) -> int:

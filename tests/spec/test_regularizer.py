@@ -754,3 +754,32 @@ def test_on_ray_a_named_regularizer_is_built_without_the_options_of_the_task() -
     spec = RegularizerSpec.from_dict(fields)
     assert spec.placement == {"num_cpus": 2}
     assert spec.call_options == {}
+
+
+def test_a_parameter_named_after_an_extra_input_is_told_about_needs() -> None:
+    def reads(data: Any, logprobs: Any, logits: Any, hidden_states: Any) -> float:
+        return 0.0
+
+    with pytest.raises(SpecError, match=r"'logits', 'hidden_states' is an extra input: ask for it"):
+        RegularizerSpec(reads, 0.1, "r")
+    with pytest.raises(SpecError, match=r"needs=\('hidden_states',\) \(regularizer 'r'\)"):
+        RegularizerSpec(reads, 0.1, "r", needs=("logits",))
+    assert RegularizerSpec(reads, 0.1, "r", needs=("logits", "hidden_states")).needs
+
+
+def test_a_function_that_takes_a_generator_is_given_one() -> None:
+    def required(data: Any, logprobs: Any, *, generator: Any) -> float:
+        return 0.0
+
+    def optional(data: Any, logprobs: Any, generator: Any = None) -> float:
+        return 0.0
+
+    def keywords(data: Any, logprobs: Any, **generator: Any) -> float:
+        return 0.0
+
+    assert RegularizerSpec(required, 0.1, "r").takes_generator
+    assert RegularizerSpec(optional, 0.1, "r").takes_generator
+    for fn in (keywords, nothing, max):
+        assert not RegularizerSpec(fn, 0.1, "r").takes_generator
+    own = RegularizerSpec(required, 0.1, "r", options={"generator": 1})
+    assert not own.takes_generator

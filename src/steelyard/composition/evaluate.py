@@ -8,8 +8,8 @@ for what happens when it fails. What terms read, and how they are differentiated
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -26,7 +26,7 @@ from steelyard.composition.skips import skip
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import GradientError, InputError, TermError
 from steelyard.execution import Batch, Ticket, Workers, default_workers
-from steelyard.execution.turns import Turn
+from steelyard.execution.turns import taken_turn
 from steelyard.gradients import (
     IsolatedCall,
     ValueAndGradient,
@@ -135,16 +135,15 @@ class Evaluator:
         grouped = [result for group in groups for result in group]
         for result in grouped:
             result.place = "inline"
-        for result in results:
-            if result not in grouped:  # fused terms draw no random numbers
-                result.randomness = self._seed.randomness(result.term, step)
+        self._set_randomness(results, grouped, step)
         shared = self._shared(results) if self._ranks is not None else []
         offloaded = [result for result in results if result.place != "inline"]
         jobs = self._jobs(offloaded) if offloaded else []
         with ExitStack() as stack:
             inline = [r for r in results if r.place == "inline" and r not in grouped]
-            turn = stack.enter_context(_turn_of(inline))
-            batch = None
+            batch = turn = None
+            if any(result.takes_turns for result in inline):
+                turn = stack.enter_context(taken_turn())
             if jobs and self._settings.parallel:
                 batch = stack.enter_context(self._batch(jobs))
             with turn.inside() if turn is not None else nullcontext():
@@ -162,6 +161,13 @@ class Evaluator:
         if any(term.is_bounded for term in terms):
             set_multipliers(results, step, self._inputs.gradient_size, shares, self._ranks)
         return results
+
+    def _set_randomness(
+        self, results: Sequence[TermResult], grouped: Sequence[TermResult], step: int
+    ) -> None:
+        for result in results:
+            if result not in grouped:  # fused terms draw no random numbers
+                result.randomness = self._seed.randomness(result.term, step)
 
     def _begin(
         self, terms: Sequence[Term], step: int, shares: Mapping[str, float]
@@ -393,20 +399,6 @@ class Evaluator:
                 self.fail(result, _no_path(result.term.name, source))
             elif result.term.spec.gradient == "auto":
                 result.term.warn_detached(source)
-
-
-@contextmanager
-def _turn_of(results: Sequence[TermResult]) -> Iterator[Turn | None]:
-    """Take the turn of terms that run inline; None if they leave the global generators alone."""
-    if not any(result.takes_turns for result in results):
-        yield None
-        return
-    turn = Turn()
-    try:
-        turn.take()
-        yield turn
-    finally:
-        turn.end()
 
 
 def _no_path(name: str, source: str) -> GradientError:

@@ -91,7 +91,7 @@ class TermSet:
         self._gives = frozenset(gives)
         self._facts: dict[str, Facts] = {} if after is None else after._facts  # noqa: SLF001
         self._next_step: int = 0 if after is None else after._next_step  # noqa: SLF001
-        self._calls = CallCounter() if after is None else after._calls  # noqa: SLF001
+        self._calls: CallCounter = CallCounter() if after is None else after._calls  # noqa: SLF001
         loss_fn, regularizers = split_loss(loss_fn, regularizers)
         self._base = self._term(_base_spec(loss_fn))
         self._terms: tuple[Term, ...] = ()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from steelyard._extras import cure
 from steelyard.composition.aggregate import Aggregator, WeightedSum
 from steelyard.errors import AggregationError, MissingExtraError, SpecError, StateError
+from steelyard.execution.turns import taken_turn
 from steelyard.spec import Stateful, is_whole
 
 if TYPE_CHECKING:
@@ -64,8 +65,6 @@ _PER_ROW = {
     "PCDWeighting": "tau",
     "UPGradWeighting": "pref_vector",
 }
-# Weightings draw from torch's global generator: two that exchange its state must take turns.
-_exchange = threading.Lock()
 # The vectors of a weighting are cut to the rows of a call, and restored.
 _fitting = threading.Lock()
 # The rows of a call: their names, or their number for a call without names.
@@ -279,7 +278,8 @@ class GramWeighting(Aggregator):
             self._select(len(gramian))
         if not self._draws:
             return self.weighting(gramian)
-        with _exchange, torch.random.fork_rng(devices=[]):
+        # Its weighting draws from torch's global generator, as terms of other pipelines may.
+        with taken_turn() as turn, turn.inside(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._generator)
             found = self.weighting(gramian)
             self._generator = torch.get_rng_state()

@@ -154,7 +154,7 @@ class _States:
         """The present states."""
         return cls(
             random.getstate(),
-            np.random.get_state(legacy=False),  # type: ignore[arg-type]  # noqa: NPY002 - users' own
+            np.random.get_state(legacy=False),  # noqa: NPY002 - users' own
             [generator.get_state() for generator in _torch_generators()],
         )
 
@@ -187,7 +187,8 @@ def _plain(state: Any) -> Any:
 def _torch_generators() -> list[torch.Generator]:
     """Torch's generators on the CPU and, once CUDA is in use, on its devices."""
     # A device that is put into use during a call is left alone: its generator had no state before.
-    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
+    on_cuda = torch.cuda.default_generators if in_use else ()
     return [torch.default_generator, *on_cuda]
 
 

@@ -136,6 +136,17 @@ class Turn:
                 queue.grant()
 
 
+@contextlib.contextmanager
+def taken_turn() -> Iterator[Turn]:
+    """Take a turn in this thread; it ends with the block."""
+    turn = Turn()
+    try:
+        turn.take()
+        yield turn
+    finally:
+        turn.end()
+
+
 def current_turn() -> Turn | None:
     """The turn inside of which the caller runs."""
     return _queue.get().holder

@@ -204,8 +204,9 @@ class IsolatedCall:
     async def _call_seeded(self, logprobs: LogProbs) -> Any:
         """Call it without extra inputs; every call draws the same numbers."""
         call, randomness = self._call(logprobs, {}), self.randomness
-        seeded = randomness is not None and randomness.seeds_global
-        return await (randomness.states().run(call) if seeded else call)
+        if randomness is None or not randomness.seeds_global:
+            return await call
+        return await randomness.states().run(call)
 
     def _now(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; that of a plain function never waits, without a loop."""

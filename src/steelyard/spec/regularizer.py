@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
@@ -349,9 +349,17 @@ class RegularizerSpec:
         why = callables.rejects(self.call, keywords)
         if why is not None:
             raise SpecError(
-                f"fn must accept (data, logprobs) and the keywords {keywords}: {why} "
-                f"(regularizer {self.name!r})."
+                f"fn must accept (data, logprobs) and the keywords {keywords}: {why}"
+                f"{self._suggest_needs(keywords)} (regularizer {self.name!r})."
             )
+
+    def _suggest_needs(self, keywords: Sequence[str]) -> str:
+        """The cure for parameters named after extra inputs that the term does not ask for."""
+        options = callables.options_of(self.call)
+        needs = tuple(need for need in _NEEDS if need in options and need not in keywords)
+        if not needs:
+            return ""
+        return f"; {callables.listed(needs)} is an extra input: ask for it with needs={needs!r}"
 
     def _check_run_in(self) -> None:
         check_run_in(self.run_in, self.fn, self.timeout, title(self.name))
