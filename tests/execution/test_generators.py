@@ -25,7 +25,7 @@ DRAWS: list[Callable[[], Any]] = [
 
 def numpy_state() -> tuple[Any, ...]:
     _, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - users' own
-    return (keys.tolist(), *rest)
+    return (np.asarray(keys).tolist(), *rest)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
