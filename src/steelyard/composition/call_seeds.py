@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from steelyard.composition.terms import Term
-from steelyard.execution.generators import Randomness
+from steelyard.execution import Randomness
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from steelyard.composition.ranks import Ranks
 from steelyard.composition.skips import skip
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import GradientError, InputError, TermError
-from steelyard.execution import Batch, Ticket, Workers, default_workers
-from steelyard.execution.turns import taken_turn
+from steelyard.execution import Batch, Ticket, Workers, default_workers, taken_turn
 from steelyard.gradients import (
     IsolatedCall,
     ValueAndGradient,

@@ -19,7 +19,7 @@ from torch import Tensor
 from steelyard.composition.input_names import Named, Reads
 from steelyard.composition.terms import Group, Term, TermResult
 from steelyard.errors import GradientError
-from steelyard.execution.generators import Randomness
+from steelyard.execution import Randomness
 from steelyard.gradients import (
     IsolatedCall,
     Joint,

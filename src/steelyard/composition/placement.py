@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from steelyard.composition.terms import Term, TermResult
-from steelyard.execution import Batch, Executor, Ticket
-from steelyard.execution.turns import Turn
+from steelyard.execution import Batch, Executor, Ticket, Turn
 from steelyard.gradients import IsolatedCall, ValueAndGradient, check_count, mapped, tensors_in
 
 # Submitting work to a thread and joining it costs about 0.1 ms, and terms made of tensor

@@ -14,8 +14,7 @@ from torch import Tensor
 from steelyard.composition.bounds import BoundedState, Multiplier
 from steelyard.composition.input_names import Reads
 from steelyard.errors import TermBusyError
-from steelyard.execution import Ticket
-from steelyard.execution.generators import Randomness
+from steelyard.execution import Randomness, Ticket
 from steelyard.gradients import Fusable, Joint, Method, Row
 from steelyard.penalties.from_logits import is_fusable
 from steelyard.spec import BASE, Bound, RegularizerSpec, Stateful, title

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from steelyard._extras import cure
 from steelyard.composition.aggregate import Aggregator, WeightedSum
 from steelyard.errors import AggregationError, MissingExtraError, SpecError, StateError
-from steelyard.execution.turns import taken_turn
+from steelyard.execution import taken_turn
 from steelyard.spec import Stateful, is_whole
 
 if TYPE_CHECKING:

@@ -9,19 +9,24 @@ timeout affects that ticket alone; work that is no longer waited for is stopped 
 from steelyard._renamed import leave_aliases as _leave_aliases
 from steelyard.execution.batch import Batch, Cancelled, Ticket
 from steelyard.execution.executor import Executor
+from steelyard.execution.generators import Randomness
 from steelyard.execution.processes import check_picklable
 from steelyard.execution.spawn_context import lead_group, worker_context
+from steelyard.execution.turns import Turn, taken_turn
 from steelyard.execution.workers import Workers, default_workers
 
 __all__ = [
     "Batch",
     "Cancelled",
     "Executor",
+    "Randomness",
     "Ticket",
+    "Turn",
     "Workers",
     "check_picklable",
     "default_workers",
     "lead_group",
+    "taken_turn",
     "worker_context",
 ]
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from steelyard.execution.generators import Randomness
+from steelyard.execution import Randomness
 from steelyard.gradients import numerical
 from steelyard.gradients.algebra import Row, check_gradient, split_gradient
 from steelyard.gradients.layout import Layout, LogProbs, leaf_over
