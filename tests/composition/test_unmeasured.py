@@ -14,7 +14,8 @@ from steelyard.composition import CompositeLoss
 from steelyard.composition.bounds import KI
 from steelyard.composition.input_names import term
 from steelyard.composition.terms import UnmeasuredTermWarning
-from steelyard.errors import TermResultError
+from steelyard.errors import InputError, TermResultError
+from steelyard.penalties.from_logits import entropy, z_loss
 from steelyard.spec import Gradient, RunIn
 from steelyard.telemetry import events
 
@@ -104,6 +105,41 @@ def test_a_compiled_composite_leaves_it_out() -> None:
     compiled = torch.compile(loss, backend="eager", fullgraph=True)
     assert compiled(hidden=torch.tensor([1.0, 3.0])).item() == 4.0 + 0.5 * 5.0
     assert loss.output.not_run == ("none_of",)
+
+
+@pytest.mark.parametrize("more", [{}, {"run_in": "thread"}, {"gradient": "numerical"}])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_term_that_the_caller_names_is_not_called(more: dict[str, Any], compiled: bool) -> None:
+    """A trainer that knows that no token counts; the inputs of the term need not be there."""
+
+    def refuse(mask: Tensor) -> Tensor:
+        raise AssertionError(mask)
+
+    named = [term(refuse, weight=0.5, name="named", **more), term(squares, 0.5, "size")]
+    loss = CompositeLoss(lambda hidden: hidden.sum(), named)
+    call = torch.compile(loss, backend="eager") if compiled else loss
+    loss.unmeasured = {"named"}
+    stopped = []
+    telemetry.attach("test", events.TERM_STOP, lambda *event: stopped.append(event[2]))
+    try:
+        assert call(hidden=torch.tensor([1.0, 3.0])).item() == 4.0 + 0.5 * 5.0
+    finally:
+        telemetry.detach("test")
+    assert loss.output.not_run == ("named",)
+    assert [metadata["regularizer_name"] for metadata in stopped] == ["size"]
+    loss.unmeasured = ()
+    with pytest.raises(InputError, match="'named' reads the input 'mask', which is not there"):
+        loss(hidden=torch.tensor([1.0, 3.0]))
+
+
+def test_fused_terms_that_the_caller_names_are_not_called() -> None:
+    logits = torch.randn(4, 7, requires_grad=True)
+    fused = [term(fn, 0.5, fn.__name__, inputs="logits") for fn in (entropy, z_loss)]
+    loss = CompositeLoss(lambda logits: logits.sum(), fused)
+    loss.unmeasured = {"entropy"}
+    total = loss(logits=logits)
+    torch.testing.assert_close(total, logits.sum() + 0.5 * z_loss(logits))
+    assert loss.output.not_run == ("entropy",)
 
 
 def test_a_bound_is_held_over_the_calls_that_measured() -> None:

@@ -60,7 +60,7 @@ class CallEvents:
     def stop(self, results: Iterable[TermResult], output: CustomLossOutput, began: float) -> None:
         """Emit the stop events of the terms and of the call; composing them started at `began`."""
         for result in results:
-            if result.skipped is None:
+            if result.skipped is None and (result.measured or result.started):
                 self._term_stopped(result, output)
         totals = {
             "loss_total": output.loss_total,

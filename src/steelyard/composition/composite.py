@@ -95,6 +95,9 @@ class CompositeLoss(nn.Module):
             tokens, multiply it by the number of processes.
         group: the processes that compute the loss of one batch together, None for all: those of
             data parallelism. Bounds and the state of terms follow their mean values.
+        unmeasured: names of terms that the next calls leave out, since their batch has nothing that
+            these terms measure; they are in `output.not_run`. A trainer sets it that knows which
+            tokens count; a term's function may also return None.
 
     Raises:
         SpecError: an argument breaks a rule.
@@ -148,6 +151,7 @@ class CompositeLoss(nn.Module):
         )
         self.share: Share = 1.0
         self.group: dist.ProcessGroup | None = None
+        self.unmeasured: Collection[str] = ()
         # In a tuple, since a module as an attribute would become a part of this one.
         self._wrt_module = (wrt,) if isinstance(wrt, nn.Module) else ()
         self._wrapper: tuple[nn.Module, ...] = ()
@@ -241,10 +245,11 @@ class CompositeLoss(nn.Module):
         if self._counts_calls and torch.is_grad_enabled():
             self._count_call()
         for each in self._due:
-            _check_inputs(each, found)
+            if each.name not in self.unmeasured:
+                _check_inputs(each, found)
         if not torch.compiler.is_compiling():
             total = self._compose_mapped(found) if _in_vmap() else self._compose(found)
-        elif self._traceable:
+        elif self._traceable and not self.unmeasured:
             total = self._compose_traced(found, self._groups)
         else:
             total = torch.compiler.disable(self._compose)(found)  # type: ignore[no-untyped-call]
@@ -388,7 +393,9 @@ class CompositeLoss(nn.Module):
             seed = CallSeed(settings.seed, call, trains, self.group)
             workers = self._terms.own_workers
             evaluator = Evaluator(named, settings, workers, events, ranks=ranks, seed=seed)
-            results = evaluator.evaluate(self._due, self._step, tracked=tracked)
+            results = evaluator.evaluate(
+                self._due, self._step, tracked=tracked, unmeasured=self.unmeasured
+            )
             if ranks is not None:
                 self._terms.average_state(ranks)
             began = perf_counter()

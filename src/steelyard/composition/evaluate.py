@@ -8,7 +8,7 @@ for what happens when it fails. What terms read, and how they are differentiated
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -99,6 +99,7 @@ class Evaluator:
         *,
         tracked: bool,
         shares: Mapping[str, float] | None = None,
+        unmeasured: Container[str] = (),
     ) -> list[TermResult]:
         """Evaluate terms; offloaded ones are started first, then the others run here.
 
@@ -107,6 +108,8 @@ class Evaluator:
             step: the number of the step.
             tracked: whether to compute norms and cosines.
             shares: factors on the weights, by name.
+            unmeasured: names of the terms that are known to have nothing to measure in this batch;
+                they are not called.
 
         Raises:
             SpecError: a schedule yields a bad weight at this step.
@@ -122,24 +125,30 @@ class Evaluator:
             )
         entered = _active.set((*active, base))
         try:
-            return self._evaluate(terms, step, tracked=tracked, shares=shares or {})
+            return self._evaluate(terms, step, tracked, shares or {}, unmeasured)
         finally:
             _active.reset(entered)
 
     def _evaluate(
-        self, terms: Sequence[Term], step: int, *, tracked: bool, shares: Mapping[str, float]
+        self,
+        terms: Sequence[Term],
+        step: int,
+        tracked: bool,
+        shares: Mapping[str, float],
+        unmeasured: Container[str],
     ) -> list[TermResult]:
-        results = self._begin(terms, step, shares)
-        groups = self._groups(results, tracked=tracked)
+        results = self._begin(terms, step, shares, unmeasured)
+        called = [result for result in results if result.measured]
+        groups = self._groups(called, tracked=tracked)
         grouped = [result for group in groups for result in group]
         for result in grouped:
             result.place = "inline"
-        self._set_randomness(results, grouped, step)
-        shared = self._shared(results) if self._ranks is not None else []
-        offloaded = [result for result in results if result.place != "inline"]
+        self._set_randomness(called, grouped, step)
+        shared = self._shared(called) if self._ranks is not None else []
+        offloaded = [result for result in called if result.place != "inline"]
         jobs = self._jobs(offloaded) if offloaded else []
         with ExitStack() as stack:
-            inline = [r for r in results if r.place == "inline" and r not in grouped]
+            inline = [r for r in called if r.place == "inline" and r not in grouped]
             batch = turn = None
             if any(result.takes_turns for result in inline):
                 turn = stack.enter_context(taken_turn())
@@ -169,7 +178,11 @@ class Evaluator:
                 result.randomness = self._seed.randomness(result.term, step)
 
     def _begin(
-        self, terms: Sequence[Term], step: int, shares: Mapping[str, float]
+        self,
+        terms: Sequence[Term],
+        step: int,
+        shares: Mapping[str, float],
+        unmeasured: Container[str],
     ) -> list[TermResult]:
         """The results of terms that are still to run."""
         inputs = self._inputs
@@ -182,6 +195,7 @@ class Evaluator:
                 "inline" if stays and inputs.inline_by_default else place_of(term),
                 space,
                 stays,
+                measured=term.name not in unmeasured,
             )
             for term, stays, space in zip(terms, in_graph, spaces, strict=True)
         ]

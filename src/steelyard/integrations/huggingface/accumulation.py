@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from steelyard.composition import Share
@@ -43,7 +44,8 @@ def micro_batch_of(
     shifted: bool = trainer._loss_shifts_labels  # noqa: SLF001 - the trainer has no public name
     tokens = token_count(batch, shifted=shifted)
     if tokens is not None and num_items_in_batch is not None:
-        share: Tensor = tokens / num_items_in_batch
+        # Where no token of the step counts, a trainer's loss is 0 or NaN; the terms are 0.
+        share: Tensor = tokens / torch.as_tensor(num_items_in_batch).clamp(min=1)
         if trainer.args.average_tokens_across_devices:
             # The trainer counts the tokens of all processes, whose gradients are averaged: it
             # multiplies its loss by their number, and so the terms are.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import InputError
-from steelyard.integrations.huggingface.causal_lm import with_shards
+from steelyard.integrations.huggingface.causal_lm import token_count, with_shards
 from steelyard.integrations.huggingface.completion import Completion
 from steelyard.integrations.huggingface.packed_sequences import packed_spans
 from steelyard.integrations.huggingface.trainers import (
@@ -21,6 +21,7 @@ from steelyard.integrations.huggingface.trainers import (
 if TYPE_CHECKING:
     from steelyard.integrations.huggingface.forward_capture import CapturedForward
 
+TOKENS = frozenset({"logits", "labels"})
 COMPLETION = frozenset(
     {
         "completion_logprobs",
@@ -34,8 +35,46 @@ REFERENCE = frozenset({"reference_logprobs", "reference_logits"})
 _BY_DATUM = frozenset({"data", "logprobs"})
 
 
-def completion_inputs(
+def completion_of(
     trainer: Any,
+    kind: TrainerKind | None,
+    captured: CapturedForward,
+    batch: Mapping[str, Any],
+    names: set[str],
+) -> Completion | None:
+    """Completion of a batch; None if terms read nothing of it, or the batch has none.
+
+    Args:
+        trainer: the trainer.
+        kind: how it runs its model; None if it is unknown. Then the completion is told from the
+            labels that it passes to the model.
+        captured: its forward pass.
+        batch: its batch.
+        names: of all inputs that terms read.
+    """
+    if not names & (COMPLETION | REFERENCE | _BY_DATUM):
+        return None
+    return _completion(trainer, kind, captured, batch)
+
+
+def uncounted_inputs(
+    trainer: Any, completion: Completion | None, batch: Mapping[str, Any], names: set[str]
+) -> frozenset[str]:
+    """Names of the inputs with nothing to measure, since no token of the micro-batch counts.
+
+    A term that reads one is left out: a mean over its tokens would be 0/0.
+    """
+    found: frozenset[str] = frozenset()
+    if completion is not None and not completion.mask.any():
+        found |= COMPLETION | REFERENCE | _BY_DATUM
+    if names & TOKENS:
+        tokens = token_count(batch, shifted=trainer._loss_shifts_labels)  # noqa: SLF001 - no public name
+        found |= TOKENS if tokens is not None and tokens == 0 else frozenset()
+    return found
+
+
+def completion_inputs(
+    completion: Completion | None,
     kind: TrainerKind | None,
     captured: CapturedForward,
     batch: Mapping[str, Any],
@@ -44,16 +83,13 @@ def completion_inputs(
     """Inputs of terms that describe the completion of a batch, those that `names` has.
 
     Args:
-        trainer: the trainer.
-        kind: how it runs its model; None if it is unknown. Then only `data` and `logprobs` are
-            there, from the labels that it passes to the model.
+        completion: the tokens that count; None if the batch has none.
+        kind: how the trainer runs its model; None if it is unknown. Then only `data` and `logprobs`
+            are there.
         captured: its forward pass.
         batch: its batch.
         names: of all inputs that terms read.
     """
-    if not names & (COMPLETION | REFERENCE | _BY_DATUM):
-        return {}
-    completion = _completion(trainer, kind, captured, batch)
     if completion is None:
         return {}
     found: dict[str, Any] = {}

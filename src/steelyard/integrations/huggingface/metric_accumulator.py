@@ -45,7 +45,7 @@ class MetricAccumulator:
             divisor: number that the trainer divides base loss and terms by.
         """
         for result in results:
-            if result.value is None:  # skipped after an error
+            if not result.ran:
                 continue
             value = result.value.double()
             weight = torch.as_tensor(result.weight).to(value)

@@ -13,7 +13,8 @@ class StepState:
 
     A term with state, such as `Adaptive`, updates it at each call. Under gradient accumulation each
     micro-batch therefore begins with the state from the beginning of the step, and the state after
-    the step is the mean of theirs: for `Adaptive` and `EMADrift` the update by the mean value.
+    the step is the mean of theirs: for `Adaptive` and `EMADrift` the update by the mean value. A
+    micro-batch in which a term had nothing to measure is not among them.
 
     Args:
         composite: the loss.
@@ -34,12 +35,17 @@ class StepState:
     def end_micro_batch(self) -> None:
         """Record the state after a micro-batch."""
         if self._before:
-            self._after.append((1.0, self._terms()))
+            unmeasured = {r.term.name for r in self._composite.results if not r.measured}
+            states = self._terms().items()
+            after = {name: None if name in unmeasured else state for name, state in states}
+            self._after.append((1.0, after))
 
     def end_step(self) -> None:
         """Set the mean of the states after the micro-batches."""
+        before = self._before or {}
         if len(self._after) > 1:
-            self._set(mean_state(self._after))
+            means: Mapping[str, Any] = mean_state(self._after)
+            self._set({k: before[k] if state is None else state for k, state in means.items()})
         self._before, self._after = None, []
 
     def _terms(self) -> Mapping[str, Any]:

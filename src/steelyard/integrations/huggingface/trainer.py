@@ -15,18 +15,23 @@ from torch import Tensor, nn
 from steelyard._extras import cure as _cure
 from steelyard.composition import CompositeLoss, TermLike, itself, reads
 from steelyard.errors import CheckpointError, InputError
+from steelyard.gradients import is_fully_sharded
 from steelyard.integrations.huggingface.accumulation import micro_batch_of
+from steelyard.integrations.huggingface.completion import Completion
 from steelyard.integrations.huggingface.completion_inputs import (
     COMPLETION,
     REFERENCE,
     check_available,
     completion_inputs,
+    completion_of,
+    uncounted_inputs,
 )
 from steelyard.integrations.huggingface.double_kl import check_single_kl
 from steelyard.integrations.huggingface.input_names import input_names
 from steelyard.integrations.huggingface.metric_accumulator import MetricAccumulator
 from steelyard.integrations.huggingface.step_state import StepState
 from steelyard.integrations.huggingface.trainers import TrainerKind, kind_of
+from steelyard.spec import RegularizerSpec
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -132,7 +137,8 @@ class RegularizerCallback(TrainerCallback):
         if not model.training or not torch.is_grad_enabled():
             return own(model, inputs, **options)
         step = self._trainer.state.global_step
-        required, names = input_names([s for s in self.composite.specs if s.due(step)])
+        due = [spec for spec in self.composite.specs if spec.due(step)]
+        required, names = input_names(due)
         if "hidden_states" in names:
             inputs = {**inputs, "output_hidden_states": True}
         batch = dict(inputs)  # before `own`, which may pop fields
@@ -149,12 +155,16 @@ class RegularizerCallback(TrainerCallback):
         )
         result = captured.result
         loss, *outputs = result if isinstance(result, tuple) else (result,)
-        completion = completion_inputs(self._trainer, self._kind, captured, batch, names)
+        completion = completion_of(self._trainer, self._kind, captured, batch, names)
+        self.composite.unmeasured = self._unmeasured(due, completion, batch)
+        if self.composite.unmeasured:
+            measured = [spec for spec in due if spec.name not in self.composite.unmeasured]
+            required, names = input_names(measured)
         term_inputs = {
             **captured.extra_inputs,
             **batch,
             **captured.model_inputs(names),
-            **completion,
+            **completion_inputs(completion, self._kind, captured, batch, names),
             "loss": loss,
         }
         check_available(self._trainer, self._kind, required, term_inputs.keys())
@@ -252,6 +262,27 @@ class RegularizerCallback(TrainerCallback):
         self._step_state.end_micro_batch()
         self._metrics.add(composite.results, *micro_batch)
         return total
+
+    def _unmeasured(
+        self,
+        due: Sequence[RegularizerSpec],
+        completion: Completion | None,
+        batch: Mapping[str, Any],
+    ) -> frozenset[str]:
+        """Names of the terms that read only what a micro-batch without a counted token lacks."""
+        uncounted = uncounted_inputs(self._trainer, completion, batch, input_names(due).all)
+        if not uncounted:
+            return uncounted
+        several = self._trainer.args.world_size > 1
+        # Sharded parameters are gathered by all processes together: none may leave a term out.
+        if several and is_fully_sharded(self._trainer.model_wrapped):
+            return frozenset()
+        return frozenset(
+            spec.name
+            for spec in due
+            if uncounted & input_names([spec]).required.keys()
+            and not (several and spec.ranks == "one")
+        )
 
     def _possible(self) -> frozenset[str]:
         """Inputs of the completion that the trainer may have."""

@@ -6,8 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from steelyard.composition import Reads
 from steelyard.errors import InputError
-from steelyard.gradients import fields_of
+from steelyard.gradients import fields_of, is_fully_sharded
+from steelyard.spec import RegularizerSpec
+
+_LABELLED = {"labels", "logits"}
+_IGNORED = -100  # as a label: torch's `ignore_index`, and transformers'
 
 
 def batch_fields(batch: object, names: Sequence[str]) -> Mapping[str, Any]:
@@ -42,3 +50,28 @@ def merge_sources(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for source, fields in sources.items()
         for name, value in fields.items()
     }
+
+
+def unlabelled_terms(
+    specs: Sequence[RegularizerSpec], inputs: Mapping[str, Any], module: nn.Module
+) -> frozenset[str]:
+    """Names of the terms that have nothing to measure, since all labels of a batch are -100.
+
+    They are those that read `labels` or `logits`: a mean over the tokens that count would be 0/0.
+
+    Args:
+        specs: of all terms.
+        inputs: of the terms.
+        module: that is trained. Several processes gather its sharded parameters together: then
+            none of them leaves out a term.
+    """
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.numel():
+        return frozenset()
+    reading = [s for s in specs if isinstance(s.fn, Reads) and _LABELLED & {*s.fn.required}]
+    if not reading or (labels != _IGNORED).any():
+        return frozenset()
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and is_fully_sharded(module):
+        return frozenset()
+    return frozenset(s.name for s in reading if not (several and s.ranks == "one"))

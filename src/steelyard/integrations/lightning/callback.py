@@ -12,7 +12,11 @@ from torch import Tensor
 from steelyard.composition import CompositeLoss, TermLike, collect_aux, itself, reads
 from steelyard.errors import InputError
 from steelyard.gradients import named_shards
-from steelyard.integrations.lightning.batch_inputs import batch_fields, merge_sources
+from steelyard.integrations.lightning.batch_inputs import (
+    batch_fields,
+    merge_sources,
+    unlabelled_terms,
+)
 from steelyard.integrations.lightning.lightning_import import Callback, LightningModule, Trainer
 from steelyard.integrations.lightning.metric_logging import check_log_settings, log_components
 from steelyard.integrations.torch.activations import Captured, hooked
@@ -131,6 +135,7 @@ class RegularizerCallback(Callback):
                 inputs["aux"] = aux
             self.composite.step = trainer.global_step
             self.composite.set_wrapper(trainer.strategy.model or module)
+            self.composite.unmeasured = unlabelled_terms(self.composite.specs, inputs, module)
             total = self.composite(inputs)  # as a mapping: a batch may hold any names
             activations.values.clear()
             log_components(module, self.composite, self._log_settings)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from steelyard.composition import CompositeLoss, Deposits, collect_aux
+from steelyard.composition.input_lookup import gather
 from steelyard.errors import InputError
+from steelyard.integrations.lightning.batch_inputs import unlabelled_terms
 from steelyard.integrations.lightning.lightning_import import LightningModule, Trainer
 from steelyard.integrations.lightning.metric_logging import check_log_settings, log_components
 
@@ -98,9 +100,11 @@ class RegularizedModule(_Mixed):
         if trainer is not None and trainer.training:
             composite.step = trainer.global_step
             composite.set_wrapper(trainer.strategy.model or self)
+        found = gather(outputs, inputs)
+        composite.unmeasured = unlabelled_terms(composite.specs, found, self)
         evaluates = trainer is not None and not trainer.training
         with _state_restored(composite) if evaluates else nullcontext():
-            total: Tensor = composite(*outputs, **inputs)
+            total: Tensor = composite(found)
         if trainer is None or trainer.predicting:  # which has no logs
             return total
         settings = check_log_settings(self.log_settings)
