@@ -98,6 +98,7 @@ class CompositeLoss(nn.Module):
         unmeasured: names of terms that the next calls leave out, since their batch has nothing that
             these terms measure; they are in `output.not_run`. A trainer sets it that knows which
             tokens count; a term's function may also return None.
+        observer: called with the results of each call, before their gradients are released.
 
     Raises:
         SpecError: an argument breaks a rule.
@@ -152,6 +153,7 @@ class CompositeLoss(nn.Module):
         self.share: Share = 1.0
         self.group: dist.ProcessGroup | None = None
         self.unmeasured: Collection[str] = ()
+        self.observer: Callable[[Sequence[TermResult]], None] | None = None
         # In a tuple, since a module as an attribute would become a part of this one.
         self._wrt_module = (wrt,) if isinstance(wrt, nn.Module) else ()
         self._wrapper: tuple[nn.Module, ...] = ()
@@ -256,6 +258,10 @@ class CompositeLoss(nn.Module):
         if self._deposits:
             self._deposits = {}
         return total
+
+    def compare_parameters(self, model: nn.Module) -> None:
+        """Compare gradients with respect to the parameters of a module, as with `wrt=model`."""
+        self._wrt_module, self._wrt = (model,), _parameters_of(model)
 
     def follow(self, optimizer: Optimizer) -> RemovableHandle:
         """Count a step whenever `optimizer` has made one, instead of calls.
@@ -372,7 +378,8 @@ class CompositeLoss(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Deposits of the last forward pass hold its graph; neither it nor a group can be pickled.
-        return {**self.__dict__, "_deposits": {}, "group": None, "_wrapper": ()}
+        dropped = {"_deposits": {}, "group": None, "observer": None, "_wrapper": ()}
+        return {**self.__dict__, **dropped}
 
     def _compose(self, inputs: Mapping[str, Any]) -> Tensor:
         settings, tracked = self._terms.settings, self._tracked
@@ -421,9 +428,7 @@ class CompositeLoss(nn.Module):
             if events is not None:
                 events.exception(error)
             raise
-        for result in results:  # release the graph and the gradients
-            result.value = None if result.value is None else result.value.detach()
-            result.gradients, result.group = {}, None
+        self._release(results)
         summary = None
         if combined is not None:
             norm = (combined.total_norm or 0.0) if tracked else None
@@ -434,6 +439,14 @@ class CompositeLoss(nn.Module):
         if events is not None and events.wants_numbers():
             events.stop(results, last.output, began)
         return total
+
+    def _release(self, results: Sequence[TermResult]) -> None:
+        """Release the graph and the gradients of the results, which the observer sees before."""
+        if self.observer is not None:
+            self.observer(results)
+        for result in results:
+            result.value = None if result.value is None else result.value.detach()
+            result.gradients, result.group = {}, None
 
     def _compose_traced(
         self, inputs: Mapping[str, Any], groups: Sequence[TracedGroup] = ()

@@ -10,6 +10,7 @@
 * `accumulation`: how much a micro-batch counts in its optimizer step
 * `step_state`: moves the state of terms once per optimizer step
 * `metric_accumulator`: the components of the loss from micro-batch to log line
+* `step_details`: norms, cosines and the terms' own metrics of an optimizer step
 * `input_names`: the inputs that terms read
 * `double_kl`: refuses a KL penalty that the trainer has already
 * `rloo_reference`: keeps the reference's log-probs in RLOO's batches

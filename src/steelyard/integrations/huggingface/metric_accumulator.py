@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from steelyard.composition import Share, TermResult
+from steelyard.integrations.huggingface.step_details import StepDetails
 from steelyard.spec import BASE
 
 _METRICS = ("value", "weight", "contribution")
@@ -27,6 +29,12 @@ class MetricAccumulator:
 
     A value that is not finite is replaced by the mean of the others in its step. (`Trainer` filters
     the loss that it logs in a similar way, see `logging_nan_inf_filter`.)
+
+    The other metrics of a step (norms, cosines, a term's own) are means over the steps that have
+    them, and over the processes.
+
+    Attributes:
+        details: those of the current step.
     """
 
     def __init__(self) -> None:
@@ -35,6 +43,8 @@ class MetricAccumulator:
         self._micro_batches: dict[str, list[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
+        self.details = StepDetails()
+        self._detailed: list[dict[str, float]] = []
 
     def add(self, results: Sequence[TermResult], share: Share = 1.0, divisor: int = 1) -> None:
         """Add the results of one micro-batch.
@@ -69,6 +79,7 @@ class MetricAccumulator:
             counted = factors.where(finite, 0.0).sum(0)
             step = numbers.where(finite, 0.0).sum(0) * (factors.sum(0) / counted.clamp(min=1e-300))
             self._sums[name] = self._sums[name] + step if name in self._sums else step
+        self._detailed.append(self.details.end_step())
         self._steps += bool(self._micro_batches)
         self._micro_batches = {}
 
@@ -87,9 +98,12 @@ class MetricAccumulator:
         absent = torch.zeros_like(next(iter(self._sums.values())))
         rows = torch.stack([self._sums.get(name, absent) for name in (BASE, *names)])
         table = torch.cat([rows, torch.full_like(rows[:1], self._steps)])
+        steps_of_ranks = [self._detailed]
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(table)
-        self._sums, self._steps = {}, 0
+            steps_of_ranks *= dist.get_world_size()
+            dist.all_gather_object(steps_of_ranks, self._detailed)
+        self._sums, self._steps, self._detailed = {}, 0, []
         (total, *_), *terms, (steps, *_) = table.tolist()
         logged = {"base_loss/value": total / steps}
         for name, (value, weight, contribution, factors) in zip(names, terms, strict=True):
@@ -99,4 +113,6 @@ class MetricAccumulator:
                     f"regularizers/{name}/{key}": mean
                     for key, mean in zip(_METRICS, means, strict=True)
                 }
-        return logged
+        detailed = [step for steps_of_rank in steps_of_ranks for step in steps_of_rank]
+        keys = dict.fromkeys(key for step in detailed for key in step)
+        return logged | {key: fmean(step[key] for step in detailed if key in step) for key in keys}

@@ -72,7 +72,9 @@ class RegularizerCallback(TrainerCallback):
     Args:
         terms: as in `CompositeLoss`.
         capture: paths of modules whose outputs terms read as `activations`.
-        options: the other arguments of `CompositeLoss`: `aux`, `track_grad_norms`, ....
+        options: the other arguments of `CompositeLoss`: `aux`, `track_grad_norms`, .... Gradients
+            are compared with respect to the parameters of the trainer's model unless `wrt` is
+            given.
 
     Attributes:
         composite: the loss with its terms; weights may be changed while training.
@@ -90,6 +92,9 @@ class RegularizerCallback(TrainerCallback):
     ) -> None:
         self.composite = CompositeLoss(reads(itself, "loss"), terms, **options)
         self.composite.step = 0  # that of the trainer: its calls are micro-batches
+        aggregated = options.get("aggregate", "sum") != "sum"
+        self._compares = bool(options.get("track_grad_norms")) or aggregated
+        self._wrt_model = self._compares and options.get("wrt") is None
         paths = [capture] if isinstance(capture, str) else list(capture)
         # Tracked norms differentiate the loss once for each term.
         retain_graph = bool(options.get("track_grad_norms"))
@@ -232,6 +237,8 @@ class RegularizerCallback(TrainerCallback):
         if self._trainer is not None:
             raise InputError("a RegularizerCallback serves one trainer, and this one has its own.")
         self._trainer, self._kind = trainer, kind_of(own)
+        if self._wrt_model:
+            self.composite.compare_parameters(trainer.model)
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
             callbacks.remove(self)
@@ -258,9 +265,16 @@ class RegularizerCallback(TrainerCallback):
         micro_batch = micro_batch_of(trainer, batch, num_items_in_batch)
         composite.share = micro_batch.share
         self._step_state.begin_micro_batch()
+        details = self._metrics.details
+        # A step with one micro-batch has the norms of that one.
+        accumulates = getattr(trainer, "current_gradient_accumulation_steps", 1) > 1
+        composite.observer = details.observe if self._compares and accumulates else None
         total: Tensor = composite(term_inputs)
         self._step_state.end_micro_batch()
-        self._metrics.add(composite.results, *micro_batch)
+        results = composite.results
+        self._metrics.add(results, *micro_batch)
+        if self._compares or any(result.custom or result.bound for result in results):
+            details.add(composite.output, float(micro_batch.share), micro_batch.divisor)
         return total
 
     def _unmeasured(
