@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import transformers
+from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer
 
+from steelyard.errors import InputError, SpecError
+from steelyard.integrations import term
 from steelyard.integrations.huggingface import RegularizerMixin
 from steelyard.integrations.huggingface.causal_lm import Forward
 from steelyard.integrations.huggingface.trainers import KINDS, kind_of, trainer_name
-from tests.integrations.huggingface.trl_trainers import REWARD, TRAINERS
+from tests.integrations.huggingface.trl_trainers import REWARD, TRAINERS, build
 
 
 def imported(path: str) -> Any:
@@ -50,6 +54,47 @@ def test_a_loss_of_ones_own_is_unknown() -> None:
         "trl.experimental.sdft.sdft_trainer:SDFTTrainer",
     ):
         assert kind_of(imported(path).compute_loss) is None
+
+
+def test_a_class_names_the_trainer_it_is_like() -> None:
+    kind = KINDS["SFTTrainer"]
+    assert kind_of(lambda: None, "SFTTrainer") is kind
+    assert kind_of(Trainer.compute_loss, "RewardTrainer") is KINDS["RewardTrainer"]
+    message = "completion_like must name a trainer that Steelyard knows, got 'SFT'; there are: Tr"
+    with pytest.raises(SpecError, match=message):
+        kind_of(Trainer.compute_loss, "SFT")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["SFT", "GRPO"])
+def test_a_loss_that_only_delegates(name: str, tmp_path: Path) -> None:
+    """All inputs of the completion are there, with the values of the trainer itself."""
+
+    def mean(completion_entropy: Tensor, completion_mask: Tensor) -> Tensor:
+        return completion_entropy.sum() / completion_mask.sum()
+
+    def log(**more: Any) -> dict[str, float]:
+        transformers.set_seed(0)
+        trainer = build(name, tmp_path, terms=[term(mean, 0.1, "mean")], **more)
+        transformers.set_seed(0)
+        trainer.train()
+        found: dict[str, float] = trainer.state.log_history[0]
+        return found
+
+    class Delegating:
+        completion_like = f"{name}Trainer"
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    class Silent(Delegating):
+        completion_like = None  # type: ignore[assignment]
+
+    with pytest.raises(InputError, match=r'or, if it runs .* say so: completion_like = "SFTTrain'):
+        log(between=Silent)
+    expected, found = log(), log(between=Delegating)
+    for key in ("loss", "regularizers/mean/value"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-6)
 
 
 def test_a_wrapped_loss_is_recognized() -> None:

@@ -196,9 +196,20 @@ def build(
     *,
     peft: bool = False,
     fsdp: bool = False,
+    between: type | None = None,
     **more: Any,
 ) -> Any:
-    """Build a trainer of TRL with the mixin; `more` are arguments of its config, or the mixin's."""
+    """Build a trainer of TRL with the mixin; `more` are arguments of its config, or the mixin's.
+
+    Args:
+        name: of the trainer.
+        folder: that it writes to.
+        accumulation: number of micro-batches.
+        peft: train an adapter.
+        fsdp: shard the model.
+        between: a class between the mixin and the trainer.
+        more: see above.
+    """
     row = REWARD if name == "Reward" else TRAINERS[name]
     module, _, kind = row.path.partition(":")
     trainer_class = getattr(import_module(module), kind)
@@ -222,6 +233,8 @@ def build(
         if dist.is_initialized():
             dist.barrier()
         trained.config._name_or_path = str(folder / "reference")
+    if between is not None:
+        trainer_class = type(kind, (between, trainer_class), {})
     regularized = type(f"Regularized{kind}", (RegularizerMixin, trainer_class), {})
     return regularized(
         model=trained,

@@ -152,7 +152,9 @@ def _reason(kind: TrainerKind | None, name: str) -> str:
     if kind is None:
         return (
             "its compute_loss is not one that Steelyard knows, so that the tokens of the "
-            "completion cannot be told; read logits and the fields of its batch"
+            "completion cannot be told; read logits and the fields of its batch, or, if it runs "
+            'its model as a trainer that is known, say so: completion_like = "SFTTrainer" in its '
+            "class"
         )
     if kind.no_completion:
         return kind.no_completion

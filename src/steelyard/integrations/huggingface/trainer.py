@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -236,7 +236,8 @@ class RegularizerCallback(TrainerCallback):
     def _bind(self, trainer: Any, own: Callable[..., Any]) -> None:
         if self._trainer is not None:
             raise InputError("a RegularizerCallback serves one trainer, and this one has its own.")
-        self._trainer, self._kind = trainer, kind_of(own)
+        self._trainer = trainer
+        self._kind = kind_of(own, getattr(trainer, "completion_like", None))
         if self._wrt_model:
             self.composite.compare_parameters(trainer.model)
         callbacks = trainer.callback_handler.callbacks
@@ -352,7 +353,11 @@ class RegularizerMixin:
 
     Attributes:
         regularizers: the `RegularizerCallback` that does the work.
+        completion_like: class attribute: the name of the trainer whose tokens count as this one's
+            do, such as `"SFTTrainer"`, for a class with a `compute_loss` of its own.
     """
+
+    completion_like: ClassVar[str | None]  # without a value, which would hide the trainer's
 
     def __init__(
         self,

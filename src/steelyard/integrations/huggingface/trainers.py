@@ -1,7 +1,8 @@
 """Trainers of transformers and TRL: where each has its completion and its reference model.
 
 A trainer is recognized by the class that defines its `compute_loss`, because that function decides
-how the model is called. A subclass that overrides it is unknown, even if its parent is listed.
+how the model is called. A subclass that overrides it is unknown, even if its parent is listed,
+unless its class attribute `completion_like` names a trainer of the table.
 Written for TRL 1.16; TRL is not imported.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from steelyard.errors import SpecError
 from steelyard.integrations.huggingface.causal_lm import IGNORE_INDEX, Forward
 from steelyard.integrations.huggingface.rloo_reference import keep_reference
 
@@ -52,8 +54,24 @@ class TrainerKind:
     no_reference: str = "it runs no reference model"
 
 
-def kind_of(compute_loss: Callable[..., Any]) -> TrainerKind | None:
-    """Look up the trainer whose own `compute_loss` this is; None if it is not in the table."""
+def kind_of(compute_loss: Callable[..., Any], like: object = None) -> TrainerKind | None:
+    """Look up the trainer whose own `compute_loss` this is; None if it is not in the table.
+
+    Args:
+        compute_loss: of a trainer.
+        like: name of the trainer in the table that it is like, its `completion_like`; None if the
+            function itself says so.
+
+    Raises:
+        SpecError: `like` is not in the table.
+    """
+    if like is not None:
+        if like not in KINDS:
+            raise SpecError(
+                f"completion_like must name a trainer that Steelyard knows, got {like!r}; there "
+                f"are: {', '.join(KINDS)}."
+            )
+        return KINDS[str(like)]
     defined = getattr(compute_loss, "__func__", compute_loss)
     package = getattr(defined, "__module__", "").partition(".")[0]
     owner, _, name = getattr(defined, "__qualname__", "").partition(".")
