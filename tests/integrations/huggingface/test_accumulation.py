@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from steelyard.errors import InputError
-from steelyard.integrations.huggingface.accumulation import micro_batch_of
+from steelyard.integrations.huggingface.accumulation import divides_by, divisor_of, micro_batch_of
 
 BATCH = {"labels": torch.tensor([[1, 2, -100, 4], [5, 6, 7, -100]])}  # 4 tokens, shifted
 
@@ -71,3 +71,17 @@ def test_a_rule_that_cannot_be_determined_is_refused(
         micro_batch_of(trainer(**changed), batch, None)
     once = trainer(**changed, current_gradient_accumulation_steps=1)
     assert micro_batch_of(once, batch, None) == (1.0, 1)
+
+
+def test_whether_a_loss_is_divided_by_the_number_of_items() -> None:
+    divisor = divisor_of(16)
+    x = torch.ones(3, requires_grad=True)
+    assert divides_by((x.square().sum() / divisor.clamp(min=1)) * 2, divisor)
+    assert not divides_by(x.square().mean(), divisor)
+    assert not divides_by(torch.ones(()), divisor)
+
+
+def test_a_mean_that_the_trainer_takes_for_scaled_counts_as_it_is() -> None:
+    assert micro_batch_of(trainer(), BATCH, 16, counts_items=False) == (1.0, 1)
+    across = trainer(args=SimpleNamespace(average_tokens_across_devices=True))
+    assert micro_batch_of(across, BATCH, 16, counts_items=False) == (3.0, 1)

@@ -26,14 +26,26 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batch_of(
-    trainer: Any, batch: Mapping[str, Any], num_items_in_batch: Tensor | int | None
+    trainer: Any,
+    batch: Mapping[str, Any],
+    num_items_in_batch: Tensor | int | None,
+    *,
+    counts_items: bool = True,
 ) -> MicroBatch:
     """Ask a trainer how it scales the loss of a micro-batch.
 
     * It divides the loss by the number n of micro-batches: the terms are divided with it.
     * Its loss is divided by the tokens of the whole step already: the share is the micro-batch's
       fraction of these tokens.
+    * It takes the loss for such a one, and the model ignores the number: the means of the
+      micro-batches are added up, so that the share is 1.
     * Its loss is scaled in another way, and the batch has no labels (GRPO): the share is 1/n.
+
+    Args:
+        trainer: the trainer.
+        batch: the micro-batch.
+        num_items_in_batch: the tokens of the whole step, if the trainer counts them.
+        counts_items: whether the loss is divided by that number; see `divides_by`.
 
     Raises:
         InputError: the loss is scaled, but by what cannot be determined.
@@ -43,23 +55,53 @@ def micro_batch_of(
         return MicroBatch(1.0, steps)
     shifted: bool = trainer._loss_shifts_labels  # noqa: SLF001 - the trainer has no public name
     tokens = token_count(batch, shifted=shifted)
-    if tokens is not None and num_items_in_batch is not None:
+    if num_items_in_batch is not None and not counts_items:
+        share = torch.ones(())
+    elif tokens is not None and num_items_in_batch is not None:
         # Where no token of the step counts, a trainer's loss is 0 or NaN; the terms are 0.
-        share: Tensor = tokens / torch.as_tensor(num_items_in_batch).clamp(min=1)
-        if trainer.args.average_tokens_across_devices:
-            # The trainer counts the tokens of all processes, whose gradients are averaged: it
-            # multiplies its loss by their number, and so the terms are.
-            share = share * (trainer.accelerator.num_processes // trainer.get_tp_size())
-        return MicroBatch(share, 1)
-    if steps == 1 or (tokens is None and trainer.loss_is_scaled_for_ga):
+        share = tokens / torch.as_tensor(num_items_in_batch).clamp(min=1)
+    else:
+        return _without_items(trainer, steps, has_labels=tokens is not None)
+    if trainer.args.average_tokens_across_devices:
+        # The trainer counts the tokens of all processes, whose gradients are averaged: it
+        # multiplies its loss by their number, and so the terms are.
+        share = share * (trainer.accelerator.num_processes // trainer.get_tp_size())
+    return MicroBatch(share, 1)
+
+
+def _without_items(trainer: Any, steps: int, *, has_labels: bool) -> MicroBatch:
+    if steps == 1 or (not has_labels and trainer.loss_is_scaled_for_ga):
         return MicroBatch(1.0 / steps, 1)
     raise InputError(
         f"{type(trainer).__name__} scales its loss for gradient accumulation by itself, and how "
         f"cannot be determined (loss_is_scaled_for_ga={trainer.loss_is_scaled_for_ga}, labels "
-        f"{'without' if tokens is not None else 'and'} num_items_in_batch are missing): set "
+        f"{'without' if has_labels else 'and'} num_items_in_batch are missing): set "
         f"gradient_accumulation_steps=1, or let compute_loss return the mean of a batch and set "
         f"loss_is_scaled_for_ga=False."
     )
+
+
+def divisor_of(num_items_in_batch: Tensor | int) -> Tensor:
+    """The number of items as a tensor whose use in a loss can be found with `divides_by`."""
+    return torch.as_tensor(num_items_in_batch).detach().float().requires_grad_()
+
+
+def divides_by(loss: Tensor, divisor: Tensor) -> bool:
+    """Whether a loss was computed with a number: whether its graph leads to that.
+
+    transformers hands `num_items_in_batch` to every model that takes keyword arguments, and takes
+    the loss for divided by it; models for sequence classification ignore it (5.22).
+    """
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is divisor:
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def _is_scaled(trainer: Any, num_items_in_batch: Tensor | int | None) -> bool:

@@ -16,7 +16,11 @@ from steelyard._extras import cure as _cure
 from steelyard.composition import CompositeLoss, TermLike, itself, reads
 from steelyard.errors import CheckpointError, InputError
 from steelyard.gradients import is_fully_sharded
-from steelyard.integrations.huggingface.accumulation import micro_batch_of
+from steelyard.integrations.huggingface.accumulation import (
+    divides_by,
+    divisor_of,
+    micro_batch_of,
+)
 from steelyard.integrations.huggingface.completion import Completion
 from steelyard.integrations.huggingface.completion_inputs import (
     COMPLETION,
@@ -102,6 +106,8 @@ class RegularizerCallback(TrainerCallback):
         self._metrics = MetricAccumulator()
         self._step_state = StepState(self.composite)
         self._unwrapped: dict[int, tuple[nn.Module, Any]] = {}
+        # Whether the trainer's loss is divided by `num_items_in_batch`; None until it is known.
+        self._counts_items: bool | None = None
         self._trainer: Any = None
         self._kind: TrainerKind | None = None
 
@@ -138,10 +144,19 @@ class RegularizerCallback(TrainerCallback):
             return_outputs: whether to return the model's outputs too.
             num_items_in_batch: the tokens of the whole step, if the trainer counts them.
         """
-        options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        options: dict[str, Any] = {
+            "return_outputs": return_outputs,
+            "num_items_in_batch": num_items_in_batch,
+        }
         if not model.training or not torch.is_grad_enabled():
             return own(model, inputs, **options)
         step = self._trainer.state.global_step
+        divisor = None
+        if num_items_in_batch is not None and self._counts_items is None:
+            if self._uses_model_loss(own):
+                divisor = options["num_items_in_batch"] = divisor_of(num_items_in_batch)
+            else:  # a trainer that takes the number says itself what its loss is
+                self._counts_items = True
         due = [spec for spec in self.composite.specs if spec.due(step)]
         required, names = input_names(due)
         if "hidden_states" in names:
@@ -160,6 +175,8 @@ class RegularizerCallback(TrainerCallback):
         )
         result = captured.result
         loss, *outputs = result if isinstance(result, tuple) else (result,)
+        if divisor is not None:
+            self._counts_items = divides_by(loss, divisor)
         completion = completion_of(self._trainer, self._kind, captured, batch, names)
         self.composite.unmeasured = self._unmeasured(due, completion, batch)
         if self.composite.unmeasured:
@@ -263,7 +280,9 @@ class RegularizerCallback(TrainerCallback):
         trainer, composite = self._trainer, self.composite
         if composite.step != trainer.state.global_step:
             composite.step = trainer.state.global_step
-        micro_batch = micro_batch_of(trainer, batch, num_items_in_batch)
+        micro_batch = micro_batch_of(
+            trainer, batch, num_items_in_batch, counts_items=self._counts_items is not False
+        )
         composite.share = micro_batch.share
         self._step_state.begin_micro_batch()
         details = self._metrics.details
