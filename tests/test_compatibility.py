@@ -135,11 +135,14 @@ def test_a_run_resumes_where_it_was(command: CommandRunner, project: Path, tmp_p
         # So the same terms ran, and failed; 0.1.0 did not write which were skipped.
         new = {key for key in mine if key.startswith("skipped/")}
         later = {k for k in mine if k.endswith("/grad_space") or k.startswith("held_out/skipped/")}
-        assert mine.keys() - new - later == theirs.keys()
+        # 0.1.0 took the entropy of these data, which were not sampled, from their own tokens.
+        gone = {key for key in theirs if key.startswith("cosines/") and key.endswith("/entropy")}
+        assert not gone or mine["regularizers/entropy/grad_space"] == "projection"
+        assert mine.keys() - new - later == theirs.keys() - gone
         failed = "regularizers/flaky/value" not in theirs
         assert new == ({"skipped/flaky", "skipped/flaky/reason"} if failed else set())
         assert weights_in(mine) == pytest.approx(weights_in(theirs), rel=1e-12)
-        assert all(math.isfinite(mine[key]) for key in theirs)
+        assert all(math.isfinite(mine[key]) for key in theirs.keys() - gone)
     assert ["regularizers/flaky/value" in line for line in found].count(False) == 4
     assert json.loads((project / "run" / "result.json").read_text())["status"] == "done"
 

@@ -195,7 +195,8 @@ def test_gradients_of_different_spaces_cannot_be_compared() -> None:
     pipeline = Pipeline(nll, specs, aggregate=Halved(), gives=("logits",))
     message = (
         "here logprobs, and the gradient of regularizer 'elsewhere' is with respect to logits: "
-        "give it anchor=True, which exempts it, or use aggregate='sum'."
+        "give it anchor=True, which exempts it, compare them with grad_space='parameters', or use "
+        "aggregate='sum'."
     )
     with pytest.raises(SpecError, match=message):
         pipeline.compute([], LOGPROBS, given={"logits": torch.ones(2)})

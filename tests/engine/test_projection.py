@@ -19,6 +19,7 @@ from steelyard.engine.forward import OutputGradients
 from steelyard.errors import InputError, TermError
 from steelyard.penalties.from_logits import Projection, compose_logits, entropy
 from steelyard.penalties.from_logits import _projection_inputs as projected
+from steelyard.regularizers import Entropy
 from tests.seeing import Seen
 
 from .data import by_hand, close, datum, ragged, same, train
@@ -307,13 +308,19 @@ def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
             client.open_pass([datum([1, 2, 3])], ("projection",))
         client.open_pass([datum([1, 2, 3])], ("logits",))
         assert same(client.gradients(), before)
+        assert client.gives == ("hidden_states", "logits", "parameters")
+        entropy_term = RegularizerSpec(Entropy(), 0.1, "entropy")  # on fixed data
+        fixed = [datum([1, 2, 3])]
+        output = regularize(client, [entropy_term]).forward_backward(fixed, "cross_entropy")
+        assert output.result().regularizers["entropy"].grad_space == "logits"
 
 
 def test_a_model_without_an_output_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = create()
     monkeypatch.setattr(
         "steelyard.engine.model.Model.output_layer", property(lambda _: None), raising=True
     )
+    client = create()
+    assert "projection" not in client.gives
     with pytest.raises(InputError, match="has none or changes them"):
         client.open_pass(DATA, ("projection",))
 

@@ -65,6 +65,7 @@ def batch(make: Any, padding: float | None = None) -> tuple[list[Any], list[torc
         make(
             weights=[*(1.0 for _ in reference), *zeros],
             reference_logprobs=[*reference, *more],
+            logprobs=[*reference, *more],  # the tokens were sampled
             group=[index],
         )
         for index, reference in enumerate(REFERENCE)

@@ -572,7 +572,7 @@ class _CustomCall:
         """The forward pass, and its `parameter_gradients` if gradients are compared there."""
         if not self.has_open_pass:
             return TwoPasses(self.client, self.data, self.settings.temperature), None
-        needs = self.pipeline.needs(self.step)
+        needs = self.pipeline.needs(self.step, self.data)
         at = at_temperature(self.settings.temperature)
         compares = self.pipeline.settings.compares_gradients(self.step)
         if self.settings.grad_space == "logprobs" or not compares:
@@ -599,7 +599,7 @@ class _CustomCall:
         """Measurement of the optimizer step that follows; None if it is not to be measured."""
         if not self._is_measured:
             return None
-        specs = [term.spec for term in self.pipeline.due(self.step)]
+        specs = [term.spec for term in self.pipeline.due(self.step, self.data)]
         timeout, workers = self.settings.timeout, self.settings.workers
         return StepProgress(
             self.data,

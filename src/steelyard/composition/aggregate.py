@@ -308,8 +308,8 @@ def _factors(
             raise SpecError(
                 f"an aggregator compares gradients with respect to the same tensors, here "
                 f"{main}, and the gradient of {title(result.term.name)} is with respect to "
-                f"{' and '.join(result.space)}: give it anchor=True, which exempts it, or use "
-                f"aggregate='sum'."
+                f"{' and '.join(result.space)}: give it anchor=True, which exempts it, compare "
+                f"them with grad_space='parameters', or use aggregate='sum'."
             )
     rows = [i for i, r in enumerate(r for r in done if r.space == (main,)) if r in seen]
     # One gradient has none to be compared with.

@@ -108,8 +108,7 @@ class Multiplier:
         warnings.warn(
             f"{name} is at {value:.4g}, bound {kind} {bound.value:.4g}, for {_PATIENCE} steps: "
             f"multiplier {state}. Give it more steps or a smaller learning rate, or a bound that "
-            f"can be met: where the gradient of a term fades, as that of an entropy of sampled "
-            f"tokens of fixed data does, no multiplier may hold it.",
+            f"can be met.",
             UnmetBoundWarning,
             stacklevel=2,
         )

@@ -246,7 +246,8 @@ class Pipeline(TermSet):
         if shares:
             _check_shares(shares, [BASE, *(term.name for term in terms)])
         settings = self.settings
-        due = [self._base, *(term for term in terms if term.due(step))]
+        running = [term for term in terms if term.due(step)]
+        due = [self._base, *(term.for_data(data, self._gives) for term in running)]
         _check_given(due, given)
         needs = dict.fromkeys(need for term in due for need in term.spec.needs)
         inputs = FlatInputs(data, logprobs, given, needs, to_parameters)
@@ -280,7 +281,7 @@ class Pipeline(TermSet):
         output = build_output(
             results,
             combined,
-            [term.name for term in terms if term not in due],
+            [term.name for term in terms if term not in running],
             total_grad_norm=(combined.total_norm or 0.0) if tracked else None,
             grad_space=inputs.main_space,
             **inputs.gradients(combined.totals, results, tracked=tracked),

@@ -118,13 +118,18 @@ class TermSet:
         """The pools that run offloaded terms."""
         return self.own_workers or default_workers()
 
-    def due(self, step: int = 0) -> tuple[Term, ...]:
-        """The base loss and the regularizers that run at `step`, in order."""
-        return (self._base, *(term for term in self._terms if term.due(step)))
+    def due(self, step: int = 0, data: Any = None) -> tuple[Term, ...]:
+        """The base loss and the regularizers that run at `step`, in order.
 
-    def needs(self, step: int = 0) -> tuple[str, ...]:
-        """The extra inputs that the regularizers due at `step` need."""
-        return tuple(dict.fromkeys(need for term in self.due(step) for need in term.spec.needs))
+        With `data` each has the extra inputs that it reads with them.
+        """
+        due = (term for term in self._terms if term.due(step))
+        return (self._base, *(term.for_data(data, self._gives) for term in due))
+
+    def needs(self, step: int = 0, data: Any = None) -> tuple[str, ...]:
+        """The extra inputs that the regularizers due at `step` need, with `data` if given."""
+        due = self.due(step, data)
+        return tuple(dict.fromkeys(need for term in due for need in term.spec.needs))
 
     def begin_step(self, step: int | None) -> int:
         """Return the step of a call that begins: `step`, or for None the one after the last call's.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -126,6 +126,11 @@ class Term:
         """Whether it is a function of `penalties.from_logits` over named inputs, with a weight."""
         fn = self.spec.fn
         return isinstance(fn, Reads) and is_fusable(fn.fn) and not self.is_bounded
+
+    def for_data(self, data: Any, gives: Collection[str]) -> Term:
+        """The term with the extra inputs that it reads with these data."""
+        spec = self.spec.for_data(data, gives)
+        return self if spec is self.spec else replace(self, spec=spec)
 
     def due(self, step: int) -> bool:
         """Whether it runs at a step."""

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from steelyard.engine.service_client import LocalServiceClient
 
 T = TypeVar("T")
+# Extra inputs, beside log-probs, that a forward pass can supply to terms.
+_EXTRA_INPUTS = ("hidden_states", "logits", "parameters", "projection")
 Call = Callable[[], AwaitableConcurrentFuture[T]]
 CustomLoss = Callable[[list[types.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
@@ -69,9 +71,6 @@ class LocalTrainingClient:
         True
     """
 
-    # Extra inputs, beside log-probs, that a forward pass here can supply to terms.
-    gives = ("hidden_states", "logits", "parameters", "projection")
-
     def __init__(
         self,
         service: LocalServiceClient,
@@ -84,6 +83,8 @@ class LocalTrainingClient:
         self.user_metadata = user_metadata
         self._service = service
         self._worker = worker
+        # Tested once for each model, where it runs.
+        self._supports_projection = worker.submit(lambda: worker.model.supports_projection)
         self._trainer = Trainer(worker.model, adapter, worker.token_budget)
         self._state = TrainingState(worker.model, adapter, model_id, user_metadata)
         # Owned by the trainer, not by this client: queued calls and open passes refer to the
@@ -216,9 +217,9 @@ class LocalTrainingClient:
             InputError: the data or the needs break a rule; or a projection is needed, and the
                 model's logits are not the output of its output layer.
         """
-        unknown = [need for need in needs if need not in self.gives]
+        unknown = [need for need in needs if need not in _EXTRA_INPUTS]
         if unknown:
-            raise InputError(f"needs must be among {list(self.gives)}, got {unknown}.")
+            raise InputError(f"needs must be among {list(_EXTRA_INPUTS)}, got {unknown}.")
         examples = read_examples(data, {}, self._worker.model.limits)
         opened = self._worker.submit(
             self._trainer.open_pass,
@@ -469,6 +470,13 @@ class LocalTrainingClient:
     ) -> LocalSamplingClient:
         """Run `create_sampling_client` without blocking the event loop."""
         return await self._service.create_sampling_client_async(model_path=model_path)
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """Extra inputs, beside log-probs, that `open_pass` supplies to terms with this model."""
+        if self._supports_projection.result():
+            return _EXTRA_INPUTS
+        return tuple(name for name in _EXTRA_INPUTS if name != "projection")
 
     @property
     def context_length(self) -> int:

@@ -73,6 +73,12 @@ class Backend:
             progress(len(logprobs))
         return logprobs
 
+    @property
+    def gives(self) -> Sequence[str]:
+        """Names of the extra inputs of terms that `forward` supplies."""
+        gives: Sequence[str] = getattr(self.client, "gives", ())
+        return gives
+
     def forward(
         self, data: Sequence[types.Datum], needs: Sequence[str], size: int
     ) -> Iterator[tuple[list[types.Datum], Any]]:

@@ -57,7 +57,7 @@ def evaluate_held_out(
     """
     if not data:
         return {}
-    found = _Values(terms.specs, timeout, add_line)
+    found = _Values(_for_data(terms.specs, data, backend), timeout, add_line)
     loss = _evaluate(backend, data, _per_token(terms.loss), found, batch)
     return {"held_out/loss": loss, **found.metrics}
 
@@ -72,7 +72,7 @@ def evaluate_terms(
     add_line: AddLine = lambda text, *_: text,
 ) -> dict[str, Any]:
     """Metrics of `evaluate_held_out` without `held_out/loss`: the values of the terms."""
-    found = _Values(specs, timeout, add_line)
+    found = _Values(_for_data(specs, data, backend), timeout, add_line)
     _evaluate(backend, data, _NoLoss(), found, batch)
     return found.metrics
 
@@ -159,6 +159,13 @@ def _evaluate(
     logprobs, parameters = _evaluate_batches(backend, data, found, batch)
     whole = [spec for spec in found.specs if not _reads_batches(spec)]
     return found.compute(loss, whole, data, logprobs, parameters).base_loss.value
+
+
+def _for_data(
+    specs: Sequence[RegularizerSpec], data: Sequence[types.Datum], backend: Backend
+) -> list[RegularizerSpec]:
+    """The specs with the extra inputs that their terms read with these data."""
+    return [spec.for_data(data, backend.gives) for spec in specs]
 
 
 class _NoLoss:

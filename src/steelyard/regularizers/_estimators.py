@@ -207,21 +207,23 @@ def _log_middle(log_u: Tensor) -> Tensor:
     return F.softplus(log_u) - math.log(2)
 
 
-def require_samples(level: str, importance: object) -> None:
-    """Check the options of sampled tokens for `[T, K]` log-probs: `"token"` and None.
+def require_samples(
+    level: str, importance: object, what: str = "log-probs [T, K]", cure: str = "use [T] targets"
+) -> None:
+    """Check the options of sampled tokens for distributions: `"token"` and None.
 
     Raises:
         InputError: one differs: of a sequence only the sampled tokens have a probability.
     """
     if importance is not None:
         raise InputError(
-            f"importance must be None for log-probs [T, K], which are distributions and no sampled "
-            f"tokens, got {importance!r}: use [T] targets."
+            f"importance must be None for {what}, which are distributions and no sampled "
+            f"tokens, got {importance!r}: {cure}."
         )
     if level != "token":
         raise InputError(
-            f"level must be 'token' for log-probs [T, K], which are distributions and no sampled "
-            f"sequence, got {level!r}: use [T] targets."
+            f"level must be 'token' for {what}, which are distributions and no sampled "
+            f"sequence, got {level!r}: {cure}."
         )
 
 

@@ -1,9 +1,16 @@
-"""Entropy and confidence penalty: from sampled tokens, or from listed classes and their tail."""
+"""Entropy and confidence penalty: from sampled tokens, listed classes, or the whole vocabulary.
+
+The log-prob of a token says something of the entropy of the distribution only if it was drawn from
+that distribution. The tokens of fixed data were not: the mean of -log p over them is their NLL, and
+a gradient that would raise the entropy of sampled tokens lowers it there. So both terms read the
+whole vocabulary where the data are fixed (`needs_for`), or refuse such data.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -14,7 +21,8 @@ from torch import Tensor
 from steelyard import penalties
 from steelyard.composition import PerDatum
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs
+from steelyard.gradients import LogProbs, as_tensor, loss_fn_input, were_sampled
+from steelyard.penalties import from_logits
 from steelyard.regularizers import _options
 from steelyard.regularizers._class_rows import entropy_rows
 from steelyard.regularizers._estimators import (
@@ -38,13 +46,18 @@ class Entropy:
     `"penalty"` is +H: adding it to a loss lowers entropy. `"bonus"` is -H: adding it raises
     entropy.
 
-    `[T]`: H is estimated from the sampled tokens, `H = -mean log p`, over all tokens of the batch
-    that count. **The gradient is an estimator**, that of `-½ mean (log p)²`: if the tokens were
-    sampled from the model being trained, its expectation is the gradient of the entropy of each
-    token with its context fixed (differentiating -mean log p would give zero there). The entropy of
-    whole sequences also changes with the contexts that the model visits, and its gradient may even
-    have the other sign: `level="sequence"` estimates that one. On fixed data a bonus makes
-    unlikely tokens more likely, and a penalty makes them less likely.
+    `[T]`, tokens that the model sampled (data with sampling log-probs, in the field `logprobs`): H
+    is estimated from them, `H = -mean log p`, over all tokens of the batch that count. **The
+    gradient is an estimator**, that of `-½ mean (log p)²`: its expectation is the gradient of the
+    entropy of each token with its context fixed (differentiating -mean log p would give zero
+    there). The entropy of whole sequences also changes with the contexts that the model visits, and
+    its gradient may even have the other sign: `level="sequence"` estimates that one.
+
+    `[T]`, fixed data (without that field): H is the mean entropy of the distributions over the
+    whole vocabulary in the contexts of the data. **The gradient is exact.** It needs a client that
+    gives the projection onto the vocabulary or the logits, as `steelyard.engine` does; with any
+    other the term fails. With `needs=("projection",)` in its spec it is computed so for sampled
+    tokens too. `compute` without data takes the tokens for sampled ones.
 
     `importance` is for tokens sampled from q, an older or another model: with w = p/q of each token
     the value is -mean (w log p) and the gradient that of `-½ mean w (log p)²`, w constant. Both are
@@ -55,18 +68,19 @@ class Entropy:
     `[T, K]`: `H = -Σ p log p` over the K classes and one tail class with the remaining mass,
     averaged over tokens; a lower bound of the true entropy. **The gradient is exact.**
 
-    Reads from each datum: `weights` (optional), where 0 leaves a token out; `importance`, if that
-    is a field.
+    Reads from each datum: `weights` (optional), where 0 leaves a token out; `logprobs` (optional),
+    which says that its tokens were sampled; `importance`, if that is a field.
 
     Args:
         mode: `"penalty"` or `"bonus"`.
-        temperature: T > 0; other than 1, the distribution is `softmax(log p / T)`. Needs
-            `[T, K]`.
+        temperature: T > 0; other than 1, the distribution is `softmax(log p / T)`. Not for
+            `[T]` of sampled tokens.
         normalize: divide by the log of the number of classes: `vocabulary` if that is given,
-            else K + 1.
-        vocabulary: the number of classes of the model. `normalize` needs it for `[T]`.
+            else K + 1, or the number of logits.
+        vocabulary: the number of classes of the model. `normalize` needs it for sampled tokens.
         level: `"token"`, or `"sequence"` for a gradient that also counts how each token changes the
-            contexts after it (REINFORCE with the reward-to-go; of higher variance). Needs `[T]`.
+            contexts after it (REINFORCE with the reward-to-go; of higher variance). Needs `[T]` of
+            sampled tokens.
         importance: the field of `loss_fn_inputs` with the log-probs log q of the tokens when they
             were sampled (`"logprobs"` in Tinker's RL data), or a function `(datum, index)`; None:
             they were sampled from the model being trained. Needs `[T]`.
@@ -105,26 +119,47 @@ class Entropy:
         _options.one_of("level", self.level, ("token", "sequence"), self.name)
         _options.resolve_source(self, "importance", optional=True)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def needs_for(self, data: Any, gives: Collection[str]) -> tuple[str, ...]:
+        """Need the whole vocabulary for fixed data: see `ChoosesNeeds`."""
+        if self.importance is not None or self.level == "sequence":
+            return ()
+        return _needs_for(data, gives)
+
+    def compute(
+        self, data: Any, logprobs: LogProbs, *, projection: Any = None, logits: Any = None
+    ) -> tuple[Tensor, dict[str, float]]:
         """Compute the penalty of a batch, and its `entropy` in nats (in [0, 1] if normalised).
 
         With `importance` also the mean `ratio` of its tokens.
+
+        Args:
+            data: of the batch.
+            logprobs: of its tokens, `[T]` or `[T, K]`.
+            projection: a `Projection` for each datum; then, or with logits, H is exact.
+            logits: `[T, V]` for each datum.
+
+        Raises:
+            InputError: the data are fixed, and only the log-probs `[T]` of their tokens are given;
+                or an option does not go with what is given.
         """
         rows = batch_rows(data, logprobs, classes=True)
-        metrics = {}
-        if rows[0].logprobs.dim() == 1:
-            ratios = None
-            if self.importance is not None:
-                ratios = importance_ratios(rows, self.importance, self.level)
-                metrics["ratio"] = mean(ratios).item()
-            entropy = self._from_samples([row.kept for row in rows], ratios)
-        else:
-            require_samples(self.level, self.importance)
-            entropy = mean(self._token_entropies(rows))
-        return self._sign * entropy, {"entropy": entropy.item(), **metrics}
+        given = logits if projection is None else projection
+        if given is not None:
+            require_samples(self.level, self.importance, "logits", "leave needs out of the spec")
+            entropy = self._over_vocabulary(rows, given)
+            return self._sign * entropy, {"entropy": entropy.item()}
+        if self.importance is None:
+            _require_sampled(data, rank_of([row.logprobs.shape for row in rows]), self.level)
+        return self._from_logprobs(rows)
 
-    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
+    def compute_sampled(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """Compute the same of tokens that were sampled, whatever the data say."""
+        return self._from_logprobs(batch_rows(data, logprobs, classes=True))
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
         """Form per datum: see `Separable`."""
+        if self.importance is None:
+            _require_sampled(data, rank_of(shapes), self.level)
         if rank_of(shapes) > 1:
             require_samples(self.level, self.importance)
             metrics: dict[str, Any] = {"entropy": (self._row_values, "mean")}
@@ -145,6 +180,32 @@ class Entropy:
     @property
     def _sign(self) -> float:
         return 1.0 if self.mode == "penalty" else -1.0
+
+    def _from_logprobs(self, rows: Sequence[DatumRow]) -> tuple[Tensor, dict[str, float]]:
+        metrics = {}
+        if rows[0].logprobs.dim() == 1:
+            ratios = None
+            if self.importance is not None:
+                ratios = importance_ratios(rows, self.importance, self.level)
+                metrics["ratio"] = mean(ratios).item()
+            entropy = self._from_samples([row.kept for row in rows], ratios)
+        else:
+            require_samples(self.level, self.importance)
+            entropy = mean(self._token_entropies(rows))
+        return self._sign * entropy, {"entropy": entropy.item(), **metrics}
+
+    def _over_vocabulary(self, rows: Sequence[DatumRow], given: Any) -> Tensor:
+        """Mean entropy of the distributions over the whole vocabulary."""
+        sums = [
+            from_logits.entropy(
+                logits, temperature=self.temperature, mask=row.mask, reduction="sum"
+            )
+            for row, logits in zip(rows, _by_datum(given), strict=True)
+        ]
+        total = torch.stack(sums).sum() / max(sum(len(row.kept) for row in rows), 1)
+        if not self.normalize:
+            return total
+        return total / math.log(self.vocabulary or _by_datum(given)[0].shape[-1])
 
     def _token_values(
         self, logprobs: Tensor, sampled: Tensor | None = None
@@ -202,13 +263,17 @@ class ConfidencePenalty:
     """Penalise overconfident predictions: entropy below a threshold Γ.
 
     `[T, K]`: `mean max(0, Γ - H_t)` over tokens, H_t the entropy of the K classes and their
-    tail. **The gradient is exact.** `[T]`: `max(0, Γ - H)` with H = -mean log p over the sampled
-    tokens of the batch. **The gradient is an estimator**, not that of this value: each token adds
-    that of `½ (log p)²` if the entropy that the other tokens of the batch show is below Γ. If the
-    tokens were sampled from the model being trained, its expectation is -∇H, as in `Entropy`, times
-    the probability that the other tokens are below Γ; a batch of one token always counts.
+    tail. **The gradient is exact.** So it is for `[T]` of fixed data, with H_t the entropy over the
+    whole vocabulary: see `Entropy` for what that needs, and for which data are fixed.
 
-    Reads from each datum: `weights` (optional), where 0 leaves a token out.
+    `[T]`, tokens that the model sampled: `max(0, Γ - H)` with H = -mean log p over the tokens of
+    the batch. **The gradient is an estimator**, not that of this value: each token adds that of
+    `½ (log p)²` if the entropy that the other tokens of the batch show is below Γ. Its expectation
+    is -∇H, as in `Entropy`, times the probability that the other tokens are below Γ; a batch of one
+    token always counts.
+
+    Reads from each datum: `weights` (optional), where 0 leaves a token out; `logprobs` (optional),
+    which says that its tokens were sampled.
 
     Args:
         threshold: Γ in nats, above 0.
@@ -232,19 +297,41 @@ class ConfidencePenalty:
     def __post_init__(self) -> None:
         _options.positive("threshold", self.threshold, self.name)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
-        """Compute the penalty of a batch, and its `entropy` in nats."""
-        rows = batch_rows(data, logprobs, classes=True)
-        if rows[0].logprobs.dim() == 1:
-            kept = torch.cat([row.kept for row in rows])
-            return sampled_confidence(kept, self.threshold), {"entropy": -mean(kept).item()}
-        classes = [with_tail(row.kept) for row in rows]
-        entropy = torch.cat([penalties.entropy(each, reduction="none") for each in classes])
-        penalty = mean((self.threshold - entropy).clamp_min(0))
-        return penalty, {"entropy": mean(entropy).item()}
+    def needs_for(self, data: Any, gives: Collection[str]) -> tuple[str, ...]:
+        """Need the whole vocabulary for fixed data: see `ChoosesNeeds`."""
+        return _needs_for(data, gives)
 
-    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
+    def compute(
+        self, data: Any, logprobs: LogProbs, *, projection: Any = None, logits: Any = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Compute the penalty of a batch, and its `entropy` in nats.
+
+        Args:
+            data: of the batch.
+            logprobs: of its tokens, `[T]` or `[T, K]`.
+            projection: a `Projection` for each datum; then, or with logits, H is exact.
+            logits: `[T, V]` for each datum.
+
+        Raises:
+            InputError: the data are fixed, and only the log-probs `[T]` of their tokens are given.
+        """
+        rows = batch_rows(data, logprobs, classes=True)
+        given = logits if projection is None else projection
+        if given is not None:
+            return self._below(
+                row.keep(from_logits.entropy(each, mask=row.mask, reduction="none"))
+                for row, each in zip(rows, _by_datum(given), strict=True)
+            )
+        _require_sampled(data, rank_of([row.logprobs.shape for row in rows]))
+        return self._from_logprobs(rows)
+
+    def compute_sampled(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+        """Compute the same of tokens that were sampled, whatever the data say."""
+        return self._from_logprobs(batch_rows(data, logprobs, classes=True))
+
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
         """Form per datum of `[T, K]` log-probs: see `Separable`."""
+        _require_sampled(data, rank_of(shapes))
         if rank_of(shapes) == 1:
             raise InputError(
                 "the entropy of log-probs [T] is that of all tokens of the batch together, and "
@@ -254,3 +341,56 @@ class ConfidencePenalty:
             lambda logprobs: (self.threshold - entropy_rows(with_tail(logprobs))).clamp_min(0),
             metrics={"entropy": (lambda logprobs: entropy_rows(with_tail(logprobs)), "mean")},
         )
+
+    def _from_logprobs(self, rows: Sequence[DatumRow]) -> tuple[Tensor, dict[str, float]]:
+        if rows[0].logprobs.dim() == 1:
+            kept = torch.cat([row.kept for row in rows])
+            return sampled_confidence(kept, self.threshold), {"entropy": -mean(kept).item()}
+        return self._below(penalties.entropy(with_tail(row.kept), reduction="none") for row in rows)
+
+    def _below(self, entropies: Iterable[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        """Penalty of the entropies of the tokens of each datum, and their mean."""
+        entropy = torch.cat(list(entropies))
+        penalty = mean((self.threshold - entropy).clamp_min(0))
+        return penalty, {"entropy": mean(entropy).item()}
+
+
+def _needs_for(data: Any, gives: Collection[str]) -> tuple[str, ...]:
+    """Extra input that shows the whole vocabulary, for `[T]` of fixed data, if there is one."""
+    if not isinstance(data, Sequence):
+        return ()
+    targets = (loss_fn_input(datum, "target_tokens") for datum in data)
+    if any(each is not None and as_tensor(each).dim() > 1 for each in targets):
+        return ()  # [T, K]: distributions already
+    with suppress(InputError):  # mixed data: `compute` raises it, as a failure of the term
+        if were_sampled(data) is False:
+            # The projection first: its logits exist for some tokens at a time only.
+            return next(((need,) for need in ("projection", "logits") if need in gives), ())
+    return ()
+
+
+def _require_sampled(data: Any, rank: int, level: str = "token") -> None:
+    """Check that log-probs `[T]` are of tokens that the model sampled, as far as the data say.
+
+    Raises:
+        InputError: they are not.
+    """
+    if rank > 1 or were_sampled(data) is not False:
+        return
+    if level == "sequence":
+        raise InputError(
+            "level='sequence' takes sequences that the model sampled, and the data have no "
+            "sampling log-probs, in the field 'logprobs': give them these, or train on "
+            "steelyard.engine with level='token', which reads the whole vocabulary."
+        )
+    raise InputError(
+        "an entropy from log-probs [T] takes tokens that the model sampled, and the data have no "
+        "sampling log-probs, in the field 'logprobs': -log p of fixed tokens is their NLL. Train "
+        "on steelyard.engine, where it is computed exactly over the whole vocabulary, or give the "
+        "data their sampling log-probs, importance=... or [T, K] targets. For logits of your own "
+        "there is steelyard.penalties.from_logits.entropy."
+    )
+
+
+def _by_datum(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, list | tuple) else [given]

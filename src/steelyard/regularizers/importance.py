@@ -97,7 +97,9 @@ class _ImportanceSampling:
 
     def _compute(self, data: Any, logprobs: LogProbs) -> Any:
         weighted = _Weighted(data, logprobs, self)
-        returned = entry_point(self.regularizer)(data, weighted.logprobs, **self._call_options)
+        # The tokens were sampled, whatever the data say: `importance` is their log q.
+        inner = getattr(self.regularizer, "compute_sampled", None) or entry_point(self.regularizer)
+        returned = inner(data, weighted.logprobs, **self._call_options)
         return weighted.aresult(returned) if isawaitable(returned) else weighted.result(returned)
 
     async def _acompute(self, data: Any, logprobs: LogProbs) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any
 
@@ -15,7 +15,7 @@ from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import DatumRow, batch_rows, mean
 from steelyard.regularizers._wrapped import build_wrapped
-from steelyard.spec import Stateful, entry_point, is_async, is_finite, measurement
+from steelyard.spec import ChoosesNeeds, Stateful, entry_point, is_async, is_finite, measurement
 
 
 class EMADrift:
@@ -209,6 +209,11 @@ class Adaptive:
         """Extra inputs of the wrapped regularizer, such as `"logits"`."""
         needs: tuple[str, ...] = getattr(self._inner, "needs", ())
         return needs
+
+    def needs_for(self, data: Any, gives: Collection[str]) -> tuple[str, ...]:
+        """Extra inputs that the wrapped regularizer reads with these data."""
+        inner = self._inner
+        return inner.needs_for(data, gives) if isinstance(inner, ChoosesNeeds) else ()
 
     @property
     def compute(self) -> Any:

@@ -23,7 +23,14 @@ from steelyard.spec.messages import (
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.option_checks import OptionChecks
 from steelyard.spec.placement import check_placement, split_placement
-from steelyard.spec.protocol import Metrics, Regularizer, Schedule, Stateful, TermFn
+from steelyard.spec.protocol import (
+    ChoosesNeeds,
+    Metrics,
+    Regularizer,
+    Schedule,
+    Stateful,
+    TermFn,
+)
 from steelyard.spec.registry import build, lookup, lookup_penalty, register, registered
 from steelyard.spec.regularizer import (
     Gradient,
@@ -39,6 +46,7 @@ from steelyard.spec.weights import Bound, check_weight, weight_at
 __all__ = [
     "BASE",
     "Bound",
+    "ChoosesNeeds",
     "ComposedLoss",
     "Gradient",
     "Metrics",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 # A loss is a torch tensor, a NumPy value or a number; this stage loads none of those libraries.
@@ -50,3 +50,14 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> object:
         """Restore a saved state."""
+
+
+@runtime_checkable
+class ChoosesNeeds(Protocol):
+    """A regularizer that reads extra inputs with some data: `needs_for(data, gives)`.
+
+    `Entropy`, for one, reads the whole vocabulary where the tokens of the data were not sampled.
+    """
+
+    def needs_for(self, data: Any, gives: Collection[str]) -> tuple[str, ...]:
+        """Extra inputs that `compute` receives with these data, of those that the client gives."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
@@ -15,7 +15,7 @@ from steelyard.spec.composed_loss import ComposedLoss, scaled
 from steelyard.spec.messages import title
 from steelyard.spec.numbers import is_finite, is_whole
 from steelyard.spec.placement import check_placement, split_placement
-from steelyard.spec.protocol import Schedule, Stateful, TermFn
+from steelyard.spec.protocol import ChoosesNeeds, Schedule, Stateful, TermFn
 from steelyard.spec.weights import (
     Bound,
     bound_at,
@@ -75,7 +75,8 @@ class RegularizerSpec:
         options: keyword arguments for each call; with `run_in="ray"`, `num_cpus`, `num_gpus`,
             `resources` and `runtime_env` are those of the Ray task instead.
         needs: extra inputs besides the log-probs: `"logits"`, `"projection"`,
-            `"hidden_states"`, `"parameters"`; if empty, the regularizer's own `needs`.
+            `"hidden_states"`, `"parameters"`; if empty, the regularizer's own `needs`, or for one
+            with `needs_for` what that returns for the data of a call.
         ranks: which processes of data-parallel training evaluate it: `"all"`, each on its own part
             of the batch, or `"one"`, the first one, offloaded, on the whole batch.
 
@@ -203,6 +204,18 @@ class RegularizerSpec:
     def due(self, step: int) -> bool:
         """Whether the term runs at `step`."""
         return self.enabled and step % self.every == 0
+
+    def for_data(self, data: Any, gives: Collection[str]) -> RegularizerSpec:
+        """The spec with the extra inputs that its regularizer reads with these data.
+
+        Args:
+            data: of a call.
+            gives: names of the extra inputs that are available.
+        """
+        if self.needs or not isinstance(self.fn, ChoosesNeeds):
+            return self
+        needs = self.fn.needs_for(data, gives)
+        return replace(self, needs=needs) if needs else self
 
     def measuring(self) -> RegularizerSpec:
         """The spec that measures the term: its value alone, without weight, bound or gradient.

@@ -21,8 +21,8 @@ from steelyard.composition import Aggregator, ZeroTermWarning
 from steelyard.engine import LocalServiceClient
 from steelyard.engine.server import session_routes
 from steelyard.engine.server.lifecycle import RunningServer
-from steelyard.errors import ClosedError, InputError, NonFiniteError, SpecError
-from steelyard.regularizers import L1, L2, DemographicParity, KLToReference
+from steelyard.errors import ClosedError, InputError, NonFiniteError, SpecError, TermError
+from steelyard.regularizers import L1, L2, DemographicParity, Entropy, KLToReference
 from steelyard.schedules import linear
 from tests.engine.server.wire_client import start
 
@@ -145,6 +145,20 @@ def test_a_mixture_takes_two_passes_and_says_why(training: tinker.TrainingClient
     strict = regularize(client.client, [*TERMS, parity], server_side=True)
     with pytest.raises(SpecError, match=r"server_side=True needs .* and parity: it is no sum"):
         strict.forward_backward(batch(), "cross_entropy")
+
+
+def test_an_entropy_of_fixed_data_is_not_uploaded(training: tinker.TrainingClient) -> None:
+    data = batch(logprobs=False)
+    bonus = RegularizerSpec(Entropy(mode="bonus"), weight=0.1, name="entropy")
+    client = regularize(training, [bonus], server_side=True)
+    with pytest.raises(
+        SpecError, match=r"entropy: an entropy from log-probs .T. takes tokens that"
+    ):
+        client.forward_backward(data, "cross_entropy")
+    assert client.forward_backward(batch(), "cross_entropy").result().passes == 1
+    client = regularize(training, [bonus])
+    with pytest.raises(TermError, match=r"Train on steelyard\.engine"):
+        client.forward_backward(data, "cross_entropy")
 
 
 def test_an_aggregator_takes_two_passes(training: tinker.TrainingClient) -> None:

@@ -36,7 +36,7 @@ LINES = [
     )
 ]  # fmt: skip
 STEPS, BATCH, SEED = 8, 2, 3
-WEIGHTS = {"kl": 0.2, "entropy": 0.5, "size": 0.01}
+WEIGHTS = {"kl": 0.2, "l2": 0.5, "size": 0.01}
 
 
 def size(data: Any, logprobs: Any, *, parameters: dict[str, Tensor]) -> Tensor:
@@ -54,7 +54,7 @@ def config(folder: Path) -> dict[str, Any]:
         },
         "regularizers": [
             {"use": "kl_to_reference", "name": "kl", "weight": WEIGHTS["kl"], "every": 2},
-            {"use": "entropy", "weight": WEIGHTS["entropy"]},
+            {"use": "l2", "weight": WEIGHTS["l2"]},
             {"use": f"{__name__}:size", "name": "size", "weight": WEIGHTS["size"],
              "needs": ["parameters"]},
         ],
@@ -101,7 +101,7 @@ class Recomputed:
         terms = {
             "base": -own.sum() if training else -own.mean(),
             "kl": 0.5 * delta.square().mean(),
-            "entropy": -0.5 * own.square().mean(),  # its gradient; the value is -mean log p
+            "l2": own.square().mean(),
         }
         weights = {"base": 1.0, **WEIGHTS}
         gradients = {
@@ -109,7 +109,6 @@ class Recomputed:
             for name, term in terms.items()
         }
         values = {name: term.item() for name, term in terms.items()}
-        values["entropy"] = -own.mean().item()
         adapter = self._adapter(completed)
         if adapter is not None:
             values["size"] = 0.5 * sum(float(each.square().sum()) for each in adapter)
@@ -171,7 +170,7 @@ def test_values_contributions_norms_and_cosines(folder: Path, steps: list[Step])
     heat = charts["cosines"]["data"][0]
     cosines = dict(zip(heat["y"], heat["z"], strict=True))
     assert loss["base loss"][1] == [close(each.values["base"]) for each in steps]
-    for name, every in (("kl", 2), ("entropy", 1)):
+    for name, every in (("kl", 2), ("l2", 1)):
         ran = [each for step, each in enumerate(steps) if step % every == 0]
         drawn = trace_points(charts[f"value-{list(WEIGHTS).index(name)}"])[name][1]
         assert drawn == [close(each.values[name]) for each in ran]
@@ -184,7 +183,7 @@ def test_values_contributions_norms_and_cosines(folder: Path, steps: list[Step])
     assert cosines["kl"][1:] == [
         None if step % 2 else close(each.cosine("kl")) for step, each in enumerate(steps) if step
     ]
-    assert cosines["entropy"] == [close(each.cosine("entropy")) for each in steps]
+    assert cosines["l2"] == [close(each.cosine("l2")) for each in steps]
     assert "size" not in cosines
     sizes = trace_points(charts["value-2"])["size"][1]
     assert sizes[1:] == [close(each.values["size"]) for each in steps[1:]]
@@ -207,19 +206,19 @@ def test_totals(folder: Path, steps: list[Step]) -> None:
 
 def test_shares_and_the_fraction_cancelled(folder: Path, steps: list[Step]) -> None:
     found = findings(load_runs([folder / "run"]).runs[0])
-    kl, entropy, adapter = found.terms
+    kl, l2, adapter = found.terms
     even = steps[::2]
     sums = {
         "base": sum(each.norm("base") for each in steps),
         "kl": sum(each.norm("kl") for each in even),
-        "entropy": sum(each.norm("entropy") for each in steps),
+        "l2": sum(each.norm("l2") for each in steps),
     }
-    shares = {"base": found.base.share, "kl": kl.share, "entropy": entropy.share}
+    shares = {"base": found.base.share, "kl": kl.share, "l2": l2.share}
     total = sum(sums.values())
     assert shares == {name: close(norm / total) for name, norm in sums.items()}
     assert sum(share or 0.0 for share in shares.values()) == pytest.approx(1)
     assert (adapter.space, adapter.share, adapter.flags) == ("parameters", 1.0, ())
-    for term, ran in ((kl, even), (entropy, steps)):
+    for term, ran in ((kl, even), (l2, steps)):
         products = sum(float(each.gradients["base"] @ each.gradients[term.name]) for each in ran)
         squares = sum(each.norm("base") ** 2 for each in steps)
         assert term.cancelled == close(-products / squares)
@@ -234,7 +233,7 @@ def test_held_out_values(folder: Path) -> None:
         completed = row["step"] + 1 if row["step"] else 0
         expected = recomputed.held_out(completed)
         assert row["held_out/loss"] == close(expected["base"])
-        for name in ("kl", "entropy"):
+        for name in ("kl", "l2"):
             assert row[f"held_out/regularizers/{name}"] == close(expected[name])
 
 
