@@ -19,7 +19,12 @@ def make_a_run(folder: Path) -> Path:
     config = {
         "model": {"base_model": "tiny-random", "rank": 8},
         "data": {"path": "train.jsonl", "held_out": 0.25},
-        "train": {"steps": 21, "learning_rate": 0.003, "evaluate_every": 10},
+        "train": {
+            "steps": 21,
+            "learning_rate": 0.003,
+            "evaluate_every": 10,
+            "grad_space": "parameters",  # the entropy of fixed data is not one of their log-probs
+        },
         "loss": {"use": "cross_entropy", "options": {"reduction": "mean"}},
         "regularizers": [
             {"use": "kl_to_reference", "name": "kl", "weight": {"warmup": [0.2, 10]}},

@@ -31,7 +31,7 @@ name = "kl"
 weight = { warmup = [0.1, 10] } # a number, a schedule, or { tune = [1e-4, 1.0], log = true }
 
 [[regularizers]]
-use = "entropy"
+use = "entropy"                # over the whole vocabulary, which backend = "local" has
 weight = 0.01
 options = { mode = "bonus" }
 
