@@ -15,10 +15,10 @@ from torch.nn import functional
 from transformers import TrainerCallback
 
 from steelyard import RegularizerSpec
-from steelyard.errors import InputError
+from steelyard.errors import InputError, TermError
 from steelyard.integrations import term
 from steelyard.penalties import from_logits
-from steelyard.regularizers import KLToReference
+from steelyard.regularizers import Entropy, KLToReference
 from tests.integrations.huggingface.trl_trainers import (
     TRAINERS,
     build,
@@ -303,3 +303,22 @@ def test_inputs_are_computed_only_when_a_term_is_due(tmp_path: Path) -> None:
         for batch in recorder.batches
     ]
     assert rows == [counts[0], counts[2]]  # the fused head does not call the layer
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_an_entropy_of_what_the_model_sampled_is_estimated(name: str, tmp_path: Path) -> None:
+    def surprise(completion_logprobs: Tensor, completion_mask: Tensor) -> Tensor:
+        return -mean(completion_logprobs, completion_mask)
+
+    terms = [RegularizerSpec(Entropy(), 0.1, "entropy"), term(surprise, 0.1, "surprise")]
+    trainer = build(name, tmp_path, 1, terms=terms)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    expected = log["regularizers/surprise/value"]
+    assert log["regularizers/entropy/value"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_entropy_of_fixed_data_is_refused(tmp_path: Path) -> None:
+    trainer = build("SFT", tmp_path, 1, terms=[RegularizerSpec(Entropy(), 0.1, "entropy")])
+    with pytest.raises(TermError, match=r"there is steelyard\.penalties\.from_logits\.entropy"):
+        trainer.train()
