@@ -13,8 +13,9 @@ from tinker import types
 from steelyard.engine import tiny
 from steelyard.errors import TermError
 from steelyard.experiment import Config, RunFolder, resume, train
+from steelyard.experiment.batching import split
 from steelyard.experiment.config import TermConfig
-from steelyard.experiment.dataset import read_records, split
+from steelyard.experiment.data_files import read_records
 from steelyard.experiment.encoding import Encoder
 from tests.engine.server.wire_client import start
 

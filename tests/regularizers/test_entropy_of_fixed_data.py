@@ -148,7 +148,8 @@ def test_sampled_tokens_and_no_data_are_estimated(term: Any) -> None:
     for data in (SAMPLED, []):
         assert term.compute(data, LOGPROBS)[0].item() == pytest.approx(value)
     assert term.compute_sampled(FIXED, LOGPROBS)[0].item() == pytest.approx(value)
-    for data in (SAMPLED, [], None, 3):
+    unasked: list[Any] = [SAMPLED, [], None, 3]
+    for data in unasked:
         assert term.needs_for(data, ("projection",)) == ()
     single = term.compute(None, LOGPROBS[0])[0].item()
     assert single == pytest.approx(value)
