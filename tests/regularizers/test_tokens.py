@@ -187,8 +187,8 @@ def test_without_data_every_field_is_missing() -> None:
 
 
 def test_a_function_replaces_a_field() -> None:
-    term = KLToReference(reference=lambda datum, index: REFERENCE[index])
-    expected = KLToReference().compute(*batch(plain))
+    term = KLToReference(reference=lambda datum, index: REFERENCE[index], estimator="k3")
+    expected = KLToReference(estimator="k3").compute(*batch(plain))
     assert term.compute([None, None], LOGPROBS) == expected
 
 
