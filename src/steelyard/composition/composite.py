@@ -378,7 +378,7 @@ class CompositeLoss(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Deposits of the last forward pass hold its graph; neither it nor a group can be pickled.
-        dropped = {"_deposits": {}, "group": None, "observer": None, "_wrapper": ()}
+        dropped = dict[str, Any](_deposits={}, group=None, observer=None, _wrapper=())
         return {**self.__dict__, **dropped}
 
     def _compose(self, inputs: Mapping[str, Any]) -> Tensor:

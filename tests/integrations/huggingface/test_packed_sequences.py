@@ -105,7 +105,7 @@ def test_transformers_own_collator_is_unpacked(lengths_too: bool, tmp_path: Path
             train_sampling_strategy="sequential",
         ),
         train_dataset=[{name: x.tolist() for name, x in row.items()} for row in data],
-        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=lengths_too),
+        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=lengths_too),  # type: ignore[no-untyped-call]
         terms=[RegularizerSpec(look, 0.1, "look")],
     )
     trainer.train()

@@ -32,7 +32,7 @@ def bert() -> Any:
     config = transformers.BertConfig(
         **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout=0.0
     )
-    return transformers.BertForSequenceClassification(config)
+    return transformers.BertForSequenceClassification(config)  # type: ignore[no-untyped-call]
 
 
 def sharpness(logits: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def uncertain(completion_entropy: Tensor, completion_mask: Tensor) -> Any:
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", ["SFT", "GRPO", "DPO"])
 def test_trl_logs_them_too(name: str, accumulation: int, tmp_path: Path) -> None:
-    more = {"beta": 1e-9} if name == "GRPO" else {}
+    more: dict[str, Any] = {"beta": 1e-9} if name == "GRPO" else {}
     trainer = build(
         name,
         tmp_path,

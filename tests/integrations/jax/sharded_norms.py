@@ -19,13 +19,13 @@ from steelyard.integrations.jax import loss_with_penalties
 from tests.integrations.jax.classifier import PIPELINE, Tree, base, batch, initial, norm
 
 AXIS = "data"
-WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
+WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # type: ignore[no-untyped-call]
 
 
 def averaged(params: Tree, x: Any, y: Any) -> Any:
     """The base, as a user writes it whose loss is that of the whole batch on all devices."""
     loss, outputs = base(params, x, y)
-    return jax.lax.pmean(loss, AXIS), outputs
+    return jax.lax.pmean(loss, AXIS), outputs  # type: ignore[no-untyped-call]
 
 
 def gathered(params: Tree, x: Any, y: Any) -> Any:
@@ -48,7 +48,7 @@ def sharded(fn: Callable[..., Any], specs: Any, *, penalized: bool = True) -> di
     @partial(jax.shard_map, mesh=mesh, in_specs=(specs, SPLIT, SPLIT), out_specs=WHOLE)
     def metrics(params: Tree, x: Any, y: Any) -> Any:
         (_, found), _ = jax.value_and_grad(loss, has_aux=True)(params, x, y)
-        return jax.lax.pmean(found, AXIS)
+        return jax.lax.pmean(found, AXIS)  # type: ignore[no-untyped-call]
 
     def put(tree: Tree, tree_of_specs: Any) -> Tree:
         return jax.tree.map(
@@ -64,13 +64,13 @@ def sharded(fn: Callable[..., Any], specs: Any, *, penalized: bool = True) -> di
 
 
 def main() -> None:
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_num_cpu_devices", 4)  # type: ignore[no-untyped-call]
+    jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
     loss = loss_with_penalties(base, PIPELINE, track_grad_norms=True)
     params, (x, y) = initial(), batch(0, size=8)
     (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(params, x, y)
     quarters = jax.tree.map(lambda _: WHOLE, params)
-    quarters["first"]["kernel"] = PartitionSpec(None, AXIS)
+    quarters["first"]["kernel"] = PartitionSpec(None, AXIS)  # type: ignore[no-untyped-call]
     json.dump(
         {
             "devices": jax.device_count(),

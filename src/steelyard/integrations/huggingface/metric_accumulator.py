@@ -55,7 +55,7 @@ class MetricAccumulator:
             divisor: number that the trainer divides base loss and terms by.
         """
         for result in results:
-            if not result.ran:
+            if result.value is None or not result.ran:
                 continue
             value = result.value.double()
             weight = torch.as_tensor(result.weight).to(value)

@@ -103,9 +103,9 @@ def _combined(
         running = [(o, f[name]) for o, f in zip(outputs, factors, strict=True) if name in f]
         whole = math.fsum(factor for _, factor in running) or 1.0
         weight = math.fsum(f * o.regularizers[name].weight for o, f in running) / whole
-        norm = norms.get(name)
-        weighted = None if norm is None else weight * norm
-        regularizers[name] = replace(term, grad_norm=norm, grad_norm_weighted=weighted)
+        own = norms.get(name)
+        weighted = None if own is None else weight * own
+        regularizers[name] = replace(term, grad_norm=own, grad_norm_weighted=weighted)
     return replace(
         step,
         base_loss=replace(step.base_loss, grad_norm=norms.get(BASE)),

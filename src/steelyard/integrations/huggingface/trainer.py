@@ -100,9 +100,8 @@ class RegularizerCallback(TrainerCallback):
         self._compares = bool(options.get("track_grad_norms")) or aggregated
         self._wrt_model = self._compares and options.get("wrt") is None
         paths = [capture] if isinstance(capture, str) else list(capture)
-        # Tracked norms differentiate the loss once for each term.
-        retain_graph = bool(options.get("track_grad_norms"))
-        self._forward_capture = ForwardCapture(paths, retain_graph=retain_graph)
+        # Norms and aggregators differentiate the loss once more than training does.
+        self._forward_capture = ForwardCapture(paths, retain_graph=self._compares)
         self._metrics = MetricAccumulator()
         self._step_state = StepState(self.composite)
         self._unwrapped: dict[int, tuple[nn.Module, Any]] = {}

@@ -44,7 +44,10 @@ def gradient_norms(
         names[:] = by_name  # known once it is traced
         stack = jnp.stack([at_least_float32(value) for value in by_name.values()])
         axes = _varying_axes(stack)
-        return jax.lax.pmean(stack, axes) if axes else stack
+        if not axes:
+            return stack
+        mean: jax.Array = jax.lax.pmean(stack, axes)  # type: ignore[no-untyped-call]
+        return mean
 
     stack, vjp = jax.vjp(stacked, [leaves[index] for index in free])
     [gradients] = jax.vmap(vjp)(jnp.eye(len(names), dtype=stack.dtype))
@@ -64,8 +67,12 @@ def at_least_float32(value: Any) -> jax.Array:  # an array, or what can be one
 
 def _whole_norm(row: jax.Array) -> jax.Array:
     """Norm over the last axis; of the whole leaf, if devices have shards of it."""
-    local, axes = jnp.linalg.norm(row, axis=-1), _varying_axes(row)
-    return jnp.sqrt(jax.lax.psum(jnp.square(local), axes)) if axes else local
+    local: jax.Array = jnp.linalg.norm(row, axis=-1)
+    axes = _varying_axes(row)
+    if not axes:
+        return local
+    squares: jax.Array = jax.lax.psum(jnp.square(local), axes)  # type: ignore[no-untyped-call]
+    return jnp.sqrt(squares)
 
 
 def _varying_axes(array: jax.Array) -> tuple[str, ...]:
