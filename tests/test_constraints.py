@@ -46,7 +46,8 @@ def test_the_lower_bounds_are_versions_that_the_suite_ran_with() -> None:
     """RELEASING.md says how they are found."""
     on_gpu = {"torch": "2.11", "triton": "3.6"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    pinned = {canonicalize_name(name): pin for name, pin in tool.pins(tool.CONSTRAINTS).items()}
+    pins = tool.pins(tool.CONSTRAINTS).items()
+    pinned: dict[str, str] = {canonicalize_name(name): pin for name, pin in pins}
     extras = project["project"]["optional-dependencies"].values()
     lists = [project["project"]["dependencies"], *extras]
     bounds: dict[str, str] = {}

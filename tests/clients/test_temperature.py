@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,7 +176,7 @@ def test_a_server_without_temperatures_is_an_error_before_the_first_gradient(
     elsewhere = Elsewhere(remote.engine, remote.holder)  # type: ignore[arg-type]  # the fake one
     elsewhere.refuses = refuses
     client = regularize(elsewhere, [SQUARES])
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: client.forward_backward_custom(DATA, total, temperature=T),
         lambda: asyncio.run(client.forward_backward_custom_async(DATA, total, temperature=T)),
         lambda: client.forward_backward(DATA, "ppo", {"temperature": T}),

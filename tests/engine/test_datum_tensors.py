@@ -139,7 +139,7 @@ def test_bad_data_is_an_error_that_names_the_place(data: Any, message: str) -> N
     with pytest.raises(InputError, match=message) as caught:
         read_examples(data, WEIGHTS, LIMITS)
     about = [index for index in range(len(data)) if f"data[{index}]" in str(caught.value)]
-    assert [caught.value.datum] == (about or [None])
+    assert caught.value.datum == (about[0] if about else None)
 
 
 @pytest.mark.parametrize("field", ["logprobs", "advantages"])

@@ -72,7 +72,7 @@ def loss_by_hand(name: str, data: Sequence[types.Datum], rows: Sequence[Tensor])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("width", [None, 3])
 def test_named_losses_are_those_of_the_policy_at_the_temperature(
-    precise: LocalTrainingClient, name: str, temperature: float, width: int | None
+    precise: LocalTrainingClient, name: Any, temperature: float, width: int | None
 ) -> None:
     data, hand = policy_data(width), AtTemperature(precise, temperature)
     config = {"temperature": temperature}

@@ -50,7 +50,8 @@ def _differences(client: Any, temperature: float) -> Tensor:
 
     data = [
         types.Datum(
-            model_input=types.ModelInput.from_ints([0]), loss_fn_inputs={"target_tokens": [token]}
+            model_input=types.ModelInput.from_ints([0]),
+            loss_fn_inputs={"target_tokens": types.TensorData.from_torch(torch.tensor([token]))},
         )
         for token in range(_TOKENS)
     ]

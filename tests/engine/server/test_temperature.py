@@ -112,7 +112,7 @@ def test_an_uploaded_loss_takes_no_temperature_of_0(
         return logprobs.square().sum(), {}
 
     handle = sdk.create_custom_loss(loss, {"logprobs": 1}).result()
-    config = {"loss_id": str(handle.loss_id), "temperature": 0.0}
+    config: dict[str, float | str] = {"loss_id": str(handle.loss_id), "temperature": 0.0}
     with pytest.raises(tinker.TinkerError, match=r"'temperature'.* must be a finite number > 0"):
         training.forward_backward(POLICY, "custom", config).result()
 

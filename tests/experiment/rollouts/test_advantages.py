@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped]  # pandas has no types
+import pandas as pd
 import pytest
 
 from steelyard.experiment.rollouts.advantages import advantages, fewest_answers, has_signal

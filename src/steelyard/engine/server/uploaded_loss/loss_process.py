@@ -87,7 +87,7 @@ class LossProcess:
         value, metrics = json.loads(header)
         # A copy: the bytes of a message cannot be written to.
         flat = torch.frombuffer(bytearray(content), dtype=torch.float32)
-        rows = flat.split([row.numel() for row in logprobs])
+        rows = torch.split(flat, [row.numel() for row in logprobs])
         gradients = [g.reshape(row.shape) for g, row in zip(rows, logprobs, strict=True)]
         return LossResult(torch.tensor(value, dtype=torch.float64), gradients, metrics)
 
