@@ -352,7 +352,7 @@ def test_a_browser_that_cannot_be_brought_is_required_by_ci_alone(
 
 def test_the_gpu_tests_need_no_package_that_they_do_not_test() -> None:
     # A machine with a GPU has torch, JAX and transformers; these it usually does not have.
-    absent = ("gudhi", "lightning", "optuna", "plotly", "ray", "selenium", "wandb", "z3")
+    absent = ("gudhi", "lightning", "optuna", "plotly", "ray", "selenium", "torchjd", "wandb", "z3")
     command = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
     targets = next(line for line in command.splitlines() if line.startswith("ON_GPU :="))
     collected = python(f"""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torchjd.aggregation import UPGrad
 
 from steelyard.composition import Aggregator, CompositeLoss, term
 
@@ -130,6 +129,9 @@ def check_shares(rank: int, kind: str, counts: Sequence[int], steps: int = 1) ->
     scales = {name: w if name == "base" else w / steps for name, w in WEIGHTS.items()}
     jacobian = torch.stack([scales[name] * row for name, row in rows.items()])
     preference = torch.ones(len(rows), dtype=torch.float64)
+    # Imported here: the file is collected by `make test-gpu`, on machines without TorchJD.
+    from torchjd.aggregation import UPGrad  # noqa: PLC0415
+
     expected = UPGrad(pref_vector=preference)(jacobian)
     found = torch.cat([g.flatten().double() for g in whole_gradients(model)])
     assert (found - expected).norm() <= CLOSE * expected.norm()
