@@ -36,7 +36,8 @@ class CustomLossOutput:
             `accumulated` reads them; None unless tracked, in a call with `shares`. Not serialised,
             not pickled.
         cosines: cosine between the gradients of two terms, by pair of names in the order of
-            the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero.
+            the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero. Of minus
+            the gradient of a term that has a lower bound, which is subtracted from the loss.
         factors: factor, by name, that an aggregator put on the weighted gradient of a term in
             `gradients`, the base loss as `"base"`; empty for the plain sum.
         grad_space: what norms and cosines are with respect to: `"logprobs"` or `"parameters"`, and
