@@ -24,7 +24,8 @@ class CustomLossOutput:
         base_loss: the base loss.
         regularizers: the regularizers that ran, by name, in the order of their specs.
         regularizer_total: sum of their contributions.
-        total_grad_norm: L2 norm of the gradient of loss_total; None unless tracked.
+        total_grad_norm: L2 norm of the gradient of loss_total with respect to `grad_space`; what
+            terms have with respect to extra inputs is not in it. None unless tracked.
         gradients: d loss_total / d logprobs, structured like the log-probs; not serialised.
         extra_gradients: d loss_total / d the extra inputs that terms need, by need; not
             serialised. Where gradients are compared with respect to the parameters,
