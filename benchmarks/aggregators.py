@@ -22,7 +22,7 @@ COLOURS = {"sum": "#3f51b5", "upgrad": "#c2185b", "pcgrad": "#00796b", "mgda": "
 
 
 def train(aggregate: str) -> tuple[list[float], float]:
-    """NLL per token at each step, and the KL at the end, of an overfitted tiny model."""
+    """NLL per token at each step, and the term at the end, of an overfitted tiny model."""
     training = LocalServiceClient().create_lora_training_client("tiny-random", rank=8, seed=0)
     tokens = torch.randint(0, 500, (4, 17), generator=torch.Generator().manual_seed(0)).tolist()
     data = [
@@ -78,7 +78,7 @@ def main() -> None:
     lines = {}
     for name in COLOURS:
         lines[name], kl = train(name)
-        print(f"{name:8} NLL {lines[name][-1]:.2f}  KL {kl:.2f}")
+        print(f"{name:8} NLL {lines[name][-1]:.2f}  half squared log-ratio {kl:.2f}")
     PLOT.write_text(plot(lines), encoding="utf-8")
 
 
