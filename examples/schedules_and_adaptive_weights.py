@@ -1,7 +1,8 @@
 """Changing weights: by a schedule, by hand, and by a controller that keeps a term at a target.
 
 `Adaptive` raises the weight of a term while its value is above the target, and lowers it while
-the value is below; the term is `KLToReference` on fixed data, half the squared log-ratio. Needs `steelyard[torch]`.
+the value is below; the term is `KLToReference` on fixed data, half the squared log-ratio. Needs
+`steelyard[torch]`.
 """
 
 from typing import Any
