@@ -254,7 +254,7 @@ class CompositeLoss(nn.Module):
         elif self._traceable and not self.unmeasured:
             total = self._compose_traced(found, self._groups)
         else:
-            total = torch.compiler.disable(self._compose)(found)  # type: ignore[no-untyped-call]
+            total = self._compose(found)
         if self._deposits:
             self._deposits = {}
         return total
@@ -381,6 +381,8 @@ class CompositeLoss(nn.Module):
         dropped = dict[str, Any](_deposits={}, group=None, observer=None, _wrapper=())
         return {**self.__dict__, **dropped}
 
+    # Where a graph breaks (at heads, in torch 2.11), Dynamo would trace what this calls by itself.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def _compose(self, inputs: Mapping[str, Any]) -> Tensor:
         settings, tracked = self._terms.settings, self._tracked
         aggregator = settings.aggregator
