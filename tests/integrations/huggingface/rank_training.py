@@ -163,6 +163,7 @@ def train_aggregated(
         "norms": [output.base_loss.grad_norm]
         + [each.grad_norm for each in output.regularizers.values()],
         "cosines": output.cosines,
+        "log": [row for row in trainer.state.log_history if "loss" in row],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from steelyard import RegularizerSpec
 from steelyard.engine import tiny
 from steelyard.integrations import term
-from steelyard.integrations.huggingface.step_details import StepDetails
+from steelyard.integrations.huggingface.step_details import StepDetails, metrics_of
 from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from tests.integrations.huggingface.test_trl import BY_TOKENS, Recorder
 from tests.integrations.huggingface.training import (
@@ -144,27 +145,53 @@ def test_means_over_the_steps_of_a_log_line(tmp_path: Path) -> None:
 
 def output(norm: float, cosine: float, weight: float = 0.5) -> CustomLossOutput:
     """Output whose gradients other processes have seen too, so that they are not known here."""
-    spread = RegularizerOutput("t", 1.0, weight, weight, norm, weight * norm, {"x": norm})
+    custom = {"x": norm, "seen_total": 2.0}
+    spread = RegularizerOutput("t", 1.0, weight, weight, norm, weight * norm, custom)
     base = BaseLossOutput(1.0, 2.0)
     return CustomLossOutput(1.5, base, {"t": spread}, 0.5, 3.0, cosines={("base", "t"): cosine})
 
 
-def test_norms_of_gradients_that_are_not_known_are_added() -> None:
+def test_a_sum_of_gradients_that_are_not_known_has_no_norm() -> None:
     details = StepDetails()
-    assert details.end_step() == {}
+    assert details.end_step() is None
     details.add(output(3.0, 0.5), 0.25, 1)
     details.add(output(4.0, -0.1), 0.75, 1)
     untracked = CustomLossOutput(1.0, BaseLossOutput(1.0))
     details.add(untracked, 1.0, 1)
-    assert details.end_step() == pytest.approx(
+    assert metrics_of([details.end_step()]) == pytest.approx(
+        {"regularizers/t/custom/x": 0.25 * 3 + 0.75 * 4, "regularizers/t/custom/seen_total": 4.0}
+    )
+
+
+def test_the_processes_of_a_step_count_with_their_shares() -> None:
+    ranks = []
+    for norm, observed, share in ((3.0, 10.0, 0.5), (3.0, 20.0, 1.5)):
+        details = StepDetails()
+        of_rank = output(norm, 0.5)
+        held = replace(
+            of_rank.regularizers["t"],
+            value=observed,
+            bound=16.0,
+            violation=max(0.0, observed - 16.0),
+            custom={"observed": observed, "seen_total": 2.0},
+        )
+        details.add(replace(of_rank, regularizers={"t": held}), share, 1)
+        ranks.append(details.end_step())
+    mean = (0.5 * 10 + 1.5 * 20) / 2
+    assert metrics_of([*ranks, None]) == pytest.approx(
         {
-            "base_loss/grad_norm": 4.0,
-            "regularizers/t/grad_norm": 0.25 * 3 + 0.75 * 4,
-            "regularizers/t/grad_norm_weighted": 0.5 * 3.75,
-            "regularizers/t/custom/x": 3.75,
-            "cosines/base/t": 0.2,
+            "regularizers/t/custom/observed": mean,
+            "regularizers/t/custom/seen_total": 4.0,
+            "regularizers/t/bound": 16.0,
+            "regularizers/t/violation": mean - 16,
+            "base_loss/grad_norm": 2.0,
+            "regularizers/t/grad_norm": 3.0,
+            "regularizers/t/grad_norm_weighted": 1.5,
+            "cosines/base/t": 0.5,
+            "total_grad_norm": 3.0,
         }
     )
+    assert metrics_of([None, None]) == {}
 
 
 def test_a_lower_bound_turns_the_cosine_round(tmp_path: Path) -> None:

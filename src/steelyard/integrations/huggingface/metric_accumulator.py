@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from steelyard.composition import Share, TermResult
-from steelyard.integrations.huggingface.step_details import StepDetails
+from steelyard.integrations.huggingface.step_details import StepDetails, StepOutput, metrics_of
 from steelyard.spec import BASE
 
 _METRICS = ("value", "weight", "contribution")
@@ -30,8 +30,8 @@ class MetricAccumulator:
     A value that is not finite is replaced by the mean of the others in its step. (`Trainer` filters
     the loss that it logs in a similar way, see `logging_nan_inf_filter`.)
 
-    The other metrics of a step (norms, cosines, a term's own) are means over the steps that have
-    them, and over the processes.
+    The other metrics of a step (norms, cosines, a term's own) are those of its whole batch, and
+    means over the steps that have them.
 
     Attributes:
         details: those of the current step.
@@ -44,7 +44,7 @@ class MetricAccumulator:
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
         self.details = StepDetails()
-        self._detailed: list[dict[str, float]] = []
+        self._detailed: list[StepOutput | None] = []
 
     def add(self, results: Sequence[TermResult], share: Share = 1.0, divisor: int = 1) -> None:
         """Add the results of one micro-batch.
@@ -98,7 +98,7 @@ class MetricAccumulator:
         absent = torch.zeros_like(next(iter(self._sums.values())))
         rows = torch.stack([self._sums.get(name, absent) for name in (BASE, *names)])
         table = torch.cat([rows, torch.full_like(rows[:1], self._steps)])
-        steps_of_ranks = [self._detailed]
+        steps_of_ranks: list[list[StepOutput | None]] = [self._detailed]
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(table)
             steps_of_ranks *= dist.get_world_size()
@@ -113,6 +113,6 @@ class MetricAccumulator:
                     f"regularizers/{name}/{key}": mean
                     for key, mean in zip(_METRICS, means, strict=True)
                 }
-        detailed = [step for steps_of_rank in steps_of_ranks for step in steps_of_rank]
+        detailed = [metrics_of(ranks) for ranks in zip(*steps_of_ranks, strict=True)]
         keys = dict.fromkeys(key for step in detailed for key in step)
         return logged | {key: fmean(step[key] for step in detailed if key in step) for key in keys}
