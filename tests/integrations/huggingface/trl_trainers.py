@@ -48,6 +48,26 @@ def model(seed: int = 0, **changed: Any) -> Any:
     return built
 
 
+def mixture_of_experts(**changed: Any) -> Any:
+    """A Mixtral of one layer with four experts."""
+    config = transformers.MixtralConfig(
+        vocab_size=260,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=END,
+        **changed,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.MixtralForCausalLM(config)
+
+
 def scoring_model() -> Any:
     """The same, with one score for each sequence."""
     config = model().config
@@ -197,6 +217,7 @@ def build(
     peft: bool = False,
     fsdp: bool = False,
     between: type | None = None,
+    language_model: Any = None,
     **more: Any,
 ) -> Any:
     """Build a trainer of TRL with the mixin; `more` are arguments of its config, or the mixin's.
@@ -208,6 +229,7 @@ def build(
         peft: train an adapter.
         fsdp: shard the model.
         between: a class between the mixin and the trainer.
+        language_model: trained instead of `model()`.
         more: see above.
     """
     row = REWARD if name == "Reward" else TRAINERS[name]
@@ -226,7 +248,9 @@ def build(
     if peft:
         other["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         other.pop("ref_model", None)
-    trained = scoring_model() if name == "Reward" else model()
+    trained = language_model
+    if trained is None:
+        trained = scoring_model() if name == "Reward" else model()
     if other.get("reward_funcs") and config.beta and not peft:
         # These trainers load their reference from where the model came from.
         model(1).save_pretrained(folder / "reference")  # by the first of several processes

@@ -12,7 +12,7 @@
 * `metric_accumulator`: the components of the loss from micro-batch to log line
 * `step_details`: norms, cosines and the terms' own metrics of an optimizer step
 * `input_names`: the inputs that terms read
-* `double_kl`: refuses a KL penalty that the trainer has already
+* `duplicate_terms`: refuses a KL penalty, entropy or router loss that the trainer has already
 * `rloo_reference`: keeps the reference's log-probs in RLOO's batches
 """
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from steelyard.composition import Reads
 from steelyard.errors import InputError
-from steelyard.integrations.huggingface.double_kl import reads_reference_of_data
+from steelyard.integrations.huggingface.duplicate_terms import reads_reference_of_data
 from steelyard.spec import RegularizerSpec
 
 

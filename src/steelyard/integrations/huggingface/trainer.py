@@ -30,7 +30,7 @@ from steelyard.integrations.huggingface.completion_inputs import (
     completion_of,
     uncounted_inputs,
 )
-from steelyard.integrations.huggingface.double_kl import check_single_kl
+from steelyard.integrations.huggingface.duplicate_terms import check_duplicate_terms
 from steelyard.integrations.huggingface.input_names import input_names
 from steelyard.integrations.huggingface.metric_accumulator import MetricAccumulator
 from steelyard.integrations.huggingface.step_state import StepState
@@ -199,7 +199,7 @@ class RegularizerCallback(TrainerCallback):
         Raises:
             InputError: the callback is not attached.
             CheckpointError: terms have state, and the checkpoint has none for them.
-            SpecError: a term is a KL penalty that the trainer has already.
+            SpecError: a term is a loss that the trainer has already, such as a KL penalty.
         """
         if self._trainer is None:
             raise InputError(
@@ -207,7 +207,7 @@ class RegularizerCallback(TrainerCallback):
                 "does not do: call RegularizerCallback(terms).attach(trainer)."
             )
         kind, names = self._kind, input_names(self.composite.specs).all
-        check_single_kl(self._trainer, kind, self.composite)
+        check_duplicate_terms(self._trainer, kind, self.composite)
         if kind is not None and kind.keep_reference is not None and names & REFERENCE:
             kind.keep_reference(self._trainer)
             self._kind = replace(kind, keep_reference=None)  # it is kept from now on
