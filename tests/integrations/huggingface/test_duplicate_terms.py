@@ -212,3 +212,23 @@ def test_the_loss_of_the_model_itself(tmp_path: Path) -> None:
         assert allowed.state.log_history[0]["regularizers/mine/value"] > 0.5
     with pytest.raises(InputError, match="'aux_loss', which is not there"):
         trained(0.02, requested=False).train()
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor`:FutureWarning")
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_sft_with_smoothed_labels_has_no_loss_of_the_router(loss_type: str, tmp_path: Path) -> None:
+    trainer = build(
+        "SFT",
+        tmp_path,
+        language_model=mixture_of_experts(),
+        terms=[term(balance, 0.1, "mine")],
+        label_smoothing_factor=0.1,
+        loss_type=loss_type,
+        router_aux_loss_coef=0.02,
+    )
+    if loss_type == "dft":  # which ignores the smoothing
+        with pytest.raises(SpecError, match="adds the same loss once more"):
+            trainer.train()
+        return
+    composite = trainer.regularizers.composite
+    check_duplicate_terms(trainer, KINDS["SFTTrainer"], composite)

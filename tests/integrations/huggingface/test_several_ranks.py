@@ -119,6 +119,8 @@ def test_an_aggregator_trains_as_one_process(
             # Of several micro-batches the norm of the sum is not known: none is logged.
             logged = compared(other) if way[2] == 1 else {}
             assert compared(mine) == pytest.approx(logged, rel=1e-6, abs=1e-6)
+            if logged:  # the trainer's own is of the gradients that train
+                assert mine["total_grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
         assert ("total_grad_norm" in compared(expected["log"][0])) == (way[1] == "logits")
 
 

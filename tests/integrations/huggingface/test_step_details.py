@@ -115,6 +115,7 @@ def test_norms_and_cosines_are_those_of_the_steps_gradients(
     weights = {spec.name: float(spec.weight_at(0)) for spec in TERMS}
     expected = numbers(sums, weights)
     assert {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert log["total_grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-4)
     assert log["regularizers/confidence/custom/longest"] == pytest.approx(longest, rel=1e-6)
     assert log["regularizers/size/custom/ones"] == 1.0
     assert log["regularizers/size/custom/seen_total"] == 2.0 * accumulation

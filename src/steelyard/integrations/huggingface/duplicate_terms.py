@@ -109,6 +109,8 @@ def _own_entropy(trainer: Any, kind: TrainerKind | None) -> _OwnLoss | None:
 
 def _own_router_loss(trainer: Any, kind: TrainerKind | None) -> _OwnLoss | None:
     coefficient, place = 0.0, "the config that the model is loaded with"
+    if kind is KINDS["Trainer"] and not _takes_loss_of_model(trainer):
+        return None
     if getattr(trainer, "aux_loss_enabled", False):  # TRL's; ORPO and CPO have the second name
         own = hasattr(trainer, "router_aux_loss_coef")
         coefficient = trainer.router_aux_loss_coef if own else trainer.aux_loss_coef
@@ -126,13 +128,19 @@ def _own_router_loss(trainer: Any, kind: TrainerKind | None) -> _OwnLoss | None:
     )
 
 
+def _takes_loss_of_model(trainer: Any) -> bool:
+    """Whether `Trainer` or `SFTTrainer` computes its loss in the model, with that of the router."""
+    smooths = trainer.label_smoother is not None
+    if getattr(trainer.args, "loss_type", "nll") != "nll":  # SFT then ignores the smoothing
+        smooths = False
+    return trainer.compute_loss_func is None and not smooths
+
+
 def _router_coefficient_of_model(trainer: Any) -> float:
-    """What the model weights its router's loss with, where the trainer takes the model's loss."""
-    model = getattr(trainer, "model", None)
+    """What the model weights the loss of its router with, in its own loss."""
+    model = trainer.model
     config = getattr(model, "config", None)
-    if config is None or trainer.compute_loss_func or trainer.label_smoother:
-        return 0.0
-    text = config.get_text_config()
+    text = None if config is None else config.get_text_config()
     if not getattr(text, "output_router_logits", False):
         return 0.0
     # The model has copied it from its config when it was built.
