@@ -12,6 +12,7 @@ from steelyard.composition.aggregate import AggregationWarning, Aggregator, Weig
 from steelyard.composition.auxiliary_losses import Deposits, aux_loss, collect_aux
 from steelyard.composition.bounds import UnmetBoundWarning
 from steelyard.composition.composite import CompositeLoss, Share, TermLike
+from steelyard.composition.input_lookup import gather
 from steelyard.composition.input_names import Reads, itself, reads, term
 from steelyard.composition.inputs import ToParameters
 from steelyard.composition.named_losses import (
@@ -60,6 +61,7 @@ __all__ = [
     "collect_aux",
     "compute",
     "find_loss",
+    "gather",
     "itself",
     "loss_names",
     "mean_state",

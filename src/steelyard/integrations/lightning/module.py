@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from steelyard.composition import CompositeLoss, Deposits, collect_aux
-from steelyard.composition.input_lookup import gather
+from steelyard.composition import CompositeLoss, Deposits, collect_aux, gather
 from steelyard.errors import InputError
 from steelyard.integrations.lightning.batch_inputs import unlabelled_terms
 from steelyard.integrations.lightning.lightning_import import LightningModule, Trainer
