@@ -52,6 +52,20 @@ def test_an_uploaded_loss_belongs_to_its_session(sdk: tinker.ServiceClient, runn
             training.forward(ragged(0, [3]), "custom", {"loss_id": handle.loss_id or ""}).result()
 
 
+def test_an_uploaded_loss_has_no_other_settings(
+    sdk: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    handle = sdk.create_custom_loss(total, {"logprobs": 1}).result()
+    config: dict[str, Any] = {"loss_id": handle.loss_id, "temperatur": 0.5}
+    with pytest.raises(
+        tinker.BadRequestError,
+        match=r"a custom loss may hold \['loss_id', 'temperature'\], got the key 'temperatur'",
+    ):
+        training.forward_backward(ragged(0, [3]), "custom", config).result()
+    config = {"loss_id": handle.loss_id, "temperature": 0.5}
+    assert training.forward_backward(ragged(0, [3]), "custom", config).result().metrics
+
+
 def test_the_configuration_enables_what_the_server_implements(wire: Wire) -> None:
     config = wire.post("client/config", {"sdk_version": "0"})
     assert config.headers["connection"] == "close"

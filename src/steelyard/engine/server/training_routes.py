@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tinker import types
 
-from steelyard.composition import split_temperature
+from steelyard.composition import TEMPERATURE, split_temperature
 from steelyard.engine.adapter import check_adam
 from steelyard.engine.checkpoints import check_name
 from steelyard.engine.sampling_client import LocalSamplingClient
@@ -32,7 +32,7 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 Output = types.ForwardBackwardOutput
 
 _SAVE_FOR_SAMPLER = "save_weights_for_sampler"
-_CUSTOM = "custom"
+_CUSTOM, _LOSS_ID = "custom", "loss_id"
 
 
 class RequestIds(pydantic.BaseModel):
@@ -236,11 +236,17 @@ def _engine_call(
     if not batch.backward:
         raise InputError("a custom loss is for forward_backward, got forward.")
     temperature, settings = split_temperature(batch.config)
-    loss = losses.get(str(settings.get("loss_id")))
+    for key in settings:
+        if key != _LOSS_ID:
+            raise InputError(
+                f"loss_fn_config of a custom loss may hold {[_LOSS_ID, TEMPERATURE]}, "
+                f"got the key {key!r}."
+            )
+    loss = losses.get(str(settings.get(_LOSS_ID)))
     if loss is None:
         raise InputError(
-            f"loss_fn_config['loss_id'] must be that of a loss this client has uploaded, "
-            f"got {settings.get('loss_id')!r}."
+            f"loss_fn_config[{_LOSS_ID!r}] must be that of a loss this client has uploaded, "
+            f"got {settings.get(_LOSS_ID)!r}."
         )
     limits = state.settings
     budget = LossBudget(limits.max_loss_bytes, limits.loss_seconds)
