@@ -14,6 +14,7 @@ from tinker import types
 from torch import Tensor
 
 from steelyard import CustomLossOutput, RegularizerSpec, regularize
+from steelyard.composition import UncomparedTermWarning
 from steelyard.engine import LocalTrainingClient
 from steelyard.errors import SpecError, TermError
 from steelyard.regularizers import Adaptive, ConfidencePenalty, Entropy
@@ -83,9 +84,10 @@ def copy(client: LocalTrainingClient, **options: Any) -> LocalTrainingClient:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 8])  # 8: the model runs forward once more
+@pytest.mark.parametrize("need", ["logits", "projection"])
 @pytest.mark.parametrize("kind", ["penalty", "bonus", "confidence"])
 def test_value_and_gradient_are_those_of_the_whole_vocabulary(
-    sharp: LocalTrainingClient, kind: Any, max_tokens: int | None
+    sharp: LocalTrainingClient, kind: Any, need: str, max_tokens: int | None
 ) -> None:
     client = copy(sharp, max_tokens=max_tokens)
     hand, each = entropies(client.weights())
@@ -94,14 +96,13 @@ def test_value_and_gradient_are_those_of_the_whole_vocabulary(
     if term is None:  # some tokens are below the threshold, some above
         threshold = each.mean().item()
         term, value = ConfidencePenalty(threshold=threshold), (threshold - each).clamp_min(0).mean()
-    client_with_term = regularize(
-        client, [RegularizerSpec(term, 0.7, "entropy")], track_grad_norms=True
-    )
+    spec = RegularizerSpec(term, 0.7, "entropy", needs=(need,))
+    client_with_term = regularize(client, [spec], track_grad_norms=True)
     output = client_with_term.forward_backward_custom(DATA, nothing).result()
     found = output.regularizers["entropy"]
     assert found.value == pytest.approx(value.item(), rel=1e-7)
     assert found.custom["entropy"] == pytest.approx(each.mean().item(), rel=1e-7)
-    assert found.grad_space == "projection"
+    assert found.grad_space == need
     gradients = torch.autograd.grad(0.7 * value, list(hand.weights.values()))
     ours = client.gradients()
     for key, gradient in zip(hand.weights, gradients, strict=True):
@@ -150,9 +151,13 @@ def test_it_can_be_compared_with_respect_to_the_parameters(sharp: LocalTrainingC
     assert output.cosines["base", "entropy"] == pytest.approx(cosine, abs=1e-5)
 
     client = regularize(copy(sharp), [spec], track_grad_norms=True)
-    assert client.forward_backward_custom(DATA, nll).result().cosines == {}
+    with pytest.warns(UncomparedTermWarning, match="'entropy' reads logits with these"):
+        client.forward_backward_custom(DATA, nll)
+    output = client.forward_backward_custom(DATA, nll).result()  # once
+    assert output.cosines == {}
+    assert output.total_grad_norm == pytest.approx(output.base_loss.grad_norm)
     compared = regularize(copy(sharp), [spec], aggregate="upgrad")
-    with pytest.raises(SpecError, match=r"to projection: give it anchor=True.*'parameters'"):
+    with pytest.raises(SpecError, match=r"to logits: give it anchor=True.*'parameters'"):
         compared.forward_backward_custom(DATA, nll)
     anchored = RegularizerSpec(spec.fn, 0.7, "entropy", anchor=True)
     for compared in (
@@ -188,9 +193,9 @@ def test_it_follows_the_data_of_the_call(sharp: LocalTrainingClient) -> None:
         row[torch.tensor(w) != 0] for row, w in zip(hand.logprobs(DATA), WEIGHTS, strict=True)
     ]
     for data, expected, space in (
-        (DATA, each.mean(), "projection"),
+        (DATA, each.mean(), "logits"),
         (sampled, -torch.cat(of_tokens).mean(), "logprobs"),
-        (DATA, each.mean(), "projection"),
+        (DATA, each.mean(), "logits"),
     ):
         found = client.forward_backward_custom(data, nll).result().regularizers["entropy"]
         assert found.value == pytest.approx(expected.item(), rel=1e-6)

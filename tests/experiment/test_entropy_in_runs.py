@@ -45,7 +45,9 @@ def test_on_fixed_data_it_is_that_of_the_whole_vocabulary(folder: Path) -> None:
     config = small_config(folder, *settings, regularizers=[BONUS, CONFIDENCE])
     train(config, folder / "whole")
     lines = RunFolder(folder / "whole").metrics()
-    assert {line["regularizers/entropy/grad_space"] for line in lines} == {"projection"}
+    assert {line["regularizers/entropy/grad_space"] for line in lines} == {"logits"}
+    log = (folder / "whole" / "log.txt").read_text()
+    assert log.count("regularizer 'entropy' reads logits with these data, and its gradient") == 1
     encoder = Encoder(tiny.tokenizer(), max_length=48)
     groups = read_records(folder / "train.jsonl", encoder.encode, skip_bad=False).groups
     held_out = [datum for group in split(groups, 0.2, 0)[1] for datum in group]

@@ -89,6 +89,15 @@ def test_norms_of_different_spaces_are_not_added() -> None:
     }
 
 
+def test_a_term_whose_space_changes_has_the_norms_of_its_last_one() -> None:
+    lines: list[dict[str, object]] = [
+        {**step(1.0, a=(norm, 0.0)), "regularizers/a/grad_space": space}
+        for norm, space in ((3.0, "logits"), (100.0, "projection"), (4.0, "logits"))
+    ]
+    found = gradients([step(1.0), *lines], ["a"])["a"]
+    assert (found.norm, found.space, found.share) == (7.0, "logits", 1.0)
+
+
 @pytest.mark.parametrize(
     ("line", "share"), [({}, None), ({"base_loss/grad_norm": 0.0}, {"base": None})]
 )

@@ -120,6 +120,30 @@ def test_a_term_that_ran_without_a_token_that_counts_adds_nothing() -> None:
     assert (step.value, step.weight, step.contribution, step.grad_norm) == (0.0, 0.0, 0.0, 0.0)
 
 
+def test_norms_of_different_spaces_are_not_combined() -> None:
+    """As of an entropy that is computed from logits or from the projection, by the batch."""
+
+    def of(*spaces: str) -> CustomLossOutput:
+        terms = {
+            name: RegularizerOutput(
+                name, 1.0, 0.1, 0.1, grad_norm=2.0, grad_norm_weighted=0.2, grad_space=space
+            )
+            for name, space in zip("tu", spaces, strict=True)
+        }
+        return CustomLossOutput(1.0, BaseLossOutput(1.0), terms, 0.2, cosines={("t", "u"): 0.5})
+
+    shares = [{"t": 0.5, "u": 0.5}] * 2
+    step = accumulated([of("logits", "logits")] * 2, shares)
+    assert step.regularizers["t"].grad_norm == pytest.approx(2**0.5)
+    assert step.cosines == {("t", "u"): pytest.approx(0.5)}
+    step = accumulated([of("logits", "logits"), of("hidden_states", "logits")], shares)
+    assert step.regularizers["t"].grad_norm is None
+    assert step.regularizers["t"].grad_norm_weighted is None
+    assert step.regularizers["t"].value == pytest.approx(1.0)
+    assert step.regularizers["u"].grad_norm == pytest.approx(2**0.5)
+    assert step.cosines == {}
+
+
 def test_metrics_of_a_server_are_combined_by_their_names() -> None:
     calls = [
         CustomLossOutput(

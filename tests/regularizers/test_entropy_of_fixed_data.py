@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
+from steelyard.composition import UncomparedTermWarning
 from steelyard.errors import InputError, SpecError, TermError
 from steelyard.penalties.from_logits import Projection
 from steelyard.regularizers import Adaptive, ConfidencePenalty, Entropy, TruncatedImportanceSampling
@@ -87,15 +88,89 @@ def test_it_is_exact_over_the_whole_vocabulary(term: Any, need: str) -> None:
             assert row[at].item() == pytest.approx((sides[0] - sides[1]) / 2e-5, abs=1e-8)
 
 
-def test_the_projection_is_preferred_and_its_gradient_is_that_of_the_logits() -> None:
+def of_length(*lengths: int) -> list[Any]:
+    return [plain(weights=[1.0] * n, target_tokens=[1] * n) for n in lengths]
+
+
+@pytest.mark.parametrize("term", [Entropy(), ConfidencePenalty()])
+def test_small_batches_are_computed_from_logits_and_large_ones_from_the_projection(
+    term: Any,
+) -> None:
+    """All tokens have logits, those that do not count too: 512 over a vocabulary not known."""
+    spec, gives = RegularizerSpec(term, 2.0), ("hidden_states", "logits", "projection")
+    for lengths, need in (((3, 509), "logits"), ((3, 510), "projection")):
+        assert spec.for_data(of_length(*lengths), gives).needs == (need,)
+        for only in ("logits", "projection"):
+            assert spec.for_data(of_length(*lengths), (only,)).needs == (only,)
+    masked = [plain(weights=[0.0] * 600, target_tokens=[1] * 600)]
+    assert spec.for_data(masked, gives).needs == ("projection",)
+    of_unknown_length = [plain(weights=[1.0])]
+    assert spec.for_data(of_unknown_length, gives).needs == ("projection",)
+    assert spec.for_data(SAMPLED, gives) is spec
+
+
+def test_a_known_vocabulary_decides_what_a_small_batch_is() -> None:
+    gives = ("logits", "projection")
+    term = Entropy(vocabulary=2**15)
+    assert term.needs_for(of_length(2000, 48), gives) == ("logits",)
+    assert term.needs_for(of_length(2000, 49), gives) == ("projection",)
+
+
+@pytest.mark.parametrize("term", [Entropy(mode="bonus"), ConfidencePenalty(threshold=1.5)])
+def test_projections_of_several_layers_are_computed_one_by_one(term: Any) -> None:
+    """Of one layer, the tokens that count are computed together; the numbers are the same."""
+    shared = projections()
+    apart = [Projection(p.hidden, p.weight.clone(), p.bias) for p in shared]
+    for p in (*shared, *apart):
+        p.hidden.requires_grad_()
+        p.weight.requires_grad_()
+    losses = [term.compute(FIXED, LOGPROBS, projection=given)[0] for given in (shared, apart)]
+    value, _ = expected(term, [p.logits() for p in shared])
+    for loss in losses:
+        assert loss.item() == pytest.approx(value, rel=1e-10)
+        loss.backward()
+    for one, other in zip(shared, apart, strict=True):
+        torch.testing.assert_close(one.hidden.grad, other.hidden.grad, rtol=1e-9, atol=1e-12)
+    total = torch.stack([p.weight.grad for p in apart]).sum(0)
+    torch.testing.assert_close(shared[0].weight.grad, total, rtol=1e-9, atol=1e-12)
+
+
+def test_no_token_that_counts_gives_0() -> None:
+    data = [plain(weights=[0.0] * len(w), target_tokens=[1] * len(w)) for w in WEIGHTS]
+    loss, metrics = Entropy().compute(data, LOGPROBS, projection=projections())
+    assert (loss.item(), metrics) == (0.0, {"entropy": 0.0})
+
+
+def test_it_says_once_that_nothing_is_compared_with_it() -> None:
+    spec = RegularizerSpec(Entropy(), 0.1)
+    meant = RegularizerSpec(Entropy(), 0.1, needs=("logits",))
+    given = {"logits": [p.logits() for p in projections()]}
+    quiet = [
+        Pipeline(no_loss, [spec], gives=("logits",)),
+        Pipeline(no_loss, [meant], track_grad_norms=True, gives=("logits",)),
+        Pipeline(no_loss, [spec.measuring()], track_grad_norms=True, gives=("logits",)),
+    ]
+    for pipeline in quiet:
+        pipeline.compute(FIXED, LOGPROBS, given=given)
+    pipeline = Pipeline(no_loss, [spec], track_grad_norms=True, gives=("logits",))
+    with pytest.warns(UncomparedTermWarning) as caught:
+        pipeline.compute(FIXED, LOGPROBS, given=given)
+    pipeline.compute(FIXED, LOGPROBS, given=given)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "regularizer 'entropy' reads logits with these data, and its gradient is with respect to "
+        "that: it has no cosine with the base loss and is not in total_grad_norm. "
+        "grad_space='parameters' compares it with the others; needs=('logits',) in its spec says "
+        "that it is meant so."
+    )
+    assert warning.filename == __file__
+
+
+def test_the_gradient_of_projections_is_that_of_the_logits() -> None:
     leaves = [
         Projection(p.hidden.clone().requires_grad_(), p.weight, p.bias) for p in projections()
     ]
     spec = RegularizerSpec(Entropy(), 2.0)
-    gives = ("hidden_states", "logits", "projection")
-    assert spec.for_data(FIXED, gives).needs == ("projection",)
-    assert spec.for_data(FIXED, ("logits",)).needs == ("logits",)
-    assert spec.for_data(SAMPLED, gives) is spec
     pipeline = Pipeline(no_loss, [spec], gives=("projection",))
     output = pipeline.compute(FIXED, LOGPROBS, given={"projection": leaves})
     rows = torch.cat(

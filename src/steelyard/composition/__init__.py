@@ -27,7 +27,13 @@ from steelyard.composition.per_datum import PerDatum, Reduction, Separable
 from steelyard.composition.pipeline import Pipeline, acompute, compute
 from steelyard.composition.ranks import mean_state
 from steelyard.composition.remote_call import RemoteCall
-from steelyard.composition.terms import DetachedTermWarning, Term, TermResult, ZeroTermWarning
+from steelyard.composition.terms import (
+    DetachedTermWarning,
+    Term,
+    TermResult,
+    UncomparedTermWarning,
+    ZeroTermWarning,
+)
 from steelyard.composition.weightings import AggregatorLike, GramWeighting, aggregator_of
 
 __all__ = [
@@ -52,6 +58,7 @@ __all__ = [
     "TermLike",
     "TermResult",
     "ToParameters",
+    "UncomparedTermWarning",
     "UnmetBoundWarning",
     "WeightedSum",
     "ZeroTermWarning",

@@ -289,9 +289,18 @@ class Pipeline(TermSet):
                 inputs.gradients_of_model(results) if tracked and shares is not None else None
             ),
         )
+        if tracked and to_parameters is None:
+            _warn_uncompared(running, due[1:], combined)
         if events is not None:
             events.stop(results, output, began)
         return output
+
+
+def _warn_uncompared(asked: Sequence[Term], ran: Sequence[Term], combined: Combined) -> None:
+    """Report terms that chose extra inputs by their data, and have a norm there."""
+    for term, chosen in zip(asked, ran, strict=True):
+        if chosen is not term and combined.norms.get(term.name) is not None:
+            chosen.warn_uncompared()
 
 
 def _check_shares(shares: Mapping[str, float], names: Sequence[str]) -> None:

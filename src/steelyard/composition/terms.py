@@ -35,6 +35,10 @@ class ZeroTermWarning(UserWarning):
     """A term that has a minimum of 0 has been there for several steps, and holds nothing."""
 
 
+class UncomparedTermWarning(UserWarning):
+    """A term has chosen extra inputs by its data: its gradient is compared with no other."""
+
+
 class LostStateWarning(UserWarning):
     """A term changes its object in a worker process, which is lost when the call ends."""
 
@@ -48,6 +52,7 @@ class Facts:
         warned: whether it was reported as having no gradient.
         unmeasured_calls: number of calls that returned None, until one returned a value.
         warned_of_state: whether it was reported as losing its state.
+        warned_of_space: whether it was reported as compared with no other term.
         stuck: the ticket of a call that timed out and still runs.
         prepared: the `fn` that its executor has accepted.
         inline_calls: number of its inline calls.
@@ -63,6 +68,7 @@ class Facts:
     warned: bool = False
     unmeasured_calls: int = 0
     warned_of_state: bool = False
+    warned_of_space: bool = False
     stuck: Ticket | None = None
     prepared: object = None
     inline_calls: int = 0
@@ -209,6 +215,20 @@ class Term:
             ZeroTermWarning,
             stacklevel=_levels_to_the_caller(),
         )
+
+    def warn_uncompared(self) -> None:
+        """Warn, once, that its gradient is with respect to extra inputs that the data asked for."""
+        if not self.facts.warned_of_space:
+            self.facts.warned_of_space = True
+            needs = " and ".join(self.spec.needs)
+            warnings.warn(
+                f"{title(self.name)} reads {needs} with these data, and its gradient is with "
+                f"respect to that: it has no cosine with the base loss and is not in "
+                f"total_grad_norm. grad_space='parameters' compares it with the others; "
+                f"needs={self.spec.needs!r} in its spec says that it is meant so.",
+                UncomparedTermWarning,
+                stacklevel=_levels_to_the_caller(),
+            )
 
     def warn_lost_state(self, changed: Sequence[str]) -> None:
         """Warn, once, that a call in a worker process has changed attributes of its object."""

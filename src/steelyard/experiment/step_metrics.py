@@ -136,26 +136,30 @@ class Gradient:
 def gradients(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Gradient]:
     """Gradients of `"base"` and of the terms over these steps; those without a norm are left out.
 
-    Norms are added, not gradients, which may cancel: the shares of one space add up to 1.
+    Norms are added, not gradients, which may cancel: the shares of one space add up to 1. A term
+    whose space depends on the data has those of the steps with the space of its last one.
 
     Example:
         >>> line = {"base_loss/grad_norm": 3.0, "regularizers/kl/grad_norm_weighted": 1.0}
         >>> {name: each.share for name, each in gradients([line], ["kl", "judge"]).items()}
         {'base': 0.75, 'kl': 0.25}
     """
-    by_step = {name: [weighted_norm(line, name) for line in lines] for name in ("base", *names)}
+    spaces = {name: _space_of(lines, name) for name in ("base", *names)}
+    by_step = {
+        name: [weighted_norm(line, name) for line in lines if _space_of([line], name) == space]
+        for name, space in spaces.items()
+    }
     norms = {
         # Norms that are not finite (`check_finite = false`) have no share.
         name: math.fsum(norm for norm in of_term if norm is not None and math.isfinite(norm))
         for name, of_term in by_step.items()
         if any(norm is not None for norm in of_term)
     }
-    spaces = {name: _space_of(lines, name) for name in norms}
     totals = {
         space: math.fsum(norms[name] for name in norms if spaces[name] == space)
         for space in set(spaces.values())
     }
-    members = Counter(spaces.values())
+    members = Counter(spaces[name] for name in norms)
     return {
         name: Gradient(
             norm,

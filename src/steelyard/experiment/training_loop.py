@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from steelyard.composition import UncomparedTermWarning
 from steelyard.errors import SteelyardError
 from steelyard.experiment import checkpointing
 from steelyard.experiment.backend import Backend, Status, check_model, open_backend
@@ -269,4 +270,6 @@ def _warnings_to(say: Callable[[str], None]) -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.showwarning = show
+        # Information in a run, whose tables say what a norm is with respect to: under -W error too.
+        warnings.simplefilter("always", UncomparedTermWarning)
         yield

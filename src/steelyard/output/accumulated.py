@@ -147,6 +147,8 @@ def _term(
     norms = [s * o.grad_norm for s, o in zip(own, outputs, strict=True) if o.grad_norm is not None]
     weighted = [o.grad_norm_weighted for o in outputs if o.grad_norm_weighted is not None]
     last = outputs[-1]
+    if _changes_space(outputs):
+        norms, weighted = [], []
     norm = _norm(last.name, norms, sums) if norms else None
     norm_weighted = None
     if weighted:
@@ -166,6 +168,11 @@ def _term(
         bound=last.bound,
         violation=_violation(outputs, value),
     )
+
+
+def _changes_space(calls: Sequence[RegularizerOutput]) -> bool:
+    """Whether the norms of a term are with respect to one thing here, another there."""
+    return len({call.grad_space for call in calls if call.grad_norm is not None}) > 1
 
 
 def _norm(name: str, calls: Sequence[float], sums: ParameterSums) -> float:
@@ -190,7 +197,15 @@ def _cosines(
         {name: share.get(name, 1.0) * norm for name, norm in _norms(output).items()}
         for output, share in zip(outputs, shares, strict=True)
     ]
-    pairs = dict.fromkeys(pair for output in outputs for pair in output.cosines)
+    pairs = {
+        pair: None
+        for output in outputs
+        for pair in output.cosines
+        if not any(
+            _changes_space([o.regularizers[name] for o in outputs if name in o.regularizers])
+            for name in pair
+        )
+    }
     of_step = {
         name: _norm(name, [n.get(name, 0.0) for n in norms], sums)
         for name in dict.fromkeys(name for pair in pairs for name in pair)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +23,7 @@ from steelyard.composition import PerDatum
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs, as_tensor, loss_fn_input, were_sampled
 from steelyard.penalties import from_logits
+from steelyard.penalties.from_logits import Projection
 from steelyard.regularizers import _options
 from steelyard.regularizers._class_rows import entropy_rows
 from steelyard.regularizers._estimators import (
@@ -37,6 +38,10 @@ from steelyard.regularizers._estimators import (
     with_tail,
 )
 from steelyard.regularizers._tokens import DatumRow, Source, batch_rows, mean, rank_of
+
+# Batches of at most this many logits, 256 MB in float32, are computed from logits: 512 tokens over
+# a vocabulary of unknown size, which is taken for one of 2^17.
+_LOGITS, _CLASSES = 2**26, 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +128,7 @@ class Entropy:
         """Need the whole vocabulary for fixed data: see `ChoosesNeeds`."""
         if self.importance is not None or self.level == "sequence":
             return ()
-        return _needs_for(data, gives)
+        return _needs_for(data, gives, self.vocabulary)
 
     def compute(
         self, data: Any, logprobs: LogProbs, *, projection: Any = None, logits: Any = None
@@ -197,10 +202,8 @@ class Entropy:
     def _over_vocabulary(self, rows: Sequence[DatumRow], given: Any) -> Tensor:
         """Mean entropy of the distributions over the whole vocabulary."""
         sums = [
-            from_logits.entropy(
-                logits, temperature=self.temperature, mask=row.mask, reduction="sum"
-            )
-            for row, logits in zip(rows, _by_datum(given), strict=True)
+            from_logits.entropy(logits, temperature=self.temperature, mask=mask, reduction="sum")
+            for logits, mask in _together(rows, _by_datum(given))
         ]
         total = torch.stack(sums).sum() / max(sum(len(row.kept) for row in rows), 1)
         if not self.normalize:
@@ -319,8 +322,9 @@ class ConfidencePenalty:
         given = logits if projection is None else projection
         if given is not None:
             return self._below(
-                row.keep(from_logits.entropy(each, mask=row.mask, reduction="none"))
-                for row, each in zip(rows, _by_datum(given), strict=True)
+                entropies if mask is None else entropies[mask]
+                for logits, mask in _together(rows, _by_datum(given))
+                for entropies in [from_logits.entropy(logits, mask=mask, reduction="none")]
             )
         _require_sampled(data, rank_of([row.logprobs.shape for row in rows]))
         return self._from_logprobs(rows)
@@ -355,18 +359,39 @@ class ConfidencePenalty:
         return penalty, {"entropy": mean(entropy).item()}
 
 
-def _needs_for(data: Any, gives: Collection[str]) -> tuple[str, ...]:
+def _needs_for(data: Any, gives: Collection[str], vocabulary: int | None = None) -> tuple[str, ...]:
     """Extra input that shows the whole vocabulary, for `[T]` of fixed data, if there is one."""
     if not isinstance(data, Sequence):
         return ()
-    targets = (loss_fn_input(datum, "target_tokens") for datum in data)
-    if any(each is not None and as_tensor(each).dim() > 1 for each in targets):
+    targets = [loss_fn_input(datum, "target_tokens") for datum in data]
+    known = [as_tensor(field) for field in targets if field is not None]
+    if any(tokens.dim() > 1 for tokens in known):
         return ()  # [T, K]: distributions already
     with suppress(InputError):  # mixed data: `compute` raises it, as a failure of the term
         if were_sampled(data) is False:
-            # The projection first: its logits exist for some tokens at a time only.
-            return next(((need,) for need in ("projection", "logits") if need in gives), ())
+            # Logits of all tokens, of those that do not count too. A projection has those of some
+            # tokens at a time only, but computes them twice, and a gradient of the whole layer.
+            size = sum(map(len, known)) * (vocabulary or _CLASSES)
+            is_small = len(known) == len(data) and size <= _LOGITS
+            needs = ("logits", "projection") if is_small else ("projection", "logits")
+            return next(((need,) for need in needs if need in gives), ())
     return ()
+
+
+def _together(rows: Sequence[DatumRow], given: Sequence[Any]) -> list[tuple[Any, Tensor | None]]:
+    """Logits or projection of each datum with its mask; or one projection of all that counts.
+
+    The gradient of the output layer, `[classes, features]`, is then computed once and not for each
+    datum.
+    """
+    pairs = list(zip(given, (row.mask for row in rows), strict=True))
+    first = given[0]
+    if not isinstance(first, Projection) or any(
+        other.weight is not first.weight or other.bias is not first.bias for other in given
+    ):
+        return pairs
+    counted = [row.keep(own.hidden) for row, own in zip(rows, given, strict=True)]
+    return [(replace(first, hidden=torch.cat(counted)), None)]
 
 
 def _require_sampled(data: Any, rank: int, level: str = "token") -> None:
