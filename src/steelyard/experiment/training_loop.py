@@ -266,10 +266,12 @@ def _outcome(run: RunFolder, status: Literal["done", "interrupted"]) -> Outcome:
 @contextmanager
 def _warnings_to(say: Callable[[str], None]) -> Iterator[None]:
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-        say(f"{category.__name__}: {message}")
+        is_information = issubclass(category, UncomparedTermWarning)
+        say(str(message) if is_information else f"{category.__name__}: {message}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
-        # Information in a run, whose tables say what a norm is with respect to: under -W error too.
+        # Information in a run, whose tables say what each norm is with respect to, and no error
+        # under -W error.
         warnings.simplefilter("always", UncomparedTermWarning)
         yield
