@@ -26,6 +26,7 @@ from steelyard.composition.bounds import (
     UnmetBoundWarning,
     size_of_base,
 )
+from steelyard.composition.input_names import term
 from steelyard.engine import LocalServiceClient
 from steelyard.errors import SpecError, StateError
 from steelyard.regularizers import WholeVocabulary
@@ -226,6 +227,33 @@ def test_the_unit_is_that_of_the_share_that_the_base_has_in_a_call() -> None:
     both = Pipeline(constant_base, [bounded([1.0], at_most=0.5)])
     of_call = both.compute([], LOGPROBS, 0, shares={"base": 0.25, "kl": 0.25})
     assert of_call.regularizers["kl"].weight == pytest.approx(0.25 * BASE / 0.5 * KP)
+
+
+@pytest.mark.parametrize("parts", [(1.0,), (0.5, 0.5), (0.25, 0.25, 0.25, 0.25), (0.75, 0.25)])
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("size", [BASE, 0.0])  # of the value; the gradient's is 2
+def test_micro_batches_have_the_weight_of_one_batch(
+    parts: tuple[float, ...], tensor: bool, size: float
+) -> None:
+    """Each part of the base is divided by the tokens of all, as trainers do that accumulate."""
+
+    def part_of_base(x: Tensor, part: float) -> Tensor:
+        return part * (size - x.sum() + x.detach().sum())
+
+    loss = CompositeLoss(part_of_base, [term(lambda x: x[0], name="kl", at_most=0.5)])
+    for step in range(2):
+        integral = step * KI * (1.0 - 0.5) / 0.5
+        expected = (size or 2.0) / 0.5 * (KP * (1.0 - 0.5) / 0.5 + integral)
+        loss.step = step
+        slope = torch.zeros(2)
+        for part in parts:
+            x = torch.ones(2, requires_grad=True)
+            loss.share = torch.tensor(part) if tensor else part
+            loss(x=x, part=part).backward()
+            assert loss.output.regularizers["kl"].weight == pytest.approx(expected, rel=1e-6)
+            assert x.grad is not None
+            slope += x.grad
+        assert slope.tolist() == pytest.approx([expected - 1.0, -1.0], rel=1e-6)
 
 
 def test_cosines_between_lower_and_upper_bounds() -> None:

@@ -236,6 +236,7 @@ def set_multipliers(
     gradient_size: Callable[[TermResult], float],
     shares: Mapping[str, float],
     ranks: Ranks | None = None,
+    part: float | Tensor = 1.0,
 ) -> None:
     """Set the weights of the bounded terms, from the values of this call.
 
@@ -246,6 +247,7 @@ def set_multipliers(
         shares: factors on the weights in this call, by name.
         ranks: the processes whose mean values decide; None: the values of this one. A term that
             has no value here follows the others' values, so that all have the same state.
+        part: of the base loss of the whole step that the base loss of this call is already.
     """
     ran = [result for result in results if result.ran]
     numbers = dict(zip([result.term.name for result in ran], read_numbers(ran), strict=True))
@@ -254,10 +256,11 @@ def set_multipliers(
         result.term.facts.multiplier.begin_step(step)
     needs_size = any(result.term.facts.multiplier.needs_size for result in bounded)
     base, slope = numbers[BASE], gradient_size(results[0]) if needs_size else 0.0
+    part = float(part) if needs_size else 1.0
     values = [numbers.get(result.term.name) for result in bounded]
     if ranks is not None:
         # The mean of the slopes too: with the loss Σᵣ lossᵣ / R an input of rank r has 1/R of it.
-        values, (base, slope) = ranks.means(values, (base, slope))
+        values, (base, slope, part) = ranks.means(values, (base, slope, part))
     size = size_of_base(base, slope)
     for result, value in zip(bounded, values, strict=True):
         bound = result.term.spec.bound_at(step)
@@ -268,7 +271,7 @@ def set_multipliers(
         share = shares.get(result.term.name, 1.0)
         # The size of the base loss of the whole step, of which this call has a share: in the sum
         # over its calls, the multiplier is then that of one large call.
-        of_step = size * float(results[0].weight) / (share or 1.0)
+        of_step = size * float(results[0].weight) / ((part * share) or 1.0)
         weight = multiplier.weight(bound, value, of_step if multiplier.needs_size else None)
         result.weight, result.bound = bound.sign * weight * share, bound
 

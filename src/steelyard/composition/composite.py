@@ -401,7 +401,9 @@ class CompositeLoss(nn.Module):
             call = self._terms.count_call(self._step, trains=trains)
             seed = CallSeed(settings.seed, call, trains, self.group)
             workers = self._terms.own_workers
-            evaluator = Evaluator(named, settings, workers, events, ranks=ranks, seed=seed)
+            evaluator = Evaluator(
+                named, settings, workers, events, ranks=ranks, seed=seed, part=self.share
+            )
             results = evaluator.evaluate(
                 self._due, self._step, tracked=tracked, unmeasured=self.unmeasured
             )

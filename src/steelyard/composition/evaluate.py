@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from time import perf_counter
 
+from torch import Tensor
+
 from steelyard.composition.aggregate import Aggregator, read_numbers, set_multipliers
 from steelyard.composition.call_events import CallEvents
 from steelyard.composition.call_seeds import CallSeed
@@ -74,6 +76,8 @@ class Evaluator:
         stop: a queue in which another thread puts None to cancel the evaluation.
         ranks: the processes that make this call together; None if this one is alone.
         seed: of the random numbers that terms draw.
+        part: of the base loss of a step that the base loss of this call is: of a micro-batch whose
+            base loss was divided by the tokens of the whole batch, its share of these.
     """
 
     def __init__(
@@ -85,9 +89,10 @@ class Evaluator:
         stop: SimpleQueue[Ticket | None] | None = None,
         ranks: Ranks | None = None,
         seed: CallSeed = _NO_SEED,
+        part: float | Tensor = 1.0,
     ) -> None:
         self._inputs, self._settings, self._events = inputs, settings, events
-        self._ranks, self._seed = ranks, seed
+        self._ranks, self._seed, self._part = ranks, seed, part
         self._whole: WholeBatch | None = None
         self._workers, self._stop = workers, stop
         self._check = settings.check_finite
@@ -167,7 +172,8 @@ class Evaluator:
         self._whole = None
         self._check_results(results, step)
         if any(term.is_bounded for term in terms):
-            set_multipliers(results, step, self._inputs.gradient_size, shares, self._ranks)
+            size = self._inputs.gradient_size
+            set_multipliers(results, step, size, shares, self._ranks, self._part)
         return results
 
     def _set_randomness(

@@ -222,6 +222,32 @@ def test_a_lower_bound_turns_the_cosine_round(tmp_path: Path) -> None:
     assert found[1]["cosines/high/low"] == pytest.approx(-1.0)
 
 
+def test_a_bound_has_the_weight_of_one_batch(tmp_path: Path) -> None:
+    weights = []
+    for accumulation in (1, 2, 4):
+        trainer = RegularizedTrainer(
+            model=tiny.build(torch.float32),
+            args=arguments(
+                tmp_path,
+                max_steps=1,
+                per_device_train_batch_size=4 // accumulation,
+                gradient_accumulation_steps=accumulation,
+                learning_rate=0.0,
+            ),
+            train_dataset=rows([6]) * 4,
+            data_collator=Collator(),
+            terms=[term(entropy, name="low", at_most=0.1)],
+        )
+        trainer.train()
+        log = trainer.state.log_history[0]
+        weights.append(log["regularizers/low/weight"])
+        # Σ_t NLL / 0.1 · KP · (value - 0.1) / 0.1, the first term of the controller
+        value = log["regularizers/low/value"]
+        by_hand = log["base_loss/value"] / 0.1 * 0.3 * (value - 0.1) / 0.1
+        assert weights[-1] == pytest.approx(min(by_hand, 10 * log["base_loss/value"] / 0.1))
+    assert weights[1:] == pytest.approx([weights[0]] * 2, rel=1e-5)
+
+
 def uncertain(completion_entropy: Tensor, completion_mask: Tensor) -> Any:
     return -completion_entropy.sum() / completion_mask.sum(), {"tokens": completion_mask.sum()}
 
