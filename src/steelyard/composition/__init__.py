@@ -11,7 +11,12 @@ graph. `named_losses` are the losses that training clients know by name.
 from steelyard.composition.aggregate import AggregationWarning, Aggregator, WeightedSum
 from steelyard.composition.auxiliary_losses import Deposits, aux_loss, collect_aux
 from steelyard.composition.bounds import UnmetBoundWarning
-from steelyard.composition.composite import CompositeLoss, Share, TermLike
+from steelyard.composition.composite import (
+    CompositeLoss,
+    Share,
+    TermLike,
+    innermost_optimizer,
+)
 from steelyard.composition.input_lookup import gather
 from steelyard.composition.input_names import Reads, itself, reads, term
 from steelyard.composition.inputs import ToParameters
@@ -69,6 +74,7 @@ __all__ = [
     "compute",
     "find_loss",
     "gather",
+    "innermost_optimizer",
     "itself",
     "loss_names",
     "mean_state",

@@ -277,7 +277,7 @@ class CompositeLoss(nn.Module):
         def count(*_: object) -> None:
             self.step += 1
 
-        return _innermost(optimizer).register_step_post_hook(count)
+        return innermost_optimizer(optimizer).register_step_post_hook(count)
 
     def set_wrapper(self, model: nn.Module) -> None:
         """Compare gradients over the processes if `model` is what averages those of `wrt`.
@@ -569,10 +569,10 @@ def _scaled(value: Tensor, factor: float) -> Tensor:
     return value if factor == 1 else factor * value + (1 - factor) * value.detach()
 
 
-def _innermost(optimizer: Optimizer) -> Optimizer:
+def innermost_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside of wrappers such as accelerate's, which take no hooks themselves."""
     inner = getattr(optimizer, "optimizer", None)
-    return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
+    return innermost_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _reads_step(spec: RegularizerSpec) -> bool:

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.nn import Parameter
 
@@ -95,10 +98,53 @@ def test_a_copy_of_the_optimizer_has_no_transforms() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """A wrapper like accelerate's: it never calls the constructor of its base class."""
+    """A wrapper that never calls the constructor of its base class, and hides what it holds."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+        self.hidden = optimizer
+
+
+def test_an_optimizer_that_accelerate_has_prepared_is_transformed() -> None:
+    """Two steps of two micro-batches, against SGD with its own weight decay."""
+    ours, theirs = (nn.Linear(3, 2, bias=False) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    by_hand = torch.optim.SGD(theirs.parameters(), lr=0.1, weight_decay=0.5)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    try:
+        model, optimizer = accelerator.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+        attached = attach(optimizer, [l2_decay(0.5)])
+        steps = []
+        for micro_batch in range(4):
+            x = torch.full((1, 3), 1.0 + micro_batch)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            steps.append(attached.step)
+            (theirs(x).square().sum() / 2).backward()
+            if micro_batch % 2:
+                by_hand.step()
+                by_hand.zero_grad()
+        assert steps == [0, 1, 1, 2]
+        torch.testing.assert_close(model.weight, theirs.weight)
+        assert optimizer.state_dict()["steelyard"] == {"step": 2, "transforms": ["l2_decay"]}
+        with pytest.raises(InputError, match="must have its transforms attached at once"):
+            attach(optimizer.optimizer, [l2_decay(0.5)])
+        optimizer.load_state_dict(optimizer.state_dict())
+        attached.remove()
+        assert "steelyard" not in optimizer.state_dict()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def test_an_optimizer_that_lightning_has_wrapped_is_transformed() -> None:
+    weights = ones(2)
+    optimizer = LightningOptimizer(torch.optim.SGD([weights], lr=0.0))
+    attached = attach(optimizer, [l2_decay(1.0)])  # type: ignore[arg-type]  # no subclass
+    optimizer.optimizer.step()
+    assert weights.grad.tolist() == [2.0, 2.0]  # type: ignore[union-attr]  # set above
+    assert attached.step == 1
 
 
 def test_attach_refuses_what_is_no_optimizer_or_transform() -> None:

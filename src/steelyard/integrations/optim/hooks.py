@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
+from steelyard.composition import innermost_optimizer
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.integrations.optim.param_lists import select, slots_of, with_gradients
 from steelyard.integrations.optim.transform import Transform
@@ -26,8 +27,9 @@ def attach(optimizer: Optimizer, transforms: Iterable[Transform]) -> Attachment:
     decoupled decay shrinks the weights once a step. Parameters without a gradient are left out.
 
     Args:
-        optimizer: Any `torch.optim.Optimizer`. Its `state_dict` has the number of steps from
-            then on, under the key "steelyard", and its `load_state_dict` restores it.
+        optimizer: Any `torch.optim.Optimizer`, or what accelerate's `prepare` returns for one: that
+            one gets the transforms. Its `state_dict` has the number of steps from then on, under
+            the key "steelyard", and its `load_state_dict` restores it.
         transforms: `l2_decay`, `clip_by_global_norm`, … or a `Transform` of your own.
 
     Returns:
@@ -53,8 +55,9 @@ def attach(optimizer: Optimizer, transforms: Iterable[Transform]) -> Attachment:
         {'step': 1, 'transforms': ['clip_by_global_norm', 'l1_decay']}
         >>> attached.remove()
     """
-    # Wrappers such as accelerate's subclass Optimizer without calling its constructor, and so
-    # have no hooks.
+    optimizer = innermost_optimizer(optimizer)
+    # Wrappers that hold theirs elsewhere subclass Optimizer without calling its constructor, and
+    # so have no hooks.
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise InputError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__qualname__}: "
