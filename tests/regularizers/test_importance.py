@@ -242,8 +242,11 @@ def test_a_log_prob_of_minus_infinity_passes_through() -> None:
 
 def test_an_empty_batch() -> None:
     data = [plain(logprobs=[-1.0], weights=[0.0])]
-    loss, metrics = TruncatedImportanceSampling(regularizer=L2()).compute(data, doubles([-1.0]))
-    assert loss.item() == 0.0
+    base = {"fn": "dpo", "options": {"reference": "logprobs"}}  # a base loss has a value there
+    term = TruncatedImportanceSampling(regularizer=base)
+    loss, metrics = term.compute(data * 2, doubles([-1.0], [-1.0]))
+    assert loss.item() == pytest.approx(math.log(2))
+    metrics = {name: metrics[name] for name in ("ratio", "ratio_max", "clipped")}
     assert metrics == {"ratio": 0.0, "ratio_max": 0.0, "clipped": 0.0}
 
 

@@ -118,8 +118,9 @@ def test_only_right_answers_are_compared() -> None:
 
 
 def test_an_empty_answer_alone_has_no_penalty() -> None:
-    penalties, _ = RelativeLength().compute([plain(group=0, weights=[0.0])], rows_of([1]))
-    assert penalties.tolist() == [0.0]
+    data = [plain(group=0, weights=[0.0]), plain(group=1)]
+    penalties, _ = RelativeLength().compute(data, rows_of([1, 3]))
+    assert penalties.tolist() == [0.0, 0.0]
 
 
 def relative(scale: str, lengths: list[int], right: list[bool]) -> float:

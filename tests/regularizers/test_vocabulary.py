@@ -82,15 +82,6 @@ def test_the_mean_over_the_tokens_that_count(
         torch.testing.assert_close(a, b)
 
 
-def test_all_tokens_masked() -> None:
-    data = [{"loss_fn_inputs": {"weights": torch.zeros(3)}}]
-    leaf = torch.randn(3, CLASSES, requires_grad=True)
-    loss = WholeVocabulary(kind="entropy").compute(data, LOGPROBS[:1], logits=[leaf])
-    [gradient] = torch.autograd.grad(loss, [leaf])
-    assert loss == 0
-    assert not gradient.any()
-
-
 def test_one_tensor_and_a_reference_from_a_function() -> None:
     _, logits, teacher, _ = batch()
     term = WholeVocabulary(kind="js", reference=lambda _datum, index: teacher[index])

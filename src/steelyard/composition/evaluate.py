@@ -37,6 +37,7 @@ from steelyard.gradients import (
     is_unmeasured,
     split_metrics,
 )
+from steelyard.spec import Regularizer
 
 _NO_SEED = CallSeed()
 # The base losses of the evaluations that are under way.
@@ -249,6 +250,8 @@ class Evaluator:
         term = result.term
         returned = self._inputs.call(term, result.randomness)
         loss, result.custom = split_metrics(term.name, returned)
+        if loss is None and term.is_base and isinstance(term.spec.fn, Regularizer):
+            loss = self._inputs.zero()
         if is_unmeasured(term.name, loss):
             self._leave_out(result, perf_counter() - began)
             return

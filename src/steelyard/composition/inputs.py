@@ -102,6 +102,11 @@ class Inputs:
         """Call a term."""
         return call_term(term.spec, self.named, randomness)
 
+    def zero(self) -> Tensor:
+        """A loss of 0 with a gradient of 0, of a base loss that has nothing to measure."""
+        parts = [x.flatten()[:0].sum() for x in tensors_in(self.named["logprobs"])]
+        return torch.stack(parts).sum()
+
     def differentiate(self, result: TermResult) -> None:
         """Keep the graph for the caller's backward pass; differentiate only to track norms."""
         assert result.value is not None  # noqa: S101 - for mypy: the caller has set it
@@ -235,6 +240,8 @@ class Inputs:
             joint = first.compute_together(
                 others, weights, data, logprobs, tracked=tracked, **extra
             )
+            if joint is None:
+                return None  # evaluated one by one, each is left out, and a base loss is 0
         else:
             joint = self._compose_logits([term.name for term in terms], weights, tracked=tracked)
         if not joint.total.requires_grad and self.source is not None:

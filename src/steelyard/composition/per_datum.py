@@ -23,6 +23,8 @@ class PerDatum:
     The functions are traced by `torch.fx` and run on the server, for one datum at a time. They take
     the log-probs of the datum, `[T]` or `[T, K]`, and its fields by name; they use functions of
     torch alone and do not branch on values. Whatever differs between data or steps must be a field.
+    In a batch without a token that counts, a form over those that do has nothing to measure, and
+    its term is left out.
 
     Attributes:
         values: gives `[T]` or `[T, K]`, of which the tokens that count are summed; or one number.
@@ -59,8 +61,8 @@ class PerDatum:
 class Separable(Protocol):
     """A term that has a form per datum."""
 
-    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
-        """Form of the term for these data.
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum | None:
+        """Form of the term for these data; None if it has nothing to measure in them.
 
         The functions of the form depend on the term alone, on the rank of the log-probs, and on its
         `variant`.

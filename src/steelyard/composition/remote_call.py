@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -43,6 +43,14 @@ class RemoteCall:
         self._not_run = [spec.name for spec in pipeline.specs if spec.name not in names]
         self._events: CallEvents | None = None
         self._began = perf_counter()
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Leave out the terms that have nothing to measure in the batch."""
+        if not names:
+            return
+        pairs = [p for p in zip(self.terms, self.weights, strict=True) if p[0].name not in names]
+        self.terms, self.weights = [term for term, _ in pairs], [weight for _, weight in pairs]
+        self._not_run += names
 
     def start(self) -> None:
         """Emit the start events."""

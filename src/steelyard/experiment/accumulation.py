@@ -50,7 +50,8 @@ def _denominator(fn: Any, data: Sequence[types.Datum]) -> float | None:
     if isinstance(fn, Separable):
         shapes = [as_tensor(loss_fn_input(datum, "target_tokens")).shape for datum in data]
         try:
-            reduction = fn.per_datum(data, shapes).reduction
+            form = fn.per_datum(data, shapes)
+            reduction = 0.0 if form is None else form.reduction
         except SteelyardError:  # with its options, it is no sum over data
             reduction = None
     if reduction == "sum":

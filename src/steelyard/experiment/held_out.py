@@ -40,7 +40,8 @@ def evaluate_held_out(
     not differentiated, and its state in training does not change. Cross-entropy is averaged per
     weighted token, whatever its reduction in training. Without data, there are no metrics.
 
-    A term that fails has no value, but `held_out/skipped/<name>`, 1.0, and a `/reason`.
+    A term that has nothing to measure in these data has no value. Neither has one that fails, but
+    `held_out/skipped/<name>`, 1.0, and a `/reason`.
 
     Args:
         backend: gives the log-probs, and the extra inputs that terms need.
@@ -137,7 +138,7 @@ class _Values:
             if name in self.failed:
                 metrics[f"{_FAILED}{name}"] = 1.0
                 metrics[f"{_FAILED}{name}{_REASON}"] = self.failed[name]
-            else:
+            elif name in self.measured:
                 metrics[f"{_VALUE}{name}"] = _mean(self.measured[name])
         return metrics
 

@@ -49,8 +49,8 @@ class Fusable(Protocol):
         *,
         tracked: bool,
         **needed: Any,
-    ) -> Joint:
-        """Compute it and `others` at once.
+    ) -> Joint | None:
+        """Compute it and `others` at once; None if the batch has nothing that they measure.
 
         Args:
             others: regularizers that it fuses with.

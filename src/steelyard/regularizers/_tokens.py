@@ -31,6 +31,11 @@ class DatumRow:
     mask: Tensor | None
 
     @property
+    def counts(self) -> bool:
+        """Whether one of its tokens counts."""
+        return len(self.logprobs) > 0 if self.mask is None else bool(self.mask.any())
+
+    @property
     def kept(self) -> Tensor:
         """Log-probs of the unmasked tokens."""
         return self.keep(self.logprobs)
@@ -132,6 +137,12 @@ def batch_rows(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[
         DatumRow(index, datum, tensor, _mask(datum, index, tensor))
         for index, (datum, tensor) in enumerate(zip(items, tensors, strict=True))
     ]
+
+
+def counted_rows(data: Any, logprobs: LogProbs, *, classes: bool = False) -> list[DatumRow]:
+    """As `batch_rows`; empty if no token of the batch counts: a term over tokens is None then."""
+    rows = batch_rows(data, logprobs, classes=classes)
+    return rows if any(row.counts for row in rows) else []
 
 
 def batch_pairs(rows: Sequence[DatumRow], label: Source | None) -> list[tuple[DatumRow, DatumRow]]:

@@ -37,7 +37,7 @@ from steelyard.regularizers._estimators import (
     sequence_entropy_tokens,
     with_tail,
 )
-from steelyard.regularizers._tokens import DatumRow, Source, batch_rows, mean, rank_of
+from steelyard.regularizers._tokens import DatumRow, Source, counted_rows, mean, rank_of
 
 # Batches of at most this many logits, 256 MB in float32, are computed from logits: 512 tokens over
 # a vocabulary of unknown size, which is taken for one of 2^17.
@@ -132,7 +132,7 @@ class Entropy:
 
     def compute(
         self, data: Any, logprobs: LogProbs, *, projection: Any = None, logits: Any = None
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty of a batch, and its `entropy` in nats (in [0, 1] if normalised).
 
         With `importance` also the mean `ratio` of its tokens.
@@ -147,7 +147,9 @@ class Entropy:
             InputError: the data are fixed, and only the log-probs `[T]` of their tokens are given;
                 or an option does not go with what is given.
         """
-        rows = batch_rows(data, logprobs, classes=True)
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
         given = logits if projection is None else projection
         if given is not None:
             require_samples(self.level, self.importance, "logits", "leave needs out of the spec")
@@ -157,9 +159,12 @@ class Entropy:
             _require_sampled(data, rank_of([row.logprobs.shape for row in rows]), self.level)
         return self._from_logprobs(rows)
 
-    def compute_sampled(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def compute_sampled(
+        self, data: Any, logprobs: LogProbs
+    ) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the same of tokens that were sampled, whatever the data say."""
-        return self._from_logprobs(batch_rows(data, logprobs, classes=True))
+        rows = counted_rows(data, logprobs, classes=True)
+        return self._from_logprobs(rows) if rows else None
 
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
         """Form per datum: see `Separable`."""
@@ -205,7 +210,7 @@ class Entropy:
             from_logits.entropy(logits, temperature=self.temperature, mask=mask, reduction="sum")
             for logits, mask in _together(rows, _by_datum(given))
         ]
-        total = torch.stack(sums).sum() / max(sum(len(row.kept) for row in rows), 1)
+        total = torch.stack(sums).sum() / sum(len(row.kept) for row in rows)
         if not self.normalize:
             return total
         return total / math.log(self.vocabulary or _by_datum(given)[0].shape[-1])
@@ -306,7 +311,7 @@ class ConfidencePenalty:
 
     def compute(
         self, data: Any, logprobs: LogProbs, *, projection: Any = None, logits: Any = None
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty of a batch, and its `entropy` in nats.
 
         Args:
@@ -318,7 +323,9 @@ class ConfidencePenalty:
         Raises:
             InputError: the data are fixed, and only the log-probs `[T]` of their tokens are given.
         """
-        rows = batch_rows(data, logprobs, classes=True)
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
         given = logits if projection is None else projection
         if given is not None:
             return self._below(
@@ -329,9 +336,12 @@ class ConfidencePenalty:
         _require_sampled(data, rank_of([row.logprobs.shape for row in rows]))
         return self._from_logprobs(rows)
 
-    def compute_sampled(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def compute_sampled(
+        self, data: Any, logprobs: LogProbs
+    ) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the same of tokens that were sampled, whatever the data say."""
-        return self._from_logprobs(batch_rows(data, logprobs, classes=True))
+        rows = counted_rows(data, logprobs, classes=True)
+        return self._from_logprobs(rows) if rows else None
 
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
         """Form per datum of `[T, K]` log-probs: see `Separable`."""

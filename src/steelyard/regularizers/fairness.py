@@ -14,7 +14,7 @@ from torch import Tensor
 from steelyard._extras import require
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import DatumRow, Source, batch_rows
+from steelyard.regularizers._tokens import DatumRow, Source, counted_rows
 from steelyard.spec import title
 
 Outcome: TypeAlias = Literal["logprob", "prob"]
@@ -87,9 +87,11 @@ class DemographicParity:
     def __post_init__(self) -> None:
         _check(self)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty; the largest `gap`, each group's mean, `groups` and `p_value`."""
-        rows = batch_rows(data, logprobs)
+        rows = counted_rows(data, logprobs)
+        if not rows:
+            return None
         groups = _grouped(rows, [row.read_label(self.group) for row in rows], self.outcome)
         metrics = {f"mean/{label}": group.mean().item() for label, group in groups.items()}
         samples = list(groups.values())
@@ -151,9 +153,11 @@ class EqualizedOdds:
         _check(self)
         _options.resolve_source(self, "label")
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty; the largest `gap`, that of each label, and `p_value`."""
-        rows = batch_rows(data, logprobs)
+        rows = counted_rows(data, logprobs)
+        if not rows:
+            return None
         labels = [row.read_label(self.label) for row in rows]
         compared, p_values, metrics = [], [], {}
         for label in dict.fromkeys(labels):

@@ -244,7 +244,7 @@ class _Weighted:
     def result(self, returned: Any) -> tuple[Any, dict[str, float]]:
         """Result of the wrapped term as a scalar, with its metrics and those of the weights."""
         loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-        if getattr(self._sampling.regularizer, "gradient", "auto") == "score":
+        if loss is not None and getattr(self._sampling.regularizer, "gradient", "auto") == "score":
             loss = self._score(loss)
         return loss, {**(metrics or {}), **self._metrics}
 

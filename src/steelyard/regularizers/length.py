@@ -12,7 +12,7 @@ from torch import Tensor
 from steelyard.composition import PerDatum
 from steelyard.gradients import LogProbs, flatten, read_costs, score_gradient
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import DatumRow, Source, batch_rows
+from steelyard.regularizers._tokens import DatumRow, Source, counted_rows
 
 Scale: TypeAlias = Literal["mean", "range", "std"]
 
@@ -68,9 +68,11 @@ class OverlongPenalty:
         _options.require(fits, "buffer", "at most max_length", self.buffer, self.name)
         _check_correct(self)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty of each datum; the mean `length`, and the fraction `overlong`."""
-        rows = batch_rows(data, logprobs)
+        rows = counted_rows(data, logprobs)
+        if not rows:
+            return None
         lengths = _lengths(rows)
         penalties = ((lengths - (self.max_length - self.buffer)) / self.buffer).clamp(0, 1)
         counts = torch.tensor(_right(rows, self.correct, self.threshold))
@@ -80,7 +82,7 @@ class OverlongPenalty:
         }
         return torch.where(counts, penalties, 0.0), metrics
 
-    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum | None:
         """Form per datum: see `Separable`."""
         return _per_datum(self, data, shapes)
 
@@ -141,13 +143,15 @@ class RelativeLength:
         _options.one_of("scale", self.scale, ("mean", "range", "std"), self.name)
         _check_correct(self)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty of each datum, times (n - 1)/n of n data; the mean `length`.
 
         The score-function estimate divides by n - 1, since it subtracts the mean of the penalties.
         That mean is 0 here, so that the sum over data has to be divided by n.
         """
-        rows = batch_rows(data, logprobs)
+        rows = counted_rows(data, logprobs)
+        if not rows:
+            return None
         right = _right(rows, self.correct, self.threshold)
         groups: dict[Hashable, list[int]] = {}
         for row in rows:
@@ -161,7 +165,7 @@ class RelativeLength:
         metrics = {"length": lengths.mean().item(), "compared": sum(right) / len(right)}
         return penalties * ((len(rows) - 1) / len(rows)), metrics
 
-    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum | None:
         """Form per datum: see `Separable`."""
         return _per_datum(self, data, shapes)
 
@@ -178,13 +182,16 @@ class RelativeLength:
 
 def _per_datum(
     penalty: OverlongPenalty | RelativeLength, data: Sequence[Any], shapes: Sequence[torch.Size]
-) -> PerDatum:
+) -> PerDatum | None:
     """Form of a length penalty: lengths, and so the score function's factors, do not need a model.
 
     The factor of each token couples the data by its baseline, and is known before the step.
     """
     layout, flat = flatten([torch.zeros(shape) for shape in shapes])
-    costs, metrics = penalty.compute(data, layout.split(flat))
+    computed = penalty.compute(data, layout.split(flat))
+    if computed is None:
+        return None
+    costs, metrics = computed
     factors = score_gradient(penalty.name, read_costs(penalty.name, costs, layout), data, layout)
     factors = factors * len(shapes)  # the mean over data divides it again
     return PerDatum(

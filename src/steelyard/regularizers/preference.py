@@ -19,7 +19,7 @@ from steelyard.regularizers._tokens import (
     Source,
     batch_pairs,
     batch_rows,
-    mean,
+    counted_rows,
     rank_of,
 )
 from steelyard.regularizers.reference import REFERENCE
@@ -130,22 +130,21 @@ class ChosenNLL:
     def __post_init__(self) -> None:
         _options.resolve_source(self, "pair", optional=True)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """Compute the penalty of a batch."""
+    def compute(self, data: Any, logprobs: LogProbs) -> Tensor | Any:
+        """Compute the penalty of a batch; None if no token of a chosen datum counts."""
         pairs = batch_pairs(batch_rows(data, logprobs), self.pair)
-        return -mean(torch.cat([first.kept for first, _ in pairs]))
+        chosen = [first.kept for first, _ in pairs if first.counts]
+        return -torch.cat(chosen).mean() if chosen else None
 
-    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
+    def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum | None:
         """Form per datum, with the factor 0 for the rejected ones: see `Separable`."""
         rows = batch_rows(data, [torch.zeros(shape) for shape in shapes])
         chosen = {first.index for first, _ in batch_pairs(rows, self.pair)}
         factors = [torch.tensor(float(row.index in chosen)) for row in rows]
         tokens = sum(len(row.kept) for row in rows if row.index in chosen)
-        return PerDatum(
-            lambda logprobs, chosen: -logprobs * chosen,
-            {"chosen": factors},
-            max(tokens, 1),
-        )
+        if not tokens:
+            return None
+        return PerDatum(lambda logprobs, chosen: -logprobs * chosen, {"chosen": factors}, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +176,13 @@ class SquaredLogRatio:
     def __post_init__(self) -> None:
         _options.resolve_source(self, "reference")
 
-    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
-        """Compute the penalty of a batch."""
-        rows = batch_rows(data, logprobs)
+    def compute(self, data: Any, logprobs: LogProbs) -> Tensor | Any:
+        """Compute the penalty of a batch; None if no token counts."""
+        rows = counted_rows(data, logprobs)
+        if not rows:
+            return None
         log_ratios = [row.kept - row.read_per_token(self.reference) for row in rows]
-        return mean(torch.cat(log_ratios).square())
+        return torch.cat(log_ratios).square().mean()
 
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
         """Form per datum: see `Separable`."""

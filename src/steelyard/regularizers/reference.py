@@ -32,7 +32,7 @@ from steelyard.regularizers._tokens import (
     DatumRow,
     Source,
     batch_pairs,
-    batch_rows,
+    counted_rows,
     mean,
     rank_of,
 )
@@ -174,13 +174,15 @@ class KLToReference:
             "estimator='auto', or level='sequence', or read the metric k1"
         )
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty of a batch; for `[T]` with the metrics `k1`, `k2` and `k3`.
 
         On fixed data with `log_ratio` and `half_squared_log_ratio` instead, and with `importance`
         also the mean `ratio` of the tokens.
         """
-        rows = batch_rows(data, logprobs, classes=True)
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
         if rows[0].logprobs.dim() == 1:
             return self._from_samples(rows, self._estimate(data))
         require_samples(self.level, self.importance)
@@ -316,9 +318,11 @@ class JSToReference:
     def __post_init__(self) -> None:
         _options.resolve_source(self, "reference")
 
-    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
+    def compute(self, data: Any, logprobs: LogProbs) -> Tensor | Any:
         """Compute the penalty of a batch."""
-        rows = batch_rows(data, logprobs, classes=True)
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
         if rows[0].logprobs.dim() == 1:
             return sampled_js(*_tokens_and_reference(rows, self.reference))
         distributions = _distributions(rows, self.reference)
@@ -383,11 +387,12 @@ class Consistency:
         rule = "'token' with metric='kl' or 'js'"
         _options.require(fits, "level", rule, self.level, self.name)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
+    def compute(self, data: Any, logprobs: LogProbs) -> Tensor | Any:
         """Compute the penalty of a batch."""
-        rows = batch_rows(data, logprobs, classes=self.metric in ("kl", "js"))
+        rows = counted_rows(data, logprobs, classes=self.metric in ("kl", "js"))
         each = [self._disagreement(a, b) for a, b in batch_pairs(rows, self.pair)]
-        return mean(torch.cat(each))
+        values = torch.cat(each) if each else torch.empty(0)
+        return values.mean() if len(values) else None
 
     def _disagreement(self, first: DatumRow, second: DatumRow) -> Tensor:
         """Disagreement of each token of a pair, `[T]`, or of the two means, `[1]`."""

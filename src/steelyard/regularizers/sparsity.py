@@ -14,7 +14,7 @@ from steelyard.composition import PerDatum
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import batch_rows
+from steelyard.regularizers._tokens import counted_rows
 
 Of: TypeAlias = Literal["logprobs", "probs"]
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -54,11 +54,13 @@ class L1:
     def __post_init__(self) -> None:
         _check(self.of, self.reduction, self.name)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty of a batch; its sum `l1_total` and its mean `l1_mean`."""
         x = _values(data, logprobs, self.of)
+        if x is None:
+            return None
         value: Tensor = penalties.l1(x, reduction=self.reduction)
-        count = max(x.numel(), 1)
+        count = x.numel()
         total = value.item() * (count if self.reduction == "mean" else 1)
         return value, {"l1_total": total, "l1_mean": total / count}
 
@@ -115,13 +117,13 @@ class L2:
         if self.center is not None and self.center != "mean":
             _options.number("center", self.center, self.name)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
+    def compute(self, data: Any, logprobs: LogProbs) -> Tensor | Any:
         """Compute the penalty of a batch."""
+        x = _values(data, logprobs, self.of)
+        if x is None:
+            return None
         value: Tensor = penalties.l2(
-            _values(data, logprobs, self.of),
-            reduction=self.reduction,
-            clip=self.clip,
-            center=self.center,
+            x, reduction=self.reduction, clip=self.clip, center=self.center
         )
         return value
 
@@ -171,11 +173,12 @@ class ElasticNet:
         _check(self.of, self.reduction, self.name)
         _options.fraction("l1_ratio", self.l1_ratio, self.name)
 
-    def compute(self, data: Any, logprobs: LogProbs) -> Tensor:
+    def compute(self, data: Any, logprobs: LogProbs) -> Tensor | Any:
         """Compute the penalty of a batch."""
-        value: Tensor = penalties.elastic_net(
-            _values(data, logprobs, self.of), reduction=self.reduction, l1_ratio=self.l1_ratio
-        )
+        x = _values(data, logprobs, self.of)
+        if x is None:
+            return None
+        value: Tensor = penalties.elastic_net(x, reduction=self.reduction, l1_ratio=self.l1_ratio)
         return value
 
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - no fields
@@ -192,10 +195,10 @@ def _check(of: str, reduction: str, name: str) -> None:
     _options.one_of("reduction", reduction, ("mean", "sum"), name)
 
 
-def _values(data: Any, logprobs: LogProbs, of: Of) -> Tensor:
-    """All unmasked log-probs, or probabilities, of a batch, flattened."""
-    flat = torch.cat([row.kept.reshape(-1) for row in batch_rows(data, logprobs, classes=True)])
-    return _of(flat, of)
+def _values(data: Any, logprobs: LogProbs, of: Of) -> Tensor | None:
+    """All unmasked log-probs, or probabilities, of a batch, flattened; None if it has none."""
+    rows = counted_rows(data, logprobs, classes=True)
+    return _of(torch.cat([row.kept.reshape(-1) for row in rows]), of) if rows else None
 
 
 def _of(logprobs: Tensor, of: Of) -> Tensor:

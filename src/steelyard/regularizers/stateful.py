@@ -13,7 +13,7 @@ from torch import Tensor
 from steelyard.errors import StateError
 from steelyard.gradients import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import DatumRow, batch_rows, mean
+from steelyard.regularizers._tokens import DatumRow, counted_rows
 from steelyard.regularizers._wrapped import build_wrapped
 from steelyard.spec import ChoosesNeeds, Stateful, entry_point, is_async, is_finite, measurement
 
@@ -31,7 +31,7 @@ class EMADrift:
     `reference_logprobs`, which a run adds to its held-out data.
 
     Each call updates the state once, so `gradient="numerical"`, which makes many calls, must not be
-    used. A batch without a token that counts does not change the state.
+    used. A batch without a token that counts is left out, and does not change the state.
 
     On held-out data, `measure` gives the drift from the base model instead: the moving average
     belongs to the training batches, and does not exist in a run without this term.
@@ -62,18 +62,20 @@ class EMADrift:
     def __repr__(self) -> str:
         return f"EMADrift(decay={self.decay})"
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty of a batch; its `mean` log-prob m and the `average` e before it."""
-        flat = _kept(batch_rows(data, logprobs, classes=True))
-        current = mean(flat)
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
+        current = _kept(rows).mean()
         observed = current.item()
         before = observed if self._average is None else self._average
         # A mean that is not finite fails this call, but must not spoil the average for later ones.
-        if flat.numel() and is_finite(observed):
+        if is_finite(observed):
             self._average = self.decay * before + (1 - self.decay) * observed
         return (current - before).square(), {"mean": observed, "average": before}
 
-    def measure(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]]:
+    def measure(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
         """Drift from the base model, `(m - r)²` with r the mean of `reference_logprobs`.
 
         It neither reads nor changes the moving average.
@@ -81,9 +83,11 @@ class EMADrift:
         Raises:
             InputError: a datum has no `reference_logprobs`, or in another shape.
         """
-        rows = batch_rows(data, logprobs, classes=True)
-        reference = mean(torch.cat([row.read_per_token(self.measured_against) for row in rows]))
-        current = mean(_kept(rows))
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
+        reference = torch.cat([row.read_per_token(self.measured_against) for row in rows]).mean()
+        current = _kept(rows).mean()
         metrics = {"mean": current.item(), "reference": reference.item()}
         return (current - reference).square(), metrics
 
@@ -122,7 +126,8 @@ class Adaptive:
     Reads from each datum: the fields of the wrapped regularizer.
 
     Each call updates the state once, so `gradient="numerical"`, which makes many calls, must not be
-    used. On held-out data the wrapped regularizer is measured, without λ: runs with another λ, or
+    used. A batch for which the wrapped regularizer returns None is left out, and does not change
+    λ. On held-out data the wrapped regularizer is measured, without λ: runs with another λ, or
     without this term, can be compared. It does not run in a process: a wrapped regularizer that
     prefers one runs in a thread.
 
@@ -259,6 +264,8 @@ class Adaptive:
 
     def _scaled(self, returned: Any) -> tuple[Any, dict[str, float]]:
         loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+        if loss is None:  # nothing to measure: λ stays as it is
+            return None, metrics or {}
         # A scalar, or with gradient="score" one penalty per datum, whose mean is the value.
         penalty = torch.as_tensor(loss)
         penalty = penalty if penalty.is_floating_point() else penalty.double()

@@ -15,7 +15,7 @@ from steelyard._extras import require
 from steelyard.errors import InputError
 from steelyard.gradients import LogProbs, as_tensor
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import DatumRow, batch_rows
+from steelyard.regularizers._tokens import DatumRow, counted_rows
 from steelyard.spec import title
 
 MAX_DIMENSION = 2
@@ -103,13 +103,16 @@ class TopologicalConsistency:
         """`"autograd"` if the points depend on the log-probs, else `"score"`."""
         return "autograd" if self.differentiable else "score"
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Any, dict[str, float]]:
+    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Any, dict[str, float]] | Any:
         """Compute the penalty (one per datum if not differentiable); Betti numbers, and `bars`.
 
         The metrics `betti_k` and `bars`, the number of finite bars, are means over data.
         """
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
         totals, betti, bars = [], [], []
-        for row in batch_rows(data, logprobs, classes=True):
+        for row in rows:
             points = self._check_points(self.points(row.datum, row.kept), row)
             diagram = _PersistenceDiagram(points, self.dimensions, self.max_edge)  # type: ignore[arg-type]  # a tuple
             lengths = diagram.lengths(points)

@@ -16,7 +16,7 @@ from steelyard.errors import InputError, SpecError
 from steelyard.gradients import Joint, LogProbs, as_tensor
 from steelyard.penalties import from_logits
 from steelyard.regularizers import _options
-from steelyard.regularizers._tokens import DatumRow, Source, batch_rows
+from steelyard.regularizers._tokens import DatumRow, Source, counted_rows
 
 # Arguments of each function of `from_logits` besides the logits.
 _EXTRA_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
@@ -94,9 +94,11 @@ class WholeVocabulary:
         """Extra input that it reads: `"logits"` or `"projection"`."""
         return (self.of,)
 
-    def compute(self, data: Any, logprobs: LogProbs, **needed: Any) -> Tensor:
-        """Compute the mean over the tokens of a batch that count."""
-        rows = batch_rows(data, logprobs, classes=True)
+    def compute(self, data: Any, logprobs: LogProbs, **needed: Any) -> Tensor | Any:
+        """Compute the mean over the tokens of a batch that count; None if none does."""
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
         sums = [
             self._sum(self._arrays(row, given), row.mask)
             for row, given in _with_inputs(rows, needed[self.of])
@@ -125,10 +127,12 @@ class WholeVocabulary:
         *,
         tracked: bool,
         **needed: Any,
-    ) -> Joint:
+    ) -> Joint | None:
         """Compute this term and `others` in one pass over the logits of each datum."""
         terms = (self, *others)
-        rows = batch_rows(data, logprobs, classes=True)
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
         count = _count(rows)
         # compose_logits sums over the tokens of one datum; the weight / count makes the sum of its
         # totals over data the weighted sum of means.
@@ -186,8 +190,8 @@ def _with_inputs(rows: Sequence[DatumRow], given: Any) -> Iterator[tuple[DatumRo
 
 
 def _count(rows: Sequence[DatumRow]) -> int:
-    """Number of tokens that count, at least 1: the denominator."""
-    return max(sum(row.kept.shape[0] for row in rows), 1)
+    """Number of tokens that count: the denominator."""
+    return sum(row.kept.shape[0] for row in rows)
 
 
 def _norms_and_cosines(

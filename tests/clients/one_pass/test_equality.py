@@ -215,6 +215,29 @@ def test_odd_batches(
     train_both([training, other], data, "cross_entropy", specs, steps=1)
 
 
+@pytest.mark.parametrize("group", [*TOKENS, *CLASSES])
+def test_a_batch_without_a_counted_token_leaves_the_terms_out(
+    training: tinker.TrainingClient, other: tinker.TrainingClient, group: str
+) -> None:
+    """A function of the user sees all tokens, and stays."""
+    width, terms = (5, CLASSES[group]) if group in CLASSES else (None, TOKENS[group])
+    specs = [*terms, RegularizerSpec(confidence, weight=2.0, name="confidence")]
+    one, two = (
+        regularize(client, specs, track_grad_norms=True, server_side=side)
+        for client, side in ((training, True), (other, False))
+    )
+    for empty in (range(4), (), range(4)):
+        data = without_weights(batch(width=width, lengths=[2, 3, 4, 5]), *empty)
+        found, expected = (
+            client.forward_backward(data, "cross_entropy").result() for client in (one, two)
+        )
+        assert (found.passes, expected.passes) == (1, 2)
+        assert found.not_run == (tuple(spec.name for spec in terms) if empty else ())
+        assert_same(found, expected)
+        updates = [client.optim_step(STEP).result().metrics for client in (one, two)]
+        assert updates[0] == pytest.approx(updates[1], rel=1e-4, abs=1e-6)
+
+
 def test_a_batch_in_several_requests(
     training: tinker.TrainingClient,
     other: tinker.TrainingClient,

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from tinker import types
 
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.clients.one_pass.lowering import LoweredBatch, Lowering, NotLoweredError
 from steelyard.composition import NamedBaseLoss, PerDatum
-from steelyard.regularizers import L1, L2, DemographicParity, KLToReference
+from steelyard.regularizers import L1, L2, ChosenNLL, DemographicParity, KLToReference
 
 from .batches import LENGTHS, batch
 
@@ -88,6 +89,19 @@ def test_all_reasons_are_listed() -> None:
     with pytest.raises(NotLoweredError) as caught:
         lower(specs)
     assert list(caught.value.reasons) == ["demographic_parity", "l2"]
+
+
+def test_a_term_without_a_form_is_left_out_and_a_base_loss_is_not() -> None:
+    data = batch(weights=False)
+    chosen = data[0].loss_fn_inputs["target_tokens"].to_torch()
+    data[0].loss_fn_inputs["weights"] = types.TensorData.from_torch(torch.zeros(len(chosen)))
+    anchor = RegularizerSpec(ChosenNLL(pair=lambda datum, index: index // 2), 0.3, "anchor")
+    lowered = lower([anchor, KL], data=data[:2])
+    assert lowered.unmeasured == ["anchor"]
+    assert [term.name for term in lowered.terms] == ["base", "kl"]
+    pipeline = Pipeline(ChosenNLL(), [KL])
+    with pytest.raises(NotLoweredError, match="base: it has nothing to measure in this batch"):
+        Lowering().lower(pipeline.due(), [1.0, 0.2], data[:2], tracked=False)
 
 
 def test_missing_fields_and_empty_batches_are_reasons() -> None:

@@ -57,12 +57,14 @@ class LoweredBatch:
         data: of the request.
         terms: the base loss first.
         inputs: of the batch.
+        unmeasured: names of the terms that have nothing to measure in the batch.
     """
 
     graph: LossGraph
     data: Sequence[Any]
     terms: Sequence[GraphTerm]
     inputs: RequestInputs
+    unmeasured: Sequence[str] = ()
 
     def missing(self, metrics: Mapping[str, float]) -> list[str]:
         """Metrics that the server has promised and not sent."""
@@ -138,14 +140,17 @@ class Lowering:
         except UnsuitableTermError as error:
             raise NotLoweredError({error.term: str(error)}) from error
         graph = self._graphs[key]
-        pairs = zip(weights, _denominators(graph, found, inputs), strict=True)
+        names = [term.name for term in found]
+        measured = [w for term, w in zip(terms, weights, strict=True) if term.name in names]
+        pairs = zip(measured, _denominators(graph, found, inputs), strict=True)
         factors = {f"factor_{index}": weight / by for index, (weight, by) in enumerate(pairs)}
-        return LoweredBatch(graph, inputs.data_with(factors), found, inputs)
+        unmeasured = [term.name for term in terms if term.name not in names]
+        return LoweredBatch(graph, inputs.data_with(factors), found, inputs, unmeasured)
 
     def _find_forms(
         self, terms: Sequence[Term], data: Sequence[Any], inputs: RequestInputs
     ) -> tuple[list[GraphTerm], list[Hashable]]:
-        """Forms of all terms, with their keys.
+        """Forms of the base loss and of the terms that have something to measure, and their keys.
 
         Raises:
             NotLoweredError: some have none; it lists them all.
@@ -156,6 +161,8 @@ class Lowering:
         for term in terms:
             try:
                 form, key = self._forms.form_of(term, data, inputs.shapes)
+                if form is None or not (inputs.counts or form.all_tokens or term.is_base):
+                    continue
                 found.append(GraphTerm(term.name, form, inputs.add(form)))
                 keys.append((key, tuple(found[-1].inputs.items())))
             except UnsuitableTermError as error:

@@ -179,6 +179,7 @@ class OnePass:
         call = RemoteCall(pipeline, data, step)
         tracked = pipeline.settings.tracks(step)
         batch = self._lowering.lower(call.terms, call.weights, data, tracked=tracked)
+        call.leave_out(batch.unmeasured)
         try:
             return PreparedCall(batch, self._uploader.upload(batch.graph), call, step)
         except RefusedError as error:

@@ -45,6 +45,11 @@ class RequestInputs:
         self._names: dict[Any, str] = {}
         self.ranks = {LOGPROBS: ranks.pop(), MASK: 1}
 
+    @property
+    def counts(self) -> bool:
+        """Whether a token of the batch counts."""
+        return any(bool(mask.any()) for mask in self._masks)
+
     def add(self, form: PerDatum) -> dict[str, str]:
         """Add the fields of a term; names of the inputs, by the names of the fields.
 

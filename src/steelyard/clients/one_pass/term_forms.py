@@ -22,8 +22,10 @@ class TermForms:
 
     def form_of(
         self, term: Term, data: Sequence[Any], shapes: Sequence[torch.Size]
-    ) -> tuple[PerDatum, Hashable]:
+    ) -> tuple[PerDatum | None, Hashable]:
         """Form of a term for a batch, and a key: equal keys have equal functions.
+
+        The form is None if the term has nothing to measure in the batch.
 
         Raises:
             UnsuitableTermError: it has none.
@@ -38,6 +40,10 @@ class TermForms:
             form = fn.per_datum(data, shapes)
         except Exception as error:  # a term is anyone's; in two passes it raises what it will
             raise UnsuitableTermError(term.name, str(error).rstrip(".")) from error
+        if form is None and term.is_base:
+            raise UnsuitableTermError(term.name, "it has nothing to measure in this batch")
+        if form is None:
+            return None, ()
         return form, (_options_key(fn), len(shapes[0]), form.variant)
 
 
