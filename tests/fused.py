@@ -15,7 +15,7 @@ def count_together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     own = WholeVocabulary.compute_together
 
-    def compute(self: WholeVocabulary, others: Any, *args: Any, **kwargs: Any) -> Joint:
+    def compute(self: WholeVocabulary, others: Any, *args: Any, **kwargs: Any) -> Joint | None:
         counts.append(1 + len(others))
         return own(self, others, *args, **kwargs)
 

@@ -20,6 +20,7 @@ from steelyard import (
     DetachedTermWarning,
     RegularizerSpec,
     regularize,
+    regularizers,
     schedules,
     telemetry,
 )
@@ -624,3 +625,33 @@ def test_drivers_come_through_the_client(either: Any) -> None:
         for position, share in driver.tokens:
             assert share == pytest.approx(float(sizes[driver.datum][position]) / total, rel=1e-5)
     assert sum(driver.share for driver in output.drivers("l2")) == pytest.approx(1)
+
+
+def test_a_call_without_a_counted_token_leaves_ready_made_terms_out() -> None:
+    """Two calls of one optimizer step: the terms, and the bound, follow the one that counts."""
+    uncounted = [datum([1, 2, 3], [2, 3, 4], weights=[0.0, 0.0, 0.0])]
+    steps = []
+    for calls in ([DATA], [DATA, uncounted], [uncounted, DATA]):
+        specs = [
+            RegularizerSpec(regularizers.L2(), 0.5, "l2"),
+            RegularizerSpec(regularizers.EMADrift(), 0.5, "drift"),
+            RegularizerSpec(regularizers.L1(), name="held", at_most=0.1),
+            RegularizerSpec(regularizers.Entropy(), 0.1, "entropy"),
+        ]
+        client = regularize(engine(), specs)
+        outputs = [client.forward_backward(call, "cross_entropy").result() for call in calls]
+        weights = client.optim_step(types.AdamParams(learning_rate=0.01)).result()
+        empty = [o for o, call in zip(outputs, calls, strict=True) if call is uncounted]
+        for output in empty:
+            assert output.not_run == ("l2", "drift", "held", "entropy")
+            assert output.loss_total == output.base_loss.value == 0.0
+        (counted,) = (o for o, call in zip(outputs, calls, strict=True) if call is DATA)
+        again = client.forward_backward(DATA, "cross_entropy").result()
+        numbers = [
+            (name, term.value, term.contribution)
+            for output in (counted, again)
+            for name, term in output.regularizers.items()
+        ]
+        steps.append((numbers, weights.metrics, client.pipeline.state_dict()))
+    assert steps[1] == steps[0]
+    assert steps[2] == steps[0]

@@ -15,7 +15,7 @@ from steelyard.experiment import RunFolder, resume, train
 from steelyard.experiment.accumulation import call_shares
 from steelyard.experiment.base_losses import CrossEntropy
 from steelyard.experiment.build_terms import Terms
-from steelyard.regularizers import DPO
+from steelyard.regularizers import DPO, OverlongPenalty
 from steelyard.spec import RegularizerSpec
 
 from .small_runs import (
@@ -138,10 +138,12 @@ def test_shares_are_those_of_the_denominators() -> None:
         RegularizerSpec(total, 1.0, "sum"),
         RegularizerSpec(total, name="bounded", at_most=1.0),
         RegularizerSpec(DPO(), 1.0, "pairs"),
+        RegularizerSpec(OverlongPenalty(max_length=2, buffer=2), 1.0, "long"),
     )
     shares = call_shares(Terms(CrossEntropy(reduction="mean"), specs), calls)
     assert [share["base"] for share in shares] == pytest.approx([2 / 3, 1 / 3, 0.0])
     assert [share["mean"] for share in shares] == pytest.approx([2 / 3, 1 / 3, 0.0])
+    assert [share["long"] for share in shares] == pytest.approx([2 / 3, 1 / 3, 0.0])
     assert [share["bounded"] for share in shares] == pytest.approx([2 / 3, 1 / 3, 0.0])
     assert [share["pairs"] for share in shares] == pytest.approx([1 / 3] * 3)
     assert not any("sum" in share for share in shares)

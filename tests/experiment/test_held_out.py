@@ -65,6 +65,19 @@ def test_terms_are_evaluated_unweighted_and_even_if_disabled_or_not_due(
     assert value == metrics["held_out/regularizers/off"] > 0
 
 
+def test_a_term_that_has_nothing_to_measure_has_no_value(
+    folder: Path, backend: Backend, data: list[types.Datum]
+) -> None:
+    for datum in data:
+        weights = datum.loss_fn_inputs["weights"].to_torch()
+        datum.loss_fn_inputs["weights"] = types.TensorData.from_torch(weights * 0)
+    terms = terms_of(
+        folder, L2, {"use": "whole_vocabulary", "weight": 1.0, "options": {"kind": "entropy"}}
+    )
+    metrics = evaluate_held_out(backend, data, terms, timeout=300, batch=2)
+    assert list(metrics) == ["held_out/loss"]
+
+
 def test_a_failing_term_has_a_reason_in_place_of_a_value(
     folder: Path, backend: Backend, data: list[types.Datum]
 ) -> None:
@@ -93,17 +106,6 @@ def missing_logits(data: Any, logprobs: list[Tensor], logits: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("fn", "needs", "line"), [(missing, [], 4), (missing_logits, ["logits"], 7)]
 )
-def test_a_term_that_has_nothing_to_measure_has_no_value(
-    folder: Path, backend: Backend, data: list[types.Datum]
-) -> None:
-    for datum in data:
-        weights = datum.loss_fn_inputs["weights"].to_torch()
-        datum.loss_fn_inputs["weights"] = types.TensorData.from_torch(weights * 0)
-    terms = terms_of(folder, L2, from_logits("entropy"))
-    metrics = evaluate_held_out(backend, data, terms, timeout=300, batch=2)
-    assert list(metrics) == ["held_out/loss"]
-
-
 def test_reasons_name_the_lines_of_the_held_out_file(
     folder: Path, fn: Any, needs: list[str], line: int
 ) -> None:

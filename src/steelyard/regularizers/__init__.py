@@ -4,6 +4,10 @@ Each docstring states the formula and whether the gradient is exact or an estima
 keyword options, checked when they are built, and can be named in config files:
 `{"fn": "kl_to_reference", "weight": 0.1, "options": {"estimator": "k3"}}`. Importing this
 package loads neither torch nor an extra; a module is loaded when one of its classes is first used.
+
+For a batch in which no token counts `compute` returns None, and the term is left out. It is typed
+`... | Any`, as in typeshed, since most callers know that there are such tokens: with `| None` each
+of them would have to check.
 """
 
 from __future__ import annotations
