@@ -41,8 +41,7 @@ from steelyard.composition.terms import (
 )
 from steelyard.composition.weightings import AggregatorLike, GramWeighting, aggregator_of
 
-__all__ = [
-    "TEMPERATURE",
+__all__ = [  # noqa: RUF022 - sorted as Python sorts
     "AggregationWarning",
     "Aggregator",
     "AggregatorLike",
@@ -59,6 +58,7 @@ __all__ = [
     "RemoteCall",
     "Separable",
     "Share",
+    "TEMPERATURE",
     "Term",
     "TermLike",
     "TermResult",
