@@ -38,6 +38,8 @@ from steelyard.spec import is_finite, is_whole
 
 # Most rows of a batch, by device; and most bytes of its cache, if every row grew to its limit.
 # Constants, not measured: what is batched together must be the same when a run is resumed.
+# Of a call. A billion of them would fill the memory before the first one is drawn.
+MAX_SAMPLES = 4096
 _CPU_ROWS, _GPU_ROWS = 64, 256
 _CACHE_BYTES = 4 * 2**30
 
@@ -262,7 +264,10 @@ def check_sampling(params: types.SamplingParams, count: int) -> None:
         InputError: a setting breaks a rule.
     """
     rules = {
-        "num_samples must be a whole number >= 1": (is_whole(count, at_least=1), count),
+        f"num_samples must be a whole number from 1 to {MAX_SAMPLES}": (
+            is_whole(count, at_least=1) and count <= MAX_SAMPLES,
+            count,
+        ),
         "max_tokens must be a whole number >= 1 or None": (
             params.max_tokens is None or is_whole(params.max_tokens, at_least=1),
             params.max_tokens,

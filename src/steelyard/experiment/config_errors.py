@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from steelyard.experiment.config import Config
 from steelyard.experiment.secrets import redact
+from steelyard.spec import shorten
 
 _RULES = {
     "bool_type": "true or false",
@@ -83,8 +84,8 @@ def _format_error(details: dict[str, Any]) -> str:
 
 
 def _shown(key: str | int, value: Any) -> str:
-    text = repr(redact({key: value})[key])  # before it is cut, which could split a secret
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    # Redacted before it is cut, which could split a secret.
+    return shorten(repr(redact({key: value})[key]), _MAX_SHOWN)
 
 
 def _is_table(key: str) -> bool:

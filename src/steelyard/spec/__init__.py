@@ -18,6 +18,7 @@ from steelyard.spec.messages import (
     did_you_mean,
     keep_place,
     raised_at,
+    shorten,
     title,
 )
 from steelyard.spec.numbers import is_finite, is_whole
@@ -82,6 +83,7 @@ __all__ = [
     "registered",
     "rejects",
     "schedules",
+    "shorten",
     "split_loss",
     "split_placement",
     "takes_generator",

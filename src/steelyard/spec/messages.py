@@ -30,6 +30,19 @@ def title(name: str, kind: str = "regularizer") -> str:
     return "the base loss" if is_base else f"{kind} {name!r}"
 
 
+def shorten(text: str, longest: int, end: int = 0) -> str:
+    """Text of at most `longest` characters, and `end` more of its end; says how long it was.
+
+    Example:
+        >>> shorten("abcdefgh", 8), shorten("abcdefgh", 3), shorten("abcdefghijkl", 3, 2)
+        ('abcdefgh', 'abc…', 'abc… (7 more) …kl')
+    """
+    left = len(text) - longest - end
+    if left <= 0:
+        return text
+    return f"{text[:longest]}… ({left} more) …{text[-end:]}" if end else f"{text[:longest]}…"
+
+
 def describe(error: BaseException) -> str:
     """Type and message of an exception of anybody's code, whose `str()` may raise itself.
 

@@ -19,6 +19,8 @@ from steelyard.engine.server.lifecycle import RunningServer
 from steelyard.errors import ClosedError, InputError
 from tests.engine.data import SMALL, datum, ragged
 
+from .wire_client import Wire
+
 
 def test_the_sdk_raises_at_once_and_continues(
     sdk: tinker.ServiceClient, training: tinker.TrainingClient
@@ -77,6 +79,7 @@ def test_an_http_error_stays_as_it_is() -> None:
         (ValueError("a sentence."), "a sentence."),
         (KeyError(), "KeyError."),
         (HTTPException(404, "not\there"), "not here."),
+        (ValueError("a" * 1500 + "b" * 70 + "c" * 500), f"{'a' * 1500}… (70 more) …{'c' * 500}."),
     ],
 )
 def test_a_message_is_one_sentence(error: Exception, message: str) -> None:
@@ -103,6 +106,42 @@ def test_not_found_names_the_field_the_value_and_the_cure() -> None:
     error = not_found("model_id", "m", "make a new client")
     assert error.status_code == 404
     assert error.detail == "model_id must be one that is here, got 'm': make a new client."
+
+
+LONG = "x" * 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("create_model", {"model_seq_id": 0, "base_model": LONG, "lora_config": {"rank": 2}}),
+        ("create_sampling_session", {"sampling_session_seq_id": 0, "base_model": LONG}),
+        ("create_sampling_session", {"sampling_session_seq_id": 0, "model_path": LONG}),
+        ("create_model", {"model_seq_id": 0, LONG: 1}),
+        ("optim_step", {"model_id": LONG, "seq_id": 0, "adam_params": {}}),
+        ("retrieve_future", {"request_id": LONG}),
+        ("weights_info", {"tinker_path": LONG}),
+        ("session_heartbeat", {"session_id": LONG}),
+        ("save_weights", {"model_id": LONG, "seq_id": 0, "path": LONG}),
+    ],
+)
+def test_an_error_repeats_little_of_a_long_name(wire: Wire, path: str, body: Any) -> None:
+    response = wire.post(path, {"session_id": wire.session_id, **body})
+    assert response.status_code in {400, 403, 404, 410, 422}
+    assert len(response.content) < 10_000
+
+
+def test_a_failed_request_repeats_little_of_a_long_name(
+    running: RunningServer, training: tinker.TrainingClient
+) -> None:
+    for data, loss in (
+        ([datum([1, 2])], LONG),
+        ([datum([1, 2], **{LONG: [1.0, 2.0]})], "importance_sampling"),
+    ):
+        with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError)) as failed:
+            training.forward_backward(data, loss).result()  # type: ignore[arg-type]  # none it knows
+        assert len(str(failed.value)) < 10_000
+    training.forward_backward([datum([1, 2])], "cross_entropy").result()
 
 
 def test_a_body_that_is_too_large_keeps_its_first_kilobyte() -> None:

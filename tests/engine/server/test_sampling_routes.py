@@ -37,7 +37,10 @@ def test_an_invalid_sampling_request_is_rejected(wire: Wire) -> None:
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [512]}]}}, 400, "511"),
         ({"num_samples": 0}, 400, "num_samples"),
         ({"sampling_params": {"max_tokens": 2, "temperature": -1}}, 400, "temperature"),
-        ({"num_samples": 2**19}, 413, "at most 1048576 tokens"),
+        ({"num_samples": 10**9}, 413, "from 1 to 4096, got 1000000000: send several"),
+        # Without tokens to bound their number: the ids of as many sequences would be sent.
+        ({"num_samples": 2**17, "sampling_params": {"max_tokens": 1}}, 413, "from 1 to 4096"),
+        ({"num_samples": 4096, "sampling_params": {"max_tokens": 512}}, 413, "1048576 tokens"),
         ({"num_samples": 2048, "sampling_params": {"max_tokens": 2**40}}, 413, "got 1048578"),
         ({"num_samples": 2048, "sampling_params": {}}, 413, "got 1048578"),
         ({"topk_sample_logprobs": 513}, 400, "topk_sample_logprobs"),

@@ -42,7 +42,20 @@ def test_unknown_records_are_not_found(client: TestClient) -> None:
     assert response.status_code == 404
 
 
-@pytest.mark.parametrize("query", ["run=first", "run=first&position=x", "position=0-0-a"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "run=first",
+        "run=first&position=x",
+        "position=0-0-a",
+        # No file is that long: going there overflowed.
+        f"run=first&position={2**63 - 1}-0-a",
+        f"run=first&position={2**63 - 1}-{2**63 - 1}-a",
+        f"run=first&position={'9' * 5000}-0-a",
+        f"run=first&position={2**61}-{2**61}-a",
+        "run=first&position=-1--1-a",
+    ],
+)
 def test_a_followed_run_must_have_a_position(client: TestClient, query: str) -> None:
     assert client.get(f"/api/events?{query}").status_code == 400
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from starlette.exceptions import HTTPException
 
 from steelyard.errors import ClosedError, SteelyardError
+from steelyard.spec import shorten
 
 BAD_REQUEST = 400
 UNAUTHORIZED = 401
@@ -23,6 +24,7 @@ ENGINE_FAILED = 500
 
 STOPPING = "the server is stopping."
 _PREFIX_BYTES = 1024
+_SHOWN = 1500, 500  # characters of a message: of its beginning, and of its end
 
 
 class BodyTooLarge(HTTPException):
@@ -48,9 +50,13 @@ def is_client_error(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Message of an error on one line, ending with a full stop."""
+    """Message of an error on one line, ending with a full stop.
+
+    The middle of a long one is left out: a request may hold names of megabytes, and a message
+    repeats them.
+    """
     message = error.detail if isinstance(error, HTTPException) else str(error)
-    line = " ".join(message.split()) or type(error).__name__
+    line = " ".join(shorten(message, *_SHOWN).split()) or type(error).__name__
     return line if line.endswith(".") else f"{line}."
 
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tinker import types
 
+from steelyard.engine.sampler import MAX_SAMPLES
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.server import codec, http_bodies
 from steelyard.engine.server.futures import ServerFuture
@@ -156,6 +157,12 @@ def _to_tensor(fields: pydantic.BaseModel) -> types.TensorData:
 def _check_size(body: types.SampleRequest, context: int, max_tokens: int) -> None:
     # tokens = prompt + samples * (at most the context length each); an upper bound, checked before
     # anything is allocated. Values below 1 are rejected later, with a message of their own.
+    if body.num_samples > MAX_SAMPLES:
+        raise HTTPException(
+            TOO_LARGE,
+            f"num_samples must be a whole number from 1 to {MAX_SAMPLES}, got {body.num_samples}: "
+            f"send several requests.",
+        )
     requested = body.sampling_params.max_tokens
     per_sample = context if requested is None else min(max(requested, 1), context)
     tokens = body.prompt.length + max(body.num_samples, 1) * per_sample

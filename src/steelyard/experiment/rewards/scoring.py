@@ -16,7 +16,7 @@ from steelyard.errors import NonFiniteError, SteelyardError, TermError, TermResu
 from steelyard.execution import Batch, Ticket, Workers, default_workers
 from steelyard.experiment.rewards.reward import Reward
 from steelyard.gradients import awaited
-from steelyard.spec import describe, is_finite, is_whole, title
+from steelyard.spec import describe, is_finite, is_whole, shorten, title
 
 Answer: TypeAlias = tuple[Mapping[str, Any], str]
 _MAX_SHOWN = 60  # characters of a value or of a prompt in a message
@@ -189,5 +189,4 @@ def _prompt(record: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    return shorten(repr(value), _MAX_SHOWN)
