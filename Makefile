@@ -70,10 +70,11 @@ demo: $(DEMO) ## fine-tune a small model with five terms, and write a report
 bench: $(READY) ## measure the speed, as ratios within one run
 	@$(BIN)/python -m benchmarks
 
-stress: $(READY) ## long tests: a thousand failures in a row, killed writers, the server under load
+stress: $(READY) ## long tests: a thousand failures in a row, killed writers, the server under load, random losses
 	@$(BIN)/python -m benchmarks.stress
 	@$(BIN)/python -m benchmarks.stress_checkpoints
 	@$(BIN)/python -m benchmarks.stress_server
+	@$(BIN)/python -m benchmarks.stress_losses
 
 docs: $(READY) ## build the documentation site into site/; a broken link fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

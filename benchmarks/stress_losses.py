@@ -22,11 +22,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from tinker import types
 from torch import Tensor
@@ -42,6 +40,8 @@ from steelyard.engine.server.uploaded_loss.allowlist import (
 )
 from steelyard.errors import InputError
 from tests.engine.data import datum
+from tests.engine.server.uploaded_loss.cost import Cost, Meter
+from tests.engine.server.uploaded_loss.graphs import LOGPROBS, SUM, call, upload
 
 REFUSAL_SECONDS, REFUSAL_BYTES = 1.0, 100 * 2**20
 MAX_NODES = 2048
@@ -105,9 +105,9 @@ class Graphs:
             ]
         else:
             tensors = [node["name"] for node in nodes]
-        nodes.append(_node("torch.sum", "total", [{"ref": tensors[-1]}]))
-        first = _node("torch.sum", "first", [{"ref": "logprobs"}])
-        both = _node("operator.add", "both", [{"ref": "total"}, {"ref": "first"}])
+        nodes.append(call("torch.sum", {"ref": tensors[-1]}, name="total"))
+        first = call("torch.sum", LOGPROBS, name="first")
+        both = call("operator.add", {"ref": "total"}, {"ref": "first"}, name="both")
         metrics = {"dict": {"custom/x:mean": {"ref": "total"}}}
         output = {"tuple": [{"ref": "both"}, metrics]}
         last = {"op": "output", "name": "output", "target": "output", "args": [output]}
@@ -181,7 +181,7 @@ class Graphs:
         draw = self._random.random()
         if draw < 0.05:
             field = self._random.choice(sorted(ATTRIBUTES | RESULT_FIELDS))
-            return _node("getattr", name, [self._ref(known), field])
+            return call("getattr", self._ref(known), field, name=name)
         is_method = draw < 0.4
         target = self._random.choice(self._methods if is_method else self._functions)
         first: list[Any] = [self._ref(known)]
@@ -193,8 +193,8 @@ class Graphs:
         if self._random.random() < 0.1:
             keys = ("dim", "keepdim", "p", "n", "dtype", "chunks", "k", "correction", "descending")
             kwargs[self._random.choice(keys)] = self._argument(known)
-        node = _node(target, name, args, kwargs)
-        return {**node, "op": "call_method"} if is_method else node
+        op = "call_method" if is_method else "call_function"
+        return {**call(target, *args, op=op, name=name), "kwargs": kwargs}
 
     def _ref(self, known: Sequence[str]) -> dict[str, str]:
         recent = known[-3:] if self._random.random() < 0.6 else known
@@ -232,55 +232,6 @@ class Graphs:
 
 def _is_ref(arg: Any) -> bool:
     return isinstance(arg, dict) and "ref" in arg
-
-
-def _node(
-    target: str, name: str, args: list[Any], kwargs: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    call = {"op": "call_function", "name": name, "target": target}
-    return {**call, "args": args, "kwargs": kwargs or {}}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of a refusal: the larger one of both processes."""
-
-    seconds: float
-    growth: int
-
-
-class Meter:
-    """Measures CPU time and memory of this process and of another one.
-
-    Args:
-        pid: of the other process.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._processes = [psutil.Process(), psutil.Process(pid)]
-        self._began = [self._read(process) for process in self._processes]
-        for process in self._processes:
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # its peak starts again
-
-    def cost(self) -> Cost:
-        """Cost since the beginning."""
-        ended = [self._read(process) for process in self._processes]
-        pairs = list(zip(ended, self._began, strict=True))
-        peaks = [_peak_bytes(process.pid) for process in self._processes]
-        growths = [peak - began[1] for peak, began in zip(peaks, self._began, strict=True)]
-        return Cost(max(after[0] - before[0] for after, before in pairs), max(growths))
-
-    @staticmethod
-    def _read(process: psutil.Process) -> tuple[float, int]:
-        times = process.cpu_times()
-        return times.user + times.system, process.memory_info().rss
-
-
-def _peak_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/{pid}/status must hold VmHWM.")
 
 
 def _data(seed: int) -> tuple[list[types.Datum], list[Tensor]]:
@@ -380,14 +331,15 @@ class Fuzzer:
         self.faults: list[str] = []
         self.number = 0
         self.worst = Cost(0.0, 0)
-        loss = validate_loss(_simplest(), MAX_NODES)
-        self._warm_loss = process.bind(loss, [datum([1, 2])], BUDGET)
+        loss = validate_loss(upload(SUM), MAX_NODES)
+        self._simplest = process.bind(loss, [datum([1, 2])], BUDGET)
 
     def run(self, request: dict[str, Any], seed: int) -> None:
         """Run one graph."""
         self.number = seed
         data, rows = _data(seed)
-        meter = Meter(self._pid())
+        self._simplest.check()  # starts the process, if there is none
+        meter = Meter(self._process)
         try:
             outcome = self._run(request, data, rows, meter)
         except InputError as error:
@@ -442,33 +394,6 @@ class Fuzzer:
             path = self._keep / f"{os.getpid()}-{self.number}.json"
             kept = {"what": what[:1000], "number": self.number, "request": request}
             path.write_text(json.dumps(kept))
-
-    def _pid(self) -> int:
-        """Id of the process, which is started if there is none."""
-        self._warm_loss.check()
-        child = self._process._child
-        assert child is not None
-        return int(child._process.pid)
-
-
-def _simplest() -> types.CreateCustomLossRequest:
-    """Request that uploads the sum of the log-probs."""
-    total = _node("torch.sum", "total", [{"ref": "logprobs"}])
-    output = {"tuple": [{"ref": "total"}, {"dict": {}}]}
-    nodes = [
-        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
-        total,
-        {"op": "output", "name": "output", "target": "output", "args": [output]},
-    ]
-    return types.CreateCustomLossRequest.model_validate(
-        {
-            "session_id": "s",
-            "custom_loss_seq_id": 0,
-            "name": "loss",
-            "inputs": [{"name": "logprobs", "rank": 1}],
-            "graph": {"nodes": nodes},
-        }
-    )
 
 
 def main() -> None:

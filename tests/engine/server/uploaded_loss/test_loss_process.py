@@ -26,6 +26,7 @@ from steelyard.errors import InputError
 from tests.engine.data import datum
 from tests.engine.server.wire_client import start
 
+from .cost import pid_of
 from .graphs import LOGPROBS, SUM, X, call, upload
 
 EXP = upload(call("torch.exp", LOGPROBS), call("torch.sum", X, name="y"))
@@ -43,14 +44,6 @@ def unchecked(*nodes: dict[str, Any]) -> TracedLoss:
     """A loss that was not validated, as one that the validation lets through by mistake."""
     request = upload(*nodes)
     return TracedLoss(request.name, tuple(request.inputs), tuple(request.graph.nodes))
-
-
-def pid_of(process: LossProcess) -> int:
-    child = process._child
-    assert child is not None
-    pid = child._process.pid
-    assert isinstance(pid, int)
-    return pid
 
 
 def works(process: LossProcess) -> bool:

@@ -22,7 +22,10 @@ from steelyard.errors import InputError
 
 MAX_ELEMENTS = 2**24
 # A graph has at most thousands of nodes; `torch.diff(x, n=2**20)` is one node and 2**20 operations.
-_MAX_OPERATIONS = 2**15
+# Checking one takes 30 microseconds, so that a refusal takes less than a second.
+_MAX_OPERATIONS = 2**14
+# That all operations read: `torch.stack(pieces)` is one operation and reads thousands.
+_MAX_OPERANDS = 2**16
 # A tensor takes about a kilobyte beside its elements, so that many small ones fill the memory too.
 MAX_PIECES = 2**14
 # Of float32, on one slow core. With this estimate a product that would exceed the time budget is
@@ -143,7 +146,7 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._stopwatch = stopwatch
         self._max_bytes = max_bytes
         self._measured = measured
-        self._operations = self._pieces = 0
+        self._operations = self._operands = self._pieces = 0
         self._estimated_seconds = 0.0
         self._live_bytes = 0
         self._storages: dict[int, int] = {}
@@ -171,10 +174,12 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             raise
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        on_meta = _is_on_meta(args, kwargs)
+        operands = find_tensors([args, kwargs])
+        on_meta = _is_on_meta(operands, kwargs)
         self._check_time(func, args, on_meta=on_meta)
         if self._measured:
             return func(*args, **kwargs)
+        self._check_operands(len(operands))
         self._check_pieces(_pieces(func, *args, **kwargs))
         if not on_meta:
             self._check_size(self._predict(func, args, kwargs))
@@ -182,7 +187,7 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         tensors = find_tensors(result)
         for tensor in tensors:
             self._count(tensor)
-        self._work += sum(each.numel() for each in [*tensors, *find_tensors([args, kwargs])])
+        self._work += sum(tensor.numel() for tensor in [*tensors, *operands])
         self._check_size([(tensor.shape, 0) for tensor in tensors])
         return result
 
@@ -209,6 +214,14 @@ class BudgetMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 self._sizes.clear()
             self._sizes[key] = predict_sizes(func, args, kwargs)
         return self._sizes[key]
+
+    def _check_operands(self, count: int) -> None:
+        self._operands += count
+        if self._operands > _MAX_OPERANDS:
+            raise InputError(
+                f"the operations of the loss {self._stopwatch.name!r} must read at most "
+                f"{_MAX_OPERANDS} tensors for a datum, backward too, got more."
+            )
 
     def _check_pieces(self, pieces: int) -> None:
         self._pieces += pieces
@@ -341,11 +354,11 @@ def to_meta(value: Any) -> Any:
     return value
 
 
-def _is_on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_on_meta(operands: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device).type == "meta"
-    return any(tensor.is_meta for tensor in find_tensors(args))
+    return any(tensor.is_meta for tensor in operands)
 
 
 def _seconds_of_product(func: Any, args: Sequence[Any]) -> float:
