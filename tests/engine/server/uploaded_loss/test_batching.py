@@ -111,3 +111,11 @@ def test_what_cannot_be_batched_runs_one_by_one(monkeypatch: pytest.MonkeyPatch)
     value, _ = run_counted(loss, data, monkeypatch)
     assert together == 1
     assert value == pytest.approx(expected)
+
+
+def test_a_check_of_values_is_not_left_out() -> None:
+    """Under vmap torch does not look whether the quantiles are from 0 to 1."""
+    loss = uploaded(call("torch.quantile", LOGPROBS, 2.5), call("torch.sum", X, name="y"))
+    bound = loss.bind([datum([1, 2, 3]), datum([4, 5, 6])])
+    with pytest.raises(InputError, match=r"range \[0, 1\]"):
+        bound([torch.rand(3).requires_grad_() for _ in range(2)])

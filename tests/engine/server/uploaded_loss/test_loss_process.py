@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tinker
 import torch
@@ -22,6 +24,7 @@ from steelyard.engine.server.uploaded_loss import (
     loss_process,
     validate_loss,
 )
+from steelyard.engine.server.uploaded_loss.budget import Stopwatch
 from steelyard.errors import InputError
 from tests.engine.data import datum
 from tests.engine.server.wire_client import start
@@ -157,8 +160,11 @@ def test_a_loss_that_was_checked_in_an_earlier_process_is_sent_again(process: Lo
     assert value.item() == 2.0
 
 
-def test_a_loss_that_does_not_answer_in_time_is_killed(process: LossProcess) -> None:
+def test_a_loss_that_does_not_answer_in_time_is_killed(
+    process: LossProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert works(process)
+    monkeypatch.setattr(loss_process, "_PATIENCE", 1)
     before = pid_of(process)
     os.kill(before, signal.SIGSTOP)  # as an operation that nothing can interrupt
     bound = process.bind(validate_loss(EXP, 99), [datum([1])], LossBudget(seconds=0.1))
@@ -235,3 +241,86 @@ def test_a_crash_costs_no_other_client(tmp_path: Path) -> None:
         second = client.forward_backward_custom(data, handle).result()
         assert second.metrics == first.metrics
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+
+def test_uploads_while_a_loss_runs_start_one_thread(process: LossProcess) -> None:
+    """Each upload warms the process: a thread for each would wait as long as the loss runs."""
+    assert works(process)
+    before = set(threading.enumerate())
+    with process._lock:
+        for _ in range(50):
+            process.warm()
+        begun = set(threading.enumerate()) - before
+    for thread in begun:
+        thread.join()
+    assert len([thread for thread in begun if thread.name == "steelyard-loss-process"]) == 1
+
+
+def test_a_process_that_starts_while_it_is_closed_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`close` finds no process to kill yet, and waits for the call that starts one."""
+    closed = LossProcess()
+    begin = loss_process._Child.__init__
+
+    def close_meanwhile(child: Any) -> None:
+        closed._closed = True
+        begin(child)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loss_process._Child, "__init__", close_meanwhile)
+        with pytest.raises(InputError, match="this one is stopping"):
+            works(closed)
+    closed.close()
+    assert closed._child is None
+
+
+def test_the_process_writes_no_core_and_has_as_many_threads_as_the_server() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 8)
+        opened = LossProcess()
+        assert works(opened)
+        child = psutil.Process(pid_of(opened))
+        assert child.rlimit(psutil.RLIMIT_CORE) == (0, 0)
+        rows = 2**17  # torch divides as many among its threads
+        loss = validate_loss(EXP, 99)
+        opened.bind(loss, [datum([1] * rows)], LossBudget())([torch.zeros(rows).requires_grad_()])
+        assert child.num_threads() >= before + 8
+    finally:
+        torch.set_num_threads(before)
+        opened.close()
+
+
+def test_a_busy_machine_refuses_no_loss() -> None:
+    """The time of a loss is the CPU time of its thread: waiting for a core costs nothing."""
+    stopwatch = Stopwatch("loss", 0.2)
+    with stopwatch:
+        threading.Event().wait(0.5)  # by the clock this is longer than it may take
+        stopwatch.check()
+
+
+def test_an_operation_that_does_not_end_is_killed_by_its_cpu_time(
+    process: LossProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert works(process)
+    child = process._child
+    assert child is not None
+    os.kill(pid_of(process), signal.SIGSTOP)  # as an operation that nothing can interrupt
+    times = iter([0.0, 2.0, 2.2])
+    monkeypatch.setattr(child, "_cpu_seconds", lambda: next(times))
+    bound = process.bind(validate_loss(EXP, 99), [datum([1])], LossBudget(seconds=0.1))
+    with pytest.raises(InputError, match=r"must take at most 0\.1 seconds for a batch"):
+        bound.check()
+    assert next(times, None) is None
+    assert works(process)
+
+
+def test_a_loss_whose_data_fail_leaves_the_one_before_to_nobody(process: LossProcess) -> None:
+    first = process.bind(validate_loss(EXP, 99), [datum([1])], LossBudget())
+    first.check()
+    refused = process.bind(unchecked(call("torch.load", "x"), SUM), [datum([1])], LossBudget())
+    for _ in range(2):
+        with pytest.raises(InputError, match="failed"):
+            refused([torch.zeros(1).requires_grad_()])
+    assert first([torch.zeros(1).requires_grad_()])[0].item() == 1.0

@@ -89,7 +89,9 @@ class LossBudget:
 
 
 class Stopwatch:
-    """Time that a call of a loss has left.
+    """CPU time of this thread that a call of a loss has left.
+
+    By the clock, a machine that is busy with other work would refuse losses of any size.
 
     Args:
         name: the name of the loss, for messages.
@@ -102,11 +104,11 @@ class Stopwatch:
         self._started: float | None = None
 
     def __enter__(self) -> None:
-        self._started = time.monotonic()
+        self._started = time.thread_time()
 
     def __exit__(self, *_: object) -> None:
         if self._started is not None:
-            self._left -= time.monotonic() - self._started
+            self._left -= time.thread_time() - self._started
         self._started = None
 
     def check(self, ahead: float = 0.0) -> None:
@@ -115,7 +117,7 @@ class Stopwatch:
         Raises:
             InputError: the time is used up.
         """
-        running = 0.0 if self._started is None else time.monotonic() - self._started
+        running = 0.0 if self._started is None else time.thread_time() - self._started
         if self._left - running < ahead:
             raise out_of_time(self.name, self.seconds)
 

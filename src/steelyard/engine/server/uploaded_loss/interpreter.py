@@ -35,6 +35,8 @@ from steelyard.engine.server.uploaded_loss.program import Program
 from steelyard.errors import InputError
 
 _MAX_MEASURED = 1024  # shapes that are remembered for each loss
+# They check the values of an argument, and not under vmap.
+_ALONE = {"torch.quantile", "quantile"}
 
 
 @dataclass
@@ -56,13 +58,16 @@ class TracedLoss:
     # Identifies it in the process that runs it.
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False, repr=False)
     # Whether data of equal shapes can run together, as far as is known.
-    batches: bool = field(default=True, compare=False, repr=False)
+    batches: bool = field(default=True, init=False, compare=False, repr=False)
     # By the shapes of the data: what a run on `meta` has shown.
     _measured: dict[tuple[Any, ...], Measured] = field(
         default_factory=dict, compare=False, repr=False
     )
     # By operation and shapes: sizes of the results, for graphs that cannot be measured as a whole.
     sizes: dict[Any, Sizes] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.batches = not any(node.target in _ALONE for node in self.nodes)
 
     def bind(self, data: Sequence[types.Datum], budget: LossBudget | None = None) -> BoundLoss:
         """Loss of a batch as a function of its log-probs, one tensor `[T]` or `[T, K]` per datum.

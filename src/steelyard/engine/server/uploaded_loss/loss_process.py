@@ -42,6 +42,7 @@ _LOOK_SECONDS = 0.05  # between two looks at its memory
 # Beyond the tensors that the budget counts: copies inside of operations, and Python's own.
 _MEMORY_FACTOR, _SPARE_BYTES = 2, 2**28
 _GRACE_SECONDS = 2.0  # for an operation that has begun when the time is used up
+_PATIENCE = 5  # by the clock, times the CPU time: the cores may be busy with other work
 _START_SECONDS = 600.0  # of a machine that is very busy
 _NICENESS = 10
 _DONE, _FAILED = b"done", b"failed"  # begin a reply
@@ -54,10 +55,16 @@ class LossProcess:
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._closed = False
+        self._warming: threading.Thread | None = None
 
     def warm(self) -> None:
         """Start the process, without waiting for it."""
-        threading.Thread(target=self._warm, name="steelyard-loss-process", daemon=True).start()
+        # One thread at a time: it waits while a loss runs, and clients may upload many meanwhile.
+        if self._warming is None or not self._warming.is_alive():
+            self._warming = threading.Thread(
+                target=self._warm, name="steelyard-loss-process", daemon=True
+            )
+            self._warming.start()
 
     def bind(
         self, loss: TracedLoss, data: Sequence[types.Datum], budget: LossBudget
@@ -146,6 +153,8 @@ class LossProcess:
         if self._child is None or not self._child.is_alive:
             self._end_child()
             self._child = _Child()
+            if self._closed:  # meanwhile: `close` waits for the lock, and could not kill this one
+                self._child.kill()
         return self._child
 
     def _end_child(self) -> None:
@@ -206,7 +215,9 @@ class _Child:
         context = worker_context(preload=__name__)
         self._connection, theirs = context.Pipe()
         # The context has our own class of processes, of which multiprocessing's types know nothing.
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)  # type: ignore[attr-defined]
+        self._process = context.Process(  # type: ignore[attr-defined]
+            target=_serve, args=(theirs, torch.get_num_threads()), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._started = False
@@ -218,6 +229,7 @@ class _Child:
 
     def bind(self, bound: ProcessedLoss) -> None:
         """Send a loss, unless the process has it, and the fields of a batch."""
+        self.bound = None
         self._await_start()
         loss = bound.loss
         graph = None if loss.key in self._losses else (loss.name, [*loss.inputs], [*loss.nodes])
@@ -241,10 +253,12 @@ class _Child:
             InputError: the loss failed in the process, or was ended.
             EOFError: the process has ended.
         """
-        deadline = time.monotonic() + budget.seconds + _GRACE_SECONDS
+        began, used = time.monotonic(), self._cpu_seconds()
+        longest = budget.seconds + _GRACE_SECONDS
         largest = self._idle_bytes + _MEMORY_FACTOR * budget.max_bytes + _SPARE_BYTES
         while not self._connection.poll(_LOOK_SECONDS):
-            if time.monotonic() > deadline:
+            is_late = time.monotonic() - began > _PATIENCE * longest
+            if is_late or self._cpu_seconds() - used > longest:
                 self.kill()
                 raise out_of_time(name, budget.seconds)
             if self._memory() > largest:
@@ -282,6 +296,14 @@ class _Child:
         self._connection.recv_bytes()
         self._started, self._idle_bytes = True, self._memory()
 
+    def _cpu_seconds(self) -> float:
+        """CPU time of its main thread, which waits for nothing but the cores."""
+        try:
+            threads = psutil.Process(self._process.pid).threads()
+        except psutil.Error:  # it has ended, as below; or the system does not tell
+            return 0.0
+        return sum(t.user_time + t.system_time for t in threads if t.id == self._process.pid)
+
     def _memory(self) -> int:
         try:
             return int(psutil.Process(self._process.pid).memory_info().rss)
@@ -289,11 +311,13 @@ class _Child:
             return 0
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, threads: int) -> None:
     """Run in the process: answer each message until the server closes the connection."""
     lead_group()
     if hasattr(os, "nice"):
         os.nice(_NICENESS)  # the engine goes first, where all cores are busy
+    _write_no_core()
+    torch.set_num_threads(threads)  # as many as the server
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     losses: dict[str, TracedLoss] = {}
@@ -306,6 +330,7 @@ def _serve(connection: Connection) -> None:
             return
         try:
             if isinstance(message, tuple):
+                bound = None  # the loss before is not run on the data of one that fails here
                 bound = _bind(losses, *message)
                 bound.check()
                 content = b""
@@ -320,6 +345,15 @@ def _serve(connection: Connection) -> None:
             kind = _DONE
         connection.send_bytes(kind)
         connection.send_bytes(content)
+
+
+def _write_no_core() -> None:
+    """Let a crash write no image of the memory: a client could fill the disk with them."""
+    try:
+        import resource  # noqa: PLC0415 - there is none on Windows
+    except ImportError:
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _bind(
