@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from .command import CommandRunner, wait_for
@@ -85,6 +86,32 @@ def test_parallel_runs_give_the_same_results(command: CommandRunner, ablated: Pa
     assert done.code == 0, done.err
     assert (folder / "none" / "output.txt").exists(), "it had a process of its own"
     assert_same(folder / "none", ablated / "whole" / "none")
+
+
+def test_one_run_of_several_that_is_killed_is_named_and_goes_on(
+    command: CommandRunner, ablated: Path
+) -> None:
+    """As the kernel does when the memory is full; the run beside it saves a checkpoint."""
+    folder = shutil.copytree(ablated / "whole", ablated / "killed")
+    for slug in ("without-steady", "none"):
+        shutil.rmtree(folder / slug)
+    slow = ("ablate", "c.toml", *SMALL, "--run", "killed", "--jobs", "2")
+    started = command.start(*slow, cwd=ablated)
+    wait_for(folder / "without-steady" / "metrics.jsonl")
+    (child,) = [
+        process
+        for process in psutil.Process(started.pid).children()
+        if str(folder / "without-steady") in " ".join(process.cmdline())
+        or "killed/without-steady" in " ".join(process.cmdline())
+    ]
+    child.kill()
+    stopped = started.wait()
+    assert stopped.code == 1
+    assert "without-steady did not: signal 9 ended it." in stopped.err
+    again = command.run(*slow, cwd=ablated)
+    assert again.code == 0, again.err
+    for slug in RUNS.values():
+        assert_same(folder / slug, ablated / "whole" / slug)
 
 
 def test_another_config_in_the_same_folder_is_refused(

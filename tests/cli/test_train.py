@@ -197,6 +197,25 @@ def test_a_full_disk_keeps_the_old_checkpoint(command: CommandRunner, project: P
     assert all(ended[key].equal(whole[key]) for key in whole)
 
 
+def test_a_full_disk_between_checkpoints_is_named_and_costs_no_step(
+    command: CommandRunner, project: Path
+) -> None:
+    """The metrics of a step cannot be written; the run goes on from its last checkpoint."""
+    command.run("train", "c.toml", "--run", "whole", cwd=project)
+    size = (project / "whole" / "metrics.jsonl").stat().st_size
+    args = ("train", "c.toml", "--run", "r", "train.save_every=8")
+    done = command.run(*args, cwd=project, limit=size // 2)
+    assert done.code == 1
+    assert "Traceback" not in done.err
+    assert "File too large" in done.err
+    assert "RunError: r must be writable, and that failed" in done.err
+    assert len((project / "r" / "metrics.jsonl").read_text().splitlines()) > 1
+    resumed = command.run("resume", "r", cwd=project)
+    assert resumed.code == 0, resumed.err
+    ended, whole = state_of(project / "r"), state_of(project / "whole")
+    assert all(ended[key].equal(whole[key]) for key in whole)
+
+
 def test_a_term_that_fails_ends_the_run_and_is_named(command: CommandRunner, project: Path) -> None:
     done = command.run(
         "train", "c.toml", "regularizers.noise.use=own_terms:broken", "--run", "r", cwd=project

@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import torch
 from tinker import types
+from torch import Tensor
 
 from steelyard.engine.server.uploaded_loss import LossBudget, TracedLoss, validate_loss
+from steelyard.engine.server.uploaded_loss.allowlist import FUNCTIONS, METHODS
 from steelyard.engine.server.uploaded_loss.batching import group_by_shape, run_alone, run_together
+from steelyard.engine.server.uploaded_loss.interpreter import ALONE
 from steelyard.errors import InputError
 from tests.engine.data import datum, ragged
 
@@ -119,3 +122,62 @@ def test_a_check_of_values_is_not_left_out() -> None:
     bound = loss.bind([datum([1, 2, 3]), datum([4, 5, 6])])
     with pytest.raises(InputError, match=r"range \[0, 1\]"):
         bound([torch.rand(3).requires_grad_() for _ in range(2)])
+
+
+def test_a_median_is_that_of_its_datum() -> None:
+    """Under vmap torch takes the median of an expanded tensor over the whole batch."""
+    nodes = [
+        call("torch.sum", LOGPROBS, name="s"),
+        call("expand", {"ref": "s"}, 3, op="call_method", name="x"),
+        call("torch.median", X, name="y"),
+    ]
+    bound = uploaded(*nodes).bind([datum([1, 2]), datum([3, 4])])
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])]
+    value, _ = bound([row.requires_grad_() for row in rows])
+    assert value.item() == 33.0
+
+
+def prepared(name: str, row: Tensor) -> Tensor:
+    """First argument of an operation, in a form that vmap might take for another."""
+    match name:
+        case "a number":
+            return row.sum()
+        case "expanded":
+            return row.sum().expand(5)
+        case "repeated":
+            return row.expand(3, *row.shape)
+        case "reversed":
+            return row.flip(0)
+    return row
+
+
+@pytest.mark.parametrize("form", ["plain", "a number", "expanded", "repeated", "reversed"])
+def test_operations_together_give_what_each_datum_gives(form: str) -> None:
+    """Each operation of the allowlist that runs under vmap, whatever number follows."""
+    generator = torch.Generator().manual_seed(0)
+    compared = 0
+    operations = {name: fn for name, fn in FUNCTIONS.items() if not name.startswith("math.")}
+    operations.update({name: getattr(Tensor, name) for name in METHODS})
+    for name, fn in operations.items():
+        if name.rpartition(".")[2] in ALONE:
+            continue
+        for batch in (torch.randn(2, 4, generator=generator), torch.rand(2, 3, 3)):
+            for args in ((), (0,), (-1,), (2,), (0, True), (0.5,)):
+
+                def run(row: Tensor, fn: Any = fn, args: Any = args) -> tuple[Tensor, ...]:
+                    result = fn(prepared(form, row), *args)
+                    pieces = result if isinstance(result, tuple | list) else [result]
+                    return tuple(torch.as_tensor(piece) for piece in pieces)
+
+                try:
+                    alone = [run(row) for row in batch]
+                    together = torch.func.vmap(run)(batch)
+                except Exception:  # noqa: BLE001 - it does not take these arguments
+                    continue
+                compared += 1
+                for number, pieces in enumerate(alone):
+                    for piece, column in zip(pieces, together, strict=True):
+                        torch.testing.assert_close(
+                            column[number], piece, equal_nan=True, msg=f"{name} of {form}, {args}"
+                        )
+    assert compared > 400

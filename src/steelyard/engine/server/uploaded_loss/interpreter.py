@@ -35,8 +35,9 @@ from steelyard.engine.server.uploaded_loss.program import Program
 from steelyard.errors import InputError
 
 _MAX_MEASURED = 1024  # shapes that are remembered for each loss
-# They check the values of an argument, and not under vmap.
-_ALONE = {"torch.quantile", "quantile"}
+# Under vmap torch 2.13 computes the median of an expanded tensor, and the roll of a single number,
+# over the whole batch; it does not check the quantiles, nor the dimensions of the others.
+ALONE = frozenset({"dot", "index_select", "median", "quantile", "roll", "tril", "triu"})
 
 
 @dataclass
@@ -67,7 +68,7 @@ class TracedLoss:
     sizes: dict[Any, Sizes] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.batches = not any(node.target in _ALONE for node in self.nodes)
+        self.batches = not any(node.target.rpartition(".")[2] in ALONE for node in self.nodes)
 
     def bind(self, data: Sequence[types.Datum], budget: LossBudget | None = None) -> BoundLoss:
         """Loss of a batch as a function of its log-probs, one tensor `[T]` or `[T, K]` per datum.
