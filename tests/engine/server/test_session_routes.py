@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import json
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker
 
+from steelyard.engine.server import session_routes
 from steelyard.engine.server.lifecycle import RunningServer
 from tests.engine.data import ragged
 
-from .uploaded_loss.graphs import SUM, upload
-from .wire_client import Wire
+from .uploaded_loss.graphs import LOGPROBS, SUM, X, call, upload
+from .wire_client import Wire, start
 
 
 def test_closing_a_client_unloads_its_models(running: RunningServer) -> None:
@@ -104,3 +109,67 @@ def test_a_loss_that_is_uploaded_twice_is_stored_once(wire: Wire, running: Runni
     events = {"events": [], "platform": "x", "sdk_version": "0", "process_uuid": "x"}
     sent = wire.ok("telemetry", {**events, "session_id": wire.session_id})
     assert sent["status"] == "accepted"
+
+
+def upload_at_once(
+    running: RunningServer, wires: list[Wire], factors: list[int], monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """Upload losses that are all validated before one of them is stored; return the statuses."""
+    everybody = threading.Barrier(len(wires))
+    validate = session_routes.validate_loss
+
+    def together(*args: Any) -> Any:
+        everybody.wait(600)
+        return validate(*args)
+
+    monkeypatch.setattr(session_routes, "validate_loss", together)
+
+    def send(wire: Wire, factor: int, number: int) -> int:
+        request = upload(call("torch.mul", LOGPROBS, factor), call("torch.sum", X, name="y"))
+        ids = {"session_id": wire.session_id, "custom_loss_seq_id": number}
+        body = {**request.model_dump(mode="json"), **ids}
+        return wire.post("create_custom_loss", body).status_code
+
+    with ThreadPoolExecutor(len(wires)) as threads:
+        numbers = range(len(wires)) if len(set(factors)) > 1 else [0] * len(wires)
+        return sorted(threads.map(send, wires, factors, numbers))
+
+
+def test_two_clients_upload_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        start(tmp_path, max_losses=1) as running,
+        Wire(running.base_url) as first,
+        Wire(running.base_url) as second,
+    ):
+        assert upload_at_once(running, [first, second], [2, 3], monkeypatch) == [200, 200]
+
+
+def test_one_client_that_uploads_at_once_stays_within_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(tmp_path, max_losses=1) as running, Wire(running.base_url) as wire:
+        assert upload_at_once(running, [wire] * 3, [2, 3, 4], monkeypatch) == [200, 403, 403]
+
+
+def test_a_loss_that_is_sent_twice_at_once_is_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(tmp_path, max_losses=1) as running, Wire(running.base_url) as wire:
+        assert upload_at_once(running, [wire] * 2, [2, 2], monkeypatch) == [200, 200]
+        (session,) = running._state.sessions
+        assert len(session.losses) == 1
+
+
+def test_an_upload_that_breaks_off_leaves_its_number_free(wire: Wire) -> None:
+    request = upload(call("torch.exp", LOGPROBS), call("torch.sum", X, name="y"))
+    body = {**request.model_dump(mode="json"), "session_id": wire.session_id}
+    content = json.dumps(body).encode()
+    url = wire.http.base_url
+    head = (
+        f"POST {url.path}create_custom_loss HTTP/1.1\r\nHost: {url.host}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(head.encode() + content[: len(content) // 2])
+    uploaded = wire.result(wire.ok("create_custom_loss", body))
+    assert uploaded["loss_id"].startswith(wire.session_id)

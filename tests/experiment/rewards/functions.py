@@ -58,3 +58,16 @@ class Scaled:
 
     def __call__(self, record: Mapping[str, Any], answer: str) -> float:
         return self.by * len(answer)
+
+
+def fork(record: Mapping[str, Any], answer: str) -> float:
+    """Count the words in a child process, as a library may do."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, str(len(answer.split())).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        return float(pipe.read())

@@ -390,3 +390,12 @@ def test_a_number_that_float32_cannot_hold_drops_the_answer(returned: float) -> 
         f"{returned} ({type(returned).__name__})."
     )
     assert isinstance(scored[0].cause, NonFiniteError)
+
+
+@pytest.mark.parametrize("run_in", ["inline", "thread", "process"])
+def test_a_reward_may_fork(workers: Workers, run_in: Any) -> None:
+    """Its child takes no part in the run, and the workers go on."""
+    forking = reward(functions.fork, run_in=run_in)
+    for _ in range(2):
+        scored = score([forking], ANSWERS, timeout=LONG, workers=workers)
+        assert values(scored["r"]) == [1.0, 2.0, 0.0, 3.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Literal
 
 import pydantic
@@ -98,11 +99,9 @@ async def create_custom_loss(state: ServerState, request: Request) -> Response:
     loss_id = f"{body.session_id}:loss:{body.custom_loss_seq_id}"
     future = state.futures.get(loss_id)
     if future is None:
-        if len(session.losses) >= state.settings.max_losses:
-            raise HTTPException(
-                FORBIDDEN, f"a client may upload at most {state.settings.max_losses} losses."
-            )
+        _check_loss_limit(state, session.losses, loss_id)
         loss = await asyncio.to_thread(validate_loss, body, state.settings.max_nodes)
+        _check_loss_limit(state, session.losses, loss_id)  # others were uploaded meanwhile
         state.loss_process.warm()
         if session.losses.setdefault(loss_id, loss) != loss:
             raise conflict("custom_loss_seq_id", str(body.custom_loss_seq_id), "a loss", "another")
@@ -112,6 +111,13 @@ async def create_custom_loss(state: ServerState, request: Request) -> Response:
         future.settle(codec.encode_json(types.CreateCustomLossResponse(loss_id=loss_id)))
     future.check_repeated("create_custom_loss", codec.hash_json(body))
     return http_bodies.future_response(future)
+
+
+def _check_loss_limit(state: ServerState, losses: Collection[str], loss_id: str) -> None:
+    if loss_id not in losses and len(losses) >= state.settings.max_losses:
+        raise HTTPException(
+            FORBIDDEN, f"a client may upload at most {state.settings.max_losses} losses."
+        )
 
 
 async def telemetry(state: ServerState, request: Request) -> Response:
