@@ -12,6 +12,7 @@ import tinker
 
 from steelyard.engine.server import session_routes
 from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.uploaded_loss import validate_loss
 from tests.engine.data import ragged
 
 from .uploaded_loss.graphs import LOGPROBS, SUM, X, call, upload
@@ -116,11 +117,10 @@ def upload_at_once(
 ) -> list[int]:
     """Upload losses that are all validated before one of them is stored; return the statuses."""
     everybody = threading.Barrier(len(wires))
-    validate = session_routes.validate_loss
 
     def together(*args: Any) -> Any:
         everybody.wait(600)
-        return validate(*args)
+        return validate_loss(*args)
 
     monkeypatch.setattr(session_routes, "validate_loss", together)
 

@@ -302,7 +302,8 @@ class _Child:
             threads = psutil.Process(self._process.pid).threads()
         except psutil.Error:  # it has ended, as below; or the system does not tell
             return 0.0
-        return sum(t.user_time + t.system_time for t in threads if t.id == self._process.pid)
+        own = [t for t in threads if t.id == self._process.pid]
+        return float(sum(thread.user_time + thread.system_time for thread in own))
 
     def _memory(self) -> int:
         try:
