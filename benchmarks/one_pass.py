@@ -47,14 +47,15 @@ def served(model: str) -> Iterator[str]:
 
 
 def data_of(*, plain: bool) -> list[types.Datum]:
-    """Random tokens, with a reference unless the step is plain."""
+    """Random tokens, with what the terms read unless the step is plain."""
     drawn = torch.Generator().manual_seed(0)
     data = []
     for _ in range(DATA):
         row = torch.randint(5, 500, (TOKENS + 1,), generator=drawn)
         fields = {"target_tokens": row[1:], "weights": torch.ones(TOKENS)}
         if not plain:
-            fields["reference_logprobs"] = -4 - 3 * torch.rand(TOKENS, generator=drawn)
+            for name in ("reference_logprobs", "logprobs"):  # of the reference, and when sampled
+                fields[name] = -4 - 3 * torch.rand(TOKENS, generator=drawn)
         inputs: Any = {name: types.TensorData.from_torch(each) for name, each in fields.items()}
         model_input = types.ModelInput.from_ints(row[:-1].tolist())
         data.append(types.Datum(model_input=model_input, loss_fn_inputs=inputs))
