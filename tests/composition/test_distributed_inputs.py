@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.composition import CompositeLoss, term
+from steelyard import RegularizerSpec
+from steelyard.composition import Aggregator, CompositeLoss, reads, term
+from steelyard.composition.distributed_inputs import _check_readers
+from steelyard.composition.ranks import Ranks
+from steelyard.composition.terms import Term
 from steelyard.errors import InputError
 from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import Projection
@@ -258,3 +263,76 @@ def test_norms_inside_of_a_wrapper(tmp_path: Path) -> None:
     for norms in run_group(norms_inside_of_a_wrapper, tmp_path):
         # The rows of the mean gradient are (1/2, 1/2) and 1 for the bias.
         assert norms == pytest.approx([1.5**0.5] * 2 + [2.0**0.5] * 2)
+
+
+def as_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a group of one make the collective operations that several processes make."""
+    monkeypatch.setattr(Ranks, "of", lambda group, share: Ranks(group, float(share)))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_the_rows_of_a_group_are_weighted_by_the_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """The mean gradients of one process: Σ share · g / Σ share = g, and the base has no share."""
+    model = nn.Linear(4, 3)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+    def square(y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean()
+
+    def size(y: torch.Tensor) -> torch.Tensor:
+        return y.abs().mean()
+
+    plain = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(fn(model(x)), [*model.parameters()])])
+        for fn in (square, size)
+    ]
+    with group_of_one(tmp_path):
+        as_several(monkeypatch)
+        wrapped = DistributedDataParallel(model)
+        loss = CompositeLoss(
+            square,
+            [term(size, 0.5, "size")],
+            track_grad_norms=True,
+            wrt=wrapped,
+            aggregate=ByValue(),
+        )
+        loss.share = share
+        loss(y=wrapped(x))
+    output = loss.output
+    assert output.base_loss.grad_norm == pytest.approx(plain[0].norm().item())
+    norm = output.regularizers["size"].grad_norm
+    assert norm == pytest.approx(plain[1].norm().item() if share else 0.0)
+
+
+class ByValue(Aggregator):
+    """The plain sum, by a rule that reads values and gradients."""
+
+    reads_gram = True
+
+    def factors(
+        self,
+        values: Sequence[float],
+        weights: Sequence[float],
+        products: Sequence[Sequence[float]],
+    ) -> Sequence[float]:
+        return [1.0] * len(values)
+
+
+def test_processes_know_all_shares(tmp_path: Path) -> None:
+    with group_of_one(tmp_path):
+        assert Ranks(None, 0.25).shares() == [0.25]
+
+
+def test_readers_of_shards_need_shares_that_fit_in_all_processes() -> None:
+    x = torch.ones(2, requires_grad=True)
+    base = Term(RegularizerSpec(reads(lambda x: x.sum(), "x"), 1.0, "base"))
+    with pytest.raises(InputError, match=r"needs the same share in every process, got shares of 0"):
+        _check_readers([base], {"x": x}, [0.0, 2.0])
+    own = Term(RegularizerSpec(reads(lambda x: x.sum(), "x"), 1.0, "own"))
+    with pytest.raises(
+        InputError, match=r"'own' reads sharded parameters and other differentiable"
+    ):
+        _check_readers([own], {"x": x}, [0.0, 2.0])
+    _check_readers([own], {"x": x}, [1.0, 2.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from steelyard import DetachedTermWarning, Pipeline, RegularizerSpec
+from steelyard.composition.inputs import _WithFloats
 from steelyard.errors import GradientError, InputError, NonFiniteError, SpecError
 from tests.composition.terms import LOGPROBS, l2, nll
 
@@ -276,3 +278,12 @@ def test_a_gradient_that_is_not_finite_reaches_the_parameters_if_it_is_not_check
         else:
             output = pipeline.compute([], logprobs, given=given, to_parameters=linear_model)
             assert not math.isfinite(output.regularizers["inf"].grad_norm or 0.0)
+
+
+def test_a_function_with_placeholders_shows_the_function_inside() -> None:
+    """A worker looks there for state that a call has changed."""
+
+    def fn(x: Any) -> Any:
+        return x
+
+    assert inspect.unwrap(_WithFloats(fn, precise=False)) is fn

@@ -379,3 +379,15 @@ def test_a_compiled_composite_with_a_step_is_silent_and_one_graph(source: str) -
             optimizer.step()
     assert found == ([0.5] * 4 if source == "not needed" else [0, 1, 2, 3])
     assert counter.frame_count == 1
+
+
+def test_a_call_that_is_compiled_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `test_inside_of_compile…`, without the compiler, whose code coverage does not see."""
+    loss = CompositeLoss(lambda x: x.sum(), [term(lambda x: x.sum(), 1.0, "t", every=2)])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.warns(UncountedStepWarning, match="does not count its calls"):
+        loss._count_call()
+    loss._count_call()
+    plain = CompositeLoss(lambda x: x.sum(), [term(lambda x: x.sum(), 1.0, "t")])
+    plain._count_call()
+    assert (loss.step, plain.step) == (0, 0)

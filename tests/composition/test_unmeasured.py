@@ -204,3 +204,9 @@ def test_a_term_that_once_had_a_value_is_not_reported() -> None:
     for _ in range(30):
         output = pipeline.compute([False] * 3, LOGPROBS)
     assert output.not_run == ("t",)
+
+
+def test_inside_vmap_a_term_that_returns_none_adds_nothing() -> None:
+    loss = CompositeLoss(lambda x: x.sum(), [term(lambda x: None, 1.0, "nothing")])
+    found = torch.func.vmap(lambda x: loss(x=x))(torch.ones(3, 2))
+    assert found.tolist() == [2.0, 2.0, 2.0]

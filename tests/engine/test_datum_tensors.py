@@ -138,7 +138,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_bad_data_is_an_error_that_names_the_place(data: Any, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         read_examples(data, WEIGHTS, LIMITS)
-    about = [index for index in range(len(data)) if f"data[{index}]" in str(caught.value)]
+    about = [index for index in range(9) if f"data[{index}]" in str(caught.value)]
     assert caught.value.datum == (about[0] if about else None)
 
 

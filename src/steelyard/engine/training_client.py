@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -83,8 +84,6 @@ class LocalTrainingClient:
         self.user_metadata = user_metadata
         self._service = service
         self._worker = worker
-        # Tested once for each model, where it runs.
-        self._supports_projection = worker.submit(lambda: worker.model.supports_projection)
         self._trainer = Trainer(worker.model, adapter, worker.token_budget)
         self._state = TrainingState(worker.model, adapter, model_id, user_metadata)
         # Owned by the trainer, not by this client: queued calls and open passes refer to the
@@ -471,10 +470,12 @@ class LocalTrainingClient:
         """Run `create_sampling_client` without blocking the event loop."""
         return await self._service.create_sampling_client_async(model_path=model_path)
 
-    @property
+    @cached_property
     def gives(self) -> tuple[str, ...]:
         """Extra inputs, beside log-probs, that `open_pass` supplies to terms with this model."""
-        if self._supports_projection.result():
+        # Tested once for each model, where it runs.
+        model = self._worker.model
+        if self._worker.submit(lambda: model.supports_projection).result():
             return _EXTRA_INPUTS
         return tuple(name for name in _EXTRA_INPUTS if name != "projection")
 
