@@ -163,6 +163,7 @@ def test_outputs_metrics_and_types_are_those_of_the_plain_call(either: Any, name
 
 def test_the_engine_runs_the_model_once(local: LocalTrainingClient) -> None:
     data, passes = sampled(local), []
+    assert "projection" in local.gives  # found by a run of the model, once for each client
     layer = local._worker.model.output_layer
     hook = layer.register_forward_hook(lambda *_: passes.append(1))
     regularize(local, [spec()]).forward_backward(data, "importance_sampling").result()

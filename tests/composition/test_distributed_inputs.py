@@ -293,7 +293,7 @@ def test_the_rows_of_a_group_are_weighted_by_the_shares(
         wrapped = DistributedDataParallel(model)
         loss = CompositeLoss(
             square,
-            [term(size, 0.5, "size")],
+            [term(size, 0.5, "size"), term(lambda y: None, 1.0, "nothing")],
             track_grad_norms=True,
             wrt=wrapped,
             aggregate=ByValue(),
